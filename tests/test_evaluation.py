@@ -257,11 +257,11 @@ def test_resumed_run_equals_the_whole_one(nproc, name, how, runs, read_metrics):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("best, keeps, left", [
+@pytest.mark.parametrize("best, keep, left", [
     (None, 2, [4, 5]), (5, 2, [4, 5]), (4, 2, [4, 5]), (3, 2, [3, 4, 5]), (1, 2, [1, 4, 5]),
     (1, 4, [1, 2, 3, 4, 5]), (2, 4, [2, 3, 4, 5]), (2, 9, [1, 2, 3, 4, 5])])  # fmt: skip
-def test_best_evaluations_checkpoint_is_kept_besides_the_newest(best, keeps, left, tmp_path):
-    run = types.SimpleNamespace(directory=tmp_path, config=Config(keep_checkpoints=keeps),
+def test_best_evaluations_checkpoint_is_kept_besides_the_newest(best, keep, left, tmp_path):
+    run = types.SimpleNamespace(directory=tmp_path, config=Config(keep_checkpoints=keep),
                                 progress=Progress(best_step=best))  # fmt: skip
     for step in range(1, 6):
         state = {"step": step, "files": {}}

@@ -290,7 +290,7 @@ def test_rows_at_once_are_an_even_share(monkeypatch):
             super().__init__(of, rows, routing, *weights)
             seen.append((rows.stop - rows.start, len(routing.token)))
 
-    monkeypatch.setattr(experts, "Pass", ExpertChunk)
+    monkeypatch.setattr(experts, "ExpertChunk", ExpertChunk)
     assert worst("qwen3_moe", True, monkeypatch, edit=one_for_all, ranges=4) < BAR
     assert seen and all(n <= -(-n_rows // 4) for n, n_rows in seen)
 
@@ -541,16 +541,16 @@ def test_an_experts_bytes_are_bitsandbytes_own(width):
     tensors = dict(reference.state_dict())
     model = plain_model(small, arch, tensors, 24)
     names, layer = tensor_names(arch, tensors), model.layers[0]
-    for place in layer.spec.places:
-        name = names.of_layer(0, f"{place.linear.name}.weight")
-        weight = rows_in_memory(tensors, names.sources, name).view(-1, place.linear.in_features)
+    for linear in layer.spec.linears:
+        name = names.of_layer(0, f"{linear.name}.weight")
+        weight = rows_in_memory(tensors, names.sources, name).view(-1, linear.in_features)
         codes, state = bnb.functional.quantize_4bit(
             weight, blocksize=64, compress_statistics=True, quant_type="nf4"
         )
-        assert torch.equal(layer.nf4.packed[place.blocks].view(-1, 1), codes), name
-        assert torch.equal(layer.nf4.scales[place.blocks, 0], state.absmax), name
-        assert torch.equal(layer.nested.offsets[place.index], state.offset), name
-        assert torch.equal(layer.nested.absmax[place.nested], state.state2.absmax), name
+        assert torch.equal(layer.nf4.packed[linear.blocks].view(-1, 1), codes), name
+        assert torch.equal(layer.nf4.scales[linear.blocks, 0], state.absmax), name
+        assert torch.equal(layer.nested.offsets[linear.index], state.offset), name
+        assert torch.equal(layer.nested.absmax[linear.nested], state.state2.absmax), name
 
 
 def test_router_is_as_exact_as_in_the_files(monkeypatch):

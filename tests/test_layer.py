@@ -346,7 +346,7 @@ def test_slices_of_tokens_are_all_of_them():
         assert max(part.stop - part.start for part in slices) <= most
 
 
-@pytest.mark.parametrize("keeps", ["all", "mid_residual", "input"])
+@pytest.mark.parametrize("saves", ["all", "mid_residual", "input"])
 @pytest.mark.parametrize("name", ["llama", "cohere", "glm4"])
 def test_what_is_computed_again_is_there_once(name, saves, monkeypatch):
     """One slice of the MLP at a time; weights are held for their second use alone, and the
@@ -358,12 +358,12 @@ def test_what_is_computed_again_is_there_once(name, saves, monkeypatch):
         out = forward(half, call, *args, **settings)
         if saves != "all":
             slices.append(weakref.ref(out[1].gate_up))
-        assert {fused.dropout_site for fused in call.held} <= {2, 3}
-        assert bool(call.held) == (call.hold and saves != "all")
+        assert {fused.dropout_site for fused in call.dequantized} <= {2, 3}
+        assert bool(call.dequantized) == (call.reuses_dequantized and saves != "all")
         return out
 
     def then(half, call, *args):
-        assert {fused.dropout_site for fused in call.held} <= {0, 1}
+        assert {fused.dropout_site for fused in call.dequantized} <= {0, 1}
         return backward(half, call, *args)
 
     pair, backward = pair_and_expected(name)[0], mixer_sublayer.MixerSublayer.backward
@@ -423,7 +423,7 @@ def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatc
         assert not torch.equal(got[key], got[key].bfloat16().float()), key
 
 
-@pytest.mark.parametrize("keeps", ["all", "input"])
+@pytest.mark.parametrize("saves", ["all", "input"])
 @pytest.mark.parametrize("name, adapter", [
     ("llama", "lora"), ("glm4", "lora"), ("qwen2", "dora"), ("youtu", "lora")])  # fmt: skip
 def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, saves):
@@ -649,9 +649,9 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
 
     model_config = TINY[name](VOCABULARY)
     (kind,) = map(type, describe_model(model_config).mixers.values())
-    of_mixer = mixers.MIXINGS[kind]
+    of_mixer = mixers.MIXERS[kind]
     function = of_mixer.function
-    monkeypatch.setitem(mixers.MIXINGS, kind, dataclasses.replace(of_mixer, function=all_as_one))
+    monkeypatch.setitem(mixers.MIXERS, kind, dataclasses.replace(of_mixer, function=all_as_one))
     with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
         check_family(model_config, name)
 

@@ -315,7 +315,7 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
             assert 0 <= got - want < 2 * 2048, (i, saves)  # less than one value a token
 
 
-@pytest.mark.parametrize("name, index, keeps, settings, share", [
+@pytest.mark.parametrize("name, index, saves, settings, share", [
     ("llama-3-8b", 0, "all", NOTHING, 0.967),
     ("llama-3-8b", 0, "mid_residual", NOTHING, 0.899),
     ("llama-3-8b", 0, "input", HELD, 0.890),

@@ -255,7 +255,7 @@ def held_bytes(arch, model, n_layers, n_tokens):
 
 
 @pytest.mark.parametrize(
-    "family, keeps",
+    "family, saves",
     [(family, saves) for family in (
         "llama", "phi3", "qwen3", "gemma2", "cohere", "olmo2", "glm4", "youtu", "minicpm3",
         "gemma4_text", "gemma4_wide")
@@ -277,7 +277,8 @@ def test_plan_counts_what_a_layer_keeps_to_the_byte(family, saves):
         plan = predicted(
             dataclasses.replace(arch, n_layers=n_layers),
             tuple(layer.spec for layer in model.layers[:n_layers]), micro_batch_tokens=n,
-            recomputed=recomputed, save_mid_residual=saves == "mid_residual", compute_dtype="float32",
+            recomputed=recomputed, save_mid_residual=saves == "mid_residual",
+            compute_dtype="float32",
             n_mlp_saved=n_layers if saves == "mlp" else 0,
         )  # fmt: skip
         return sum(size for kind, size in plan.memory.items() if kind.startswith("kept by"))

@@ -78,10 +78,10 @@ def test_a_rank_may_have_a_part_of_a_row():
     model, *_ = small_model(inner=3 * BLOCK)
     layer = model.layers[0]
     fused = layer.spec.mlp.fused_linears[1]
-    place = fused.places[2]
+    linear = fused.linears[2]
     assert fused.in_features == 3 * BLOCK
-    own, shard = OwnBlocks(place, slice(2, 7), slice(1, 6)), NF4Blocks.zeros(6, "cpu", 2)
-    whole = layer.nf4.packed[place.blocks], layer.nf4.scales[place.blocks]
+    own, shard = OwnBlocks(linear, slice(2, 7), slice(1, 6)), NF4Blocks.zeros(6, "cpu", 2)
+    whole = layer.nf4.packed[linear.blocks], layer.nf4.scales[linear.blocks]
 
     def read(name):
         blocks = slice(own.rows.start * 3, own.rows.stop * 3)

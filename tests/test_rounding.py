@@ -431,12 +431,12 @@ def test_adapters_gradients_are_summed_in_fp32():
             of_b = call.weight(fused)[:, fused.in_features :].double()
             check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_columns], "d")
             want_a = want_a + scaling * grad_d.double().t() @ x.double()
-            for place in fused.adapted:
-                part = grad[:, place.outputs].double().t() @ columns[:, place.columns].double()
-                want_b[place] = want_b[place] + part
+            for linear in fused.adapted:
+                part = grad[:, linear.outputs].double().t() @ columns[:, linear.columns].double()
+                want_b[linear] = want_b[linear] + part
         check_rounding(call.grad_adapter[fused.lora_a], want_a.flatten(), "A")
-        for place, want in want_b.items():
-            check_rounding(call.grad_adapter[place.lora_b], want.flatten(), "B")
+        for linear, want in want_b.items():
+            check_rounding(call.grad_adapter[linear.lora_b], want.flatten(), "B")
 
 
 def test_doras_norms_and_magnitudes_are_fp32():
@@ -447,13 +447,13 @@ def test_doras_norms_and_magnitudes_are_fp32():
         lora_matmul.lora_matmul_backward(
             call, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
         a, weight = call.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
-        for place in fused.adapted:
-            b, rows = call.adapter[place.lora_b].view(-1, fused.lora_rank).double(), place.outputs
-            of_rows = (weight[rows] + call.spec.scaling * b @ a[place.columns]).norm(dim=1)
+        for linear in fused.adapted:
+            b, rows = call.adapter[linear.lora_b].view(-1, fused.lora_rank).double(), linear.outputs
+            of_rows = (weight[rows] + call.spec.scaling * b @ a[linear.columns]).norm(dim=1)
             sums = (grad[:, rows].double() * weight[rows].t()).sum(0) / of_rows
             check_rounding(norm[rows], of_rows, "norms")
-            check_rounding(factor[rows], call.layer.adapter[place.magnitude] / of_rows, "factors")
-            check_rounding(call.grad_adapter[place.magnitude], sums, "gradient of magnitudes")
+            check_rounding(factor[rows], call.layer.adapter[linear.magnitude] / of_rows, "factors")
+            check_rounding(call.grad_adapter[linear.magnitude], sums, "gradient of magnitudes")
 
 
 @pytest.mark.parametrize("name", [

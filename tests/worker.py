@@ -88,15 +88,15 @@ def quantized(job, process):
                 no_adapter = layer.vectors.new_zeros(len(layer.adapter))
                 for fused in layer.spec.fused_linears:
                     weight = dequantize(layer, fused, no_adapter)
-                    for place in fused.places:
-                        name = f"model.layers.{i}.{place.linear.name}"
+                    for linear in fused.linears:
+                        name = f"model.layers.{i}.{linear.name}"
                         values = {
-                            "packed": layer.nf4.packed[place.blocks].clone(),
-                            "codes": layer.nf4.scales[place.blocks, 0].clone(),
-                            "nested_absmax": layer.nested.absmax[place.nested].clone(),
-                            "nested_code": layer.nested.code_values[place.index].clone(),
-                            "offset": layer.nested.offsets[place.index].clone(),
-                            "dequantized": weight[place.outputs, : fused.in_features].clone(),
+                            "packed": layer.nf4.packed[linear.blocks].clone(),
+                            "codes": layer.nf4.scales[linear.blocks, 0].clone(),
+                            "nested_absmax": layer.nested.absmax[linear.nested].clone(),
+                            "nested_code": layer.nested.code_values[linear.index].clone(),
+                            "offset": layer.nested.offsets[linear.index].clone(),
+                            "dequantized": weight[linear.outputs, : fused.in_features].clone(),
                         }
                         out.update({f"{name}.{key}": value for key, value in values.items()})
         return out

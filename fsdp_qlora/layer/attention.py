@@ -18,7 +18,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMixer:
-    """One layer's softmax attention, as a mixing of MixerSublayer."""
+    """One layer's softmax attention, a TokenMixer."""
 
     arch: Architecture
     window: int | None  # a query sees this many keys; None: all
@@ -45,13 +45,13 @@ class AttentionMixer:
 
     @property
     def saves_projected(self) -> bool:
-        """Whether backward reads kept.projected: that of norms and of the gate does."""
+        """Whether backward reads saved.projected: that of norms and of the gate does."""
         return bool(self.arch.qk_norm or self.arch.value_norm or self.arch.attention_gate)
 
     @property
     def _output_factor(self) -> float:
-        """What attention gives is multiplied by this: the multiplier of what q, k and v read, which
-        values still need (attention_scale has that of queries and keys), and that of the output."""
+        """Factor of the kernel's outputs: the multiplier of what q, k and v read, which values
+        still need (attention_scale has that of queries and keys), and that of the output."""
         factor: float = self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
         return factor
 

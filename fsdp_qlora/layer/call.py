@@ -13,8 +13,8 @@ from fsdp_qlora.layer.parameters import LayerParameters
 
 
 class LayerCall:
-    """What one forward or backward of a layer works with: the gathered adapter in the compute
-    dtype, dequantized weights, and in backward the adapter's gradient.
+    """Context of one forward or backward of a layer: the gathered adapter in the compute dtype,
+    dequantized weights, and in backward the adapter's gradient.
 
     The gradient is summed in fp32; autograd casts it to the dtype of the parameter.
     """
@@ -27,10 +27,10 @@ class LayerCall:
         self.is_backward = backward
         self.evaluation = evaluation  # whether no backward will follow
         # whether autograd's graph of this forward is read: by the backward that runs it now, or
-        # later, if the layer keeps all
+        # later, if the layer saves all
         self.saves_graph = backward or layer.saves == "all" and not evaluation
         self.tokens = slice(None)  # of the micro-batch: those that the MLP works on
-        # keys and values of its lender, which it reads; its own, where others read them; gradients
+        # keys and values of its kv_source; its own, where other layers read them; their gradients
         self.shared_kv = shared_kv
         self.kv_to_share = self.grad_kv_to_share = self.grad_shared_kv = tuple[Tensor, ...]()
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)

@@ -28,58 +28,58 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
     blocks: NF4Blocks = layer.nf4
     packed, scales = blocks.packed[fused.blocks], blocks.scales[fused.blocks]
     nested: Nested = layer.nested
-    in_mxfp4 = fused.places[0].linear.mxfp4
+    in_mxfp4 = fused.linears[0].mxfp4
     if weight.is_cuda and not why_no_triton():
         code, of_scales = mxfp4_code(weight.device)
         if not in_mxfp4:
             code, of_scales = nf4_code(weight.device), nested.code_values
         launch_dequantize(
             packed, scales, nested.absmax, nested.offsets, of_scales, code, adapter,
-            place_table(fused, weight.device), weight, fused.in_features, fused.lora_rank,
-            n_linears=len(fused.places), equal=equal_blocks(fused), in_mxfp4=in_mxfp4)
+            linears_table(fused, weight.device), weight, fused.in_features, fused.lora_rank,
+            n_linears=len(fused.linears), equal=equal_blocks(fused), in_mxfp4=in_mxfp4)
         return weight
     weights, columns = weight.split([fused.in_features, fused.padded_columns], 1)
     columns.zero_()
-    for place in fused.places:
-        outputs, first = fused.local_outputs(place), fused.blocks.start
-        part = slice(place.blocks.start - first, place.blocks.stop - first)
+    for linear in fused.linears:
+        outputs, first = fused.local_outputs(linear), fused.blocks.start
+        part = slice(linear.blocks.start - first, linear.blocks.stop - first)
         if in_mxfp4:
             weights[outputs] = mxfp4_values(packed[part], scales[part]).view(-1, fused.in_features)
         else:
-            weights[outputs] = nf4_values(packed[part], scales[part], nested, place, weight.dtype)
-        if place.columns:
-            columns[outputs, place.columns] = adapter[place.lora_b].view(-1, fused.lora_rank)
+            weights[outputs] = nf4_values(packed[part], scales[part], nested, linear, weight.dtype)
+        if linear.columns:
+            columns[outputs, linear.columns] = adapter[linear.lora_b].view(-1, fused.lora_rank)
     return weight
 
 
-def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: Nested, place: LinearSlices,
+def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: Nested, linear: LinearSlices,
                dtype: torch.dtype) -> torch.Tensor:
     """The weights [out, in] of one linear in NF4, from its blocks, by bitsandbytes."""
-    shape = place.linear.out_features, place.linear.in_features
+    shape = linear.out_features, linear.in_features
     nested_state = bnb.functional.QuantState(
-        absmax=nested.absmax[place.nested], code=nested.code_values[place.index],
+        absmax=nested.absmax[linear.nested], code=nested.code_values[linear.index],
         blocksize=NESTED_BLOCK, dtype=torch.float32)
     state = bnb.functional.QuantState(
         absmax=scales[:, 0].contiguous(), code=nf4_code(packed.device), blocksize=BLOCK,
         quant_type="nf4", shape=torch.Size(shape), dtype=dtype,
-        offset=nested.offsets[place.index], state2=nested_state)
+        offset=nested.offsets[linear.index], state2=nested_state)
     codes = packed.view(-1, 1)[: math.prod(shape) // 2]
     return bnb.functional.dequantize_4bit(codes, state)
 
 
 @functools.lru_cache(None)
-def place_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
+def linears_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
     """For dequantize_kernel, of each linear: its first block, first output, first second-level
     absmax, index, first value of B and first column (-1: no adapter), and the output after its
     last. int32 [linears, FIELDS]."""
     table = [[p.blocks.start - fused.blocks.start, fused.local_outputs(p).start, p.nested.start,
               p.index, p.lora_b.start if p.columns else 0, p.columns.start if p.columns else -1,
-              fused.local_outputs(p).stop] for p in fused.places]
+              fused.local_outputs(p).stop] for p in fused.linears]
     return torch.tensor(table, dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(None)
 def equal_blocks(fused: FusedLinear) -> int:
     """The number of blocks of each linear if it is the same for all, as for experts; else 0."""
-    sizes = {(p.blocks.stop - p.blocks.start, p.linear.out_features) for p in fused.places}
+    sizes = {(p.blocks.stop - p.blocks.start, p.out_features) for p in fused.linears}
     return sizes.pop()[0] if len(sizes) == 1 else 0

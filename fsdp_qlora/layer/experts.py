@@ -1,7 +1,8 @@
-"""The MLP sublayer of a layer with experts: those that each token goes to, and perhaps a shared
-one, forward and backward, and what it costs.
+"""The MoE sublayer: routed experts and an optional shared one, forward and backward, and what it
+costs.
 
-No token is dropped, however uneven the router is. Which models have experts is in families.
+No token is dropped, however uneven the router is. pretrained/families.py says which models have
+experts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits
 
 
-GROUPED_SPEED = 0.66  # of grouped products, as a part of that of large ones; on an H200
+GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large ones; on an H200
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,15 +61,16 @@ class MoESublayer:
         self, call: LayerCall, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True,
         choice: tuple[Tensor, list[int] | None] | None = None, save_gate_ups: bool = True
     ) -> tuple[Tensor | Any, SavedMoE]:
-        """Returns middle + MLP(norm(source)), None without want_sum, and what backward() needs.
+        """Returns mid_residual + MLP(norm(source)), None without want_sum, and what backward()
+        needs.
 
         When forward() is computed again, `choice` is that of the first time: a tie must not be
-        decided another way. Without keep_gate_ups, backward() computes the experts' gate and up
+        decided another way. Without save_gate_ups, backward() computes the experts' gate and up
         again.
         """
         arch, norms, branch = self.arch, self.arch.moe.norms, None
         saved = SavedMoE(source=source)
-        # with columns for the shared expert's adapter, which product() fills
+        # with columns for the shared expert's adapter, which lora_matmul() fills
         inputs = norm_inputs(call, arch.mlp_norm, source, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
         needs_bounds = call.layer.plan.expert_ranges > 1 or bool(
@@ -100,8 +102,8 @@ class MoESublayer:
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
-        """Returns the gradient of `middle`, which includes that of `source` through the MLP. `grad`
-        is the gradient of forward()'s sum."""
+        """Returns the gradient of `mid_residual`, which includes that of `source` through the MLP.
+        `grad` is the gradient of forward()'s sum."""
         arch, norms = self.arch, self.arch.moe.norms
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
@@ -122,7 +124,7 @@ class MoESublayer:
         norms: ExpertNorms
     ) -> Tensor:
         """backward() where experts, router and shared expert have norms of their own. `upstream`:
-        the gradient of the sum of what experts and shared expert give, normed."""
+        the gradient of the sum of their normed outputs."""
         source, kind, eps = saved.source, self.arch.norm, self.arch.norm_eps
         of_given = norm_backward(saved.given, upstream, None, call.vector(norms.after), kind, eps)
         grad_x, grad_weights = self._experts_backward(call, saved, of_given)
@@ -137,7 +139,8 @@ class MoESublayer:
     def forward_to_recompute(
         self, call: LayerCall, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, tuple[Tensor, list[int] | None]]:
-        """Returns forward()'s sum, and the choice for recomputed_backward(): all that is kept."""
+        """Returns forward()'s sum, and the choice for recomputed_backward(), which is all that is
+        saved."""
         # not in slices of tokens, as without experts: each slice would dequantize all of them
         out, saved = self.forward(call, mid_residual, source, save_gate_ups=False)
         return out, saved.routing.choice
@@ -160,8 +163,8 @@ class MoESublayer:
     def _experts_forward(
         self, call: LayerCall, routing: Routing, x: Tensor, save_gate_ups: bool
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """The sum [n, hidden] of what each token's experts give, times its weights for them; and,
-        with keep_gate_ups, gate and up of each pass."""
+        """The weighted sum [n, hidden] of the outputs of each token's experts; and, with
+        save_gate_ups, gate and up of each chunk."""
         outputs, saved = None, []
         for chunk in self._chunks(call, routing):
             gate_up = self._expert_gate_up(call, routing, x, chunk)
@@ -198,7 +201,7 @@ class MoESublayer:
     def _add_bias(
         self, call: LayerCall, key: str, rows: Tensor, routing: Routing, chunk: ExpertChunk
     ) -> None:
-        """Add to the rows of a pass the bias of their experts' linears `key`, if any."""
+        """Add to the rows of a chunk the bias of their experts' linears `key`, if any."""
         bias = self._bias(call, key)
         if bias is not None:
             add_row_bias(rows, bias, routing.expert[chunk.rows], evaluation=call.evaluation)
@@ -206,12 +209,12 @@ class MoESublayer:
     def _experts_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of what the experts read [n, hidden] and of the weights, fp32 [n, k], from
+        """The gradients of the experts' inputs [n, hidden] and of the weights, fp32 [n, k], from
         that of the experts' sum.
 
-        The gradient of a token's weight for an expert is grad . (what the expert gave). It is
-        computed before the last product, as (grad W) . activated, so that this product is never
-        computed again. Takes kept.gate_ups one by one, and writes over them.
+        The gradient of a token's weight for an expert is grad . (the expert's output). It is
+        computed before the last matmul, as (grad W) . activated, so that this matmul is never
+        computed again. Takes saved.gate_ups one by one, and overwrites them.
         """
         routing, x = saved.routing, None
         if not saved.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
@@ -254,13 +257,13 @@ class MoESublayer:
         x = None
         grad_x = add_expert_rows(grad_rows, routing.token_rows, None)
         grad_weights, bias = grad_weights[routing.token_rows], self._bias(call, "down_proj")
-        if bias is not None:  # it is a part of what an expert gives
+        if bias is not None:  # it is a part of an expert's output
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x, grad_weights
 
     def _glu_backward(self, grad: Tensor, weights: Tensor, gate_up: Tensor) -> Tensor:
         """Returns the gradient of gate_up times `weights`: a new tensor, or gate_up, overwritten.
-        Writes gate()'s result over `grad`, its gradient."""
+        Overwrites `grad`, the gradient of glu()'s result, with that result."""
         activation = self._activation
         if isinstance(activation, tuple):
             return clamped_glu_backward(grad, weights, gate_up, *activation)
@@ -294,7 +297,7 @@ class MoESublayer:
     def _shared_forward(
         self, call: LayerCall, saved: SavedMoE, inputs: Tensor
     ) -> Tensor:
-        """What the shared expert gives [n, hidden], times the sigmoid of its gate, if any."""
+        """The shared expert's output [n, hidden], times the sigmoid of its gate, if any."""
         assert self.shared_gate_up and self.shared_down, "asked for above"
         saved.shared_gate_up = lora_matmul(call, self.shared_gate_up, inputs)
         activated = saved.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
@@ -342,7 +345,7 @@ class MoESublayer:
 
     @property
     def choice_values(self) -> int:
-        """Values kept per token if all else is computed again: the chosen experts, int16."""
+        """Values saved per token if all else is computed again: the chosen experts, int16."""
         return self.arch.moe.top_k
 
     @property
@@ -352,7 +355,7 @@ class MoESublayer:
 
     @property
     def saved_values(self) -> int:
-        """Values kept from forward to backward, if nothing is recomputed; 2 bytes each."""
+        """Values saved for backward, if nothing is recomputed; 2 bytes each."""
         arch, moe = self.arch, self.arch.moe
         values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
         # the Routing: scores in fp32; of each row four numbers in int64 and two weights in fp32
@@ -361,14 +364,14 @@ class MoESublayer:
             columns = self.shared_gate_up.padded_columns + self.shared_down.padded_columns
             values += self.shared_gate_up.out_features + columns
             values += (arch.hidden_size + 1) * (moe.shared_gate is not None)
-        if moe.norms:  # what experts and shared expert give
+        if moe.norms:  # the outputs of experts and shared expert
             values += 2 * arch.hidden_size
         if self.latent:
             values += self.latent.saved_values
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """The peak bytes of backward(), besides what is kept."""
+        """Peak bytes of backward(), besides what is saved."""
         n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
         hidden, moe = self.arch.hidden_size, self.arch.moe
         width = self.expert_gate_up.in_features  # that of hidden states, or of a latent
@@ -385,7 +388,7 @@ class MoESublayer:
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * width * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
-        if moe.norms:  # what experts read, also for A's gradient, and that of what they give
+        if moe.norms:  # the experts' inputs, also for the gradient of A, and that of their outputs
             values += n * hidden * (2 + 2 * recomputed + bool(up.n_columns))
         if self.latent:
             values += n * (self.latent.live_values + recomputed * self.latent.saved_values)
@@ -402,7 +405,7 @@ class MoESublayer:
 
     @property
     def recomputed_weights(self) -> float:
-        """Those of token_weights that recomputed_backward() multiplies again."""
+        """Of the token_weights those that recomputed_backward() multiplies again."""
         share = self.arch.moe.top_k / self.arch.moe.n_experts
         shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
         return shared + share * self.expert_gate_up.n_weights
@@ -414,7 +417,7 @@ class MoESublayer:
         hidden, top_k = self.arch.hidden_size, self.arch.moe.top_k
         width = self.expert_gate_up.in_features
         rows = top_k * (10 * width + 6 * self._gate_up_size)
-        if self.expert_gate_up.n_columns:  # narrow products, which take as long; fitted
+        if self.expert_gate_up.n_columns:  # narrow matmuls, which take as long; fitted
             rows += top_k * 40 * (width + self._gate_up_size // 2)
         if self.arch.moe.norms:  # four more norms, the first of them for a second reader
             rows += 20 * hidden

@@ -1,8 +1,7 @@
-"""Grouped products: rows, sorted by expert, each times its own expert's weight and adapter.
+"""Grouped matmuls: rows, sorted by expert, each times its own expert's weight and adapter.
 
-A token's row is there once for each of its experts, so that an expert's rows lie together and each
-kind of product is one call. What is computed with it is in experts, where tokens go in router;
-`work` is a LayerWork of layer.
+A token's row is there once for each of its experts, so that an expert's rows are consecutive and
+each kind of matmul is one call. router.py sorts them, experts.py computes with them.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ def cut_experts(
         experts = range(n * i // n_ranges, n * (i + 1) // n_ranges)
         parts = []
         for fused in (gate_up, down):
-            each = len(fused.places) // n
-            parts.append(fused.part(fused.places[experts.start * each : experts.stop * each]))
+            each = len(fused.linears) // n
+            parts.append(fused.part(fused.linears[experts.start * each : experts.stop * each]))
         if experts:
             found.append((experts, parts[0], parts[1]))
     return found
@@ -48,7 +47,7 @@ class ExpertChunk:
         self.gate_up, self.down = gate_up, down
         self.is_all = rows == slice(0, len(routing.token))
         first, stop = rows.start, rows.stop
-        # where each expert's rows end among these; on the host as well, where products loop
+        # where each expert's rows end among these; on the host as well, where matmuls loop
         self.ends = routing.ends[experts.start : experts.stop].clamp(first, stop) - first
         self.bounds = None
         if why_no_grouped_mm(gate_up.dtype, gate_up.device):
@@ -57,8 +56,8 @@ class ExpertChunk:
 
 
 def put_rows(whole: Tensor | None, rows: Tensor, chunk: ExpertChunk, n_rows: int) -> Tensor:
-    """Write the rows of one pass into `whole` [n_rows, width], None before the first pass, and
-    return it. If one pass has all rows, return these themselves."""
+    """Write the rows of one chunk into `whole` [n_rows, width], None before the first chunk, and
+    return it. If one chunk has all rows, return these themselves."""
     if chunk.is_all:
         return rows
     whole = rows.new_empty(n_rows, rows.shape[1]) if whole is None else whole
@@ -79,12 +78,13 @@ def grouped(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
 
 # ---- adapters of experts ----
 
-# They are columns of the grouped products, as in products: rows [x, d] times an expert's [W, B].
+# They are columns of the grouped matmuls, as in lora_matmul.py: rows [x, d] times an expert's
+# [W, B].
 # grouped_mm wants rows of whole 16 bytes, 8 values of bf16: hence ranks are multiples of 8.
 
 
 def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:
-    """A of a pass's experts, [experts, n_columns, in], a view of the layer's adapter."""
+    """A of a chunk's experts, [experts, n_columns, in], a view of the layer's adapter."""
     every = call.adapter[fused.lora_a].view(fused.n_experts, -1, fused.in_features)
     return every[chunk.experts.start : chunk.experts.stop]
 
@@ -117,20 +117,20 @@ def split_columns(
 def add_expert_gradients(
     call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor, grad: Tensor, chunk: ExpertChunk
 ) -> None:
-    """Add the gradients of A and B of a pass's experts to work.grad_adapter, from x [m, in], the
-    gradient of d [m, n_columns] and that of the outputs [m, out]. A row's weight must be
-    multiplied either into x or into both gradients."""
+    """Add the gradients of A and B of a chunk's experts to call.grad_adapter, from x [m, in], the
+    gradient of d [m, n_columns] and that of the outputs [m, out]. A row's weight must be multiplied
+    either into x or into both gradients."""
     its, n = slice(chunk.experts.start, chunk.experts.stop), fused.n_experts
     scaling, columns = call.spec.scaling, fused.n_columns
     grad_a = call.grad_adapter[fused.lora_a].view(n, columns, fused.in_features)[its]
     grad_a.add_(grouped_outer(grad_d, x, chunk), alpha=scaling)
     d = grouped(x, expert_a(call, fused, chunk).transpose(1, 2), chunk) * scaling
-    first, last = fused.places[0].lora_b, fused.places[-1].lora_b
+    first, last = fused.linears[0].lora_b, fused.linears[-1].lora_b
     grad_b = call.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[its]
     offset = 0
-    for place in fused.places[: len(fused.places) // n]:  # of one expert
-        stop = offset + place.linear.out_features
-        part = grad[:, offset:stop].contiguous(), d[:, place.columns].contiguous()
+    for linear in fused.linears[: len(fused.linears) // n]:  # of one expert
+        stop = offset + linear.out_features
+        part = grad[:, offset:stop].contiguous(), d[:, linear.columns].contiguous()
         grad_b[:, offset:stop] += grouped_outer(*part, chunk)
         offset = stop
 
@@ -149,8 +149,8 @@ def grouped_outer(a: Tensor, b: Tensor, chunk: ExpertChunk) -> Tensor:
 
 
 def why_no_grouped_mm(dtype: torch.dtype, device: torch.device) -> str:
-    """Why torch's grouped product is not used; "" if it is. On other GPUs torch itself loops over
-    the experts, and waits for the GPU at each product."""
+    """Why torch's grouped matmul is not used; "" if it is. On other GPUs torch itself loops over
+    the experts, and waits for the GPU at each matmul."""
     if device.type != "cuda":
         return "a CPU multiplies experts one by one"
     if dtype != torch.bfloat16:

@@ -1,4 +1,4 @@
-"""What a layer of one half (Nemotron-H) has in the place of the other: halves that add nothing.
+"""Identity sublayers, for layers that have only a mixer or only an MLP (Nemotron-H).
 
 They have the functions and properties of MixerSublayer and MLPSublayer.
 """
@@ -17,8 +17,8 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Absent:
-    """What both cost."""
+class _Identity:
+    """The costs of both: none."""
 
     arch: Architecture
 
@@ -30,8 +30,8 @@ class _Absent:
         return 0
 
 
-class NoMixerSublayer(_Absent):
-    """In the place of a MixerSublayer."""
+class NoMixerSublayer(_Identity):
+    """Stands for a MixerSublayer."""
 
     def forward(
         self, call: LayerCall, x: Tensor, want_sum: bool = True
@@ -48,8 +48,8 @@ class NoMixerSublayer(_Absent):
         return 0
 
 
-class NoMLPSublayer(_Absent):
-    """In the place of a MLPSublayer."""
+class NoMLPSublayer(_Identity):
+    """Stands for an MLPSublayer."""
 
     recomputed_weights = 0
 

@@ -1,5 +1,5 @@
-"""The latent space in which the experts of some models work (Nemotron 3 Super and Ultra): the
-products that lead there and back, forward and backward, and what they cost.
+"""LatentMoE (Nemotron 3 Super and Ultra): the projections into and out of the smaller space of the
+experts, forward and backward, and what they cost.
 
 Router and shared expert read the hidden states themselves.
 """
@@ -20,18 +20,18 @@ from fsdp_qlora.layer.saved import SavedMoE
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertLatent:
-    """One layer's two products around its experts, see MoE.latent_size. The properties are for
-    the plan: they count values per token."""
+    """One layer's two projections around its experts, see MoE.latent_size. The properties are for
+    the planner: they count values per token."""
 
-    entry: FusedLinear  # reads what router and shared expert read; gives what the experts read
-    exit: FusedLinear  # reads the experts' weighted sum; gives what they add to the half's sum
+    entry: FusedLinear  # from what router and shared expert read to what the experts read
+    exit: FusedLinear  # from the experts' weighted sum to what they add to the sublayer's
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return self.entry, self.exit
 
     def enter(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> Tensor:
-        """What the experts read [n, latent], of x [n, hidden]; also in kept.latent."""
+        """The experts' inputs [n, latent], of x [n, hidden]; also in saved.latent."""
         inputs = widen(x, self.entry)
         saved.latent = lora_matmul(call, self.entry, inputs)
         saved.entry_columns, saved.exit_inputs = last_columns(inputs, self.entry), None
@@ -41,8 +41,8 @@ class ExpertLatent:
     def leave(
         self, call: LayerCall, saved: SavedMoE, summed: Tensor, want_output: bool
     ) -> Tensor | None:
-        """What `exit` gives [n, hidden] of the experts' sum [n, latent]; None without want_output.
-        """
+        """The output of `exit` [n, hidden], of the experts' sum [n, latent]; None without
+        want_output."""
         inputs = widen(summed, self.exit)
         if self.exit.n_columns:
             saved.exit_inputs = inputs

@@ -1,6 +1,7 @@
-"""A decoder layer: its parameters, its one autograd function, what it keeps for its backward.
+"""A decoder layer: one autograd function with a hand-written backward.
 
-Layers of one model may differ: each has a LayerSpec. What a layer is to keep is decided in plan.py.
+Start at LayerFunction. Layers of one model may differ: each has a LayerSpec. What a layer saves for
+backward is in the Plan.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LayerSpec(ParameterLayout):
-    """What one layer computes, and what its three parameters hold."""
+    """What one layer computes: its two sublayers, on top of what its parameters hold."""
 
     mixer: MixerSublayer | NoMixerSublayer
     mlp: MLPSublayer | MoESublayer | NoMLPSublayer
 
     def saved_values(self, saves: str) -> int:
-        """Values per token that a layer keeps from forward to backward, see LayerFunction."""
-        hidden = self.mixer.arch.hidden_size  # the width of x, and of the sum after the mixing
+        """Values per token that a layer saves for backward, see LayerFunction."""
+        hidden = self.mixer.arch.hidden_size  # the width of x, and of the sum after the mixer
         if saves == "all":
             return self.mixer.saved_values + self.mlp.saved_values
         if saves == "mlp":
@@ -49,12 +50,12 @@ class LayerSpec(ParameterLayout):
         return (2 * hidden if saves == "mid_residual" else hidden) + self.mlp.choice_values
 
     def live_bytes(self, plan: Plan, saves: str) -> int:
-        """The most bytes that a layer's backward takes besides what is kept: gradients, dequantized
-        weights, and what is computed again."""
+        """Peak bytes of a layer's backward besides what is saved: gradients, dequantized weights,
+        and what is computed again."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
         live = max(self.mixer.live_bytes(plan, recomputed=saves != "all"),
                    self.mlp.live_bytes(plan, recomputed=saves in ("mid_residual", "input")))
-        if saves != "all":  # x and the sum, where they are not counted as kept
+        if saves != "all":  # x and the sum, where they are not counted as saved
             live += 2 * n * self.mixer.arch.hidden_size * item
         if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by that
             live += n * self.mixer.arch.hidden_size * item
@@ -67,13 +68,13 @@ class LayerSpec(ParameterLayout):
         return sum(fused.n_weights for fused in self.fused_linears)
 
     def token_weights(self, by_time: bool = False) -> float:
-        """Weights that one token is multiplied by; by_time: those of slow products count more."""
+        """Weights that one token is multiplied by; by_time: those of slow matmuls count more."""
         speed = self.mlp.product_speed if by_time else 1
         return (sum(fused.n_weights for fused in self.mixer.fused_linears)
                 + self.mlp.token_weights / speed)
 
     def recomputed_weights(self, saves: str) -> float:
-        """Weights of the products that the backward of a layer computes again."""
+        """Weights of the matmuls that the backward of a layer computes again."""
         if saves == "all":
             return 0
         want_sum = saves == "input" and not self.mixer.arch.parallel
@@ -108,7 +109,7 @@ def _make_layer_spec(
     small_tensors = arch.small_tensors(kind)
     arch = arch.of_kind(kind)
     rank, counts = config.lora_rank, allocator.counts
-    mixer, mlp = _make_halves(arch, kind, fused)
+    mixer, mlp = _make_sublayers(arch, kind, fused)
     return LayerSpec(
         mixer=mixer, mlp=mlp, fused_linears=mixer.fused_linears + mlp.fused_linears,
         vectors=vectors, small_tensors=small_tensors,
@@ -117,10 +118,10 @@ def _make_layer_spec(
         dropout=config.lora_dropout, dora=config.adapter == "dora")
 
 
-def _make_halves(
+def _make_sublayers(
     arch: Architecture, kind: LayerKind, fused: Mapping[str, FusedLinear]
 ) -> tuple[MixerSublayer | NoMixerSublayer, MLPSublayer | MoESublayer | NoMLPSublayer]:
-    """Those of a layer. `fused`: of each group of fused_groups() that has linears."""
+    """The sublayers of a layer. `fused`: of each group of fused_groups() that has linears."""
     of_tokens: TokenMixer = AttentionMixer(arch, kind.window, kind.rope)
     beside = None
     if arch.mla:
@@ -150,8 +151,8 @@ class DecoderLayer(LayerParameters):
     spec: LayerSpec
 
     def forward(self, x: Tensor, batch: MicroBatch, *shared_kv: Tensor) -> tuple[Tensor, ...]:
-        """What the layer returns; where it lends its keys and values, these too, [tokens, heads,
-        head_dim]. `borrowed`: those of its lender."""
+        """What the layer returns; where it shares its keys and values, these too, [tokens, heads,
+        head_dim]. `shared_kv`: those of its kv_source."""
         # is_grad_enabled() is always False inside LayerFunction.forward(), and needs_input_grad is
         # the same in an evaluation; the adapter is given so that autograd asks for its gradient
         out: tuple[Tensor, ...] = LayerFunction.apply(
@@ -160,17 +161,17 @@ class DecoderLayer(LayerParameters):
 
 
 class LayerFunction(torch.autograd.Function):
-    """A decoder layer, from x [tokens, hidden] to the same shape: attention or another mixing of
-    tokens, then the MLP. `middle` is the sum after the first.
+    """Forward and backward of a decoder layer, from x [tokens, hidden] to the same shape: a token
+    mixer, after which the sum is `mid_residual`, then the MLP.
 
-    What it keeps from forward to backward is layer.keeps: "all"; "mlp", which is x and what the MLP
-    needs; "mid_residual", which is x and the sum after the mixing; or "input". The rest is computed again,
-    but never which experts were chosen. A parallel layer, whose MLP reads x, keeps "all" or "input",
-    one with experts never "mlp". Backward reads the parameters from the layer, where FSDP2 has put
-    the gathered ones back by then.
+    layer.saves says what is saved for backward: "all"; "mlp": x and what the MLP needs;
+    "mid_residual": x and that sum; "input": x. The rest is computed again, except which experts
+    were chosen. A parallel layer, whose MLP reads x, saves "all" or "input", one with experts never
+    "mlp". Backward reads the parameters from the layer, where FSDP2 has put the gathered ones back
+    by then.
 
     Keys and values that later layers read are outputs of this one and inputs of those, so that
-    autograd adds up their gradients. They stay on the GPU, and nobody computes another layer again.
+    autograd adds up their gradients. They stay on the GPU, and no layer computes another's again.
     """
 
     @staticmethod

@@ -1,13 +1,13 @@
-"""Where the values of a layer's linears lie: in the layer's three parameters and in its products.
+"""Where the values of a layer's linears are: in the layer's three parameters, and in its matmuls.
 
-What is computed with them is in products, load fills them, and which linears a model has is in
-architecture. Of k, where `own` is an OwnBlocks of shards:
+pretrained/architecture.py says which linears a model has, model/load.py fills them, lora_matmul.py
+computes with them. Of k, where `own` is an OwnBlocks of model/shards.py:
 
-    layer's nf4    |  q  |  k  |  v  |  o  | gate ..   place.blocks: from the layer's first block
+    layer's nf4    |  q  |  k  |  v  |  o  | gate ..   linear.blocks: from the layer's first block
     ranks' shards  |   0    |   1    |   2    | ..
     k on rank 0          [==]                          own.blocks: from k's first block
                          [==]                          own.local: from the shard's first block
-    one product    |  q  |  k  |  v  |                 place.outputs: from the product's first row
+    one matmul     |  q  |  k  |  v  |                 linear.outputs: from the matmul's first row
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.pretrained.architecture import Linear
@@ -27,28 +28,28 @@ LARGE_WEIGHT = 2**28  # weights; a fused linear with more is dequantized one lin
 STATE_BLOCK = 256  # values of the adapter that share one scale in bitsandbytes' 8-bit AdamW
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LinearSlices:
-    """Where the values of one linear lie. Made by fuse_linears() alone."""
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LinearSlices(Linear):
+    """A linear, and where its values are in the layer. Made by fuse_linears() alone."""
 
-    linear: Linear
     index: int  # its number in the layer: row of Nested.offsets and Nested.code_values, which end
     #             before linears in MXFP4
     blocks: slice  # into the layer's `nf4`, in blocks of 64 weights
     nested: slice  # into Nested.absmax, its second-level scales
     outputs: slice  # into the outputs of its FusedLinear
-    columns: slice | None  # into the d of its FusedLinear, see products; None: it has no adapter
-    lora_a: slice | None  # into the layer's `adapter`: A [lora_rank, in]
-    lora_b: slice | None  # into the layer's `adapter`: B [out, lora_rank]
-    magnitude: slice | None  # into the layer's `adapter`: DoRA's magnitudes [out]
+    columns: slice | None = None  # into the d of its FusedLinear, see lora_matmul.py; None: it has
+    #                               no adapter
+    lora_a: slice | None = None  # into the layer's `adapter`: A [lora_rank, in]
+    lora_b: slice | None = None  # into the layer's `adapter`: B [out, lora_rank]
+    magnitude: slice | None = None  # into the layer's `adapter`: DoRA's magnitudes [out]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedLinear:
-    """Linears that read one input and are computed as one product, as q, k and v."""
+    """Linears that read one input and are computed as one matmul, as q, k and v."""
 
     dropout_site: int  # number in the layer, see drop()
-    places: tuple[LinearSlices, ...]
+    linears: tuple[LinearSlices, ...]
     in_features: int
     out_features: int
     lora_rank: int
@@ -60,27 +61,28 @@ class FusedLinear:
 
     @property
     def adapted(self) -> list[LinearSlices]:
-        return [place for place in self.places if place.columns]
+        return [linear for linear in self.linears if linear.columns]
 
     @property
     def outputs(self) -> slice:
         """The outputs of the whole FusedLinear that this one, perhaps a part of it, computes."""
-        return slice(self.places[0].outputs.start, self.places[-1].outputs.stop)
+        return slice(self.linears[0].outputs.start, self.linears[-1].outputs.stop)
 
     @property
     def blocks(self) -> slice:
         """Slice into the layer's `nf4`, with all its blocks."""
-        return slice(self.places[0].blocks.start, self.places[-1].blocks.stop)
+        return slice(self.linears[0].blocks.start, self.linears[-1].blocks.stop)
 
-    def local_outputs(self, place: LinearSlices) -> slice:
-        """The place's outputs, counted from the first of this fused linear."""
+    def local_outputs(self, linear: LinearSlices) -> slice:
+        """The linear's outputs, counted from the first of this FusedLinear."""
         start = self.outputs.start
-        return slice(place.outputs.start - start, place.outputs.stop - start)
+        return slice(linear.outputs.start - start, linear.outputs.stop - start)
 
-    def part(self, places: Sequence[LinearSlices]) -> FusedLinear:
-        """The same of some of its places; width, n_columns, lora_a and bias stay the whole's."""
-        n_out = sum(place.linear.out_features for place in places)
-        return dataclasses.replace(self, places=tuple(places), out_features=n_out)
+    def part(self, linears: Sequence[LinearSlices]) -> FusedLinear:
+        """This FusedLinear with some of its linears; width, n_columns, lora_a and bias stay the
+        whole's."""
+        n_out = sum(linear.out_features for linear in linears)
+        return dataclasses.replace(self, linears=tuple(linears), out_features=n_out)
 
     @functools.cached_property
     def splits(self) -> tuple[FusedLinear, ...]:
@@ -88,7 +90,7 @@ class FusedLinear:
         one for each linear."""
         if self.out_features * self.in_features <= LARGE_WEIGHT:
             return (self,)
-        return tuple(self.part([place]) for place in self.places)
+        return tuple(self.part([linear]) for linear in self.linears)
 
     @property
     def width(self) -> int:
@@ -135,29 +137,30 @@ def fuse_linears(
              n_adapted * (config.adapter == "dora"))
     lora_a, lora_b, magnitude = (allocator.reserve("adapter", n, STATE_BLOCK) for n in sizes)
 
-    places, outputs, column, b_row = [], 0, 0, 0
+    placed: list[LinearSlices] = []
+    outputs = column = b_row = 0
     for linear in linears:
-        n_out, columns, of_a, of_b, of_m = linear.out_features, None, None, None, None
+        n_out, adapter = linear.out_features, dict[str, Any]()
         if linear in with_adapter:
             first_column = column % n_columns  # each expert begins again at 0, see n_experts
-            columns = slice(first_column, first_column + rank)
-            of_a = _part(lora_a, column * n_in, rank * n_in)
-            of_b = _part(lora_b, b_row * rank, n_out * rank)
-            of_m = _part(magnitude, b_row, n_out) if config.adapter == "dora" else None
+            adapter = {"columns": slice(first_column, first_column + rank),
+                       "lora_a": _part(lora_a, column * n_in, rank * n_in),
+                       "lora_b": _part(lora_b, b_row * rank, n_out * rank)}
+            if config.adapter == "dora":
+                adapter["magnitude"] = _part(magnitude, b_row, n_out)
             column, b_row = column + rank, b_row + n_out
         n_blocks = math.ceil(n_out * n_in / BLOCK)
-        index = allocator.reserve("linears", 1).start
-        blocks = allocator.reserve("blocks", n_blocks)
         n_nested = 0 if linear.mxfp4 else math.ceil(n_blocks / NESTED_BLOCK)
-        nested = allocator.reserve("nested", n_nested)
-        places.append(LinearSlices(linear, index, blocks, nested, slice(outputs, outputs + n_out),
-                                   columns, of_a, of_b, of_m))
+        placed.append(LinearSlices(
+            **vars(linear), **adapter, index=allocator.reserve("linears", 1).start,
+            blocks=allocator.reserve("blocks", n_blocks),
+            nested=allocator.reserve("nested", n_nested), outputs=slice(outputs, outputs + n_out)))
         outputs += n_out
     bias = None
     if linears[0].bias:  # biases of a fused linear follow one another
         first, last = (vectors[f"{linears[i].name}.bias"][0] for i in (0, -1))
         bias = slice(first.start, last.stop)
-    return FusedLinear(dropout_site, tuple(places), n_in, outputs, rank, n_columns, lora_a, bias,
+    return FusedLinear(dropout_site, tuple(placed), n_in, outputs, rank, n_columns, lora_a, bias,
                        n_experts)
 
 

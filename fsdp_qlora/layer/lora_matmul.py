@@ -1,8 +1,4 @@
-"""A weight and its adapter in one product, forward and backward, with DoRA's scaling.
-
-Which values belong to a linear is in linears; `work` is a LayerWork of layer, which dequantizes
-weights and collects the adapter's gradient.
-"""
+"""Base weight and LoRA adapter as one matmul, forward and backward; DoRA's scaling."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 
 
-# y = x W.T + s x A.T B.T is one product, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
+# y = x W.T + s x A.T B.T is one matmul, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
 # columns, not a pass over y. d [n, n_columns] is what A makes of x, for all linears side by side;
 # with padding it is the last columns of the inputs [n, width]. In backward the gradient of y times
 # [W, B] is that of x and d; from that of d follows A's, and A's part in that of x.
@@ -72,10 +68,10 @@ def lora_matmul_backward(
 ) -> tuple[Tensor | Any, Tensor]:
     """Returns the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from
     `grad`, that of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes to
-    work.grad_adapter; A's is left to add_a_gradient(), as x may have to be made again for it.
+    call.grad_adapter; A's is left to add_a_gradient(), as x may have to be made again for it.
 
-    `columns` [n, padded_columns] are last_columns() of product()'s inputs, which hold d; x is read
-    for DoRA alone.
+    `columns` [n, padded_columns] are last_columns() of lora_matmul()'s inputs, which hold d; x is
+    read for DoRA alone.
     """
     n_in, spec, grad_inputs = fused.in_features, call.spec, None
     for one in fused.splits:
@@ -111,7 +107,7 @@ def lora_matmul_backward(
 
 
 def add_a_gradient(call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:
-    """The second half of lora_matmul_backward(): add the gradient of all A to work.grad_adapter,
+    """The second half of lora_matmul_backward(): add the gradient of all A to call.grad_adapter,
     from x [n, in] and the gradient of d [n, n_columns]."""
     if fused.n_columns:
         dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
@@ -135,7 +131,7 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
         b_p = call.adapter[p.lora_b].view(-1, fused.lora_rank).float()
         cross = (b_p * w_a[outputs, p.columns]).sum(1)
         square = (b_p @ (a_p @ a_p.t()) * b_p).sum(1)
-        norm_w = call.layer.weight_norms[p.linear.name].square()
+        norm_w = call.layer.weight_norms[p.name].square()
         norm[outputs] = (norm_w + 2 * scaling * cross + scaling * scaling * square).sqrt()
         factor[outputs] = call.layer.adapter.detach()[p.magnitude].float() / norm[outputs]
     return factor, norm

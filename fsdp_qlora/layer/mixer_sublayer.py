@@ -1,7 +1,7 @@
-"""The half of a layer that mixes tokens: x + out(mixing(in_proj(norm(x)))), forward and backward,
-and what it costs.
+"""The token-mixing sublayer: x + out(mixer(in_proj(norm(x)))), forward and backward, and what it
+costs.
 
-The mixings are AttentionMixer of attention, MLAMixer of latent and AutogradMixer of mixers.
+The mixers are AttentionMixer (attention.py), MLAMixer (mla.py) and AutogradMixer (mixers.py).
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 
 class TokenMixer(Protocol):
-    """A function of all tokens of a micro-batch, inside each document. The properties are for the
-    plan: they count values per token."""
+    """Mixes tokens within each document of a micro-batch. The properties are for the planner: they
+    count values per token."""
 
     @property
     def saved(self) -> type[SavedMixing]:
         """The record of what it saves, which the functions below get."""
 
     def forward(self, call: LayerCall, saved: Any) -> Tensor:
-        """What the last product reads [n, out.in_features], of kept.projected [n,
-        projected_width], which it may replace in `kept`; that holds what the others need."""
+        """The inputs of the last matmul [n, out.in_features], from saved.projected [n,
+        projected_width], which it may replace; `saved` has what the others need."""
 
     def mixed(self, call: LayerCall, saved: Any) -> Tensor:
-        """What forward() returned."""
+        """What forward() returned, again."""
 
     def backward(self, call: LayerCall, saved: Any, grad: Tensor) -> Tensor:
-        """The gradient of what was projected, from that of what forward() returned. Takes what it
-        needs out of `kept`."""
+        """The gradient of saved.projected, from that of what forward() returned. Frees what it has
+        used of `saved`."""
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        """Those that it has itself, between the two products of the half."""
+        """The mixer's own, between the sublayer's two matmuls."""
 
     @property
     def projected_width(self) -> int:
@@ -54,7 +54,7 @@ class TokenMixer(Protocol):
 
     @property
     def saves_projected(self) -> bool:
-        """Whether that includes what it reads, in its place beside what others read."""
+        """Whether saved_values includes saved.projected."""
 
     @property
     def query_width(self) -> int:
@@ -62,7 +62,7 @@ class TokenMixer(Protocol):
 
     @property
     def saved_values(self) -> int:
-        """Kept from forward to backward, if nothing is recomputed."""
+        """Saved for backward, if nothing is recomputed."""
 
     @property
     def recomputed_values(self) -> int:
@@ -73,24 +73,24 @@ class TokenMixer(Protocol):
         """Its elementwise work takes as long as to read or write so many values, both ways."""
 
     def live_bytes(self, plan: Plan) -> int:
-        """The peak bytes of backward(), besides what is kept."""
+        """Peak bytes of backward(), besides what is saved."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MixerSublayer:
-    """One layer's norm, product, mixing, product and sum. The properties are for the plan: they
-    count values per token, unless their names say bytes or weights."""
+    """One layer's norm, matmul, token mixer, matmul and sum. The properties are for the planner:
+    they count values per token, unless their names say bytes or weights."""
 
     arch: Architecture
     in_proj: FusedLinear  # of attention: q, k and v
     out: FusedLinear
     mixer: TokenMixer
-    # a second (out, mixing), which reads the outputs of in_proj that `mixing` leaves; both add up
+    # a second (out, mixer), which reads the outputs of in_proj that `mixer` leaves; both are added
     beside: tuple[FusedLinear, TokenMixer] | None = None
 
     @property
     def paths(self) -> tuple[tuple[FusedLinear, TokenMixer], ...]:
-        """One or two (out, mixing), whose outputs are added."""
+        """One or two (out, mixer), whose outputs are added."""
         return ((self.out, self.mixer), *([self.beside] if self.beside else ()))
 
     @property
@@ -99,7 +99,7 @@ class MixerSublayer:
 
     @property
     def between(self) -> tuple[FusedLinear, ...]:
-        """Those of the mixings themselves."""
+        """The FusedLinears of the mixers themselves."""
         return tuple(fused for _, mixer in self.paths for fused in mixer.fused_linears)
 
     def forward(
@@ -136,8 +136,8 @@ class MixerSublayer:
         self, call: LayerCall, saved: SavedMixer, grad: Tensor, residual: Tensor,
         needs_x: bool
     ) -> Tensor | None:
-        """Returns `residual` + the gradient of x through this half; None without needs_x. `grad` is
-        the gradient of forward()'s sum."""
+        """Returns `residual` + the gradient of x through this sublayer; None without needs_x.
+        `grad` is the gradient of forward()'s sum."""
         arch, grads = self.arch, []
         upstream = branch_gradient(
             call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
@@ -167,7 +167,7 @@ class MixerSublayer:
 
     @property
     def saved_values(self) -> int:
-        """Values kept from forward to backward, if nothing is recomputed."""
+        """Values saved for backward, if nothing is recomputed."""
         hidden = self.arch.hidden_size
         values = hidden + self.in_proj.padded_columns
         values += sum(out.padded_columns + mixer.saved_values for out, mixer in self.paths)
@@ -183,7 +183,7 @@ class MixerSublayer:
         return sum(mixer.query_width for _, mixer in self.paths)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """The peak bytes of backward(), besides what is kept."""
+        """Peak bytes of backward(), besides what is saved."""
         item = getattr(torch, plan.compute_dtype).itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
         values = self.recomputed_values if recomputed else 0

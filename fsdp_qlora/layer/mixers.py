@@ -1,8 +1,8 @@
-"""Mixings of tokens other than softmax attention: LFM2's short convolution, the gated delta net,
-Mamba-2; the convolution and the norm that they share.
+"""Other token mixers: short convolution (LFM2), gated delta net, Mamba-2; the convolution and the
+norm that they share.
 
-Which layers have one is in families; what their letters mean, in architecture. None sees across the
-bounds of documents.
+None sees across the bounds of documents. pretrained/families.py says which layers have one,
+pretrained/architecture.py what their letters mean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, M
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AutogradMixer:
-    """A mixing of MixerSublayer that is a function of MIXINGS, whose backward is autograd's."""
+    """A TokenMixer that is a function of MIXERS, whose backward is autograd's."""
 
     mixer: Mixer
     arch: Architecture
@@ -34,7 +34,7 @@ class AutogradMixer:
     saved = SavedGraph
 
     def forward(self, call: LayerCall, saved: SavedGraph) -> Tensor:
-        function = MIXINGS[type(self.mixer)].function
+        function = MIXERS[type(self.mixer)].function
         projected, saved.projected = saved.projected, None
         with torch.set_grad_enabled(call.saves_graph):
             if call.saves_graph:
@@ -62,12 +62,12 @@ class AutogradMixer:
     @property
     def saves_projected(self) -> bool:
         if isinstance(self.mixer, DeltaNet):
-            return not self.mixer.by_key_head  # else it keeps copies of the parts
+            return not self.mixer.by_key_head  # else it saves copies of the parts
         return not (isinstance(self.mixer, Mamba2) and self.mixer.is_multiplied)
 
     @property
     def saved_values(self) -> int:
-        return MIXINGS[type(self.mixer)].saved_values(self.mixer, self.arch.hidden_size)
+        return MIXERS[type(self.mixer)].saved_values(self.mixer, self.arch.hidden_size)
 
     @property
     def recomputed_values(self) -> int:
@@ -77,16 +77,16 @@ class AutogradMixer:
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
         if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(self.mixer))):
             return recurrence.plain_bytes(self.mixer) * n
-        return MIXINGS[type(self.mixer)].live_values(self.mixer, self.arch.hidden_size) * n * item
+        return MIXERS[type(self.mixer)].live_values(self.mixer, self.arch.hidden_size) * n * item
 
     @property
     def elementwise_values(self) -> int:
-        return MIXINGS[type(self.mixer)].moved_values(self.mixer, self.arch.hidden_size)
+        return MIXERS[type(self.mixer)].moved_values(self.mixer, self.arch.hidden_size)
 
 
 class GraphStart(torch.autograd.Function):
-    """`x` as that of which a graph is recorded. The graph keeps no more of it than its backward
-    reads; a leaf it would keep as a whole, beside the copies that a mixing makes of its parts."""
+    """Returns x as the start of autograd's graph. The graph keeps no more of it than its backward
+    reads; a leaf it would keep whole, beside the copies that a mixer makes of its parts."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def gated_norm_backward(
     return grad_x.to(x.dtype), grad_z.to(z.dtype)
 
 
-# ---- mixings ----
+# ---- mixers ----
 
 
 def short_conv(call: LayerCall, projected: Tensor, mixer: ShortConv) -> Tensor:
@@ -279,7 +279,7 @@ def delta_parts(projected: Tensor, mixer: DeltaNet) -> dict[str, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedFunction:
-    """A function (work, projected [n, widths], mixer) -> what out reads [n, width], under autograd;
+    """A function (call, projected [n, widths], mixer) -> what out reads [n, width], under autograd;
     and what it costs, in values per token."""
 
     function: Callable[[LayerCall, Tensor, Any], Tensor]
@@ -288,7 +288,7 @@ class RecordedFunction:
     moved_values: Callable[[Any, int], int]  # read or written, forward and backward
 
 
-def delta_kept_values(mixer: DeltaNet, hidden: int) -> int:
+def delta_saved_values(mixer: DeltaNet, hidden: int) -> int:
     """What is projected, without b and a where the parts are copies; query, key and value as the
     rule reads them; what it gives, and that after norm and gate. Of each head: a chunk's products,
     g and what it is made of, fp32, b before and after its factor; of each key head: the norms of
@@ -312,7 +312,7 @@ def delta_moved_values(mixer: DeltaNet, hidden: int) -> int:
     return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * of_heads
 
 
-def mamba2_kept_values(mixer: Mamba2, hidden: int) -> int:
+def mamba2_saved_values(mixer: Mamba2, hidden: int) -> int:
     """What is projected; x, B and C as the scan reads them; decay, step and what that is made of,
     twice, fp32; what it gives, plus D x, and that after norm and gate."""
     widths = mixer.widths
@@ -334,12 +334,12 @@ def mamba2_moved_values(mixer: Mamba2, hidden: int) -> int:
     return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * of_heads
 
 
-MIXINGS: dict[type, RecordedFunction] = {
-    # kept: projected, b * x, conv's result and that times c
+MIXERS: dict[type, RecordedFunction] = {
+    # saved: projected, b * x, conv's result and that times c
     ShortConv: RecordedFunction(
         short_conv, lambda mixer, hidden: 6 * hidden, lambda mixer, hidden: 7 * hidden,
         lambda mixer, hidden: 25 * hidden),
     DeltaNet: RecordedFunction(
-        delta_net, delta_kept_values, delta_live_values, delta_moved_values),
+        delta_net, delta_saved_values, delta_live_values, delta_moved_values),
     Mamba2: RecordedFunction(
-        mamba2, mamba2_kept_values, mamba2_live_values, mamba2_moved_values)}
+        mamba2, mamba2_saved_values, mamba2_live_values, mamba2_moved_values)}

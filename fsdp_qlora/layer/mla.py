@@ -1,7 +1,7 @@
-"""Multi-head latent attention (MLA) of DeepSeek and its kin, as a mixing of MixerSublayer.
+"""Multi-head latent attention (MLA) of DeepSeek and its kin, as a token mixer.
 
-What that half's first product gives are two latents of each token; the products that make heads of
-them are here, and kernels of attention are those of attention.
+The sublayer's first matmul gives two latents of each token; the matmuls that make heads of them are
+here. The kernels are those of softmax attention.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MLAMixer:
         if self.q_b:
             saved.q_latent = query
             query, saved.q_columns = self._heads(call, self.q_b, self.mla.q_norm, query)
-        # without q_b the queries are in the same tensor: a view would keep them, too
+        # without q_b the queries are in the same tensor, which a view would keep whole
         saved.kv_latent = kv_latent if self.q_b else kv_latent.clone()
         key_value, saved.kv_columns = self._heads(call, self.kv_b, self.mla.kv_norm, kv_latent)
         heads = latent_heads(query, key_value, rotary_key, *call.batch.ropes[self.rope], self.arch,
@@ -92,7 +92,7 @@ class MLAMixer:
     def _heads(
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What `fused` makes of the norm of a latent, and what its backward needs besides."""
+        """The outputs of `fused` for the norm of a latent, and what its backward needs besides."""
         inputs = self._normed(call, fused, norm, latent)
         return lora_matmul(call, fused, inputs), last_columns(inputs, fused)
 
@@ -126,8 +126,8 @@ class MLAMixer:
 
     @property
     def saved_values(self) -> int:
-        """Latents and adapters' columns; query, key, value and what attention gives, each as wide
-        as queries; the kernel's sums, fp32."""
+        """Latents and adapters' columns; query, key, value and the kernel's output, each as wide as
+        queries; the kernel's sums, fp32."""
         latents = self.projected_width if self.saves_projected else self.mla.kv_rank
         columns = sum(fused.padded_columns for fused in self.fused_linears)
         return latents + columns + 4 * self.query_width + 2 * self.arch.n_heads
@@ -138,7 +138,7 @@ class MLAMixer:
 
     @property
     def elementwise_values(self) -> int:
-        """Of the norms of latents, as of the half's own, and of heads, forward and backward."""
+        """Of the norms of latents, as of the sublayer's own, and of heads, forward and backward."""
         return 15 * ((self.mla.q_rank or 0) + self.mla.kv_rank) + 8 * self.query_width
 
     def live_bytes(self, plan: Plan) -> int:

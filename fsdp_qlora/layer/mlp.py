@@ -1,5 +1,5 @@
-"""The MLP sublayer of a layer: x + down(act(gate) * up), in some families x + down(act(up)),
-forward and backward, and what it costs. What may follow that sum is in per_layer.
+"""The MLP sublayer: x + down(act(gate) * up), in some families x + down(act(up)), forward and
+backward, and what it costs. per_layer.py has what may follow that sum.
 
 A recomputed MLP is computed a slice of tokens at a time, so that its widest tensors are short.
 """
@@ -27,7 +27,7 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
 
 
-SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slower
+SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its matmuls slower
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,8 +35,8 @@ class MLPSublayer:
     """One layer's MLP: forward and backward, whole or recomputed in slices; and its costs, as
     MixerSublayer has them.
 
-    It adds to `middle`, the sum after attention, what it computes of `source`: that is `middle`, in
-    a parallel layer (Cohere) the layer's own x.
+    It adds to `mid_residual`, the sum after the mixer, what it computes of `source`: that is
+    `mid_residual` too, but in a parallel layer (Cohere) the layer's own x.
     """
 
     arch: Architecture
@@ -53,8 +53,8 @@ class MLPSublayer:
     def forward(
         self, call: LayerCall, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMLP]:
-        """Returns middle + MLP(norm(source)) of the tokens work.tokens and what `end` adds to that,
-        None without want_sum; and what backward() needs."""
+        """Returns mid_residual + MLP(norm(source)) of the tokens call.tokens and what `end` adds to
+        that, None without want_sum; and what backward() needs."""
         arch, saved = self.arch, SavedMLP(source=source)
         inputs = norm_inputs(call, arch.mlp_norm, source, self.gate_up)
         saved.gate_up = lora_matmul(call, self.gate_up, inputs)
@@ -73,8 +73,8 @@ class MLPSublayer:
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
-        """Returns the gradient of `middle`, which includes that of `source` through the MLP. `grad`
-        is the gradient of forward()'s sum."""
+        """Returns the gradient of `mid_residual`, which includes that of `source` through the MLP.
+        `grad` is the gradient of forward()'s sum."""
         arch, activated = self.arch, None
         if self.end:
             grad = self.end.backward(call, saved, grad)
@@ -89,7 +89,7 @@ class MLPSublayer:
         # in place; gate and up as two tensors, whose columns one kernel can read and write at once
         parts = saved.gate_up.chunk(1 + arch.gated, -1)
         glu_backward(grad_activated, self.activation(call), None, *parts)
-        add_a_gradient(call, self.down, grad_activated, grad_d)  # it now holds gate()'s result
+        add_a_gradient(call, self.down, grad_activated, grad_d)  # it is glu()'s result by now
         del grad_activated, grad_d
         inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.gate_up)
         grad_inputs, grad_d = lora_matmul_backward(call, self.gate_up, saved.columns, saved.gate_up,
@@ -100,7 +100,7 @@ class MLPSublayer:
     def forward_to_recompute(
         self, call: LayerCall, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, None]:
-        """Returns forward()'s sum of all tokens, computed a slice at a time with nothing kept; and
+        """Returns forward()'s sum of all tokens, computed a slice at a time with nothing saved; and
         None, because an MLP without experts has no choice to repeat."""
         sums = []
         for tokens in token_slices(len(mid_residual), self.slice_tokens):
@@ -116,7 +116,7 @@ class MLPSublayer:
         grads = []
         for tokens in token_slices(len(source), self.slice_tokens):
             call.tokens = tokens
-            mid_residual = source[tokens] if self.end else None  # they are the same then
+            mid_residual = source[tokens] if self.end else None
             saved = self.forward(call, mid_residual, source[tokens], want_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))
             del saved  # before the next slice's
@@ -125,8 +125,8 @@ class MLPSublayer:
         return torch.cat(grads)
 
     def activation(self, call: LayerCall) -> PairedActivation:
-        """For gate() and gate_backward(): its name, with multipliers or a limit; or xIELU's
-        scalars [4]."""
+        """For glu() and glu_backward(): its name, with multipliers or a limit; or xIELU's scalars
+        [4]."""
         if self.arch.mlp_multipliers != 1.0:
             both = self.arch.mlp_multipliers
             inner, outer = both if isinstance(both, list) else (both, both)
@@ -137,7 +137,7 @@ class MLPSublayer:
 
     @property
     def saved_values(self) -> int:
-        """Values kept from forward to backward, if nothing is recomputed."""
+        """Values saved for backward, if nothing is recomputed."""
         hidden, arch = self.arch.hidden_size, self.arch
         values = self.gate_up.out_features + self.gate_up.padded_columns + self.down.padded_columns
         values += hidden * (not arch.parallel)  # there its source is attention's
@@ -145,7 +145,7 @@ class MLPSublayer:
         return values + hidden * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """The peak bytes of backward(), besides what is kept."""
+        """Peak bytes of backward(), besides what is saved."""
         hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
         n_tokens, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
@@ -166,7 +166,7 @@ class MLPSublayer:
         return total
 
     choice_values = 0  # per token, see MoESublayer
-    product_speed = 1  # of its products, as a part of that of large ones
+    product_speed = 1  # of its matmuls, relative to large ones
 
     @property
     def token_weights(self) -> int:

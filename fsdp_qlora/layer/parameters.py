@@ -1,4 +1,4 @@
-"""What a layer holds: three flat parameters, and what lies where in them.
+"""The parameters of a layer: three flat ones, and the slices of them that each weight has.
 
 FSDP2's work on the host is by parameter, so a layer has three only, whatever it computes.
 """
@@ -21,7 +21,7 @@ from fsdp_qlora.quant.blocks import Nested, NF4Blocks
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ParameterLayout:
-    """What the three parameters of a layer hold."""
+    """The contents of a layer's three parameters."""
 
     fused_linears: tuple[FusedLinear, ...]  # of `nf4` and `adapter`
     # {name in the layer: (slice of `vectors`, shape)} of norms and biases
@@ -35,33 +35,33 @@ class ParameterLayout:
     dora: bool
 
     @functools.cached_property
-    def places(self) -> list[LinearSlices]:
+    def linears(self) -> list[LinearSlices]:
         """The LinearSlices of each linear."""
-        return [place for fused in self.fused_linears for place in fused.places]
+        return [linear for fused in self.fused_linears for linear in fused.linears]
 
     @property
     def n_scales(self) -> int:
-        """Of each block, in bytes, see NF4Blocks."""
-        return 2 if any(place.linear.mxfp4 for place in self.places) else 1
+        """Bytes of each block's scales, see NF4Blocks."""
+        return 2 if any(linear.mxfp4 for linear in self.linears) else 1
 
     @functools.cached_property
     def n_nested(self) -> int:
         """Values of its Nested: those of all blocks' scales, an offset and a table of each linear.
         """
-        of_blocks = [place.nested.stop - place.nested.start for place in self.places]
+        of_blocks = [linear.nested.stop - linear.nested.start for linear in self.linears]
         return sum(n + (1 + 256) * (n > 0) for n in of_blocks)
 
     def adapter_parts(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
         """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
         parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}
-        for place in self.places:
-            if place.columns:
-                linear, rank = place.linear, place.columns.stop - place.columns.start
-                parts[linear.name, "lora_A.weight"] = place.lora_a, (rank, linear.in_features)
-                parts[linear.name, "lora_B.weight"] = place.lora_b, (linear.out_features, rank)
-            if place.magnitude:
-                key = place.linear.name, "lora_magnitude_vector"
-                parts[key] = place.magnitude, (place.linear.out_features,)
+        for linear in self.linears:
+            if linear.columns:
+                rank = linear.columns.stop - linear.columns.start
+                parts[linear.name, "lora_A.weight"] = linear.lora_a, (rank, linear.in_features)
+                parts[linear.name, "lora_B.weight"] = linear.lora_b, (linear.out_features, rank)
+            if linear.magnitude:
+                key = linear.name, "lora_magnitude_vector"
+                parts[key] = linear.magnitude, (linear.out_features,)
         return parts
 
 
@@ -76,7 +76,7 @@ class LayerParameters(nn.Module):
         # the layer whose keys and values it reads; None: it has its own
         self.kv_source = arch.kv_sources[index]
         self.is_kv_source = index in arch.kv_sources
-        assert not arch.parallel or self.saves in ("all", "input"), "the MLP of such a layer reads x"
+        assert not arch.parallel or self.saves in ("all", "input"), "such a layer's MLP reads x"
         self.nested: Nested | None = None  # whole on every rank
         self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
         self.balance: Tensor | None = None  # of its experts in this step, see add_balance()

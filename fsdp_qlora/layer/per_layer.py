@@ -44,7 +44,7 @@ class PerLayerEnd:
     def forward(
         self, call: LayerCall, x: Tensor, saved: SavedEnd, want_sum: bool
     ) -> Tensor | None:
-        """Returns the sum, None without want_sum; adds to `kept` what backward() needs."""
+        """Returns the sum, None without want_sum; adds to `saved` what backward() needs."""
         inputs, saved.end_x = widen(x, self.gate), x
         saved.end_gates = lora_matmul(call, self.gate, inputs)
         saved.end_columns = last_columns(inputs, self.gate)
@@ -83,7 +83,7 @@ class PerLayerEnd:
         return 2 * self.arch.hidden_size + self.gate.out_features + columns
 
     def live_bytes(self, n: int, item: int, reuse_dequantized: bool) -> int:
-        """The peak bytes of backward() of n tokens, besides what is kept."""
+        """Peak bytes of backward() of n tokens, besides what is saved."""
         values = 2 * self.arch.hidden_size + 2 * self.out.width + self.gate.width
         weights = [weight_bytes(fused, item, reuse_dequantized) for fused in self.fused_linears]
         return n * values * item + sum(weights)

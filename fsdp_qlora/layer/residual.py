@@ -1,7 +1,7 @@
-"""What the two sublayers of a layer share: the norm before them, and the residual sum after them.
+"""What both sublayers share: the norm before and the residual sum after.
 
-A half is x + norm(products(norm(x))), with each norm only where the family has one. What products()
-gives is the half's branch. `work` is a LayerWork of layer.
+A sublayer is x + norm(matmuls(norm(x))), with each norm only where the family has one. The output
+of the matmuls is its branch.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def normed(call: LayerCall, name: str, x: Tensor) -> Tensor:
 def save_inputs(
     call: LayerCall, saved: SavedInputs, inputs: Tensor, fused: FusedLinear | None
 ) -> None:
-    """Set kept.inputs and kept.columns, what backward needs of `inputs`, which norm_inputs()
-    returned. product() has filled their last columns for `fused`; None: it has not. The normed
-    inputs are cheap to make again, so they are kept only if backward is running."""
+    """Set saved.inputs and saved.columns, what backward needs of `inputs`, which norm_inputs()
+    returned. lora_matmul() has filled their last columns for `fused`; None: it has not. The normed
+    inputs are cheap to make again, so they are saved only if backward is running."""
     saved.inputs = inputs if call.is_backward else None
     saved.columns = last_columns(inputs, fused) if fused else None
 
@@ -48,7 +48,7 @@ def save_inputs(
 def normed_inputs(
     call: LayerCall, saved: SavedInputs, name: str | None, x: Tensor, fused: FusedLinear
 ) -> Tensor:
-    """The norm of x [n, in]: kept.inputs or, where that is None, made again."""
+    """The norm of x [n, in]: saved.inputs or, where that is None, made again."""
     inputs = norm_inputs(call, name, x, fused) if saved.inputs is None else saved.inputs
     return inputs[:, : fused.in_features]
 
@@ -66,8 +66,8 @@ def add_branch(
     call: LayerCall, x: Tensor | None, fused: FusedLinear, inputs: Tensor, site: int,
     post_norm: str | None, want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """end_branch() of the product of `inputs`, which is not computed where
-    neither the sum nor the norm's backward needs it."""
+    """end_branch() of the matmul of `inputs`, which is not computed where neither the sum nor the
+    norm's backward needs it."""
     if not (want_sum or post_norm):
         fill_columns(call, fused, inputs)  # backward reads them
         return None, None
@@ -95,7 +95,7 @@ def end_branch(
 
 
 def last_columns(inputs: Tensor, fused: FusedLinear) -> Tensor:
-    """A copy of the columns of product()'s inputs that backward reads besides x."""
+    """A copy of the columns of lora_matmul()'s inputs that backward reads besides x."""
     return inputs[:, fused.in_features :].clone()
 
 

@@ -1,8 +1,4 @@
-"""The router of a layer with experts: where each token goes, and the gradient through its weights.
-
-The router is frozen. What the experts do with the rows is in experts; `work` is a LayerWork of
-layer.
-"""
+"""Frozen MoE router: which experts each token goes to, and the gradient through its weights."""
 
 from __future__ import annotations
 
@@ -22,12 +18,12 @@ from fsdp_qlora.pretrained.architecture import MoE
 
 @dataclasses.dataclass
 class Routing:
-    """Where the tokens of a micro-batch go. n tokens, k experts each, n * k rows sorted by
-    expert."""
+    """Where the tokens of a micro-batch go: n tokens, k experts each, n * k rows sorted by expert.
+    """
 
     scores: Tensor  # fp32 [n, experts]
     chosen: Tensor  # int64 [n, k], experts
-    weights: Tensor  # fp32 [n, k], that what these experts give is multiplied by
+    weights: Tensor  # fp32 [n, k], of these experts' outputs
     token: Tensor  # int64 [n * k], of each row
     expert: Tensor  # int64 [n * k], of each row
     token_rows: Tensor  # int64 [n, k], of each token
@@ -37,7 +33,7 @@ class Routing:
 
     @property
     def choice(self) -> tuple[Tensor, list[int] | None]:
-        """What backward must not decide again: chosen as int16, and bounds."""
+        """What a recomputation must not decide again: chosen as int16, and bounds."""
         return self.chosen.to(torch.int16), self.bounds
 
 
@@ -84,7 +80,7 @@ def route(
 
 @elementwise
 def router_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """What the router reads of x [n, hidden], see ExpertNorms."""
+    """The router's inputs, from x [n, hidden], see ExpertNorms."""
     return norm_of(x, None, "rms", eps) * scale.to(x.dtype) * x.shape[1] ** -0.5
 
 
@@ -96,7 +92,7 @@ def router_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> 
 
 
 def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
-    """What multiplies the weights of the chosen experts: a number, or fp32 [n, k]."""
+    """Factor of the weights of the chosen experts: a number, or fp32 [n, k]."""
     moe: MoE = call.arch.moe
     if not moe.expert_scale:
         scale: float = moe.scale

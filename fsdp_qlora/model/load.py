@@ -154,7 +154,7 @@ def fill_layer(
     norms and biases; and the router of its experts. All ranks of model.group must call this."""
     device, dtype = shard.device, getattr(torch, model.plan.compute_dtype)
     layer: DecoderLayer = model.layers[i]
-    own_linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
+    own_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
                    for own in own_blocks(layer, model.shard)]
     own_linears = copy_mxfp4(own_linears, shard, read)
     layer.nested = quantize(own_linears, shard, read, names, nf4_states, dtype, model)
@@ -198,7 +198,7 @@ def quantize(
     for own, name in own_linears:
         if name not in nf4_states:
             # a tensor of its own: how a sum is rounded depends on where a tensor begins
-            whole = all_absmax[own.place.blocks].clone()
+            whole = all_absmax[own.linear.blocks].clone()
             whole -= (offset := whole.mean())
             codes, state = bnb.functional.quantize_blockwise(
                 whole, codebook, blocksize=NESTED_BLOCK)
@@ -216,13 +216,13 @@ def copy_mxfp4(
     """Copy this rank's blocks of the linears that are in MXFP4 in the files into `shard`. Returns
     the other linears; both lists are of (OwnBlocks, name in files)."""
     for own, name in own_linears:
-        if own.place.linear.mxfp4:
+        if own.linear.mxfp4:
             first = own.weights.start // BLOCK  # read() returns whole rows
             blocks = slice(first, first + own.blocks.stop - own.blocks.start)
             packed = read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
             shard.packed[own.local] = packed << 4 | packed >> 4  # low half first in files
             shard.scales[own.local] = read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
-    return [(own, name) for own, name in own_linears if not own.place.linear.mxfp4]
+    return [(own, name) for own, name in own_linears if not own.linear.mxfp4]
 
 
 def copy_nf4(

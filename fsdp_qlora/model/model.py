@@ -66,8 +66,8 @@ def measure_weight_norms(model: Model) -> None:
                 if fused.n_columns:
                     weight = dequantize(layer, fused, no_adapter)[:, : fused.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
-                    for place in fused.adapted:
-                        name, its = place.linear.name, norms[place.outputs]
+                    for linear in fused.adapted:
+                        name, its = linear.name, norms[linear.outputs]
                         if not its.all():  # PEFT, too, would compute NaN
                             raise RunError(
                                 f"--adapter dora: row {int(its.argmin())} of {name} in layer"

@@ -41,21 +41,21 @@ def set_local(module: nn.Module, name: str, local: Tensor) -> None:
 class OwnBlocks:
     """The NF4 blocks of one linear that this rank keeps; perhaps none."""
 
-    place: LinearSlices
+    linear: LinearSlices
     blocks: slice  # counted from the linear's first block
     local: slice  # the same blocks in this rank's shard of the layer's `nf4`
 
     @property
     def rows(self) -> range:
         """The rows of the weight in which these blocks lie."""
-        n_out, n_in = self.place.linear.out_features, self.place.linear.in_features
+        n_out, n_in = self.linear.out_features, self.linear.in_features
         stop = min(math.ceil(self.blocks.stop * BLOCK / n_in), n_out)
         return range(self.blocks.start * BLOCK // n_in, stop)
 
     @property
     def weights(self) -> slice:
         """Slice into the flat tensor of `rows`: exactly the weights of these blocks."""
-        start = self.blocks.start * BLOCK % self.place.linear.in_features
+        start = self.blocks.start * BLOCK % self.linear.in_features
         return slice(start, start + (self.blocks.stop - self.blocks.start) * BLOCK)
 
 
@@ -69,11 +69,11 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
     """
     n = len(local_part(layer.nf4))
     first, found = shard * n, []
-    for place in layer.spec.places:
-        linear = place.blocks
-        start, stop = (min(max(i, linear.start), linear.stop) for i in (first, first + n))
-        blocks = slice(start - linear.start, stop - linear.start)
-        found.append(OwnBlocks(place, blocks, slice(start - first, stop - first)))
+    for linear in layer.spec.linears:
+        whole = linear.blocks
+        start, stop = (min(max(i, whole.start), whole.stop) for i in (first, first + n))
+        blocks = slice(start - whole.start, stop - whole.start)
+        found.append(OwnBlocks(linear, blocks, slice(start - first, stop - first)))
     return found
 
 
@@ -94,7 +94,7 @@ def weight_requests(
             names.of_model(arch.per_layer.projection_norm), (arch.per_layer.size,))
     for i, layer in enumerate(model.layers):
         for own in own_blocks(layer, model.shard):
-            name = names.of_layer(i, f"{own.place.linear.name}.weight")
+            name = names.of_layer(i, f"{own.linear.name}.weight")
             requests += linear_requests(own, name, names, name in nf4_states)
         shapes = {name: shape for name, (_, shape) in layer.spec.vectors.items()}
         for name, shape in (shapes | layer.spec.small_tensors).items():
@@ -108,7 +108,7 @@ def weight_requests(
 def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool) -> list[Request]:
     """The Requests for this rank's blocks of a linear: whole rows, in FP8, INT4, MXFP4 with their
     scales; in NF4 the packed codes, their scales, and all of these scales' second level."""
-    linear, blocks = own.place.linear, own.blocks
+    linear, blocks = own.linear, own.blocks
     n_out, n_in = linear.out_features, linear.in_features
     if linear.mxfp4:
         widths = {f"{name}_blocks": n_in // 2, f"{name}_scales": n_in // MX_BLOCK}  # bytes
@@ -117,7 +117,7 @@ def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool)
     if in_nf4:
         n_bytes, half = n_out * n_in // 2, BLOCK // 2
         packed = range(blocks.start * half, min(blocks.stop * half, n_bytes))
-        n_blocks = own.place.blocks.stop - own.place.blocks.start
+        n_blocks = own.linear.blocks.stop - own.linear.blocks.start
         return [
             Request(name, (n_bytes,), packed),
             Request(f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),

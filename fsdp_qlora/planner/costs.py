@@ -186,7 +186,8 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
         return 0
     widths = [fused.out_features for spec in specs for fused in spec.fused_linears]
     n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
-    if plan.saves(plan.n_layers - 1) in ("mid_residual", "input"):  # no layer's MLP has all tokens at once
+    if plan.saves(plan.n_layers - 1) in ("mid_residual", "input"):
+        # no layer's MLP has all tokens at once
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
     return 4 * sum(widths) + (item + 8) * n * max(widths)

@@ -302,7 +302,7 @@ class Heads(NamedTuple):
     """Of a layer's softmax attention."""
 
     n: int  # of queries
-    n_kv: int  # 0: keys and values are those of another layer, see Architecture.lenders
+    n_kv: int  # 0: keys and values are those of another layer, see Architecture.kv_sources
     dim: int
     keys_are_values: bool  # there is no v_proj: values are keys, before norm and rotary
 

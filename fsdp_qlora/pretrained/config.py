@@ -127,7 +127,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
     values["attention_dropout"] = family.attention_dropout or 0.0
-    values["lenders"] = describe_lenders(c, family)
+    values["kv_sources"] = describe_kv_sources(c, family)
     values["layer_limits"] = describe_limits(c, family)
     values["per_layer"] = describe_per_layer(c, family)
     settings = stored_format(model_config)
@@ -177,8 +177,8 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
     return found
 
 
-def describe_lenders(c: PreTrainedConfig, family: Family) -> list[int | None]:
-    """Architecture.lenders, from a text config."""
+def describe_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]:
+    """Architecture.kv_sources, from a text config."""
     n_own, kinds = c.num_hidden_layers - (family.n_borrowers or 0), layer_types(c, family)
     of_kind = {kind: i for i, kind in enumerate(kinds[: max(0, n_own)])}
     if missing := set(kinds) - of_kind.keys():

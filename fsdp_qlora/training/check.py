@@ -209,14 +209,14 @@ def read_weights(model: Model, names: TensorNames) -> dict[str, torch.Tensor]:
     for i, layer in enumerate(model.layers):
         for fused in layer.spec.fused_linears:
             weight = dequantize(layer, fused, layer.adapter)[:, : fused.in_features]
-            for place in fused.places:
-                name = names.of_layer(i, f"{place.linear.name}.weight")
+            for linear in fused.linears:
+                name = names.of_layer(i, f"{linear.name}.weight")
                 if source := names.sources.get(name):
                     shape = names.shapes[source.name]
                     whole = weights.setdefault(source.name, torch.empty(shape))
-                    source.weight_in(whole).copy_(weight[place.outputs])
+                    source.weight_in(whole).copy_(weight[linear.outputs])
                 else:
-                    weights[name] = weight[place.outputs]
+                    weights[name] = weight[linear.outputs]
     return weights
 
 
@@ -228,9 +228,9 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
     if model.layers[0].spec.dora:
         measure_weight_norms(model)
         for layer in model.layers:
-            for place in filter(lambda place: place.columns, layer.spec.places):
-                layer.adapter[place.magnitude] += 1
-                layer.adapter[place.magnitude] *= layer.weight_norms[place.linear.name]
+            for linear in filter(lambda linear: linear.columns, layer.spec.linears):
+                layer.adapter[linear.magnitude] += 1
+                layer.adapter[linear.magnitude] *= layer.weight_norms[linear.name]
 
 
 def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -257,16 +257,16 @@ def reference_results(
     adapters, adapted = [], {}
     for i, layer in enumerate(model.layers):
         adapters.append(layer.adapter.detach().clone().requires_grad_())
-        for place in layer.spec.places:
-            name = names.of_layer(i, f"{place.linear.name}.weight")
-            weight = rows_in_memory(weights, names.sources, name).view(-1, place.linear.in_features)
-            if place.columns:
-                a = adapters[i][place.lora_a].view(CHECK_RANK, -1)
-                b = adapters[i][place.lora_b].view(-1, CHECK_RANK)
+        for linear in layer.spec.linears:
+            name = names.of_layer(i, f"{linear.name}.weight")
+            weight = rows_in_memory(weights, names.sources, name).view(-1, linear.in_features)
+            if linear.columns:
+                a = adapters[i][linear.lora_a].view(CHECK_RANK, -1)
+                b = adapters[i][linear.lora_b].view(-1, CHECK_RANK)
                 weight = weight + CHECK_ALPHA / CHECK_RANK * b @ a
-            if place.magnitude:  # DoRA's norm is a constant in PEFT, too
+            if linear.magnitude:  # DoRA's norm is a constant in PEFT, too
                 norms = weight.detach().norm(dim=1)
-                weight = weight * (adapters[i][place.magnitude] / norms)[:, None]
+                weight = weight * (adapters[i][linear.magnitude] / norms)[:, None]
             if source := names.sources.get(name):
                 whole = adapted.setdefault(source.name, torch.zeros(names.shapes[source.name]))
                 source.weight_in(whole).copy_(weight)
