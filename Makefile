@@ -42,7 +42,7 @@ space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train merge standalone test test-fast test-slow test-oldest chaos lint flash-attn \
+.PHONY: help setup train merge test test-fast test-slow test-oldest chaos lint flash-attn \
     can-build-flash-attn clean
 
 help: ## When you want to know what there is
@@ -57,9 +57,6 @@ train: $(READY) ## To train: the built-in demo, or MODEL= on DATASET=, on all GP
 merge: $(READY) ## After training: the newest run below runs/, or OUT=, as a plain bf16 model in its merged/
 	$(if $(run),,$(error no run to merge below runs/: `make train` first, or name one with OUT=))
 	$(VENV)/bin/python merge_adapters.py --adapter_dir '$(run)' --output_dir '$(run)/merged' $(ARGS)
-
-standalone: $(READY) ## To take one file away: each script with all it stands on, as one file in dist/
-	$(VENV)/bin/python standalone.py $(ARGS)
 
 test: $(READY) ## After any change: all tests, on the GPUs if there are any
 	$(VENV)/bin/python -m pytest $(two) $(ARGS)

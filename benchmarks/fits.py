@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import run
 from fsdp_qlora.config import Config
 from fsdp_qlora.planner.search import DoesNotFit
-from train_fsdp_qlora import plan_elsewhere
+from fsdp_qlora.run.plan_for import plan_elsewhere
 
 GPU_SPECS, GPUS = ("4090", "L40S", "H100", "H200"), (1, 2, 4, 8)
 MARKS = {"--offload_activations": "a", "--offload_activations --offload_params": "p"}

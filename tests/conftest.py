@@ -357,17 +357,6 @@ def run_jobs(launch):
 
 
 @pytest.fixture(scope="session")
-def standalone(tmp_path_factory):
-    """The directory of both scripts as `make standalone` builds them, with nothing beside them."""
-    from standalone import SCRIPTS, assemble
-
-    directory = tmp_path_factory.mktemp("standalone")
-    for script in SCRIPTS:
-        (directory / script).write_text(assemble(script))
-    return directory
-
-
-@pytest.fixture(scope="session")
 def run_training():
     """Function (args, nproc=None, cwd=None, env=None, timeout=120, script=SCRIPT): runs the script,
     or another, by torchrun on nproc processes, or with nproc=None by plain python; returns
@@ -411,18 +400,19 @@ def run_main(capsys):
     import torch.distributed as dist
 
     import train_fsdp_qlora
+    from fsdp_qlora.run import logs
 
     def run(*args, draws=False):
         capsys.readouterr()
-        draw_losses = train_fsdp_qlora.draw_losses
+        draw_losses = logs.draw_losses
         if not draws:
-            train_fsdp_qlora.draw_losses = lambda directory: None
+            logs.draw_losses = lambda directory: None
         try:
             code = train_fsdp_qlora.main([str(arg) for arg in args])
         except SystemExit as e:
             code = e.code
         finally:
-            train_fsdp_qlora.draw_losses = draw_losses
+            logs.draw_losses = draw_losses
             if dist.is_initialized():  # an exception that main() knows nothing of
                 dist.destroy_process_group()
         return (code, *capsys.readouterr())

@@ -1,7 +1,7 @@
 """The modules of the house, for tests that replace a function wherever it is used.
 
 A module has the names that it imports, so that a fault in one function must be put into each module
-that calls it. The assembled single file is one module, and then the only one.
+that calls it.
 """
 
 import os

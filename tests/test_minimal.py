@@ -30,6 +30,8 @@ import minimal_fsdp_qlora
 import train_fsdp_qlora
 from minimal_fsdp_qlora import bare_name
 
+from fsdp_qlora.config import Config
+
 SCRIPT = ROOT / "minimal_fsdp_qlora.py"
 # inner widths in multiples of 64: bitsandbytes on a CPU dequantizes rows that share a block wrongly
 SIZES = {
@@ -561,7 +563,7 @@ def test_runs_without_torchrun(monkeypatch):
 def test_learning_rate():
     args = argparse.Namespace(max_steps=100, learning_rate=2.0)
     rates = [minimal_fsdp_qlora.learning_rate(step, args) for step in range(1, 101)]
-    config = train_fsdp_qlora.Config(max_steps=100, learning_rate=2.0, warmup_fraction=0.03)
+    config = Config(max_steps=100, learning_rate=2.0, warmup_fraction=0.03)
     assert rates == pytest.approx(
         [train_fsdp_qlora.learning_rate(step, config) for step in range(1, 101)])
 
@@ -709,7 +711,7 @@ def test_file_stands_alone_and_is_short():
 def test_docstring_says_where_the_big_script_has_what_is_left_out():
     left_out = ast.get_docstring(TREE).partition("has it:")[2]
     known = {f"{name}()" for name in vars(train_fsdp_qlora)} | set(vars(train_fsdp_qlora))
-    known |= {f"--{name}" for name in train_fsdp_qlora.Config.__dataclass_fields__}
+    known |= {f"--{name}" for name in Config.__dataclass_fields__}
     rows = re.findall(r"^    .*?  +(\S.*)$", left_out, re.M)
     words = [word for row in rows for word in row.split(", ")]
     assert len(words) >= 6 and set(words) <= known, words

@@ -14,8 +14,8 @@ from conftest import DEVICE
 from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
-import train_fsdp_qlora
 from fsdp_qlora.config import Config
+from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import (
     architectures_by_attention_type, batched_attention, document_attention, kernel_matches)
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
@@ -218,7 +218,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
     in fp32, or with dropout on attention."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
-    monkeypatch.setattr(train_fsdp_qlora, "kernel_matches", lambda kernel, arch, *_: (
+    monkeypatch.setattr(attention, "kernel_matches", lambda kernel, arch, *_: (
         kernel is flex_document_attention or not arch.attention_softcap))
     arch = describe_model(TINY[kind](320))
 

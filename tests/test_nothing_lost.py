@@ -230,9 +230,9 @@ def test_killed_at_random_times(kills, start, forks, undisturbed, tmp_path):
 
 
 # {what is called in a start with a preference loss: how often}
-CALLS = {"document_losses": 4, "values_of_all": 9, "micro_batch_loss": 12, "optimizer_step": 9}
+CALLS = {"document_losses": 4, "values_of_all": 9, "compute_loss": 12, "optimizer_step": 9}
 SAMPLE_OF_KILLS = [  # in its reference, in a step, in a save
-    {"slow": [["document_losses", 3, 0.3]]}, {"slow": [["micro_batch_loss", 4, 0.3]]},
+    {"slow": [["document_losses", 3, 0.3]]}, {"slow": [["compute_loss", 4, 0.3]]},
     {"fault": {"rank": 0, "operation": ["save_file", "save_checkpoint"], "how": "torn"}}]
 
 
@@ -492,10 +492,10 @@ def test_torchrun_is_killed(start, undisturbed, tmp_path):
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("number", [*SIGNALS, signal.SIGKILL])
-def test_torchrun_itself(number, flags, standalone, tmp_path):
-    """Does to its ranks, here of the assembled script, what the launcher of forks.py does."""
+def test_torchrun_itself(number, flags, tmp_path):
+    """Does to its ranks what the launcher of forks.py does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [standalone / SCRIPT.name, *flags, "--max_steps", 100_000]
+    command += [SCRIPT, *flags, "--max_steps", 100_000]
     with (tmp_path / "err").open("w") as err:
         torchrun = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stderr=err)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -1433,13 +1433,13 @@ def test_hangup_under_nohup_is_not_heard():
 
 
 def test_older_checkpoints_stay_where_the_newest_is_not_whole(again, cut, monkeypatch):
-    write_checkpoint = train_fsdp_qlora.write_checkpoint
+    write_checkpoint = checkpoints.write_checkpoint
 
     def write_damaged(run, step, *args):
         write_checkpoint(run, step, *args)
         os.truncate(checkpoint_path(run.directory, step) / "optimizer.safetensors", 9)
 
-    monkeypatch.setattr(train_fsdp_qlora, "write_checkpoint", write_damaged)
+    monkeypatch.setattr(checkpoints, "write_checkpoint", write_damaged)
     code, out, err = again("--keep_checkpoints", 2)
     assert code == 0 and "older checkpoints stay: run/checkpoint-000004, which is not" in out, err
     assert kept(cut) == [1, 2, 3, 4, 5]
@@ -1457,7 +1457,7 @@ def passed(monkeypatch):
 
 
 def test_failed_save_is_tried_again_by_the_clock(begin, tmp_path, monkeypatch, passed):
-    write_checkpoint, tried = train_fsdp_qlora.write_checkpoint, []
+    write_checkpoint, tried = checkpoints.write_checkpoint, []
 
     def fail_once(run, step, *args):
         tried.append(step)
@@ -1465,7 +1465,7 @@ def test_failed_save_is_tried_again_by_the_clock(begin, tmp_path, monkeypatch, p
             raise OSError(errno.ENOSPC, "No space left on device")
         write_checkpoint(run, step, *args)
 
-    monkeypatch.setattr(train_fsdp_qlora, "write_checkpoint", fail_once)
+    monkeypatch.setattr(checkpoints, "write_checkpoint", fail_once)
     monkeypatch.setattr(train_fsdp_qlora, "RETRY_SECONDS", 30)
     train_step = train_fsdp_qlora.train_step
 
@@ -1481,14 +1481,14 @@ def test_failed_save_is_tried_again_by_the_clock(begin, tmp_path, monkeypatch, p
 
 def fail_to_save(steps, error, monkeypatch):
     """Saves of these steps raise this error."""
-    write_checkpoint = train_fsdp_qlora.write_checkpoint
+    write_checkpoint = checkpoints.write_checkpoint
 
     def write_or_fail(run, step, *args):
         if step in steps:
             raise error
         write_checkpoint(run, step, *args)
 
-    monkeypatch.setattr(train_fsdp_qlora, "write_checkpoint", write_or_fail)
+    monkeypatch.setattr(checkpoints, "write_checkpoint", write_or_fail)
 
 
 @pytest.mark.parametrize("steps, stop_at, ends", [
@@ -1519,14 +1519,14 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
     """Each takes 400 seconds, of the 600 that a deadline gives."""
     deadlines, statuses, select = [], [], evaluation.make_micro_batch
 
-    def slow(name):
-        function = getattr(train_fsdp_qlora, name)
+    def slow(module, name):
+        function = getattr(module, name)
 
         def work(*args):
             passed[0] += 400
             return function(*args)
 
-        monkeypatch.setattr(train_fsdp_qlora, name, work)
+        monkeypatch.setattr(module, name, work)
 
     def watched(batch, packed, rank, step_key, model):
         if step_key is None:  # of an evaluation
@@ -1537,7 +1537,7 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
     monkeypatch.setattr(lifecycle.Status, "enter", lambda status, phase: (
         statuses.append(status), enter(status, phase)))
 
-    slow("evaluate"), slow("write_checkpoint")
+    slow(train_fsdp_qlora, "evaluate"), slow(checkpoints, "write_checkpoint")
     monkeypatch.setattr(evaluation, "make_micro_batch", watched)
     code, _, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 2)
     assert code == 0, err

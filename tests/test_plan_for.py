@@ -18,7 +18,7 @@ from fsdp_qlora.planner.gpu_specs import GPU_SPECS, gpu_machine, parse_gpus
 from fsdp_qlora.planner.machine import rounded
 from fsdp_qlora.planner.search import Workload, choose_plan
 from fsdp_qlora.pretrained.hub import read_model_config
-from train_fsdp_qlora import plan_elsewhere
+from fsdp_qlora.run.plan_for import plan_elsewhere
 
 GIB = 2**30
 

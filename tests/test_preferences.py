@@ -36,7 +36,7 @@ from fsdp_qlora.data.prepare import prepare_data, prepare_rows
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sources import RefusedRow, find_pieces
 from fsdp_qlora.kernels.micro_batch import Answers
-from fsdp_qlora.model.loss import LOSSES, Loss, micro_batch_loss
+from fsdp_qlora.model.loss import LOSSES, Loss, preference_loss
 from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run.status import Status
 from fsdp_qlora.training import evaluation, reference
@@ -355,6 +355,12 @@ BY_HAND = {  # {loss: (its value, rewards)}
             REWARDS)}  # fmt: skip
 
 
+def one_token_each(n, answers):
+    """A micro-batch of n sums of one token each."""
+    return types.SimpleNamespace(
+        answers=answers, loss_bounds=torch.arange(n + 1), labels=torch.zeros(n))
+
+
 @pytest.mark.parametrize("loss", BY_HAND)
 def test_loss_and_rewards_of_one_pair(loss):
     kind, (value, rewards) = LOSSES[loss], BY_HAND[loss]
@@ -366,8 +372,8 @@ def test_loss_and_rewards_of_one_pair(loss):
                       kl=value_of_all, rows_per_token=value_of_all)  # fmt: skip
     sums = [3.0, 9.0, 5.0, 0.0] if kind.trains_prompt else [3.0, 5.0]
     with one_process():
-        got, metrics = micro_batch_loss(torch.tensor(sums, dtype=torch.float64),
-                                     types.SimpleNamespace(answers=answers), config)  # fmt: skip
+        got, metrics = preference_loss(torch.tensor(sums, dtype=torch.float64),
+                                       one_token_each(len(sums), answers), config)
     assert float(got) == pytest.approx(value, rel=1e-7)
     assert metrics[:3].tolist() == pytest.approx([value, *rewards], rel=1e-7)
     right = {"kto": 2, "simpo": 0, "orpo": 0}.get(loss, 1)
@@ -386,11 +392,10 @@ def test_rows_that_pad_a_graph_count_nowhere(loss):
     for n in 0, 3:
         padded = (F.pad(tensor, (0, 0, 0, n)) for tensor in answers)
         value = torch.tensor(0.5, dtype=torch.float64)
-        micro_batch = types.SimpleNamespace(
-            answers=Answers(*padded, kl=value, rows_per_token=value)
-        )
+        micro_batch = one_token_each(
+            len(sums), Answers(*padded, kl=value, rows_per_token=value))
         with one_process():
-            found.append(micro_batch_loss(sums, micro_batch, config))
+            found.append(preference_loss(sums, micro_batch, config))
     for one, another in zip(*found):
         assert torch.equal(one, another)
 
@@ -586,8 +591,8 @@ def test_an_evaluation_in_parts_is_that_of_all_rows(
         base, trained, run_main, read_metrics, monkeypatch):
     """Also KTO's estimate, which is one for all."""
 
-    def few(run, rows):
-        for numbers, batch in evaluation.evaluation_batches(run, rows):
+    def few(rows, *others):
+        for numbers, batch in evaluation.evaluation_batches(rows, *others):
             for part in torch.arange(len(batch)).split(2):
                 yield numbers[part], batch.select(part)
 

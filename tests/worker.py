@@ -29,6 +29,7 @@ from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.kernels.offload import pinned_copy
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import STATE_BLOCK
+from fsdp_qlora.lora.adapter import sharded_state
 from fsdp_qlora.memory import host_memory
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.lm_head import LinearCrossEntropy, best_tokens
@@ -36,7 +37,6 @@ from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.model.shards import gathered, set_local
 from fsdp_qlora.quant.blocks import NF4Blocks
 from fsdp_qlora.ranks import all_gather, on_rank_0
-from fsdp_qlora.run.checkpoints import sharded_state
 from fsdp_qlora.run.demo import write_demo
 from fsdp_qlora.run.status import watch_process
 from fsdp_qlora.training.samples import sample_answers, write_answers

@@ -8,11 +8,12 @@ side are a micro-step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,25 @@ from fsdp_qlora.kernels.micro_batch import Answers, MicroBatch
 from fsdp_qlora.kernels.offload import DeviceActivations
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.model.model import Model
+
+
+class RowSource(Protocol):
+    """Where the rows of a step come from. To draw them another way, write a class like
+    ShuffledRows."""
+
+    def rows_of(self, step: int) -> Rows:
+        """The rows of an optimizer step, the first of which is 1. The same on all ranks."""
+
+
+@dataclasses.dataclass
+class ShuffledRows:
+    """--batch_size rows for each step; every epoch is a new shuffle."""
+
+    rows: Rows
+    config: Config
+
+    def rows_of(self, step: int) -> Rows:
+        return self.rows.select(step_rows(step, len(self.rows), self.config))
 
 
 def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:

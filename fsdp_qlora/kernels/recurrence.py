@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.attention import recomputed
+from fsdp_qlora.kernels.attention import Kernels, recomputed
 from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
-from fsdp_qlora.ranks import n_cores
+from fsdp_qlora.ranks import log, n_cores
 
 
 STATE_CHUNK = 64  # tokens of a document that are computed at once; states go from chunk to chunk
@@ -338,3 +338,23 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
         return f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
     worst = max(float((got - want).norm() / want.norm()) for got, want in pairs)
     return "" if worst < 0.05 else f"it is {100 * worst:.0f} % off here"
+
+
+def choose_recurrence(
+    kernels: Kernels, arch: Architecture, compute_dtype: str, device: torch.device,
+) -> None:
+    """Add "recurrence", what computes a gated delta net or Mamba-2, where the model has one. On a
+    GPU that is flash-linear-attention, if it gives what plain torch gives."""
+    mixer = mixer_with_state(arch)
+    if mixer is None:
+        return
+    recurrence = RECURRENCES[type(mixer)]
+    rule = recurrence.plain
+    if device.type == "cuda" and compute_dtype == "bfloat16":
+        if why := why_no_fla(mixer, device):
+            log(f"slower: {type(mixer).__name__} runs in plain torch, as flash-linear-attention's"
+                f" kernels (`pip install fla-core einops`) are not used: {why}")
+        else:
+            rule = recurrence.fla
+    for kind in kernels:
+        kind["recurrence"] = rule

@@ -9,9 +9,9 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -19,10 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.files import read_json, write_whole
 from fsdp_qlora.layer.layer import DecoderLayer, LayerSpec
+from fsdp_qlora.layer.linears import STATE_BLOCK
 from fsdp_qlora.lora.peft_names import (
     as_saved, expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
 from fsdp_qlora.model.model import Model
@@ -30,10 +32,6 @@ from fsdp_qlora.model.shards import local_part, set_local
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.tensor_names import renamed
 from fsdp_qlora.ranks import all_gather, is_rank_0, log, raise_on_all_ranks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 
 # of adapter_config.json: compared with flags, or without a meaning for the values
 READ_APART = set("""r lora_alpha use_dora use_rslora lora_dropout target_modules peft_version
@@ -229,6 +227,31 @@ class Adapter:
     def largest(self) -> float:
         """The largest magnitude of all weights. All ranks must call this."""
         return float(all_gather(self.weights.detach().abs().max()).max())
+
+
+def sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """{name: tensor} of the optimizer's state that is sharded as its one vector of weights is: with
+    a value for each weight, or bitsandbytes' scales of blocks of weights."""
+    (weights,) = optimizer.param_groups[0]["params"]
+    state = optimizer.state[weights]
+    found = {name: value for name, value in state.items() if name.startswith("absmax")
+             or torch.is_tensor(value) and value.numel() == weights.numel()}
+    others = state.keys() - found.keys() - {"step", "qmap1", "qmap2"}  # the run's; constants
+    assert not others, f"checkpoints would lose the optimizer's {', '.join(sorted(others))}"
+    return found
+
+
+def optimizer_state_bytes(
+    make_optimizer: Callable[[nn.Parameter, Config], torch.optim.Optimizer], config: Config,
+) -> float:
+    """The bytes of the optimizer's state for each weight that must be in the GPU's memory."""
+    weights = nn.Parameter(torch.zeros(4 * STATE_BLOCK))
+    weights.grad = torch.zeros_like(weights)
+    optimizer = make_optimizer(weights, config)
+    if getattr(optimizer, "is_paged", False):
+        return 0
+    optimizer.step()  # makes the state
+    return sum(value.nbytes for value in sharded_state(optimizer).values()) / len(weights)
 
 
 def layer_names(

@@ -4,14 +4,13 @@ more."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_qlora.config import Config
 from fsdp_qlora.kernels.micro_batch import MicroBatch
-from fsdp_qlora.model.loss import micro_batch_loss
 from fsdp_qlora.model.model import Model
 
 
@@ -21,14 +20,17 @@ MAX_GRAPHS = 64  # each takes some GPU memory beside torch's, which the plan doe
 class Graphs:
     """The CUDA graphs of a model, one for each shape of a micro-batch."""
 
-    def __init__(self, model: Model, config: Config, device: torch.device) -> None:
-        self.model, self.config, self.device, self.pool = model, config, device, None
+    def __init__(
+        self, model: Model, compute_loss: Callable[[Model, MicroBatch], tuple[Tensor, Tensor]]
+    ) -> None:
+        """compute_loss(model, micro-batch) returns the loss and the sums of a micro-batch."""
+        self.model, self.compute_loss, self.pool = model, compute_loss, None
         # {shape: (graph, MicroBatch, factor, sums)}; None: no graph, seen once so far
         self.captured: dict[tuple, Any] = {}
 
-    def sums(self, batch: MicroBatch, scale: float) -> Tensor | None:
-        """The sums of micro_batch_loss(); adds the gradient of `scale` times the micro-batch's
-        loss.
+    def replay(self, batch: MicroBatch, loss_weight: float) -> Tensor | None:
+        """Backward of `loss_weight` times the loss of a micro-batch, by a graph. Returns the sums
+        of compute_loss().
 
         A shape is captured when it comes a second time: kernels are compiled and chosen outside of
         a capture. Returns None where the caller must do without a graph.
@@ -46,7 +48,7 @@ class Graphs:
         graph, static, factor, sums = self.captured[shape]
         for own, tensor in zip(batch_tensors(static), tensors):
             own.copy_(tensor, non_blocking=True)
-        factor.fill_(scale)
+        factor.fill_(loss_weight)
         graph.replay()
         return sums.clone()
 
@@ -55,10 +57,10 @@ class Graphs:
         loss, the sums."""
         # fla keeps what it made of bounds that it has seen, by the tensor's identity
         static = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens.clone())
-        factor = torch.ones((), device=self.device)
+        factor = torch.ones((), device=self.model.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            loss, sums = micro_batch_loss(self.model(static), static, self.config)
+            loss, sums = self.compute_loss(self.model, static)
             (loss * factor).backward()
         self.pool = self.pool or graph.pool()
         static.ropes, static.masks, static.layer_inputs = None, {}, None

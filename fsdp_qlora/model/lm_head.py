@@ -67,17 +67,14 @@ def logits_gradient(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Final norm, head and cross-entropy of the trained tokens: from what the last layer returns
-    [tokens, hidden] to the sum of the token losses of each document of this rank's micro-batch,
-    fp64 [documents] (see MicroBatch.loss_bounds).
+    """Final norm, head and cross-entropy: from the last layer's outputs [tokens, hidden] to the
+    loss of each of this rank's trained tokens, MicroBatch.labels, fp64 [labels], 0 for padding.
 
     Each rank computes the logits of all ranks' tokens for its own rows of the vocabulary; for the
     softmax the ranks exchange three numbers a token. The head is never gathered, and the whole
     logits never exist (in fp32 2.1 GB for 4,096 tokens and a vocabulary of 128k). As the head is
-    frozen, only the gradient of x is wanted: forward computes it, a chunk of tokens at a time.
-
-    A token's row of x counts in one sum only. So forward computes the row's gradient for a weight
-    of 1, and backward multiplies it by the gradient of that sum.
+    frozen, only the gradient of x is needed: forward computes it for a weight of 1, a chunk of
+    tokens at a time, and backward multiplies each token's row by the gradient of its loss.
     """
 
     @staticmethod
@@ -121,16 +118,12 @@ class LinearCrossEntropy(torch.autograd.Function):
                                  any_rows=True)
             grad_x.index_add_(0, batch.trained_at[chunk], grad)  # padding adds 0 to token 0
         ctx.grad_x, ctx.batch = grad_x, batch
-        # not index_add_() into documents: on a GPU its order, and so the sum, would vary
-        return torch.segment_reduce(token_losses, "sum", offsets=batch.loss_bounds, unsafe=True)
+        return token_losses
 
     @staticmethod
-    def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None]:
         grad_x, batch, ctx.grad_x = ctx.grad_x, ctx.batch, None
-        numbers = torch.arange(len(batch.labels), device=grad_x.device)
-        sum_of = torch.searchsorted(batch.loss_bounds, numbers, right=True) - 1  # of each label
-        # padding stands behind the last sum, and at token 0: it takes any weight, and then 0
-        weights = grad_sums.float()[sum_of.clamp(max=len(grad_sums) - 1)]
-        weights = weights.masked_fill(batch.labels < 0, 0)
+        # padding is at token 0, to which it adds 0
+        weights = grad_losses.float().masked_fill(batch.labels < 0, 0)
         of_tokens = weights.new_zeros(len(grad_x)).index_add_(0, batch.trained_at, weights)
         return grad_x.mul_(of_tokens[:, None]), None, None

@@ -1,8 +1,8 @@
-"""What is trained: the token losses of supervised fine-tuning, or a preference loss, which is a
-function of the log-probabilities of whole answers: DPO and its kin.
+"""Losses of preference data, DPO and its kin: functions of the log-probabilities of whole answers.
 
-LinearCrossEntropy in head.py gives the sum of the token losses of each document, and autograd does
-the rest. What a loss compares with, the model before the first step, is in training/reference.py.
+The loss of supervised fine-tuning is compute_loss() in the script. Both start from the token losses
+of LinearCrossEntropy in lm_head.py, and autograd does the rest. training/reference.py has what a
+loss compares with, the model before the first step.
 
 To add a preference loss, write a function like dpo() and its record in LOSSES: --loss takes its
 name, and its rows, its reference, its metrics and its evaluation follow from the record.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ def kto(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 class Loss:
     """One of --loss."""
 
-    function: Callable | None  # as above; None: the mean over the trained tokens
+    function: Callable | None  # as above; None: the mean over the tokens in the loss
     flags: tuple[str, ...] = ("beta",)  # of the flags that are of some losses alone, those it reads
     n_answers: int = 2  # of a row
     has_reference: bool = True  # reads Answers.reference
@@ -95,24 +96,47 @@ LOSSES = {
     "simpo": Loss(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
     "orpo": Loss(orpo, has_reference=False, per_token=True, trains_prompt=True),
     "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), n_answers=1)}
-# {name in metrics.jsonl, TRL's: the answers that it is the mean over}. micro_batch_loss() sums them
+# {name in metrics.jsonl, TRL's: the answers that it is the mean over}. preference_loss() sums them
 # in this order: of --loss sft the first alone, of pairs all but the last
 METRICS = {
     "loss": "all", "rewards/chosen": "good", "rewards/rejected": "bad", "rewards/accuracies": "all",
     "logps/chosen": "good", "logps/rejected": "bad", "kl": "all"}
 
 
-def micro_batch_loss(document_losses: torch.Tensor, batch: MicroBatch,
-                     config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """From what LinearCrossEntropy returns of a micro-batch: its loss, a sum over tokens or rows,
-    whose gradient is wanted; and this rank's share of the sums that metrics are the means of, fp64
-    [k], the loss first. All ranks must call this."""
-    if batch.answers is None:
-        loss = document_losses.sum()
-        return loss, loss.detach()[None]
+class DocumentSums(torch.autograd.Function):
+    """The sum of the token losses [n] of each document of a micro-batch, fp64 [documents]; where a
+    loss also reads prompts, of its answer and of its prompt, see MicroBatch.loss_bounds."""
+
+    @staticmethod
+    def forward(ctx: Any, token_losses: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        ctx.batch = batch
+        # not index_add_() into documents: on a GPU its order, and so the sum, would vary
+        return torch.segment_reduce(token_losses, "sum", offsets=batch.loss_bounds, unsafe=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad_sums: torch.Tensor) -> tuple[torch.Tensor, None]:
+        bounds, n = ctx.batch.loss_bounds, len(ctx.batch.labels)
+        numbers = torch.arange(n, device=grad_sums.device)
+        sum_of = torch.searchsorted(bounds, numbers, right=True) - 1  # of each token
+        # padding is behind the last sum: it takes any gradient, which LinearCrossEntropy ignores
+        return grad_sums[sum_of.clamp(max=len(grad_sums) - 1)], None
+
+
+def sum_documents(token_losses: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """See DocumentSums."""
+    sums: torch.Tensor = DocumentSums.apply(token_losses, batch)
+    return sums
+
+
+def preference_loss(token_losses: torch.Tensor, batch: MicroBatch,
+                    config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a micro-batch of preference rows, a sum over its rows, and this rank's share of
+    the sums that metrics are the means of, see METRICS, from the losses of this rank's tokens. All
+    ranks must call this."""
+    assert batch.answers, "there are no preference rows"
     # every rank computes all rows of the micro-batch; autograd stops at the documents of others
     kind = LOSSES[config.loss]
-    answers = read_answers(batch.answers, document_losses, kind)
+    answers = read_answers(batch.answers, sum_documents(token_losses, batch), kind)
     losses, rewards = kind.function(answers, config)
     is_row = batch.answers.n_trainable_tokens[:, 0] > 0
     losses = losses.where(is_row, 0)
@@ -127,7 +151,7 @@ def micro_batch_loss(document_losses: torch.Tensor, batch: MicroBatch,
             (is_right & is_row).sum().double(), (logps * good).sum(), (logps * bad).sum()]
     if kind.is_unpaired:
         sums.append(answers.kl * is_row.sum())
-    # unlike the sum of tokens above, which is of this rank's own, every rank has these of all rows
+    # unlike the sum of token losses, which is of this rank's own, every rank has these of all rows
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 

@@ -29,7 +29,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.files import as_json, digest, read_json, remove, sync_file, text_digest, write_whole
 from fsdp_qlora.layer.layer import LayerSpec
-from fsdp_qlora.lora.adapter import Adapter, write_adapter
+from fsdp_qlora.lora.adapter import Adapter, sharded_state, write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
 from fsdp_qlora.ranks import EXITS, RunError, gather_objects, log
 from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, RESULTS
@@ -111,18 +111,6 @@ def check_room(config: Config, directory: Path, specs: Sequence[LayerSpec]) -> N
         raise ValueError(f"--output_dir {directory}: takes {sizes}: make room")
     if free < wanted:
         log(f"--output_dir {directory}: takes up to {sizes}: a checkpoint may not be saved")
-
-
-def sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """{name: tensor} of the optimizer's state that is sharded as its one vector of weights is: with
-    a value for each weight, or bitsandbytes' scales of blocks of weights."""
-    (weights,) = optimizer.param_groups[0]["params"]
-    state = optimizer.state[weights]
-    found = {name: value for name, value in state.items() if name.startswith("absmax")
-             or torch.is_tensor(value) and value.numel() == weights.numel()}
-    others = state.keys() - found.keys() - {"step", "qmap1", "qmap2"}  # the run's; constants
-    assert not others, f"checkpoints would lose the optimizer's {', '.join(sorted(others))}"
-    return found
 
 
 def load_checkpoint(path: Path, adapter: Adapter,

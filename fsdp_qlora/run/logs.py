@@ -132,6 +132,36 @@ def describe_time(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
+def log_extension(config: Config, start_step: int, last_rate: float, next_rate: float) -> None:
+    """Print what becomes of the rate where a complete run goes on."""
+    log(f"the run was complete after {start_step} steps and goes on to {config.max_steps}: the"
+        f" learning rate was {last_rate:.1e} and is {next_rate:.1e} now; a new run with"
+        " --init_adapter would begin with a warm-up")
+
+
+def log_steps(run: Run) -> None:
+    """Print what the loop is about to do."""
+    config, rows, n = run.config, run.rows, dist.get_world_size()
+    epochs = config.max_steps * config.batch_size / len(rows)
+    longest = rows.lengths.view(-1, rows.n_answers).sum(1).max()
+    log(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs, in"
+        f" micro-batches of at most {run.plan.micro_batch_tokens:,} tokens on {n}"
+        f" process{'es' * (n > 1)}; the longest row has {longest:,} tokens; peak learning rate"
+        f" {config.learning_rate}")
+    if run.device.type == "cuda" and not why_no_triton():
+        log("the first step compiles kernels: up to a minute, a few seconds once they are cached")
+
+
+def log_evaluation(step: int, metrics: dict[str, float], samples: list[dict[str, str]],
+                   is_best: bool) -> None:
+    """Print the loss of an evaluation, and its sample answers."""
+    best = ", the best so far" if is_best else ""
+    log(f"evaluation after step {step}: loss {metrics['eval_loss']:.4f}"
+        f"{describe_metrics(metrics, 'eval_')}{best}")
+    for sample in samples:
+        log_sample(sample)
+
+
 def log_sample(sample: dict[str, str]) -> None:
     """Print one of sample_answers()."""
     answer, wanted = (beginning(sample[key], 300) for key in ("answer", "wanted"))

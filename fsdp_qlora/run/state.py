@@ -13,6 +13,7 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.data.packing import ShuffledRows
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.lora.adapter import Adapter
@@ -44,7 +45,7 @@ class Run:
     status: Status  # signals, deadlines, status.json
     directory: Path
     device: torch.device
-    rows: Rows  # to train on
+    source: ShuffledRows  # of the rows of a step
     eval_rows: Rows | None  # to evaluate on
     tokenizer: PreTrainedTokenizerFast | None  # None: there is no text
     digests: dict[str, str | None]  # of rows and base model, for checkpoints
@@ -61,3 +62,8 @@ class Run:
     step_start: float = 0.0  # by the clock
     # the next step's rows and micro-batches
     prefetched: tuple[Rows, list[MicroBatch]] | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """All rows to train on."""
+        return self.source.rows

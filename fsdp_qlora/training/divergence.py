@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from fsdp_qlora.run.state import Progress
+from fsdp_qlora.ranks import DIVERGED, RunError
+from fsdp_qlora.run.state import Progress, Run
 
 PATIENCE = 50  # steps after the warm-up in which the loss has to come below the first step's
 LARGEST_WEIGHT = 1000  # of an adapter that learns; of one whose loss did not come below: diverged
@@ -36,6 +37,21 @@ def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progr
             return (f"since the warm-up the loss has not been below the first step's"
                     f" {progress.first_loss:.4f}, and the adapter has weights of {largest:.0f}")
     return ""
+
+
+def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
+    """Raise RunError where the run has diverged, before the update. All ranks must call this."""
+    warmup = run.config.warmup_fraction * run.config.max_steps
+    why = why_diverged(step, loss, norm, warmup, run.progress, run.adapter.largest,
+                       saturates=run.config.loss != "sft")
+    if not why:
+        return
+    advice = "a lower --learning_rate may help"
+    if run.status.checkpoint:
+        advice += f"; with it, {run.status.how_to_resume} from {run.status.checkpoint}"
+    if step == 1:
+        advice = "nothing was trained yet: --compute_dtype float32, or is the model damaged?"
+    raise RunError(f"step {step}: {why}; nothing of this step is saved; {advice}", DIVERGED)
 
 
 def why_worse(losses: Sequence[float]) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fsdp_qlora.data.packing import make_micro_batch, pack_rows
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.micro_batch import MicroBatch
-from fsdp_qlora.model.loss import gather_documents
+from fsdp_qlora.model.loss import gather_documents, sum_documents
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.ranks import gather_objects
 from fsdp_qlora.run.status import Status
@@ -49,7 +49,8 @@ def document_losses(model: Model, batch: Rows) -> torch.Tensor:
     ranks. All ranks must call this."""
     losses = torch.zeros(len(batch.lengths), dtype=torch.float64, device=model.device)
     for micro_batch, micro_step in evaluation_micro_batches(model, batch.as_documents()):
-        of_ranks = gather_documents(model(micro_batch)).view(len(micro_step), -1)
+        sums = sum_documents(model(micro_batch), micro_batch)
+        of_ranks = gather_documents(sums).view(len(micro_step), -1)
         for documents, found in zip(micro_step, of_ranks):
             losses[documents] = found[: len(documents)]
     return losses

@@ -58,7 +58,8 @@ def find_reference(run: Run) -> None:
     measure(run, needed, found)
     known = {name: dataclasses.replace(rows, reference=found[name])
              for name, (rows, _) in needed.items()}
-    run.rows = dataclasses.replace(known["train"], mismatched=known.get("train_mismatched"))
+    run.source.rows = dataclasses.replace(
+        known["train"], mismatched=known.get("train_mismatched"))
     if run.eval_rows:
         run.eval_rows = dataclasses.replace(
             known["eval"], mismatched=known.get("eval_mismatched"))

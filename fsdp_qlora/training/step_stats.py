@@ -20,8 +20,8 @@ class StepStats(NamedTuple):
     """What all ranks know at the end of a step, in fp64."""
 
     grad_norm: torch.Tensor  # [], of the whole gradient, before it is clipped
-    request: torch.Tensor  # [], the highest pending_action() of a rank
-    sums: torch.Tensor  # [k], over all ranks, see micro_batch_loss()
+    action: torch.Tensor  # [], the highest pending_action() of a rank
+    sums: torch.Tensor  # [k], over all ranks, see compute_loss()
     balance: torch.Tensor  # [2], how even experts are used, see BALANCE; [0] without experts
 
     def on_host(self) -> StepStats:
@@ -32,20 +32,20 @@ class StepStats(NamedTuple):
 
 
 def gather_step_stats(model: Model, adapter: Adapter, local_sums: torch.Tensor,
-                      request: int) -> StepStats:
-    """The StepStats, from this rank's sums and request, by one exchange and without waiting for
+                      action: int) -> StepStats:
+    """The StepStats, from this rank's sums and action, by one exchange and without waiting for
     the GPU. All ranks must call this."""
     square = adapter.weights.grad.norm().double() ** 2  # of this rank's part of the gradient
-    local = (square[None], torch.full_like(local_sums[:1], request), local_sums,
+    local = (square[None], torch.full_like(local_sums[:1], action), local_sums,
              take_balance(model.layers, model.device))
-    squares, requests, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
+    squares, actions, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
     norm = squares[: adapter.shards].sum().sqrt()  # other copies have the same gradients
     routed, n_routed = balance.sum(0).tensor_split([2])
-    return StepStats(norm, requests.max(), sums.sum(0), routed / n_routed)
+    return StepStats(norm, actions.max(), sums.sum(0), routed / n_routed)
 
 
 def mean_metrics(sums: Sequence[float], rows: Rows, prefix: str = "") -> dict[str, float]:
-    """{name of a metric: its mean}, from the sums of micro_batch_loss() over all of these Rows. Of
+    """{name of a metric: its mean}, from the sums of compute_loss() over all of these Rows. Of
     KTO the means over good answers, or over bad ones, are left out where there are none."""
     n_good = int(rows.desirable.sum())
     counts = {"all": rows.num_items_in_batch, "good": n_good, "bad": len(rows.desirable) - n_good}

@@ -1,0 +1,48 @@
+"""BaseModel: what is known of the model to train before its weights are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import transformers
+
+from fsdp_qlora.config import Config
+from fsdp_qlora.data.tokenizer import load_tokenizer
+from fsdp_qlora.files import text_digest
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
+from fsdp_qlora.ranks import raise_on_all_ranks
+
+@dataclasses.dataclass(frozen=True)
+class BaseModel:
+    """A base model without its weights, which may not be fetched yet."""
+
+    directory: Path
+    config: transformers.PretrainedConfig
+    arch: Architecture
+    tokenizer: transformers.PreTrainedTokenizerFast | None  # None: there is no text
+
+
+def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
+    """Read all but the weights of a model, a directory or a Hub id. Returns the flags with
+    --max_seq_len filled in, and the model. All ranks must call this."""
+    needs = "tokenizer" if config.dataset or not config.random_weights else "config"
+    if Path(name).is_dir() and not config.random_weights:
+        needs = "weights"
+    with raise_on_all_ranks():
+        directory = model_directory(name, needs)
+        config, model_config, arch = read_model_config(directory, config)
+        tokenizer = load_tokenizer(directory, config)
+    return config, BaseModel(directory, model_config, arch, tokenizer)
+
+
+def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[Path, str]:
+    """The directory of the model's weights, fetched if they must be, and the digest by which a
+    resumed run recognizes them; "" in a dry run, which does without."""
+    if config.random_weights:
+        return base, text_digest(str(base))
+    if is_dry and not any(base.glob("*.safetensors")):
+        return base, ""
+    base = model_directory(name, "weights")
+    return base, base_digest(base)

@@ -1,0 +1,61 @@
+"""--plan_for: what a run would be on GPUs that are not here, by their data sheets."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+import torch.distributed as dist
+
+from fsdp_qlora.config import Config
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.rows import Rows, random_rows
+from fsdp_qlora.layer.layer import make_layer_specs
+from fsdp_qlora.lora.adapter import resolve_target_modules
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.planner.gpu_specs import gpu_machine, parse_gpus
+from fsdp_qlora.planner.search import choose_plan, describe_workload, why_no_capture
+from fsdp_qlora.pretrained.hub import model_directory, read_model_config
+from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
+from fsdp_qlora.run.base_model import open_model
+from fsdp_qlora.run.logs import log_plan_elsewhere
+from fsdp_qlora.run.resolve import resolve_config, resolve_steps
+from fsdp_qlora.run.status import Status
+
+
+def answer_plan_for(user_config: Config, state_bytes: float, status: Status) -> None:
+    """Print the plan of the run on the GPUs that --plan_for names, for the rows of --dataset if
+    there are any. All ranks must call this."""
+    with raise_on_all_ranks():
+        config = resolve_config(user_config, dist.get_world_size())
+    status.enter("model")
+    rows, eval_rows = None, None
+    if config.dataset:
+        config, base = open_model(config, config.model or "")
+        status.enter("data")
+        template_date = on_rank_0(time.strftime, "%Y-%m-%d")
+        rows, eval_rows = prepare_data(
+            config, base.directory, base.tokenizer, base.arch.vocab_size, template_date)
+        config = resolve_steps(config, len(rows))
+        status.enter("model")
+    with raise_on_all_ranks():
+        log_plan_elsewhere(user_config, *plan_elsewhere(config, state_bytes, rows, eval_rows))
+
+
+def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None = None,
+                   eval_rows: Rows | None = None) -> tuple[Config, Plan, int]:
+    """The plan of a run on the GPUs that --plan_for names, for these rows or for some of
+    --max_seq_len tokens, which is filled in, and the bytes of each GPU. Of the model only
+    config.json is read. Raises ValueError."""
+    world_size, _, gpu = parse_gpus(config.plan_for or "")
+    limit, machine = int((config.memory_limit_gib or gpu.free) * 2**30), gpu_machine(gpu)
+    base = model_directory(config.model or "", "config")
+    config = dataclasses.replace(config, random_weights=True)
+    config, _, arch = read_model_config(base, config)
+    _, adapted = resolve_target_modules(arch, config, config.model or "")
+    specs = make_layer_specs(arch, adapted, config)
+    rows = rows or random_rows(arch.vocab_size, config)
+    workload = describe_workload(config, rows, eval_rows, world_size, torch.device("cuda"),
+                                 why_no_capture(arch, machine), state_bytes=state_bytes)
+    return config, choose_plan(config, arch, specs, workload, limit, machine), limit
