@@ -96,7 +96,6 @@ from fsdp_qlora.run import checkpoints, logs
 from fsdp_qlora.run.base_model import find_weights, open_model
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, open_output, save_tokenizer
-from fsdp_qlora.run.finish import log_finish, stop_run
 from fsdp_qlora.run.flags import parse_flags
 from fsdp_qlora.run.logs import MetricsWriter
 from fsdp_qlora.run.merge_check import MergeCheck
@@ -108,6 +107,7 @@ from fsdp_qlora.run.status import ACTIONS, Status, watch_process
 from fsdp_qlora.training.check import check_family
 from fsdp_qlora.training.divergence import stop_if_diverged
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_micro_batches
+from fsdp_qlora.training.finish import log_finish, stop_run
 from fsdp_qlora.training.reference import find_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics
@@ -171,8 +171,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         # 2. Model and data: what is wrong with them is found before any weight is fetched or read
         if not config.model:
             make_demo(config, directory)
-        status.enter("model")
         name = config.model or str(directory / "demo" / "model")
+        status.enter("model")
         config, base = open_model(config, name)
         arch, tokenizer = base.arch, base.tokenizer
         status.enter("data")
@@ -210,8 +210,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         if not config.random_weights:
             on_rank_0(check_family, base.config, config.model)
         if is_dry:
-            raise RunError(f"--max_steps 0: nothing was trained; the run has {config.max_steps:,}"
-                           f" steps of {config.batch_size:,} rows", 0)
+            raise RunError(f"--max_steps 0: nothing was trained; {logs.describe_steps(config)}", 0)
 
         # 5. The model: built on meta, sharded by FSDP2, then each rank loads its part in NF4
         mesh = make_mesh(plan.shard_group_size, device)
@@ -232,12 +231,10 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
             saved_step=start_step)
         start_adapter(run, start_step)
         status.enter("saving")
-        on_rank_0(describe_run, run, user_config, base_dir.resolve(), loaded, template_date,
-                  VERSIONS)
+        on_rank_0(describe_run, run, user_config, base_dir, loaded, template_date, VERSIONS)
         on_rank_0(save_tokenizer, directory, base_dir, tokenizer)
         verify_model(model, plan)
-        log(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
-            f" {loaded.n_parameters:,} frozen")
+        logs.log_parameters(config, adapter.n_trainable, loaded.n_parameters)
 
         # 7. Loop and save
         status.enter("training")

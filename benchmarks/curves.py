@@ -31,9 +31,9 @@ def plain_product(layer, fused, x):
     blank = torch.zeros_like(adapter, requires_grad=False)
     weights = dequantize(layer, fused, blank)[:, : fused.in_features]
     outputs = []
-    for place in fused.places:
-        outputs.append(F.linear(x, weights[place.outputs]))
-        name = place.linear.name
+    for linear in fused.linears:
+        outputs.append(F.linear(x, weights[linear.outputs]))
+        name = linear.name
         if (name, "lora_A.weight") in parts:
             a, b = (adapter[where].view(shape) for where, shape in (
                 parts[name, f"lora_{which}.weight"] for which in "AB"))  # fmt: skip

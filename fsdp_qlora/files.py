@@ -1,7 +1,4 @@
-"""Files that are written whole or not at all, and digests of them.
-
-Which files a run writes is in directory and checkpoints.
-"""
+"""Atomic file writes and file digests."""
 
 from __future__ import annotations
 

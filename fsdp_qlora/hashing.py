@@ -1,4 +1,4 @@
-"""Hashes of integers and of tensors' contents."""
+"""Hashes of integers and of tensor contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: what a GPU may use, what the host has free, what is in use."""
+"""Memory limits and use, of the GPU and of the host."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Plan: what is sharded, recomputed and offloaded, and the memory and time that this should take.
-planner/search.py finds it."""
+"""Plan: what is sharded, recomputed and offloaded, and its predicted memory and time.
+
+planner/search.py finds it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What ranks say to each other and to the user: collectives, messages, one rank's error to all.
+"""Collectives, rank-0 logging, and turning one rank's error into an error on all ranks.
 
-Every rank's process group is joined in the script. How a process ends is in status.
+The script joins the process group; run/status.py ends a process.
 """
 
 from __future__ import annotations

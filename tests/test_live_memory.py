@@ -17,15 +17,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fsdp_qlora.layer.experts
-import fsdp_qlora.layer.grouped_mm
-import fsdp_qlora.layer.layer
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, document_attention
 from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.offload import DeviceActivations
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
 from fsdp_qlora.layer.layer import DecoderLayer, make_layer_specs
+from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.lm_head import LinearCrossEntropy
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
@@ -172,17 +171,16 @@ def only_shape(layer, fused, adapter):
 @pytest.fixture
 def kernels_make_shapes_alone(monkeypatch):
     """Products of experts, products in fp32, and dequantized weights."""
-    model = fsdp_qlora.model
-    for module in (model.layer, model.experts):
+    for module in (call, experts):
         monkeypatch.setattr(module, "dequantize", only_shape)
-    for module in (model.grouped_mm, model.experts):
+    for module in (grouped_mm, experts):
         monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
         monkeypatch.setattr(module, "grouped", lambda rows, weights, _: rows.new_empty(
             len(rows), weights.shape[2]))
-    monkeypatch.setattr(model.grouped_mm, "grouped_outer", lambda a, b, chunk: a.new_empty(
+    monkeypatch.setattr(grouped_mm, "grouped_outer", lambda a, b, chunk: a.new_empty(
         len(chunk.experts), a.shape[1], b.shape[1], dtype=torch.float32))
-    monkeypatch.setattr(model.lora_matmul, "fp32_product", torch.mm)  # a GPU's reads bf16, too
-    route = model.experts.route
+    monkeypatch.setattr(lora_matmul, "fp32_product", torch.mm)  # a GPU's reads bf16, too
+    route = experts.route
 
     def even_route(call, x, choice, needs_bounds):  # to each expert as many rows
         routing = route(call, x, choice)
@@ -190,7 +188,7 @@ def kernels_make_shapes_alone(monkeypatch):
         routing.bounds = [rows * i // n for i in range(n + 1)] if needs_bounds else None
         return routing
 
-    monkeypatch.setattr(model.experts, "route", even_route)
+    monkeypatch.setattr(experts, "route", even_route)
 
 
 # ---- a layer of these ----
@@ -392,7 +390,7 @@ def test_plan_knows_the_heads_peak(
     n, dtype = 4096, torch.bfloat16
     plan = plan_of(arch, "all", micro_batch_tokens=n, fused=fused)
     if fused:  # a GPU's product makes no copies of what it reads
-        monkeypatch.setattr(fsdp_qlora.model.lm_head, "fp32_product", lambda a, b: torch.empty(
+        monkeypatch.setattr(lm_head, "fp32_product", lambda a, b: torch.empty(
             len(a), b.shape[1]))
     with FakeTensorMode():
         head, norm = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), torch.empty(
@@ -438,7 +436,7 @@ def test_plan_counts_what_layers_have_in_common():
         micro_batch = fake_micro_batch(arch, plan, (1024, 1024))
         x, kv_to_share = torch.empty(2048, arch.hidden_size, dtype=torch.bfloat16), 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fsdp_qlora.layer.layer, "dequantize", only_shape)
+            patch.setattr(call, "dequantize", only_shape)
             for i in {*arch.kv_sources} - {None}:
                 _, *parts = fake_layer(arch, layouts[i], i, plan)(x, micro_batch)
                 kv_to_share += sum(part.nbytes for part in parts)

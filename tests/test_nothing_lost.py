@@ -42,6 +42,7 @@ from fsdp_qlora.run import checkpoints, status as lifecycle
 from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
 from fsdp_qlora.run.directory import open_partial
 from fsdp_qlora.run.logs import MetricsWriter
+from fsdp_qlora.run.state import Progress
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process
 from fsdp_qlora.training import evaluation
 from fsdp_qlora.training.divergence import why_diverged
@@ -1016,7 +1017,7 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(
     """As NFS says only when a file is closed that there was no room."""
     config = types.SimpleNamespace(max_steps=2, report_to="none")
     run = types.SimpleNamespace(
-        config=config, status=Status(), directory=tmp_path, progress={"evaluated": None},
+        config=config, status=Status(), directory=tmp_path, progress=Progress(),
         device=torch.device("cpu"))
     log, path, close = MetricsWriter(run, 0), tmp_path / "metrics.jsonl", os.close
 
@@ -1549,7 +1550,7 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
 @pytest.mark.parametrize(("losses", "largest", "ends"), [
     ([3, 5, 4], 1e4, True), ([3, 5, 4], 999, False), ([3, 2, 9], 1e4, False)])  # fmt: skip
 def test_run_learns_nothing_where_losses_stay_high_and_weights_are_large(losses, largest, ends):
-    progress, steps = dict.fromkeys(("first_loss", "lowest_loss")), (1, 20, 70)
+    progress, steps = Progress(), (1, 20, 70)
     why = [why_diverged(step, loss, 1.0, 10, progress, lambda: largest)
            for step, loss in zip(steps, losses)]  # fmt: skip
     assert why[:2] == ["", ""] and bool(why[2]) == ends
@@ -1558,13 +1559,13 @@ def test_run_learns_nothing_where_losses_stay_high_and_weights_are_large(losses,
 @pytest.mark.parametrize("saturates, largest, ends", [
     (False, 0.1, True), (True, 0.1, False), (True, 1e6, True)])  # fmt: skip
 def test_gradient_of_zero_is_right_where_a_loss_saturates(saturates, largest, ends):
-    progress = dict.fromkeys(("first_loss", "lowest_loss"))
+    progress = Progress()
     why = why_diverged(2, 0.4, 0.0, 1, progress, lambda: largest, saturates)
     assert ("gradient norm of exactly 0" in why) == ends
 
 
 def test_lowest_loss_may_be_0():
-    progress = dict.fromkeys(("first_loss", "lowest_loss"))
+    progress = Progress()
     for step, loss in (1, 3.0), (20, 0.0), (70, 9.0):
         assert not why_diverged(step, loss, 1.0, 10, progress, lambda: 1e4)
-    assert progress == {"first_loss": 3.0, "lowest_loss": 0.0}
+    assert progress == Progress(first_loss=3.0, lowest_loss=0.0)

@@ -1,7 +1,7 @@
-"""A table that all cores compute once, as Arrow files in the directory where `datasets` keeps its
-caches. It depends on files and ranks; what the table holds is up to encode.py, what becomes of it
-to prepare.py. Only what was written whole is found again, and its digests are looked at before its
-use.
+"""A table that all cores compute once, cached as Arrow files with digests.
+
+Only what was written whole is found again, and its digests are checked before use. encode.py says
+what the table has, prepare.py what becomes of it.
 """
 
 from __future__ import annotations

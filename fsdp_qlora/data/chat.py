@@ -1,6 +1,6 @@
-"""A conversation, rendered by the tokenizer's chat template, as text and the spans of it that are
-trained. It depends on template.py and tools.py; other forms of rows are in forms.py, tokens in
-encode.py.
+"""Render a conversation with the chat template, and mark the spans of it that are in the loss.
+
+It uses template.py and tools.py; other forms of rows are in forms.py, tokens in encode.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A row's way to tokens and labels. What the tables of them become is up to prepare.py.
+"""Tokenize rows: text, token ids, labels.
 
 encode_pieces() -> try_row() -> parse_row() of forms.py -> parse_chat() of chat.py, if it is a
-conversation -> tokenize(). With a --preference loss, parse_preference() of preferences.py comes
+conversation -> tokenize(). With a preference --loss, parse_preference() of preferences.py comes
 before parse_row().
 """
 

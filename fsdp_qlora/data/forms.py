@@ -1,6 +1,7 @@
-"""What a row of a data set means: its form by its keys, its documents, and which text of them is
-trained. It depends on chat.py for conversations, and leaves reading to sources.py, tokens to
-encode.py, and rows with several answers or with judged ones to preferences.py.
+"""Recognize a row's form by its keys, and decide which text is in the loss.
+
+Conversations are in chat.py, rows with several answers in preferences.py, reading in sources.py,
+tokens in encode.py.
 """
 
 from __future__ import annotations

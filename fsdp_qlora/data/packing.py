@@ -1,9 +1,7 @@
-"""The rows of an optimizer step, packed into micro-batches of equal work, and the tensors of a
-micro-batch. It needs forms.py for what is not trained; Rows are in rows.py, and what is computed of
-a micro-batch is in model/.
+"""Choose the rows of a step, and pack their documents into evenly filled micro-batches.
 
 A micro-batch is what one GPU computes at once. The micro-batches that all ranks compute side by
-side are a micro-step.
+side are a micro-step. Rows are in rows.py.
 """
 
 from __future__ import annotations

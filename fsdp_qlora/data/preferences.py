@@ -1,5 +1,6 @@
-"""What a row of preferences means: a question with a better and a worse answer, or with one answer
-and whether it is good. It depends on forms.py: the question with one of the answers is a row there.
+"""Parse preference data: pairs of answers, and unpaired answers with a label.
+
+The question with one of the answers is a row of forms.py.
 """
 
 from __future__ import annotations

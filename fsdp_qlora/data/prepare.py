@@ -1,8 +1,8 @@
-"""The data of a run: from --dataset and --eval_dataset to the Rows to train and to evaluate on,
-with lines that say what became of them.
+"""From --dataset and --eval_dataset to training and evaluation Rows, with the lines of the log that
+say what became of them.
 
-It stands on sources.py for files, encode.py for a row's way to tokens, cache.py for keeping them,
-and rows.py for what comes of them.
+It uses sources.py for files, encode.py for tokens, cache.py to keep them, and rows.py for the
+result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Rows: the encoded data set, which the steps of a run draw from. How files become Rows is in
-prepare.py, what a step works on in packing.py.
+"""Rows: the tokenized data set, from which training steps draw.
 
-Here and in all that works on Rows a row is what a step draws --batch_size of; what is a row to a
-file is an example here.
+Here and in all that works on Rows a row is one of the --batch_size rows that a step draws; a row of
+a file is an example here. prepare.py makes Rows, packing.py makes micro-batches of them.
 """
 
 from __future__ import annotations

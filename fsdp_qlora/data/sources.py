@@ -1,6 +1,7 @@
-"""The rows of a --dataset as they stand in files, tables and data sets of the Hub, split into
-pieces that several processes can read. It depends on `datasets` for everything but JSON, and leaves
-to forms.py what a row means, to encode.py its tokens.
+"""Find the data of --dataset and split it into pieces: files, directories, save_to_disk() output,
+data sets of the Hub.
+
+`datasets` reads everything but JSON; forms.py knows what a row means.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The tokenizer's chat template: where it comes from, what it makes of messages, and what it is
-seen to do with a few probes. It depends on transformers' rendering; which text of a conversation is
-trained is in chat.py.
+"""The chat template: where it comes from, and what it does with a few probe messages.
+
+transformers renders it; chat.py says which text of a conversation is in the loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tokenizer: its tokens are those of the model's own tokenizer.json.
+"""Load the tokenizer so that its tokens are those of the model's own tokenizer.json, and check it.
 
 transformers' AutoTokenizer builds many tokenizers anew instead, by rules of the class that
 tokenizer_config.json or the type of the model names: of a file for another class the spaces may be

@@ -1,6 +1,5 @@
-"""Tools and calls of tools in OpenAI's form, whatever framework wrote the row. It depends on JSON
-alone; what a chat template makes of them is in chat.py.
-"""
+"""Normalize tools and tool calls to OpenAI's format, whatever framework wrote the row. chat.py
+renders them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Attention kernels: causal attention inside each document of a micro-batch; and the trial that
-tells whether a kernel can be used.
+"""Attention kernels, and the trial that tells whether one can be used.
 
-The script chooses among them, in choose_attention()."""
+Each computes causal attention inside each document of a micro-batch. choose_attention() of the
+script chooses among them.
+"""
 
 from __future__ import annotations
 

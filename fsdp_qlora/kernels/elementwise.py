@@ -1,7 +1,7 @@
-"""Norms, activations, gates, dropout: what is computed of rows without a matrix product; and
-elementwise(), which makes one compiled kernel of each such function on a GPU, here and elsewhere.
+"""Norms, gated activations, dropout: one compiled kernel each.
 
-What needs a micro-batch or a layer is not here.
+elementwise() compiles such a function on a GPU, here and elsewhere. Nothing here needs a
+micro-batch or a layer.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def limited(activation: str, limit: float | None) -> str | LimitedActivation:
 
 
 PairedActivation = str | Tensor | ScaledActivation | LimitedActivation  # see activation_pair()
-Activation = PairedActivation | tuple[float, float]  # see gate_product()
+Activation = PairedActivation | tuple[float, float]  # see glu_product()
 
 
 def activation_pair(activation: PairedActivation) -> tuple[Callable[..., Tensor], ...]:
@@ -218,7 +218,7 @@ def limited_ups(ups: Tensor, activation: Activation) -> tuple[Tensor, Tensor | b
     return ups.clamp(-limit, limit), ups.abs() <= limit
 
 
-def gate_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor:
+def glu_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor:
     """activation(gates) * ups, fp32 [n, inner], of gate_up [n, 2 inner]; where nothing is gated,
     activation(ups) of [n, inner]. Where `activation` is (limit, alpha), the product of gpt-oss:
     (ups + 1) * gates * sigmoid(alpha * gates), see clamped_parts()."""
@@ -232,8 +232,8 @@ def gate_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor
 
 @elementwise
 def glu(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> None:
-    """Write gate_product() into `out` [n, inner]."""
-    out.copy_(gate_product(gate_up, activation, gated))
+    """Write glu_product() into `out` [n, inner]."""
+    out.copy_(glu_product(gate_up, activation, gated))
 
 
 @elementwise
@@ -290,7 +290,7 @@ def glu_weight_gradients(
     """Returns the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of gate()'s
     result for weights of 1. This is no part of gate_backward(): a compiled kernel that both sums
     its input and writes over it was wrong in fp32 (torch 2.11), and slower."""
-    return (grad.float() * gate_product(gate_up, activation, gated)).sum(-1)
+    return (grad.float() * glu_product(gate_up, activation, gated)).sum(-1)
 
 
 @elementwise

@@ -1,7 +1,6 @@
-"""Attention of any documents by torch's flex_attention: with capped scores, sinks and windows.
+"""Document-masked attention with flex_attention: soft caps, sinks, windows.
 
-Torch makes one kernel of what is written here; blocks in which no query sees a key are skipped.
-Which kernels a run uses is chosen in the script.
+Torch makes one kernel of it; blocks in which no query sees a key are skipped.
 """
 
 from __future__ import annotations

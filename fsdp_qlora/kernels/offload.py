@@ -1,6 +1,6 @@
-"""Host memory that the GPU copies from and to without waiting, and where layers keep activations.
+"""Pinned host memory, and asynchronous offloading of activations.
 
-What is kept of a layer is decided in plan, when it is read in layer.
+layer/layer.py puts and takes them; the Plan says of which layers.
 """
 
 from __future__ import annotations

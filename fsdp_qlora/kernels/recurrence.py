@@ -1,7 +1,7 @@
-"""What computes the states of mixers that have one, of a micro-batch's documents: the gated delta
-rule, the scan of Mamba-2; each in plain torch and by flash-linear-attention (fla-core).
+"""State recurrences of the gated delta net and Mamba-2, in plain PyTorch and by
+flash-linear-attention (fla-core).
 
-Which is used is decided in the script. No state goes from one document to the next.
+No state goes from one document to the next.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Attention with sinks by kernels that know nothing of them: exact, forward and backward.
+"""Attention sinks on top of kernels that do not support them, exact forward and backward.
 
 With a sink s, one number for each head, a query's softmax has one more term, exp(s), whose value is
-0. Which kernels a run uses is chosen in the script.
+0.
 """
 
 from __future__ import annotations

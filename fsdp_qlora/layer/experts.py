@@ -1,8 +1,7 @@
-"""The MoE sublayer: routed experts and an optional shared one, forward and backward, and what it
-costs.
+"""The MoE sublayer: routed experts and an optional shared one.
 
-No token is dropped, however uneven the router is. pretrained/families.py says which models have
-experts.
+Forward and backward, and what it costs. No token is dropped, however uneven the router is.
+pretrained/families.py says which models have experts.
 """
 
 from __future__ import annotations

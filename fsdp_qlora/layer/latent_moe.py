@@ -1,5 +1,5 @@
-"""LatentMoE (Nemotron 3 Super and Ultra): the projections into and out of the smaller space of the
-experts, forward and backward, and what they cost.
+"""LatentMoE (Nemotron 3 Super and Ultra): the projections into and out of the experts' smaller
+space.
 
 Router and shared expert read the hidden states themselves.
 """

@@ -1,4 +1,4 @@
-"""Where the values of a layer's linears are: in the layer's three parameters, and in its matmuls.
+"""Where the values of a layer's linears are: in its three parameters, and in its matmuls.
 
 pretrained/architecture.py says which linears a model has, model/load.py fills them, lora_matmul.py
 computes with them. Of k, where `own` is an OwnBlocks of model/shards.py:

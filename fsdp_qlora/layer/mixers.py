@@ -1,5 +1,4 @@
-"""Other token mixers: short convolution (LFM2), gated delta net, Mamba-2; the convolution and the
-norm that they share.
+"""Other token mixers: short convolution (LFM2), gated delta net, Mamba-2.
 
 None sees across the bounds of documents. pretrained/families.py says which layers have one,
 pretrained/architecture.py what their letters mean.

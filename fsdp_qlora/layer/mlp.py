@@ -1,7 +1,7 @@
-"""The MLP sublayer: x + down(act(gate) * up), in some families x + down(act(up)), forward and
-backward, and what it costs. per_layer.py has what may follow that sum.
+"""The MLP sublayer: x + down(act(gate) * up), in some families x + down(act(up)).
 
-A recomputed MLP is computed a slice of tokens at a time, so that its widest tensors are short.
+Forward and backward, and what it costs. A recomputed MLP is computed a slice of tokens at a time,
+so that its widest tensors are short. per_layer.py has what may follow the sum.
 """
 
 from __future__ import annotations

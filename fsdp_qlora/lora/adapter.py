@@ -1,6 +1,6 @@
-"""All that is trained: one flat fp32 vector, its names in PEFT's files, and its first values.
+"""All trainable parameters: one flat fp32 vector, initialized like PEFT's.
 
-The optimizer of the vector is in the script, checkpoints in checkpoints.
+The script makes its optimizer, run/checkpoints.py saves it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""An adapter in PEFT's files: the names of its tensors, and how PEFT stores experts' adapters.
-
-The values of an adapter are in adapter.
-"""
+"""Names and shapes of the adapter's tensors in PEFT's file format, and how PEFT stores experts'
+adapters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""CUDA graphs: forward and backward of a micro-batch as one launch, where the host is too slow for
-more."""
+"""CUDA graphs: forward and backward of a micro-batch in one launch, where the host is slower than
+the GPU."""
 
 from __future__ import annotations
 

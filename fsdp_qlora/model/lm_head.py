@@ -1,8 +1,10 @@
-"""The last projection and the loss over it; its table is sharded by rows.
+"""LinearCrossEntropy: the last projection and cross-entropy without materializing the logits; the
+table is sharded by rows.
 
 To train another loss of a token, change logits_statistics(), logits_gradient(),
 LinearCrossEntropy.forward(), which uses both, and what they are compared with at the start,
-reference_results() in training/check.py."""
+reference_results() in training/check.py.
+"""
 
 from __future__ import annotations
 

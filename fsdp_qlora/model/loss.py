@@ -1,4 +1,5 @@
-"""Losses of preference data, DPO and its kin: functions of the log-probabilities of whole answers.
+"""Preference losses (DPO, IPO, SimPO, ORPO, KTO), as functions of the log-probabilities of whole
+answers.
 
 The loss of supervised fine-tuning is compute_loss() in the script. Both start from the token losses
 of LinearCrossEntropy in lm_head.py, and autograd does the rest. training/reference.py has what a

@@ -1,6 +1,6 @@
-"""The whole model: embedding, decoder layers, loss; and what is verified once it is loaded.
+"""The forward of the whole model, and the check of what was loaded.
 
-Which part of the weights a rank has is in shards; load fills them.
+parameters.py has what it holds, lm_head.py the loss.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What the model holds: decoder layers, embedding, head and norm, and this rank's part of them.
+"""The parameters of the model: decoder layers, embedding, head and norm, and this rank's part of
+them.
 
-model.py computes with them, load.py fills them.
+load.py fills them, model.py computes with them.
 """
 
 from __future__ import annotations

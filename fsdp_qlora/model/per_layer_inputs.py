@@ -1,5 +1,5 @@
-"""Inputs that each layer has of its own (Gemma 4 E2B, E4B), see PerLayerInputs: how they are made.
-layer/per_layer.py uses them."""
+"""Per-layer inputs of Gemma 4 E2B and E4B, computed before the first layer. layer/per_layer.py uses
+them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which part of the weights a rank has: its shard of each layer, and what it asks the files for.
+"""The rows of the weights that this rank owns and must read; FSDP2 helpers.
 
-What is an FSDP2 unit is decided in the script. load fills the shards.
+shard_model() of the script says what is an FSDP2 unit; load.py fills the shards.
 """
 
 from __future__ import annotations

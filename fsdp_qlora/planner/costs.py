@@ -1,7 +1,4 @@
-"""What a plan costs: the memory that it takes at a step's peak, and the time of a token.
-
-plan decides which plan is run.
-"""
+"""Predict a plan's peak memory and time per token."""
 
 from __future__ import annotations
 

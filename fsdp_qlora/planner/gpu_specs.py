@@ -1,4 +1,4 @@
-"""Cards by their data sheets: what a plan for GPUs that are not here goes by."""
+"""GPU data sheets, for --plan_for."""
 
 from __future__ import annotations
 

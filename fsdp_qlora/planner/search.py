@@ -1,8 +1,6 @@
-"""The plan: of all plans that fit into memory, the one predicted to be the fastest.
+"""Find the fastest plan that fits in memory.
 
-The script, model and layer do what the plan says. Who calls whom:
-
-    agree_on_plan()          measures the machine, describe_work(); rank 0's plan goes to all ranks
+    agree_on_plan()          measures the machine, describe_workload(); all ranks take rank 0's plan
       choose_plan()          the plan to run, or DoesNotFit
         find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
                              pick_plan() takes the fastest of those that fit, by predict_time()

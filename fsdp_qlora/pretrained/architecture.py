@@ -1,7 +1,7 @@
-"""What a model computes, as records: a family of models, its linears, one model's architecture.
+"""Records that describe a model: Family, Architecture, LayerKind, Linear.
 
-The table of families is in families; config makes a record of a config.json; where the values of a
-layer lie in memory is in linears.
+families.py has the table of families, config.py makes a record of a config.json, layer/linears.py
+says where a layer's values are.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MoE:
     norms: ExpertNorms | None = None  # None: router, experts and shared expert read one norm
     rounded_weights: bool = True  # they are rounded to the model's dtype
     biases: bool = False  # the router and each expert's two linears have a bias
-    clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
+    clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see glu_product()
     limits: FromConfig = None  # a list of the config, of layers, see LimitedActivation
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # a tensor of all experts is [experts, in, out], also if in = out

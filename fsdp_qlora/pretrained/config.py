@@ -1,5 +1,6 @@
-"""From a config.json to an Architecture, or to an error that says what is not supported; rotary
-frequencies; and the small config of the same kind for the check at start.
+"""Turn a config.json into an Architecture, or explain why it is not supported.
+
+Also here: rotary frequencies, and the small config for the check at start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Families of models: how each model type differs from Llama.
+"""FAMILIES: how each supported model type differs from Llama.
 
-To add a family whose parts are known, add one record to FAMILIES. config makes an Architecture of a
-record and a config.json.
+To add a family whose parts are known, add one record to FAMILIES. config.py makes an Architecture
+of it and a config.json.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Formats of weights in files: NF4, MXFP4, FP8 and INT4. What the parts of a weight are called and,
-of FP8 and INT4, what it is.
-
-What the codes of NF4 and MXFP4 mean is in quant/nf4.py.
-"""
+"""Weight formats in checkpoint files (NF4, MXFP4, FP8, INT4): the names of their parts, and the
+values of FP8 and INT4."""
 
 from __future__ import annotations
 

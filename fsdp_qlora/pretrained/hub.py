@@ -1,7 +1,4 @@
-"""The base model's directory: its config, its small files, and a digest that identifies it.
-
-The model may be a directory, a Hub id, or a name of SHAPES.
-"""
+"""Locate the base model: directory, Hub id or built-in config; its config.json and digest."""
 
 from __future__ import annotations
 

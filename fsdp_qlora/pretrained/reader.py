@@ -1,7 +1,6 @@
-"""The base model's safetensors: what they hold, and how it is read.
+"""Read safetensors files: headers, read-ahead, this rank's rows, random weights.
 
-A tensor is read by its name. tensor_names says which tensors there must be, model/shards.py which
-rows this rank asks for; load uses what is read.
+tensor_names.py says which tensors there must be, model/shards.py which rows this rank asks for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The names of tensors in a model's files, and the check that all are there in the right form.
+"""Expected tensor names in a checkpoint, and the check that all are there.
 
-How other formats than 16 bits name the parts of a weight is in formats; which rows this rank asks
-for, in model/shards.py.
+formats.py knows how other formats than 16 bits name the parts of a weight.
 """
 
 from __future__ import annotations

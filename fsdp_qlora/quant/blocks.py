@@ -1,6 +1,6 @@
-"""How weights in 4 bits are stored and sharded: FSDP2 gathers their bytes exactly.
+"""Storage of 4-bit weights as a tensor subclass that FSDP2 gathers byte for byte.
 
-What the codes mean is in nf4, how a weight gets here from a file in load.
+nf4.py knows what the codes mean, model/load.py fills them from files.
 """
 
 from __future__ import annotations

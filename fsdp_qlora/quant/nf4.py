@@ -1,5 +1,6 @@
-"""What 4-bit codes mean, and the kernel that dequantizes them: NF4, and MXFP4, the format of
-gpt-oss's experts. How they are stored is in blocks.
+"""NF4 and MXFP4 codes, and the Triton kernel that dequantizes them.
+
+MXFP4 is the format of gpt-oss's experts. blocks.py stores the codes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""BaseModel: what is known of the model to train before its weights are read."""
+"""BaseModel: config, architecture and tokenizer of the model to train, before its weights are read.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checkpoints: written whole or not at all, read only if they are whole, of this run and no other.
+"""Atomic checkpoints: write, validate, find the latest, refuse those of another run.
 
-The script decides when to save and gathers what is saved.
+The script decides when to save, and gathers what is saved.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The built-in demo: a small model with random weights, its tokenizer, and 512 instructions.
+"""The built-in demo: a tiny random Llama, its tokenizer and 512 instructions.
 
-The frozen model knows nothing, so what the loss falls by is what the adapter has learned.
+The frozen model knows nothing, so the fall of the loss is what the adapter has learned.
 """
 
 from __future__ import annotations

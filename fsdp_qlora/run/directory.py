@@ -1,6 +1,6 @@
-"""The output directory: who may use it, what describes the run in it, and what to type next.
+"""The output directory: its lock, train_config.json, and what a merge reads.
 
-Checkpoints in it are in checkpoints, metrics in logs.
+Checkpoints in it are in checkpoints.py, metrics in logs.py.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
         "config": dataclasses.asdict(config),
         **run.digests,
         "plan": dataclasses.asdict(run.plan),
-        "base_model": str(base) if Path(config.model or base).is_dir() else config.model,
+        "base_model": str(base.resolve()) if Path(config.model or base).is_dir() else config.model,
         "quantization": {
             "quant_type": "nf4",
             "blocksize": BLOCK,

@@ -1,7 +1,7 @@
-"""Parse the flags, which are the fields of Config in config.py, from the command line and YAML.
+"""Parse the flags, which are the fields of Config, from the command line and YAML.
 
-Nothing here imports torch, so that --help, --version and a wrong flag are answered at once. What
-follows from the flags is in resolve.py.
+Nothing here imports torch, so that --help, --version and a wrong flag are answered at once.
+resolve.py derives what was left out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What other tools call what is a flag here, and what they have flags for that is not needed here.
+"""Map flags of TRL, Trainer, Axolotl, Unsloth, LLaMA-Factory and torchtune to the flags here.
 
-For whoever types the flags of TRL, transformers' Trainer, Axolotl, Unsloth, LLaMA-Factory,
-torchtune or AnswerDotAI's fsdp_qlora. It depends on nothing; flags.py asks it about flags that it
-does not know.
+flags.py asks it about flags that it does not know.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""torchrun, without its report of thirty lines behind a run that has said itself why it ends.
+"""torchrun, without its report of thirty lines after a run that has said why it ends.
 
     python -m fsdp_qlora.run.launch --standalone --nproc_per_node=2 train_fsdp_qlora.py ...
 
 `make train` calls it with torchrun's arguments, of one node. It ends with the ranks' own exit code,
-where torchrun answers 1, and says something only of a rank that could not: one that was killed, or
+where torchrun answers 1, and prints a line only for a rank that could not: one that was killed, or
 whose Python ended. A signal goes on to the ranks, which finish their step, save and end in their
 own time; torchrun would kill them after 30 seconds.
 """

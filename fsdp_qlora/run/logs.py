@@ -1,6 +1,6 @@
-"""What a run tells: lines of the log, metrics.jsonl, trackers, a picture of the losses.
+"""Console log, metrics.jsonl, trackers and loss.png.
 
-Once training goes on, nothing that goes wrong with any of it ends a run.
+During training nothing that goes wrong with any of them ends a run.
 """
 
 from __future__ import annotations
@@ -137,6 +137,15 @@ def log_extension(config: Config, start_step: int, last_rate: float, next_rate: 
     log(f"the run was complete after {start_step} steps and goes on to {config.max_steps}: the"
         f" learning rate was {last_rate:.1e} and is {next_rate:.1e} now; a new run with"
         " --init_adapter would begin with a warm-up")
+
+
+def log_parameters(config: Config, n_trainable: int, n_frozen: int) -> None:
+    log(f"parameters: {n_trainable:,} trainable ({config.adapter}), {n_frozen:,} frozen")
+
+
+def describe_steps(config: Config) -> str:
+    """What a dry run says of the run."""
+    return f"the run has {config.max_steps:,} steps of {config.batch_size:,} rows"
 
 
 def log_steps(run: Run) -> None:

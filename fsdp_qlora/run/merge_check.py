@@ -1,7 +1,7 @@
-"""The probe: what the model gives for a few tokens, by which a merge sees whether the merged model
-is the one that was trained.
+"""MergeCheck: logits inputs recorded in training, so that a merge can be checked against the
+trained model.
 
-checkpoints.py writes it, merge_adapters.py compares.
+checkpoints.py writes them, merge_adapters.py compares.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""--plan_for: what a run would be on GPUs that are not here, by their data sheets."""
+"""--plan_for: the plan of a run on GPUs that are not here, by their data sheets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the flags: combinations that cannot be, and values that were left out."""
+"""Derive the flags that were left out, and refuse combinations that cannot be."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the training script does before it imports torch, and how it ends its process.
-
-Nothing here imports torch: a wrong flag is answered at once.
-"""
+"""Before torch is imported: answer --help and wrong flags; and how a process ends."""
 
 from __future__ import annotations
 

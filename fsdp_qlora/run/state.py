@@ -1,4 +1,4 @@
-"""Run: what a training run has built, and what its steps change."""
+"""Run: everything a training step needs, and mutable progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ends: signals, the end of torchrun, a step that never ends, errors; and status.json.
+"""Signals, step timeout, exit codes and status.json: how a run ends.
 
 What all ranks know of is a RunError, with which main() ends them together. What happens to one rank
 alone goes to Status.end_alone(), and torchrun ends the others. The watching thread cannot wait for
@@ -14,8 +14,8 @@ the main thread: it calls Status.leave().
                        another process ends             leave()           75
                        the deadline is over             leave_frozen()    9
 
-Of the two threads the first that takes end_lock says why. Signal handlers do nothing; the
-signal's number comes to the watching thread through a socket, whatever the main thread waits for.
+Of the two threads the first that takes end_lock says why. Signal handlers do nothing; the signal's
+number comes to the watching thread through a socket, whatever the main thread waits for.
 """
 
 from __future__ import annotations

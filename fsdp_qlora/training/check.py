@@ -1,7 +1,6 @@
-"""The check at start: a few small layers of the user's own model are computed here and by
-transformers, with an adapter of random values, forward and backward.
+"""Compare small layers of the user's model with transformers before every run.
 
-The script passes the function that loads weights, so that this is checked as well.
+The adapter has random values; weights go through load.py, so that loading is checked as well.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Whether a run learns nothing any more, or has ended worse than it began: by each step's loss and
-gradient norm."""
+"""Detect a diverged run from loss and gradient norm."""
 
 from __future__ import annotations
 

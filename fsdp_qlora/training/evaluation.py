@@ -1,7 +1,4 @@
-"""What the model gives for rows without training on them: micro-batches without dropout, and the
-losses of documents.
-
-"""
+"""Losses of rows without training on them: no dropout, no gradients."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The reference: the log-probabilities of all answers before the first step, which losses of
-preferences compare with.
+"""Reference log-probabilities for DPO, IPO and KTO, computed once before step 1.
 
-With a new adapter, whose B is 0, these are those of the base model, with
---init_adapter those of that adapter. They are computed once, and kept in the run's directory, so
-that a resumed run goes on with the same numbers.
+With a new adapter, whose B is 0, they are those of the base model, with --init_adapter those of
+that adapter. They are kept in the run's directory, so that a resumed run goes on with the same
+numbers.
 """
 
 from __future__ import annotations

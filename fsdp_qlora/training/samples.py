@@ -1,8 +1,7 @@
-"""Sample answers: what the model, as it is trained so far, writes after the prompts of a few held
-out rows.
+"""Sample answers: greedy answers to held-out prompts during training.
 
-An answer is greedy, and each of its tokens costs one forward of all samples. There is no cache of
-keys and values: what answers is the model that trains, sharded, offloaded, with experts.
+Each token costs one forward of all samples. There is no cache of keys and values: what answers is
+the model that trains, sharded, offloaded, with experts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all ranks know at the end of a step or an evaluation, and the metrics that follow."""
+"""Step statistics, reduced over all ranks, and the metrics that follow."""
 
 from __future__ import annotations
 

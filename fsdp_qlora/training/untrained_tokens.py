@@ -1,7 +1,7 @@
-"""Tokens that are trained but that the head has never learned. It stays frozen, so that no adapter
-can make the model write them: a base model given its instruct model's template would never stop.
+"""Find tokens in the data that the frozen lm_head has never learned.
 
-The script calls it before the first step.
+No adapter can make the model write them: a base model with its instruct model's template would
+never stop.
 """
 
 from __future__ import annotations

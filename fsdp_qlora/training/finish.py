@@ -1,4 +1,4 @@
-"""The last lines of a run: why it ends, what of it is saved, and what to type next."""
+"""The end of a run: why it stops, what of it is saved, and what to type next."""
 
 from __future__ import annotations
 
