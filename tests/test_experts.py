@@ -44,7 +44,8 @@ from fsdp_qlora.kernels.elementwise import (
     LimitedActivation, add_expert_rows, clamped_glu_backward, glu, glu_backward,
     glu_weight_gradients)
 from fsdp_qlora.layer import experts, grouped_mm, router
-from fsdp_qlora.lora.adapter import Adapter, read_adapter, resolve_target_modules, write_adapter
+from fsdp_qlora.lora.adapter import Adapter, read_adapter, resolve_target_modules
+from fsdp_qlora.lora.peft_files import write_adapter
 from fsdp_qlora.lora.peft_names import expert_parts, stack_experts, unstack_experts
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.plan import Plan

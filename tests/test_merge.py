@@ -918,7 +918,7 @@ def test_check_that_cannot_run_leaves_the_merged_model(trained, tmp_path, monkey
     def all_logits(*args):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")  # what torch raises
 
-    monkeypatch.setattr(merge_adapters, "all_logits", all_logits)
+    monkeypatch.setattr(merge_adapters, "logits_of", all_logits)
     with pytest.raises(SystemExit):
         merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", str(tmp_path / "out")])
     last = capsys.readouterr().err.splitlines()[-1]

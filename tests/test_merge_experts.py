@@ -24,6 +24,7 @@ from fsdp_qlora.lora.peft_names import expert_parts, unstack_experts
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.formats import NF4_STATE
 from fsdp_qlora.pretrained.tensor_names import tensor_names
+from fsdp_qlora.run.peft_run import linears_in_4bit
 
 nf4_and_back = functools.partial(test_merge.nf4_and_back, device=DEVICE)  # where merged
 CORRECTION = "e_score_correction_bias"
@@ -197,9 +198,9 @@ def test_merged_mixture_is_the_trained_one(
 ):  # fmt: skip
     run, out = trained(name, run_main), tmp_path / "out"
     capsys.readouterr()
-    all_logits, fla = merge_adapters.all_logits, []
-    monkeypatch.setattr(merge_adapters, "all_logits", lambda *args: (
-        fla.append(sys.modules.get("fla", "can be imported")), all_logits(*args))[1])  # fmt: skip
+    logits_of, fla = merge_adapters.logits_of, []
+    monkeypatch.setattr(merge_adapters, "logits_of", lambda *args: (
+        fla.append(sys.modules.get("fla", "can be imported")), logits_of(*args))[1])  # fmt: skip
     merge(run, out)
     assert fla == [None] or DEVICE != "cpu"  # its kernels do not work there
     reported = float(re.search(r"are ([\d.]+) of that away", capsys.readouterr().out)[1])
@@ -398,9 +399,9 @@ def test_what_load_in_4bit_quantizes_is_what_training_does(name):
     wanted = tensor_names(arch, files).linears
     if arch.moe:
         with pytest.raises(ValueError, match="has experts: .* depending on the version"):
-            merge_adapters.linears_in_4bit(Path("base"), config, auto_class(config), files)
+            linears_in_4bit(Path("base"), config, auto_class(config), files)
         return
-    text, _ = merge_adapters.linears_in_4bit(Path("base"), config, auto_class(config), files)
+    text, _ = linears_in_4bit(Path("base"), config, auto_class(config), files)
     assert {*text.values()} == {*wanted}
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from short_runs import PEAK, adapter_of, make_base, make_peft_adapters, runs_of
 
 from fsdp_qlora.config import Config
-from train_fsdp_qlora import make_optimizer, optimizer_step, state_bytes
+from fsdp_qlora.lora.adapter import optimizer_state_bytes
+from train_fsdp_qlora import make_optimizer, optimizer_step
 
 SCHEDULED = ["--max_steps", 5, "--warmup_fraction", 0.4, "--batch_size", 1, "--lr_schedule"]
 INIT = ["--init_adapter", "peft", "--max_steps", 1]  # neither matrix of its adapter is 0
@@ -104,6 +105,6 @@ def test_optimizer_is_bitsandbytes_paged_adamw_in_8_bits(blocks):
         assert torch.equal(weights, want) and not weights.grad.any()
     state = optimizer.state[weights]
     assert state["state1"].dtype == state["state2"].dtype == torch.uint8
-    assert state_bytes(config) == 0  # in GPU memory that must be there
+    assert optimizer_state_bytes(make_optimizer, config) == 0  # in GPU memory that must be there
     if DEVICE == "cuda" and blocks > 3:
         assert is_managed(state["state1"].data_ptr())

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.packing import epoch_order, make_micro_batch, pack_rows, round_up, step_rows
+from fsdp_qlora.data.packing import (
+    ShuffledRows, epoch_order, make_micro_batch, pack_rows, round_up, step_rows)
 from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
@@ -349,7 +350,8 @@ def test_seed_decides_order_and_dropout():
     rows, keys = rows_of(make_rows([5])), []
     for seed in 0, 0, 1:
         run = types.SimpleNamespace(
-            model=make_model(8), rows=rows, config=Config(batch_size=1, seed=seed))
+            model=make_model(8), config=Config(batch_size=1, seed=seed))
+        run.source = ShuffledRows(rows, run.config)
         run.plan = run.model.plan
         with one_process():
             _, (micro_batch,) = next_step(run, 1)

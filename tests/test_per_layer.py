@@ -178,7 +178,7 @@ def test_run_evaluates_resumes_and_merges_to_what_peft_gives(
 
 
 # width of the table, of what layers read of others: keys and values of a window and without
-@pytest.mark.parametrize("name, width, hidden, lent", [
+@pytest.mark.parametrize("name, width, hidden, kv_to_share", [
     ("Gemma 4 E2B", 35 * 256, 1536, 2 * 256 + 2 * 512),
     ("Gemma 4 E4B", 42 * 256, 2560, 4 * 256 + 4 * 512)])  # fmt: skip
 def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, kv_to_share, tmp_path):

@@ -558,17 +558,18 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
         base, trained, run_jobs, monkeypatch):
     """Each start is stopped after one part; none begins anew."""
     argv = [*TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--output_dir", "in parts"]
-    computed, measured = [], reference.document_losses
+    computed, statuses, measured = [], [], reference.document_losses
 
-    def stopped(run, batch):
+    def stopped(model, batch):
         computed.append(len(batch))
-        run.status.stop_reason = "--max_minutes is over"
-        return measured(run, batch)
+        statuses[-1].stop_reason = "--max_minutes is over"
+        return measured(model, batch)
 
-    def few(run, rows, must_begin):
-        for numbers, batch in evaluation.evaluation_batches(run, rows, must_begin):
+    def few(rows, batch_size, status, must_begin):
+        statuses.append(status)
+        for numbers, batch in evaluation.evaluation_batches(rows, batch_size, status, must_begin):
             for part in torch.arange(len(batch)).split(4):
-                if run.status.stop_reason and not must_begin:
+                if status.stop_reason and not must_begin:
                     return
                 must_begin = False
                 yield numbers[part], batch.select(part)

@@ -29,6 +29,7 @@ from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import experts, lora_matmul, mixers, mla, per_layer, residual, router
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
+from fsdp_qlora.model.loss import sum_documents
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config
 from fsdp_qlora.training.check import random_reference
@@ -557,7 +558,8 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
     x = x.requires_grad_()
     weights = torch.tensor([1 / 3, 0.7])
-    sums = lm_head.LinearCrossEntropy.apply(x, model, micro_batch)
+    losses = lm_head.LinearCrossEntropy.apply(x, model, micro_batch)
+    sums = sum_documents(losses, micro_batch)
     normed = elementwise.norm_of(x.detach(), model.norm, arch.final_norm_kind, arch.norm_eps)
     each = F.cross_entropy((normed @ weight.t()).double(), labels, reduction="none")
     want = torch.stack([part.sum() for part in each.split([30, N - 30])])

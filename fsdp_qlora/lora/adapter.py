@@ -5,7 +5,6 @@ The script makes its optimizer, run/checkpoints.py saves it.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import zlib
@@ -16,27 +15,27 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.files import read_json, write_whole
+from fsdp_qlora.files import read_json
 from fsdp_qlora.layer.layer import DecoderLayer, LayerSpec
 from fsdp_qlora.layer.linears import STATE_BLOCK
+from fsdp_qlora.lora.peft_files import ADAPTER_FILES, open_adapter
 from fsdp_qlora.lora.peft_names import (
     as_saved, expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import local_part, set_local
 from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
 from fsdp_qlora.pretrained.tensor_names import renamed
-from fsdp_qlora.ranks import all_gather, is_rank_0, log, raise_on_all_ranks
+from fsdp_qlora.ranks import all_gather, explain, is_rank_0, log, raise_on_all_ranks
 
-# of adapter_config.json: compared with flags, or without a meaning for the values
-READ_APART = set("""r lora_alpha use_dora use_rslora lora_dropout target_modules peft_version
-    task_type base_model_name_or_path revision inference_mode auto_mapping layers_pattern
-    megatron_core qalora_group_size eva_config""".split())
+# settings of adapter_config.json: the flags that give the same
+SETTING_FLAGS = {"r": "--lora_rank", "lora_alpha": "--lora_alpha", "use_dora": "--adapter",
+                 "use_rslora": "--adapter"}
 
 
 def resolve_target_modules(
@@ -288,64 +287,34 @@ def check_origin(config: Config, base_sha256: str,
 def read_adapter(config: Config, arch: Architecture,
                  specs: Sequence[LayerSpec]) -> dict[str, torch.Tensor]:
     """{PEFT's name: fp32 tensor} of --init_adapter. Raises ValueError unless it is an adapter of
-    the same form as this run's, whose layers have these `layouts`."""
+    the same form as this run's, whose layers have these `specs`."""
     directory = Path(str(config.init_adapter))
-    try:
-        settings = read_json(directory / "adapter_config.json")
-        values = load_file(directory / "adapter_model.safetensors")
-    except (OSError, ValueError, SafetensorError) as e:
-        raise ValueError(f"--init_adapter {directory}: is no adapter in PEFT's format: {e}")
-    for flag, wanted, key in (
-        ("lora_rank", config.lora_rank, "r"), ("lora_alpha", config.lora_alpha, "lora_alpha"),
-        ("adapter", config.adapter == "dora", "use_dora"),
-        ("adapter", config.adapter == "rslora", "use_rslora")):
-        if settings.get(key, False) != wanted:
-            raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
-                             f" same by --{flag}")
-    own_arch, arch = arch, as_saved(arch, settings, values)
-    refuse_settings(directory, settings, LoraConfig(
-        **expert_settings(arch, config.lora_rank, config.lora_alpha,
-                          arch.adapted(config.target_modules))).to_dict())
-    shapes = {name: shape for i, spec in enumerate(specs)
-              for name, (_, shape) in layer_names(own_arch, i, spec).items()}
-    parts = expert_parts(arch, config.lora_rank)
-    shapes = dict(parts.get(name, (name, shape))[:2] for name, shape in shapes.items())
-    if shapes != {name: tuple(value.shape) for name, value in values.items()}:
-        odd = sorted(shapes.keys() ^ values.keys()) or ["one of another shape"]
-        raise ValueError(f"--init_adapter {directory}: its tensors are not those of this adapter,"
-                         f" the first is {odd[0]}: same model and --target_modules?")
-    for name, value in values.items():
-        if not (value.is_floating_point() and value.isfinite().all()):
-            raise ValueError(f"--init_adapter {directory}: {name} has values that are not finite"
-                             " floating-point numbers")
-    own = unstack_experts(values, parts)
-    for name, value in stack_experts(own, parts).items():
-        if not torch.equal(value, values[name]):
-            raise ValueError(f"--init_adapter {directory}: in its {name} gate and up of an expert"
-                             " are not apart, as they are here")
+    with explain(f"--init_adapter {directory}"):
+        path, file = (directory / name for name in ADAPTER_FILES)
+        try:
+            own_arch, arch = arch, as_saved(arch, read_json(path), tensors_of(file))
+        except (OSError, ValueError, SafetensorError) as e:
+            raise ValueError(f"is no adapter in PEFT's format: {e}")
+        wanted = lora_settings(arch, config)
+        shapes = {name: shape for i, spec in enumerate(specs)
+                  for name, (_, shape) in layer_names(own_arch, i, spec).items()}
+        parts = expert_parts(arch, config.lora_rank)
+        shapes = {parts[name].name if name in parts else name:
+                  parts[name].shape if name in parts else shape for name, shape in shapes.items()}
+        stored = open_adapter(directory, wanted, shapes, "this run", SETTING_FLAGS)
+        values = {name: read_tensor(tensor, name) for name, tensor in stored.items()}
+        own = unstack_experts(values, parts)
+        for name, value in stack_experts(own, parts).items():
+            if not torch.equal(value, values[name]):
+                raise ValueError(f"in its {name} gate and up of an expert are not apart, as they"
+                                 " are here")
     return {name: value.float() for name, value in own.items()}
 
 
-def refuse_settings(
-    directory: Path, settings: dict[str, Any], wanted: dict[str, Any],
-) -> None:
-    """Raise ValueError if the settings of another adapter, which READ_APART leaves, give its values
-    another meaning than `wanted`, those of this run, or it has more than adapters of linears."""
-    defaults = LoraConfig().to_dict()
-    for key in dict.fromkeys([*settings, *(k for k in wanted if wanted[k] != defaults[k])]):
-        value, here = settings.get(key), wanted.get(key)
-        value, here = (sorted(x) if isinstance(x, (list, set)) else x for x in (value, here))
-        if key == "init_lora_weights":  # PiSSA and others train on a changed base
-            here = value if value in (True, False, None, "gaussian", "eva", "orthogonal") else here
-        if key not in READ_APART and value != here and (value or here):
-            raise ValueError(f"--init_adapter {directory}: has {key} {value!r:.80}, and this run"
-                             f" {here}: it would be another adapter here")
-
-
-def write_adapter(directory: Path, weights: dict[str, torch.Tensor],
-                  lora_config: LoraConfig) -> None:
-    """The adapter in PEFT's format. Rank 0 only."""
-    write_whole(directory / "adapter_model.safetensors", weights)
-    settings = {key: sorted(value) if isinstance(value, set) else value
-                for key, value in lora_config.to_dict().items()} | {"inference_mode": True}
-    write_whole(directory / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True))
+def lora_settings(arch: Architecture, config: Config) -> LoraConfig:
+    """PEFT's settings that say what the values of an adapter mean."""
+    rank, alpha = config.lora_rank, config.lora_alpha
+    adapted = arch.adapted(config.target_modules)
+    return LoraConfig(r=rank, lora_alpha=alpha, use_rslora=config.adapter == "rslora",
+                      use_dora=config.adapter == "dora",
+                      **expert_settings(arch, rank, alpha, adapted))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,17 @@ from fsdp_qlora.pretrained.tensor_names import renamed
 
 
 Index = EllipsisType | slice | tuple[Any, ...]  # of a part of a tensor
-Parts = dict[str, tuple[str, tuple[int, ...], Index]]  # see expert_parts()
+
+
+class FilePart(NamedTuple):
+    """A part of an adapter, in PEFT's files."""
+
+    name: str  # of the tensor there
+    shape: tuple[int, ...]  # of the tensor there
+    index: Index = ...  # of the part in it
+
+
+Parts = dict[str, FilePart]  # see expert_parts()
 
 
 def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
@@ -27,15 +37,15 @@ def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
 
 
 def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, kind: str,
-               of_experts: Parts) -> list[tuple[str, tuple[int, ...], Index]]:
-    """[(name in PEFT's files, shape there, index)] of A, B and DoRA's magnitudes of a Linear's
-    adapter; `of_experts`: see expert_parts()."""
+               of_experts: Parts) -> list[FilePart]:
+    """The FileParts of A, B and DoRA's magnitudes of a Linear's adapter; `of_experts`: see
+    expert_parts()."""
     n_out, n_in = linear.out_features, linear.in_features
     shapes: dict[str, tuple[int, ...]] = {
         "lora_A.weight": (rank, n_in), "lora_B.weight": (n_out, rank)}
     shapes |= {"lora_magnitude_vector": (n_out,)} if kind == "dora" else {}
     names = {peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
-    return [of_experts.get(name, (name, shape, ...)) for name, shape in names.items()]
+    return [of_experts.get(name, FilePart(name, shape)) for name, shape in names.items()]
 
 
 def as_saved(arch: Architecture, settings: Mapping[str, Any],
@@ -67,7 +77,7 @@ def expert_settings(arch: Architecture, rank: int, alpha: int,
 
 
 def expert_parts(arch: Architecture, rank: int) -> Parts:
-    """{peft_name() of A or B of an expert's linear: (name, shape, index)} if PEFT's files have one
+    """{peft_name() of A or B of an expert's linear: its FilePart} if PEFT's files have one
     A and one B for all experts: this expert's part is at `index`. In A an expert has consecutive
     rows, in B every n-th column. In A and B of gate and up together, gate has the first half of an
     expert's ranks and up the second; B is 0 where the outputs of one meet the ranks of the other.
@@ -94,7 +104,7 @@ def expert_parts(arch: Architecture, rank: int) -> Parts:
                      slice(rank * i, rank * (i + 1))),
                     ("lora_B.weight", (n_out * len(linears) // n, n_columns),
                      (slice(n_out * k, n_out * (k + 1)), columns))):
-                    found[peft_name(arch, layer, linear.name, key)] = (
+                    found[peft_name(arch, layer, linear.name, key)] = FilePart(
                         peft_name(arch, layer, whole, key), shape, index)
     return found
 
@@ -103,7 +113,7 @@ def stack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, t
     """{name in PEFT's files: tensor} out of {peft_name(): tensor}; `parts`: see expert_parts()."""
     found = {}
     for name, tensor in tensors.items():
-        stored, shape, index = parts.get(name, (name, tensor.shape, ...))
+        stored, shape, index = parts.get(name, FilePart(name, tensor.shape))
         if stored not in found:
             found[stored] = tensor.new_zeros(shape)
         found[stored][index] = tensor

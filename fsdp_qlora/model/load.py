@@ -29,7 +29,8 @@ from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.config import rope_frequencies
-from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block, scaled_weight
+from fsdp_qlora.pretrained.formats import (
+    NF4_PARTS, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, weight_files)
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
@@ -220,7 +221,7 @@ def copy_mxfp4(
             first = own.weights.start // BLOCK  # read() returns whole rows
             blocks = slice(first, first + own.blocks.stop - own.blocks.start)
             packed = read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
-            shard.packed[own.local] = packed << 4 | packed >> 4  # low half first in files
+            shard.packed[own.local] = swap_nibbles(packed)
             shard.scales[own.local] = read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
     return [(own, name) for own, name in own_linears if not own.linear.mxfp4]
 
@@ -262,10 +263,7 @@ def quantized_values(
     weight = whole_tensor(read, name, states, dtype).to(device, dtype).view(shape)
     if name in states:
         return weight
-    packed, state = bnb.functional.quantize_4bit(
-        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    values: torch.Tensor = bnb.functional.dequantize_4bit(packed, state)
-    return values
+    return nf4_round_trip(weight)
 
 
 def whole_tensor(
@@ -276,8 +274,6 @@ def whole_tensor(
     bitsandbytes to `dtype`."""
     if name not in states:
         return read(name)
-    codes = read(name).view(torch.uint8).view(-1, 1)
+    codes = read(name)
     parts = {f"{name}.{part}": read(f"{name}.{part}") for part in NF4_PARTS}
-    state = bnb.functional.QuantState.from_dict(parts, codes.device)
-    state.dtype = dtype
-    return bnb.functional.dequantize_4bit(codes, state).flatten()
+    return dequantize_stored(codes, parts, dtype).flatten()

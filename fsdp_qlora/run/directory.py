@@ -27,7 +27,9 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
-    as_json, digest, put_in_place, read_json, read_records, remove, text_digest, write_whole)
+    as_json, digest, put_in_place, read_json, read_records, remove, sync_file, text_digest,
+    write_whole)
+from fsdp_qlora.lora.peft_files import ADAPTER_FILES
 from fsdp_qlora.model.load import Loaded
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import RunError, is_rank_0, log, on_rank_0, raise_on_all_ranks, this_rank
@@ -35,7 +37,6 @@ from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status
 
 
-ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 PROBE_FILE = "probe.safetensors"  # what the model gives for a few rows, see probe
 # what a run writes when it ends, by the name of its SHA-256 in train_config.json
 RESULTS = {"adapter_sha256": "adapter_model.safetensors", "probe_sha256": PROBE_FILE}
@@ -192,6 +193,36 @@ def open_partial(output: Path) -> tuple[Path, int]:
     return partial, fd
 
 
+@dataclasses.dataclass
+class NewDirectory:
+    """A directory that new_directory() makes."""
+
+    path: Path
+    is_whole: bool = False  # whether it stays where what follows fails
+
+
+@contextlib.contextmanager
+def new_directory(output: Path) -> Iterator[NewDirectory]:
+    """Yields a hidden, locked NewDirectory, which becomes `output` when the `with` body ends. Where
+    that raises, it is removed, unless it is whole."""
+    partial, lock_fd = open_partial(output)
+    new = NewDirectory(partial)
+    with os.fdopen(lock_fd):
+        try:
+            if output.exists() and any(output.iterdir()):
+                raise ValueError(f"--output_dir {output}: exists already and is not empty: name a"
+                                 " new one")
+            yield new
+            new.path = partial.replace(output.resolve())
+        except BaseException:
+            if not new.is_whole:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:  # not before: another merge would take the directory for that of a dead one
+            (new.path / ".lock").unlink(missing_ok=True)
+    sync_file(new.path.parent)
+
+
 def flags_of(user_config: Config) -> dict[str, Any]:
     """The flags that decide what a run does."""
     flags = dataclasses.asdict(user_config)
@@ -269,14 +300,33 @@ def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFa
     write_whole(directory / "generation_config.json", text)
 
 
-def read_run(directory: Path) -> dict[str, Any]:
-    """What train_config.json says of the run in a directory, or of the run that a checkpoint is in;
-    `extras`: its files that replace the base's in a merged model; `tokenizer`: those that are taken
-    where the base has none; `template`: the file of --chat_template, or None; `probe`: the path of
-    PROBE_FILE; `losses`: of each step until the adapter was saved. Raises ValueError for what is
-    not as it was written and for what a merge cannot take."""
+def find_train_config(directory: Path) -> Path:
+    """The train_config.json of a run, or of the run that a checkpoint is in; perhaps not there."""
     path = directory / "train_config.json"
-    path = path if path.is_file() else directory.resolve().parent / path.name
+    return path if path.is_file() else directory.resolve().parent / path.name
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRun:
+    """What a merge takes of a run."""
+
+    config: dict[str, Any]  # of train_config.json, as the next four
+    quantization: dict[str, Any]
+    base_model: str
+    base_sha256: str | None
+    asked: list[dict[str, Any]]  # see how_to_ask()
+    probe: Path | None  # PROBE_FILE; None: there is nothing to compare with
+    probe_input_ids: list[list[int]]
+    tokenizer: list[Path]  # files that are taken where the base has none
+    extras: list[Path]  # files that replace the base's
+    template: Path | None  # the file of --chat_template
+    losses: list[float]  # of each step until the adapter was saved
+
+
+def read_run(directory: Path) -> TrainedRun:
+    """The run in a directory, or the run that a checkpoint is in. Raises ValueError for what is not
+    as it was written and for what a merge cannot take."""
+    path = find_train_config(directory)
     needed = [path, *(directory / name for name in (*ADAPTER_FILES, PROBE_FILE))]
     missing = [p.name for p in needed if not p.is_file()]
     if missing:
@@ -310,10 +360,13 @@ def read_run(directory: Path) -> dict[str, Any]:
 
     is_given = bool(run["config"].get("chat_template"))
     last_step = state["step"] if os.path.lexists(listed) else math.inf
-    return {**run, "extras": found("generation_config.json"),
-            "tokenizer": found("tokenizer.json", "tokenizer_config.json"),
-            "template": path.with_name("chat_template.jinja") if is_given else None,
-            "probe": directory / PROBE_FILE, "losses": losses_of(path.parent, last_step)}
+    return TrainedRun(
+        run["config"], run["quantization"], run["base_model"], run.get("base_sha256"),
+        run.get("asked", []), directory / PROBE_FILE, run["probe_input_ids"],
+        tokenizer=found("tokenizer.json", "tokenizer_config.json"),
+        extras=found("generation_config.json"),
+        template=path.with_name("chat_template.jinja") if is_given else None,
+        losses=losses_of(path.parent, last_step))
 
 
 def losses_of(directory: Path, last_step: float = math.inf) -> list[float]:

@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from fsdp_qlora.data.packing import make_micro_batch, pack_rows
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.lora.adapter import Adapter
+from fsdp_qlora.model.lm_head import scaled_logits
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import reshard_all
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
 
 
 PROBE_ROWS, PROBE_TOKENS = 4, 64  # the first rows, and of each the first tokens
@@ -70,3 +75,23 @@ def no_adapter(adapter: Adapter) -> Iterator[None]:
         adapter.set_layer(i, values)
     yield
     adapter.weights.data.copy_(weights)
+
+
+def trained_logits(
+    file: Path, head: torch.Tensor, arch: Architecture
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
+    vocabulary] on the CPU, from what training has recorded, the head's inputs."""
+    inputs = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
+              for name, stored in tensors_of(file).items()}
+    plain, trained = (
+        scaled_logits((inputs[name] @ head.t()).cpu(), arch.logits_multiplier, arch.logits_softcap)
+        for name in ("without_adapter", "with_adapter"))
+    return plain, trained
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, rows: list[list[int]]) -> torch.Tensor:
+    """transformers' logits of these rows, fp32 [tokens of all rows, vocabulary] on the CPU."""
+    inputs = [torch.tensor([row], device=model.device) for row in rows]
+    return torch.cat([model(input_ids).logits[0].float().cpu() for input_ids in inputs])

@@ -1,0 +1,109 @@
+"""The files of a merged model: which tensors they have, and all that is beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from fsdp_qlora.files import read_json, write_tensors
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.formats import INT4_PACKED, INT4_SHAPE, NF4_PARTS
+from fsdp_qlora.pretrained.hub import copy_small_files
+from fsdp_qlora.pretrained.reader import Stored
+from fsdp_qlora.pretrained.tensor_names import TensorNames
+from fsdp_qlora.quant.blocks import MX_BLOCK
+
+AUTO_CLASSES = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+
+
+@dataclasses.dataclass
+class Base:
+    """A base model, and what a merge makes of it."""
+
+    directory: Path
+    files: dict[str, Stored]  # {name: tensor} of its files
+    names: TensorNames  # of those that are read
+    nf4_states: dict[str, Any]  # of weights that are in NF4 in the files, see check_files()
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]  # of the merged model, file by file
+    paths: dict[str, Path]  # {name: the file of the base in whose place it goes}
+    auto_class: Any  # transformers' that loads it
+    dtype: torch.dtype  # that training computed in
+    arch: Architecture = None  # None: the merge cannot be checked
+    # {tensor: content_sum()}: they tell one base from another
+    sums: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.parts = self.names.parts()
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the merged model."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
+
+
+def merged_tensors(
+    files: dict[str, Stored], names: TensorNames, nf4_states: dict[str, Any], is_multimodal: bool,
+) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:
+    """Returns {name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the
+    base model's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form
+    of gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
+    tensors, paths, of_text = {}, {}, names.layer_prefix.removesuffix("layers.")
+    known, scales = {*names.shapes, names.head}, {*names.scaled.values()}
+    for name, stored in in_order(files):
+        shape = names.shapes.get(name, stored.shape)
+        if name not in known:
+            # a multimodal model has other parts besides its text model, which are copied
+            if not is_multimodal or name.startswith(of_text):
+                continue
+            if name.endswith((*NF4_PARTS, INT4_PACKED)):
+                raise ValueError(f"{stored.path}: {name} is of a weight in 4-bit outside the text"
+                                 " model's layers, which is not merged")
+        elif name in scales or name.endswith(("_scales", INT4_SHAPE)):
+            continue
+        elif name.endswith(INT4_PACKED):
+            linear = names.linears[name]
+            name, shape = name.removesuffix(INT4_PACKED), (linear.out_features, linear.in_features)
+        elif name.endswith("_blocks"):
+            name = name.removesuffix("_blocks")
+            shape = shape[0], shape[2] * MX_BLOCK, shape[1]
+        # training used these in fp32, so they stay in fp32; transformers also keeps some of them in
+        # fp32, such as a router's correction, and rounds the others itself
+        is_exact = (name in names.small_tensors and name not in nf4_states
+                    and stored.dtype == "F32")
+        tensors[name] = shape, torch.float32 if is_exact else torch.bfloat16
+        paths[name] = stored.path
+    return tensors, paths
+
+
+def in_order(files: dict[str, Stored]) -> list[tuple[str, Stored]]:
+    """Returns all (name, Stored) file by file, in the order in which they lie there."""
+    return sorted(files.items(), key=lambda item: (item[1].path, item[1].start))
+
+
+def copy_all_but_weights(base: Base, directory: Path) -> None:
+    """Write config.json, the index of tensors, and copies of the base's other files."""
+    copy_small_files(base.directory, directory)
+    index = {"metadata": {"total_size": base.n_bytes},
+             "weight_map": {name: path.name for name, path in base.paths.items()}}
+    config = read_json(base.directory / "config.json")
+    config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
+    for part in config, config.get("text_config", {}):
+        part.pop("quantization_config", None)  # of a base in 4-bit
+    config.pop("auto_map", None)  # remote code, which is neither used nor copied here
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def write_weights(base: Base, directory: Path, tensors: Iterator[torch.Tensor]) -> None:
+    """Write the merged tensors, in the order of base.tensors, in files like the base's."""
+    for path in dict.fromkeys(base.paths.values()):
+        described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}
+        write_tensors(directory / path.name, described, tensors)
+    assert not list(tensors), "there are more tensors than names"

@@ -1,0 +1,132 @@
+"""An adapter that PEFT has saved, without train_config.json: its base as transformers loads it in
+4 bits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import bitsandbytes as bnb
+import torch
+import transformers
+from peft import LoraConfig
+from torch import nn
+
+from fsdp_qlora.files import read_json
+from fsdp_qlora.lora.peft_files import ADAPTER_FILES, LinearAdapter, open_linear_adapters
+from fsdp_qlora.lora.peft_names import FilePart
+from fsdp_qlora.pretrained.architecture import Linear
+from fsdp_qlora.pretrained.config import stored_format
+from fsdp_qlora.pretrained.hub import model_directory
+from fsdp_qlora.pretrained.merged_model import AUTO_CLASSES, Base, in_order
+from fsdp_qlora.pretrained.reader import FLOATS, Stored, tensors_of, weight_files
+from fsdp_qlora.pretrained.tensor_names import TensorNames
+from fsdp_qlora.ranks import explain
+from fsdp_qlora.run.directory import TrainedRun
+
+
+def open_peft_run(
+    adapter_dir: Path, base_model: str
+) -> tuple[TrainedRun, Base, dict[str, LinearAdapter]]:
+    """The run, the base and the adapter, for a merge that cannot be checked: that the base was
+    loaded by transformers with load_in_4bit, from bf16, is taken on trust."""
+    path, file = (adapter_dir / name for name in ADAPTER_FILES)
+    settings, stored = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
+    directory = model_directory(base_model, "weights", "--base_model")
+    with explain(f"--base_model {directory}"):
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if stored_format(config):
+            raise ValueError("is quantized already")
+    auto_class, files = AUTO_CLASSES[hasattr(config, "text_config")], weight_files(directory)
+    print(f"WARNING: {adapter_dir} has no train_config.json: that it was trained on {directory} in"
+          f" NF4 is taken on trust (its {path.name} names {settings['base_model_name_or_path']}),"
+          " and nothing will be compared")
+    in_4bit, others = linears_in_4bit(directory, config, auto_class, files)
+    parts, r = dict[str, list[FilePart]](), settings["r"]
+    for stem in sorted({name.rpartition(".lora_")[0] or name for name in stored}):
+        name = {**in_4bit, **others}.get(bare_name(stem), "")
+        if not name:
+            raise ValueError(f"{file}: {stem} is no linear of the layers of {directory}: another"
+                             " base model?")
+        n_out, n_in = files[name].shape
+        parts[name] = [FilePart(f"{stem}.lora_A.weight", (r, n_in)),
+                       FilePart(f"{stem}.lora_B.weight", (n_out, r))]
+        if settings["use_dora"]:
+            parts[name].append(FilePart(f"{stem}.lora_magnitude_vector", (n_out,)))
+    linears = [*in_4bit.values()]
+    if parts.keys() & others.values():  # then it was loaded with them
+        if not all(others.values()):
+            raise ValueError(f"--base_model {directory}: its tensors outside the text model have"
+                             " other names than transformers: use the adapter unmerged")
+        linears += others.values()
+    elif others:
+        print(f"note: {len(others)} linears outside the text model, as {min(others)}, have no"
+              " adapter and stay as the base has them: whether they were in NF4 in training is not"
+              " known")
+    lora = LoraConfig(r=r, **{key: settings[key] for key in (
+        "lora_alpha", "use_rslora", "use_dora")})
+    adapter = open_linear_adapters(adapter_dir, lora, parts, "this merge")
+    tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(files) if x.dtype in FLOATS}
+    names = TensorNames(
+        shapes={}, linears={n: Linear(n, files[n].shape[0], files[n].shape[1], bias=False)
+                            for n in linears},
+        sources={}, scaled={}, small_tensors=set(), embedding="", norm="", norm_bias=None, head="",
+        stem="", renames=(), aliases={})
+    base = Base(directory, files, names, {}, tensors, {name: files[name].path for name in tensors},
+                auto_class, torch.bfloat16)
+    run = TrainedRun({}, {}, str(directory), None, [], None, [], tokenizer=[], extras=[],
+                     template=template_beside(adapter_dir), losses=[])
+    return run, base, adapter
+
+
+def linears_in_4bit(
+    directory: Path, config: transformers.PreTrainedConfig, auto_class: Any,
+    files: dict[str, Stored],
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns {bare_name() of a linear: its tensor's name in the files} of those that transformers
+    quantizes with load_in_4bit, in the text model and outside of it, where the name may be "", not
+    found. Raises ValueError for a mixture, of which that depends on the version of transformers."""
+    with explain(f"--base_model {directory}: transformers does not load it"):
+        with accelerate.init_empty_weights(include_buffers=False):
+            model = auto_class.from_config(config, dtype=torch.bfloat16)
+        quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
+            transformers.BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False)
+        quantizer.preprocess_model(model, device_map=None)
+        of_text = {*model.get_decoder().modules()}
+    stored = {bare_name(name).removesuffix(".weight"): name for name in files}
+    in_text, outside = dict[str, str](), dict[str, str]()
+    for name, module in model.named_modules():
+        if module in of_text and not isinstance(module, nn.Conv1d):
+            for key, weight in module.named_parameters(name, recurse=False):
+                if weight.dim() == 3:
+                    raise ValueError(
+                        f"--base_model {directory}: has experts: {key} is in NF4 or in bf16"
+                        " depending on the version of transformers, which the adapter does not"
+                        " tell: use it unmerged, or train with train_fsdp_qlora.py")
+        if isinstance(module, bnb.nn.Linear4bit):
+            bare = bare_name(name)
+            if bare not in stored and module in of_text:
+                raise ValueError(f"--base_model {directory}: has no {name}.weight, which"
+                                 " transformers makes of other tensors and quantizes: use the"
+                                 " adapter unmerged")
+            (in_text if module in of_text else outside)[bare] = stored.get(bare, "")
+    return in_text, outside
+
+
+def template_beside(adapter_dir: Path) -> Path | None:
+    """Returns the file with the chat template that is saved with an adapter, as TRL does it."""
+    for name in "chat_template.jinja", "tokenizer_config.json":
+        path = adapter_dir / name
+        if path.is_file() and (path.suffix == ".jinja" or isinstance(
+                read_json(path).get("chat_template"), str)):
+            return path
+    return None
+
+
+def bare_name(name: str) -> str:
+    """A name without the prefixes of PEFT and of multimodal models."""
+    return re.sub(r"^(base_model\.model\.)?((model|language_model)\.)*", "", name)
+
+
