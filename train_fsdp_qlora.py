@@ -433,7 +433,7 @@ def optimizer_step(optimizer: Optimizer, adapter: Adapter, rate: float) -> None:
     group["lr"] = rate
     optimizer.prefetch_state(adapter.weights)
     optimizer.update_step(group, adapter.weights, 0, 0)
-    adapter.weights.grad.zero_()
+    adapter.grad.zero_()
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -533,12 +533,12 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
 def sum_gradient(run: Run) -> None:
     """Add up the gradient over copies of the model. All ranks must call this."""
     if dist.get_world_size() > run.adapter.shards and not run.plan.uses_fsdp:  # else FSDP2 has
-        dist.all_reduce(run.adapter.weights.grad)
+        dist.all_reduce(run.adapter.grad)
 
 
 def clip_gradient(run: Run, norm: torch.Tensor) -> None:
     """Scale the gradient, which has this norm, down to --max_grad_norm."""
-    run.adapter.weights.grad.mul_((run.config.max_grad_norm / norm).clamp(max=1))
+    run.adapter.grad.mul_((run.config.max_grad_norm / norm).clamp(max=1))
 
 
 def pending_action(run: Run) -> int:
@@ -591,6 +591,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple
                              writer.pace if writer else None)
     logs.log_evaluation(step, found, samples, is_best and step > 0)
     if writer:
+        assert run.eval_rows, "it was evaluated"
         n_tokens = int(run.eval_rows.n_trainable_tokens.sum())
         writer.record({"step": step, **found, "eval_tokens": n_tokens, "eval_seconds": seconds,
                        **({"eval_samples": samples} if samples else {})})

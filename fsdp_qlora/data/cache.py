@@ -139,6 +139,7 @@ def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dic
             send.close()  # so that the pipe ends when the process does
         while running:
             for pipe in multiprocessing.connection.wait(running):
+                assert isinstance(pipe, multiprocessing.connection.Connection)
                 name, process = running[pipe]
                 try:
                     kind, value = json.loads(pipe.recv_bytes())

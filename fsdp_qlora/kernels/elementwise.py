@@ -303,7 +303,7 @@ def add_row_bias(rows: Tensor, bias: Tensor, expert: Tensor) -> None:
 def add_expert_rows(rows: Tensor, token_rows: Tensor, weights: Tensor | None) -> Tensor:
     """Returns for each token the sum [n, width] of its rows, whose indices are token_rows [n, k],
     times weights [n, k] or None; in fp32 and in a fixed order, so that it is always the same."""
-    total = 0
+    total: Tensor | Any = 0
     for i in range(token_rows.shape[1]):  # a sum() of 8 would be a reduction, a fourth as fast
         picked = rows[token_rows[:, i]].float()
         total = total + (picked if weights is None else picked * weights[:, i, None])

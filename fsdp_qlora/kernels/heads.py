@@ -68,7 +68,7 @@ def split_projected(arch: Architecture, projected: Tensor) -> list[Tensor | Any]
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture) -> Tensor:
     """Rotary embedding of x [n, heads, head_dim], returned as [n, heads * head_dim]; cos and sin
     are fp32 [n, rotary_dim / 2] or None. With -sin it is its own backward."""
-    if cos is None:
+    if cos is None or sin is None:
         return x.flatten(1)
     # Compiled, a cat() of rotated parts goes through memory, and an index by two remainders is read
     # value by value: hence flip(), and one flatten() at the end.
@@ -166,7 +166,7 @@ def rotate_backward(
     else:
         out.append(value.flatten(1))
     out = [x.to(dtype) for x in out]
-    if gates is not None and arch.attention_gate.linear:
+    if gates is not None and arch.attention_gate and arch.attention_gate.linear:
         out.append(gates.flatten(1))
     elif gates is not None:  # each head's after its query
         out[0] = torch.stack([out[0].view_as(gates), gates], 2).flatten(1)

@@ -72,9 +72,13 @@ def linears_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
     """For dequantize_kernel, of each linear: its first block, first output, first second-level
     absmax, index, first value of B and first column (-1: no adapter), and the output after its
     last. int32 [linears, FIELDS]."""
-    table = [[p.blocks.start - fused.blocks.start, fused.local_outputs(p).start, p.nested.start,
-              p.index, p.lora_b.start if p.columns else 0, p.columns.start if p.columns else -1,
-              fused.local_outputs(p).stop] for p in fused.linears]
+    table = []
+    for linear in fused.linears:
+        outputs = fused.local_outputs(linear)
+        of_b = linear.lora_b.start if linear.lora_b else 0
+        column = linear.columns.start if linear.columns else -1
+        table.append([linear.blocks.start - fused.blocks.start, outputs.start, linear.nested.start,
+                      linear.index, of_b, column, outputs.stop])
     return torch.tensor(table, dtype=torch.int32, device=device)
 
 

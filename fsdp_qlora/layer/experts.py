@@ -32,7 +32,7 @@ from fsdp_qlora.layer.residual import (
 from fsdp_qlora.layer.router import Routing, add_balance, route, route_backward
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits
+from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits, MoE
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large ones; on an H200
@@ -51,6 +51,11 @@ class MoESublayer:
     limits: Limits
 
     @property
+    def moe(self) -> MoE:
+        assert self.arch.moe, "the layer has experts"
+        return self.arch.moe
+
+    @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         shared = (self.shared_gate_up, self.shared_down) if self.shared_gate_up else ()
         latent = self.latent.fused_linears if self.latent else ()
@@ -67,7 +72,7 @@ class MoESublayer:
         decided another way. Without save_gate_ups, backward() computes the experts' gate and up
         again.
         """
-        arch, norms, branch = self.arch, self.arch.moe.norms, None
+        arch, norms, branch = self.arch, self.moe.norms, None
         saved = SavedMoE(source=source)
         # with columns for the shared expert's adapter, which lora_matmul() fills
         inputs = norm_inputs(call, arch.mlp_norm, source, self.fused_linears[0])
@@ -103,7 +108,7 @@ class MoESublayer:
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
         """Returns the gradient of `mid_residual`, which includes that of `source` through the MLP.
         `grad` is the gradient of forward()'s sum."""
-        arch, norms = self.arch, self.arch.moe.norms
+        arch, norms = self.arch, self.moe.norms
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
         if norms:
@@ -157,7 +162,7 @@ class MoESublayer:
 
     @property
     def _activation(self) -> str | LimitedActivation | tuple[float, float]:
-        return self.arch.moe.clamp or limited(self.arch.activation, self.limits.experts)
+        return self.moe.clamp or limited(self.arch.activation, self.limits.experts)
 
     def _experts_forward(
         self, call: LayerCall, routing: Routing, x: Tensor, save_gate_ups: bool
@@ -195,7 +200,7 @@ class MoESublayer:
 
     def _bias(self, call: LayerCall, key: str) -> Tensor | None:
         """[experts, out] of all experts' linears `key`; None where they have none."""
-        return call.layer.small_tensors.get(f"{self.arch.moe.experts}.{key}_bias")
+        return call.layer.small_tensors.get(f"{self.moe.experts}.{key}_bias")
 
     def _add_bias(
         self, call: LayerCall, key: str, rows: Tensor, routing: Routing, chunk: ExpertChunk
@@ -219,7 +224,7 @@ class MoESublayer:
         if not saved.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
             if self.latent:
                 x = saved.latent
-            elif norms := self.arch.moe.norms:
+            elif norms := self.moe.norms:
                 x = normed(call, norms.before, saved.source)
             else:
                 x = normed_inputs(
@@ -304,7 +309,7 @@ class MoESublayer:
              self._shared_activation, self.arch.gated, evaluation=call.evaluation)
         out = lora_matmul(call, self.shared_down, activated)
         saved.down_columns = last_columns(activated, self.shared_down)
-        if name := self.arch.moe.shared_gate:
+        if name := self.moe.shared_gate:
             saved.shared_out = out
             x = inputs[:, : self.arch.hidden_size]
             weight = call.layer.small_tensors[f"{name}.weight"].to(x.dtype)
@@ -318,7 +323,7 @@ class MoESublayer:
         """The gradient of x [n, hidden] through the shared expert, from that of its output."""
         assert self.shared_gate_up and self.shared_down, "asked for above"
         arch, from_factor, activated = self.arch, 0, None
-        if name := arch.moe.shared_gate:
+        if name := self.moe.shared_gate:
             factor = saved.shared_factor.float()
             slope = (grad.float() * saved.shared_out.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
@@ -345,21 +350,21 @@ class MoESublayer:
     @property
     def choice_values(self) -> int:
         """Values saved per token if all else is computed again: the chosen experts, int16."""
-        return self.arch.moe.top_k
+        return self.moe.top_k
 
     @property
     def _gate_up_size(self) -> int:
         """Outputs of one expert's gate and up together."""
-        return self.expert_gate_up.out_features // self.arch.moe.n_experts
+        return self.expert_gate_up.out_features // self.moe.n_experts
 
     @property
     def saved_values(self) -> int:
         """Values saved for backward, if nothing is recomputed; 2 bytes each."""
-        arch, moe = self.arch, self.arch.moe
+        arch, moe = self.arch, self.moe
         values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
         # the Routing: scores in fp32; of each row four numbers in int64 and two weights in fp32
         values += 2 * moe.n_experts + (4 * 4 + 2 * 2) * moe.top_k
-        if self.shared_gate_up:
+        if self.shared_gate_up and self.shared_down:
             columns = self.shared_gate_up.padded_columns + self.shared_down.padded_columns
             values += self.shared_gate_up.out_features + columns
             values += (arch.hidden_size + 1) * (moe.shared_gate is not None)
@@ -372,7 +377,7 @@ class MoESublayer:
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """Peak bytes of backward(), besides what is saved."""
         n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
-        hidden, moe = self.arch.hidden_size, self.arch.moe
+        hidden, moe = self.arch.hidden_size, self.moe
         width = self.expert_gate_up.in_features  # that of hidden states, or of a latent
         rows, up, down = n * moe.top_k, self.expert_gate_up, self.expert_down
         # gate and up once more if they are computed again, and if their gradient is a new tensor
@@ -381,12 +386,12 @@ class MoESublayer:
             of_row = max(3 * up.width, up.width + 3 * down.width)
             of_adapters = 3 * moe.n_experts * up.n_columns * width
         of_row += self._gate_up_size * (recomputed + bool(moe.clamp))
-        of_pass = math.ceil((rows * of_row + of_adapters) / plan.expert_ranges)
-        if recomputed and self.shared_gate_up:
-            of_pass += n * (self.shared_gate_up.out_features + self.shared_down.width)
+        of_chunk = math.ceil((rows * of_row + of_adapters) / plan.expert_ranges)
+        if recomputed and self.shared_gate_up and self.shared_down:
+            of_chunk += n * (self.shared_gate_up.out_features + self.shared_down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
-        values = rows * width * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
+        values = rows * width * (plan.expert_ranges > 1) + of_chunk + weights + 3 * n * hidden
         if moe.norms:  # the experts' inputs, also for the gradient of A, and that of their outputs
             values += n * hidden * (2 + 2 * recomputed + bool(up.n_columns))
         if self.latent:
@@ -398,14 +403,14 @@ class MoESublayer:
     @property
     def token_weights(self) -> float:
         """Weights that one token is multiplied by."""
-        share = self.arch.moe.top_k / self.arch.moe.n_experts
+        share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
         return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
 
     @property
     def recomputed_weights(self) -> float:
         """Of the token_weights those that recomputed_backward() multiplies again."""
-        share = self.arch.moe.top_k / self.arch.moe.n_experts
+        share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
         return shared + share * self.expert_gate_up.n_weights
 
@@ -413,11 +418,11 @@ class MoESublayer:
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes, forward and backward; counted."""
         # of a row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
-        hidden, top_k = self.arch.hidden_size, self.arch.moe.top_k
+        hidden, top_k = self.arch.hidden_size, self.moe.top_k
         width = self.expert_gate_up.in_features
         rows = top_k * (10 * width + 6 * self._gate_up_size)
         if self.expert_gate_up.n_columns:  # narrow matmuls, which take as long; fitted
             rows += top_k * 40 * (width + self._gate_up_size // 2)
-        if self.arch.moe.norms:  # four more norms, the first of them for a second reader
+        if self.moe.norms:  # four more norms, the first of them for a second reader
             rows += 20 * hidden
         return 15 * hidden + rows

@@ -126,6 +126,7 @@ def add_expert_gradients(
     grad_a.add_(grouped_outer(grad_d, x, chunk), alpha=scaling)
     d = grouped(x, expert_a(call, fused, chunk).transpose(1, 2), chunk) * scaling
     first, last = fused.linears[0].lora_b, fused.linears[-1].lora_b
+    assert first and last, "all experts have adapters, or none"
     grad_b = call.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[its]
     offset = 0
     for linear in fused.linears[: len(fused.linears) // n]:  # of one expert

@@ -104,7 +104,7 @@ def _make_layer_spec(
                for name, shape in arch.vectors(kind).items()}
     fused = {
         name: fuse_linears(site, linears, adapted, config, vectors, allocator,
-                           arch.moe.n_experts if name.startswith("expert_") else 0)
+                           arch.moe.n_experts if arch.moe and name.startswith("expert_") else 0)
         for site, (name, linears) in enumerate(arch.fused_groups(kind).items()) if linears}
     small_tensors = arch.small_tensors(kind)
     arch = arch.of_kind(kind)

@@ -95,6 +95,7 @@ def lora_matmul_backward(
         for p in one.adapted:
             grad_b = call.grad_adapter[p.lora_b].view(-1, fused.lora_rank)
             grad_b += fp32_product(part[:, one.local_outputs(p)].t(), columns[:, p.columns])
+    assert grad_inputs is not None, "there is a split"
     grad_x, grad_d = grad_inputs.split([n_in * needs_x, fused.width - n_in], 1)
     grad_d = grad_d[:, : fused.n_columns]
     if not needs_x or not fused.n_columns:

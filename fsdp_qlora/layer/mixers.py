@@ -151,7 +151,8 @@ def conv_silu_backward(
 @elementwise
 def conv_backward(grad: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     """The gradient of x from that of conv_sum()."""
-    kernel, total = weight.shape[-1], 0
+    kernel = weight.shape[-1]
+    total: Tensor | Any = 0
     for ahead in range(kernel):  # to the token so many after, if it is of the same document
         of_later = grad.float() * (positions >= ahead)[:, None]
         of_later = F.pad(of_later, (0, 0, 0, ahead))[ahead:]

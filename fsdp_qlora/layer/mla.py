@@ -157,6 +157,7 @@ def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
     """The width of a head's value for the kernel: plain torch takes it as it is, others want it as
     wide as the query."""
     is_plain = batch.kernels["full"] is document_attention
+    assert arch.mla, "the layer has latent attention"
     width: int = arch.mla.value if is_plain else arch.head_dim
     return width
 
@@ -170,6 +171,7 @@ def latent_heads(
     columns 0, of what the linears give: [n, heads * (nope + rope)], [n, heads * (nope + value)] and
     [n, rope]. See rope_tables() for the next three."""
     mla, dtype = arch.mla, query.dtype
+    assert mla, "the layer has latent attention"
     query, key_value = (x.unflatten(1, (arch.n_heads, -1)) for x in (query, key_value))
     nope, turned = query.split([mla.nope, mla.rope], 2)
     turned = rotate(turned.float(), cos, sin, arch).view_as(turned).to(dtype)
@@ -189,6 +191,7 @@ def latent_heads_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of latent_heads()'s first three arguments from those of what it returns."""
     mla, dtype = arch.mla, query.dtype
+    assert mla, "the layer has latent attention"
     query = query.float() if temperature is None else query.float() * temperature[:, None, None]
     nope, turned = query.split([mla.nope, mla.rope], 2)
     turned = rotate(turned, cos, -sin, arch).view_as(turned)

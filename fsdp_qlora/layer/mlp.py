@@ -133,7 +133,8 @@ class MLPSublayer:
             return ScaledActivation(self.arch.activation, inner, outer)
         if self.arch.activation != "xielu":
             return limited(self.arch.activation, self.limit)
-        return torch.stack([call.vector(XIELU, part).view(()) for part in XIELU_SHAPES])
+        parts = (call.vector(XIELU, part) for part in XIELU_SHAPES)
+        return torch.stack([part.view(()) for part in parts if part is not None])
 
     @property
     def saved_values(self) -> int:

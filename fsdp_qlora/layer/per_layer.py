@@ -41,6 +41,11 @@ class PerLayerEnd:
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return self.gate, self.out
 
+    @property
+    def norm(self) -> str:
+        assert self.arch.per_layer, "the layer has an input of its own"
+        return self.arch.per_layer.norm
+
     def forward(
         self, call: LayerCall, x: Tensor, saved: SavedEnd, want_sum: bool
     ) -> Tensor | None:
@@ -52,14 +57,14 @@ class PerLayerEnd:
         self._activate(call, saved, activated[:, : self.out.in_features])
         # the site is the MLP's: no such family has dropout of its own
         out, saved.end_branch = add_branch(call, x, self.out, activated, MLP_SITE,
-                                          self.arch.per_layer.norm, want_sum)
+                                          self.norm, want_sum)
         saved.end_out_columns = last_columns(activated, self.out)
         return out
 
     def backward(self, call: LayerCall, saved: SavedEnd, grad: Tensor) -> Tensor:
         """The gradient of x from that of the sum."""
         upstream = branch_gradient(
-            call, saved.end_branch, grad, self.arch.per_layer.norm, MLP_SITE)
+            call, saved.end_branch, grad, self.norm, MLP_SITE)
         saved.end_branch = None
         activated = upstream.new_empty(len(upstream), self.out.in_features)
         self._activate(call, saved, activated)

@@ -96,7 +96,7 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
             raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
                              f" there are {choices}")
         ends = {name.rsplit(".", 1)[-1] for name in found}
-        if ends & of_experts and arch.moe.adapters == "modules":
+        if ends & of_experts and arch.moe and arch.moe.adapters == "modules":
             log(f"--target_modules {word}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
                 " reads them by their names")
     return words
@@ -110,8 +110,8 @@ def peft_targets(
     targets, settings = words, {}
     if "experts" in words:
         refuse_expert_adapters(arch, config)
-        experts = arch.experts()
-        leaves = {renamed(name, arch.moe.renames).rsplit(".", 1)[-1] for name in experts}
+        experts, renames = arch.experts(), arch.moe.renames if arch.moe else ()
+        leaves = {renamed(name, renames).rsplit(".", 1)[-1] for name in experts}
         settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
         targets = sorted({*words} - {"experts"} | (set() if settings else leaves))
         if arch.expert_down[0].mxfp4:
@@ -132,14 +132,14 @@ def refuse_expert_adapters(arch: Architecture, config: Config) -> None:
     if config.lora_rank % 8:
         raise ValueError(f"--lora_rank {config.lora_rank}: adapters of experts need a multiple of"
                          " 8: torch's grouped products need rows of a multiple of 16 bytes")
-    if config.adapter == "rslora" and not arch.moe.one_gate_up:
+    if config.adapter == "rslora" and not (arch.moe and arch.moe.one_gate_up):
         raise ValueError("--target_modules experts: with --adapter rslora PEFT 0.21 would count"
                          " gate and up 1.41 times: use lora")
 
 
 class Adapter:
-    """This rank's shard of all layers' adapters, one fp32 vector [layers x n_own]: `weights`, with
-    its gradient.
+    """This rank's shard of all layers' adapters, one fp32 vector [layers x n_own]: `weights`, and
+    its gradient, `grad`.
 
     One tensor instead of a thousand makes the optimizer one kernel and its state pageable. Layers
     compute with views of it. A shard has whole blocks of the optimizer's 8-bit state, so that the
@@ -153,7 +153,7 @@ class Adapter:
         self.expert_parts = expert_parts(self.arch, rank)  # which files have stacked
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         self.weights = nn.Parameter(torch.zeros(len(self.layers) * self.n_own, device=device))
-        self.weights.grad = torch.zeros_like(self.weights)
+        self.weights.grad = self.grad = torch.zeros_like(self.weights)
         # each layer's `adapter` and its gradient are views of these two: what backward adds there
         # is in weights.grad, and what the optimizer changes is in the layers
         views = self.by_layer(self.weights.data), self.by_layer(self.weights.grad)

@@ -65,7 +65,7 @@ def expert_settings(arch: Architecture, rank: int, alpha: int,
     """The settings of PEFT's LoraConfig for the experts among the linears `adapted`, if PEFT adapts
     one parameter of all experts. The adapter of gate and up together has the ranks of both, and
     twice alpha, so that the scale is the same."""
-    if not {*adapted} & {*arch.experts()} or arch.moe.adapters == "modules":
+    if not arch.moe or arch.moe.adapters == "modules" or not {*adapted} & {*arch.experts()}:
         return {}
     stem, n = arch.moe.experts, arch.moe.n_experts
     first = f"{stem}.gate_up_proj" if arch.gated else f"{stem}.up_proj"
@@ -90,7 +90,7 @@ def expert_parts(arch: Architecture, rank: int) -> Parts:
     """
     found: Parts = {}
     for layer, routed in enumerate(arch.layer_routed):
-        if not routed or arch.moe.adapters != "stacked":
+        if not (routed and arch.moe) or arch.moe.adapters != "stacked":
             continue
         # PEFT wraps the module of all experts once for down_proj, within that for the other
         for end, linears in (".base_layer", arch.expert_gate_up), ("", arch.expert_down):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import norm_of
 from fsdp_qlora.model.parameters import ModelParameters
+from fsdp_qlora.quant.nf4 import ceil_div
 from fsdp_qlora.ranks import all_gather
 
 try:
@@ -40,7 +42,7 @@ def look_up(ids: Tensor, table: Tensor, first: int) -> Tensor:
     """
     if table.is_cpu and ids.is_cuda:
         out = torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=ids.device)
-        grid = (len(ids), triton.cdiv(table.shape[1], 1024))
+        grid = (len(ids), ceil_div(table.shape[1], 1024))
         look_up_kernel[grid](ids.contiguous(), table, out, first, len(table), table.shape[1], 1024)
         return out
     local = ids - first

@@ -53,6 +53,7 @@ def simpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]
 def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """ORPO: the cross-entropy of the chosen documents, prompts included, whose mean is over the
     tokens of the step, and beta times the log of the odds of chosen to rejected."""
+    assert answers.logps is not None, "read_answers() has set it"
     logps = answers.logps.clamp(max=-1e-12)  # of a certain answer the odds are infinite
     odds = logps - torch.log(-torch.expm1(logps))
     ratio = F.logsigmoid(odds[:, 0] - odds[:, 1])
@@ -141,6 +142,7 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch,
     losses, rewards = kind.function(answers, config)
     is_row = batch.answers.n_trainable_tokens[:, 0] > 0
     losses = losses.where(is_row, 0)
+    assert answers.logps is not None, "read_answers() has set it"
     rewards, logps = rewards.detach(), answers.logps.detach()
     good, bad = (which & is_row[:, None] for which in (answers.desirable, ~answers.desirable))
     if kind.is_unpaired:

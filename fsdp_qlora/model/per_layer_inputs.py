@@ -15,10 +15,12 @@ from fsdp_qlora.pretrained.architecture import Architecture
 def per_layer_inputs(model: ModelParameters, ids: Tensor, embeddings: Tensor) -> Tensor:
     """The inputs of all layers [n, layers, size] of tokens `ids` [n] with these embeddings. All
     ranks of the group must call this, with the same n."""
-    arch, shape = model.arch, (model.arch.n_layers, model.arch.per_layer.size)
+    arch, record = model.arch, model.arch.per_layer
+    assert record, "the family has them"
+    shape = arch.n_layers, record.size
     looked_up = look_up_sharded(model, ids, model.per_layer_table)
     # the factor is rounded to the table's dtype, as that of the embedding is
-    looked_up.mul_(torch.tensor(arch.per_layer.size**0.5, dtype=looked_up.dtype))
+    looked_up.mul_(torch.tensor(record.size**0.5, dtype=looked_up.dtype))
     projected = embeddings @ model.per_layer_projection.t()
     return add_inputs(projected.unflatten(1, shape), looked_up.unflatten(1, shape),
                       model.per_layer_norm, arch, evaluation=not torch.is_grad_enabled())

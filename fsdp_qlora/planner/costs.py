@@ -291,7 +291,7 @@ def layer_seconds(
         of_score = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
         moved += n * context * arch.n_heads * of_score
     routed, waits = sum(arch.layer_routed) / n_layers, 0.0
-    if routed and plan.expert_ranges > 1:  # their rows are copied
+    if arch.moe and plan.expert_ranges > 1:  # their rows are copied
         width = arch.expert_gate_up[0].in_features
         moved += routed * FIT.range_copies * n * arch.moe.top_k * width * item
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # they are waited for
@@ -309,7 +309,7 @@ def layer_seconds(
     if mixer := mixer_with_state(arch):
         share = sum(arch.mixers.get(name or "") is mixer for name in arch.layer_mixer) / n_layers
         launches += FIT.recurrence_launches * share
-    if routed and machine.why_no_grouped:  # 2 products in forward, 2 in backward
+    if arch.moe and machine.why_no_grouped:  # 2 matmuls in forward, 2 in backward
         launches += routed * FIT.expert_launches * (4 + 2 * again) * arch.moe.n_experts
     return LayerSeconds(
         compute=compute, forward=forward,

@@ -39,7 +39,8 @@ HOST_GIB = 120  # of host memory for each GPU
 def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
     """The number of cards, their name and the Card of --plan_for: 4x4090; of 2x24GB the slowest of
     that size. Raises ValueError."""
-    count, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip().lower()).groups()
+    match = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip().lower())
+    count, name = match.groups() if match else (None, "")
     names = {key.lower(): key for key in GPU_SPECS}
     names |= {f"{gpu.size}gb": key for key, gpu in reversed(GPU_SPECS.items())}  # the slowest last
     key = names.get(re.sub(r"nvidia|geforce|rtx|[\s_-]", "", name))

@@ -601,7 +601,7 @@ class Architecture(Family):
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
         if self.per_layer:
             shapes[f"{self.per_layer.norm}.weight"] = (self.hidden_size,)
-        if kind.routed and (own := self.moe.norms):
+        if kind.routed and self.moe and (own := self.moe.norms):
             shapes |= {f"{name}.weight": (self.hidden_size,)
                        for name in (own.before, own.after, own.after_shared)}
         if self.qk_norm and self.qk_norm != "without weight" and self.has_attention(kind):
@@ -629,7 +629,7 @@ class Architecture(Family):
             shapes[self.layer_scalar] = (1,)
         if kind.mixer:
             shapes |= self.mixers[kind.mixer].tensors(self.hidden_size)
-        if kind.routed:
+        if kind.routed and moe:
             shapes[f"{moe.router}.weight"] = moe.n_experts, self.hidden_size
             if moe.biases:
                 shapes[f"{moe.router}.bias"] = (moe.n_experts,)

@@ -113,7 +113,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
                          f" supported: only {', '.join(ACTIVATIONS)}")
     hidden, inner = c.hidden_size, mlp_width(c, family)
     if inner is None:
-        name = record.intermediate_size.removeprefix("config.")
+        name = str(record.intermediate_size).removeprefix("config.")
         raise ValueError(f"the config of {c.model_type} has no {name}: its record in families.py"
                          " needs another intermediate_size")
     layer_heads = describe_heads(layer_configs, family)
@@ -322,6 +322,7 @@ def describe_experts(
 
 def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
     """Which layers have experts, from the text config of a family with experts."""
+    assert family.moe, "the family has experts"
     n_layers, first_dense = c.num_hidden_layers, family.moe.first_dense or 0
     if family.one_half:
         return [kind == "moe" for kind in c.layer_types]
@@ -609,7 +610,7 @@ def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, di
     if not record:
         return []
     sizes = {"heads": 4, "head_dim": 32, "groups": min(2, getattr(
-        c, record.groups.removeprefix("config."))), "state": 16}
+        c, str(record.groups).removeprefix("config."))), "state": 16}
     fields = {str(getattr(record, key)).removeprefix("config."): n for key, n in sizes.items()}
     return [("always", fields), ("if declared", {"mamba_expand": 2, "mamba_d_ssm": 128})]
 

@@ -166,6 +166,7 @@ def add_int4(names: TensorNames, name: str, linear: Linear) -> None:
 def add_per_layer(names: TensorNames, arch: Architecture) -> None:
     """Add the tensors of PerLayerInputs that are outside of the layers."""
     record = arch.per_layer
+    assert record, "the family has them"
     linear = record.projection_linear(arch.hidden_size, arch.n_layers)
     name = names.of_model(linear.name)
     names.linears[name] = linear
@@ -203,6 +204,7 @@ def stacked_experts(
     [experts, out, in] or transposed, or gates and ups in two such tensors; or in MXFP4 in two
     tensors of bytes. Else {}."""
     found, moe = {}, arch.moe
+    assert moe, "the layer has experts"
     first_key = "gate_up_proj" if arch.gated else "up_proj"
     groups = {first_key: arch.expert_gate_up, "down_proj": arch.expert_down}
     if names.of_layer(layer, f"{moe.experts}.gate_proj") in files:

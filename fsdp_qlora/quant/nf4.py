@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+
 import bitsandbytes as bnb
 import torch
 
@@ -20,6 +21,11 @@ except ImportError:  # comes with torch on CUDA alone
 
 
 LORA_COLUMNS = 64  # an adapter's columns of a product are padded to whole cache lines
+
+
+def ceil_div(n: int, size: int) -> int:
+    """How many pieces of this size n values have."""
+    return -(-n // size)
 
 
 @functools.lru_cache(None)
@@ -60,8 +66,8 @@ def launch_dequantize(
 ) -> None:
     """Launch dequantize_kernel(), which fills `out` [rows, n_in + padded adapter columns]."""
     n_rows, n_columns = len(out), out.shape[1] - n_in
-    n_tiles = triton.cdiv(len(packed), TILE_BLOCKS)
-    column_tiles = triton.cdiv(n_rows, 64) * (n_columns // LORA_COLUMNS)
+    n_tiles = ceil_div(len(packed), TILE_BLOCKS)
+    column_tiles = ceil_div(n_rows, 64) * (n_columns // LORA_COLUMNS)
     dequantize_kernel[(n_tiles + column_tiles,)](
         packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
         len(packed), n_tiles, n_rows, n_in, n_columns, rank,

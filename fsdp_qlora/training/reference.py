@@ -135,8 +135,12 @@ def estimate_kl(model: Model, batches: Iterable[Rows], n_rows: int) -> torch.Ten
     """KTO's estimate of the KL divergence from the reference, fp64 []: the mean log-ratio of these
     rows' prompts with the answers of others, at least 0. None if the run was asked to stop. All
     ranks must call this."""
-    ratios = [(-document_losses(model, other) - other.reference.to(model.device)).sum()
-              for batch in batches if (other := batch.mismatched)]
+    ratios = []
+    for other in (batch.mismatched for batch in batches):
+        if other:
+            assert other.reference is not None, "find_reference() has set it"
+            logps = -document_losses(model, other)
+            ratios.append((logps - other.reference.to(model.device)).sum())
     reshard_all(model)
     return (torch.stack(ratios).sum() / n_rows).clamp(min=0) if ratios else None
 

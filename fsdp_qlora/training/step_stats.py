@@ -35,7 +35,7 @@ def gather_step_stats(model: Model, adapter: Adapter, local_sums: torch.Tensor,
                       action: int) -> StepStats:
     """The StepStats, from this rank's sums and action, by one exchange and without waiting for
     the GPU. All ranks must call this."""
-    square = adapter.weights.grad.norm().double() ** 2  # of this rank's part of the gradient
+    square = adapter.grad.norm().double() ** 2  # of this rank's part of the gradient
     local = (square[None], torch.full_like(local_sums[:1], action), local_sums,
              take_balance(model.layers, model.device))
     squares, actions, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
