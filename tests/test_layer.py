@@ -7,6 +7,7 @@ house's model in one micro-batch.
 
 import dataclasses
 import functools
+import gc
 import importlib
 import itertools
 import math
@@ -32,13 +33,14 @@ from fsdp_qlora.kernels.attention import document_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
-from fsdp_qlora.kernels.offload import make_store
+from fsdp_qlora.kernels.offload import OffloadedActivations, make_store, put_record
 from fsdp_qlora.layer import linears, mixer_sublayer, mixers, mlp
 from fsdp_qlora.layer.attention import AttentionMixer, attend
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.mla import MLAMixer
+from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.lora.adapter import resolve_target_modules
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.load import fill_model
@@ -310,6 +312,21 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
     got = rotate_backward(
         grad_query, *grads_kv, grad_gates, projected, *no_rotary, arch)
     torch.testing.assert_close(got, leaf.grad)
+
+
+def test_what_is_offloaded_is_not_held():
+    """By the record, or by the function that takes it back."""
+    store = OffloadedActivations(3, 8, torch.device("cpu"))
+    record = SavedMLP(source=torch.arange(8.0), gate_up=torch.ones(8, 2))
+    want, first = record.gate_up.clone(), weakref.ref(record.gate_up)
+    take = put_record(store, record)
+    store.put(torch.ones(8)), store.put(torch.ones(8))  # frees earlier ones
+    del record
+    gc.collect()
+    assert first() is None
+    store.take(2), store.take(1)
+    back = take()
+    assert torch.equal(back.gate_up, want) and back.branch is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu", "gemma4_e"])

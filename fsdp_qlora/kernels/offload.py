@@ -131,9 +131,9 @@ class OffloadedActivations:
 def put_record(store: DeviceActivations | OffloadedActivations, record: Any) -> Callable[[], Any]:
     """Put the tensors of a dataclass of tensors and None into a store; returns the function that
     takes them from there, as such a record."""
-    tensors = {name: value for name, value in vars(record).items() if value is not None}
-    key = store.put(*tensors.values())
-    return lambda: type(record)(**dict(zip(tensors, store.take(key))))
+    kind, names = type(record), [name for name, value in vars(record).items() if value is not None]
+    key = store.put(*(getattr(record, name) for name in names))
+    return lambda: kind(**dict(zip(names, store.take(key))))  # it must not hold the tensors
 
 
 def make_store(plan: Plan, device: torch.device) -> DeviceActivations | OffloadedActivations:
