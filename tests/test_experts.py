@@ -398,7 +398,7 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     del settings["alpha_pattern"]
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="alpha_pattern None, and this run {.*gate_up_proj': 32}"):
+    with pytest.raises(ValueError, match="alpha_pattern is {}, by this run {.*gate_up_proj': 32}"):
         read_adapter(config, arch, layouts)
 
 
