@@ -92,8 +92,8 @@ can-build-flash-attn:
 	$(if $(nvcc),,$(error no CUDA compiler (nvcc), so no flash-attn; nothing else needs it))
 	@true
 
-clean: ## To start over, or before you give the folder away: removes .venv, dist and caches, never runs/
-	rm -rf $(VENV) $(OLDEST_VENV) dist .pytest_cache .ruff_cache .mypy_cache __pycache__ benchmarks/__pycache__ tests/__pycache__ \
+clean: ## To start over, or before you give the folder away: removes .venv and caches, never runs/
+	rm -rf $(VENV) $(OLDEST_VENV) .pytest_cache .ruff_cache .mypy_cache __pycache__ benchmarks/__pycache__ tests/__pycache__ \
 	    fsdp_qlora/__pycache__ fsdp_qlora/*/__pycache__
 
 $(READY): requirements.txt

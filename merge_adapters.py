@@ -9,8 +9,8 @@ The adapter was trained on NF4 weights, so it must be merged into those: W + sca
 in fp32 and rounded to bf16 once, where W is the base weight quantized to NF4 and dequantized again,
 or only dequantized if the base is already in 4 bits. With DoRA each row of the sum is rescaled to
 its magnitude. A linear of the decoder's layers without an adapter becomes W; all other tensors are
-copied from the base. --output_dir appears only when everything is written, and is then compared
-with the trained model on a few rows.
+copied from the base. What is written is compared with the trained model on a few rows, and then
+becomes --output_dir; if it is another model, it stays in a hidden directory, which the error names.
 
 The last command merges an adapter of minimal_fsdp_qlora.py, or any that PEFT has saved, where there
 is no train_config.json. It cannot be checked: that it was trained on the base in NF4 is taken on

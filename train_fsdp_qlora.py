@@ -47,7 +47,7 @@ from typing import Any
 if __name__ == "__main__":
     from fsdp_qlora.run.start import before_imports
 
-    before_imports()  # --help and a wrong flag are answered here, in a tenth of a second
+    before_imports()  # without torchrun --help and a wrong flag are answered here, at once
 
 # on a CPU it warns that a package is missing, which only its own inference would use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -202,7 +202,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         with raise_on_all_ranks():
             kernels = choose_attention(config, arch, device)
             choose_recurrence(kernels, arch, config.compute_dtype, device)
-        plan = agree_on_plan(config, arch, specs, rows, eval_rows, limit, device, kernels,
+        source = ShuffledRows(rows, config)
+        plan = agree_on_plan(config, arch, specs, source, eval_rows, limit, device, kernels,
                              optimizer_state_bytes(make_optimizer, config))
         status.plan = plan
         logs.log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
@@ -224,7 +225,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         if config.adapter == "dora":
             measure_weight_norms(model)
         run = Run(
-            config, plan, status, directory, device, ShuffledRows(rows, config), eval_rows,
+            config, plan, status, directory, device, source, eval_rows,
             tokenizer, digests, lora_config, model, adapter,
             optimizer=make_optimizer(adapter.weights, config), merge_check=MergeCheck(rows),
             graphs=plan.graphs and Graphs(model, functools.partial(compute_loss, config=config)),
@@ -389,7 +390,7 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
     """Make each decoder layer an FSDP2 unit, where there is something to gather.
 
     plan.reshard_after_forward frees a layer's gathered weights until its backward (FULL_SHARD), or
-    keeps them (SHARD_GRAD_OP). Embedding and head are no units, see Model.
+    keeps them (SHARD_GRAD_OP). Embedding and head are no units, see ModelParameters.
     """
     if not plan.uses_fsdp:
         return
@@ -500,7 +501,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """The rows of a step, and this rank's micro-batches of them."""
-    batch = run.source.rows_of(step)
+    batch = run.rows.select(run.source.indices(step))
     micro_steps = pack_rows(batch.lengths.tolist(), dist.get_world_size(),
                             run.plan.micro_batch_tokens, batch.n_answers)
     step_key = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout

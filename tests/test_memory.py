@@ -16,7 +16,7 @@ from test_benchmarks import bench
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import make_micro_batch
+from fsdp_qlora.data.packing import ShuffledRows, make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels
 from fsdp_qlora.kernels.offload import pinned_copy
@@ -332,8 +332,9 @@ def test_rows_of_the_evaluation_fit_into_the_bins():
     rows, eval_rows = (rows_of([(list(range(n)),) * 2] * 2) for n in (10, 300))
     config = dataclasses.replace(config, max_steps=2, batch_size=2)
     with one_process():
+        source = ShuffledRows(rows, config)
         plan = agree_on_plan(
-            config, arch, layouts, rows, eval_rows, 0, torch.device("cpu"), {})  # fmt: skip
+            config, arch, layouts, source, eval_rows, 0, torch.device("cpu"), {})
     assert plan.micro_batch_tokens >= 300
 
 

@@ -351,7 +351,7 @@ def test_seed_decides_order_and_dropout():
     for seed in 0, 0, 1:
         run = types.SimpleNamespace(
             model=make_model(8), config=Config(batch_size=1, seed=seed))
-        run.source = ShuffledRows(rows, run.config)
+        run.source, run.rows = ShuffledRows(rows, run.config), rows
         run.plan = run.model.plan
         with one_process():
             _, (micro_batch,) = next_step(run, 1)

@@ -30,7 +30,7 @@ import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.encode import both_tokenizers, encode_pieces, tokenize
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.packing import pack_rows
+from fsdp_qlora.data.packing import ShuffledRows, pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.prepare import prepare_data, prepare_rows
 from fsdp_qlora.data.rows import rows_of
@@ -586,6 +586,24 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
                  for directory in (trained("dpo whole"), base / "in parts"))  # fmt: skip
     for key, value in want.items():
         torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
+
+
+class FirstRows(ShuffledRows):
+    """The same rows in each step."""
+
+    def indices(self, step):
+        return torch.arange(self.config.batch_size)
+
+
+def test_rows_may_come_from_another_source(base, run_main, tmp_path, monkeypatch):
+    """One class alone: the loop, the plan and the reference ask it."""
+    monkeypatch.setattr(train_fsdp_qlora, "ShuffledRows", FirstRows)
+    monkeypatch.chdir(base)
+    code, _, err = run_main(*TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--max_steps", 2,
+                            "--batch_size", 2, "--output_dir", tmp_path / "run")
+    assert code == 0, err
+    known = ~load_file(tmp_path / "run" / "reference.safetensors")["train"].isnan()
+    assert known.nonzero().view(-1).tolist() == [0, 1, 2, 3]  # both answers of two pairs
 
 
 def test_an_evaluation_in_parts_is_that_of_all_rows(

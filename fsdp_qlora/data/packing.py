@@ -27,11 +27,13 @@ from fsdp_qlora.model.model import Model
 
 
 class RowSource(Protocol):
-    """Where the rows of a step come from. To draw them another way, write a class like
-    ShuffledRows."""
+    """Where the rows of a step come from: the loop, the planner and the reference of DPO ask it. To
+    draw them another way, write a class like ShuffledRows, and name it in finetune()."""
 
-    def rows_of(self, step: int) -> Rows:
-        """The rows of an optimizer step, the first of which is 1. The same on all ranks."""
+    rows: Rows  # all of them
+
+    def indices(self, step: int) -> torch.Tensor:
+        """The rows of an optimizer step, the first of which is 1; int64, the same on all ranks."""
 
 
 @dataclasses.dataclass
@@ -41,8 +43,8 @@ class ShuffledRows:
     rows: Rows
     config: Config
 
-    def rows_of(self, step: int) -> Rows:
-        return self.rows.select(step_rows(step, len(self.rows), self.config))
+    def indices(self, step: int) -> torch.Tensor:
+        return step_rows(step, len(self.rows), self.config)
 
 
 def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:

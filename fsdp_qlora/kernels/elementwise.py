@@ -49,7 +49,7 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
             if (any_rows or _all_for_any_rows) and len(tensor) == len(args[0]):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         widths = ((x.shape[1:], x.stride(0)) for x in tensors)
-        # each limit has a kernel of its own: with a limit that varies, gate_backward() compiled by
+        # each limit has a kernel of its own: with a limit that varies, glu_backward() compiled by
         # torch 2.13 gives other values, all wrong
         limits = (x for x in args if isinstance(x, LimitedActivation))
         return compiled(evaluation, any_rows, *limits, *widths)(*args)
@@ -241,7 +241,7 @@ def glu_backward(
     grad: Tensor, activation: PairedActivation, weights: Tensor | None, *parts: Tensor
 ) -> None:
     """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
-    their gradients from `grad`, that of gate()'s result; and `grad` by that result, which was not
+    their gradients from `grad`, that of glu()'s result; and `grad` by that result, which was not
     kept. `weights` [n], if not None, multiply these gradients, not the result.
     """
     forward, backward = activation_pair(activation)
@@ -273,7 +273,7 @@ def clamped_parts(
 def clamped_glu_backward(
     grad: Tensor, weights: Tensor, gate_up: Tensor, limit: float, alpha: float
 ) -> Tensor:
-    """gate_backward() where the activation is (limit, alpha). Returns the gradient of gate_up, in
+    """glu_backward() where the activation is (limit, alpha). Returns the gradient of gate_up, in
     which gates and ups alternate: one pass cannot write it over them."""
     gates, ups, sigmoid, (gate_inside, up_inside) = clamped_parts(gate_up, limit, alpha)
     activated, grad32 = gates * sigmoid, grad.float() * weights[:, None]
@@ -287,8 +287,8 @@ def clamped_glu_backward(
 def glu_weight_gradients(
     grad: Tensor, gate_up: Tensor, activation: Activation, gated: bool
 ) -> Tensor:
-    """Returns the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of gate()'s
-    result for weights of 1. This is no part of gate_backward(): a compiled kernel that both sums
+    """Returns the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of glu()'s
+    result for weights of 1. This is no part of glu_backward(): a compiled kernel that both sums
     its input and writes over it was wrong in fp32 (torch 2.11), and slower."""
     return (grad.float() * glu_product(gate_up, activation, gated)).sum(-1)
 

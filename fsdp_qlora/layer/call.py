@@ -32,7 +32,9 @@ class LayerCall:
         self.tokens = slice(None)  # of the micro-batch: those that the MLP works on
         # keys and values of its kv_source; its own, where other layers read them; their gradients
         self.shared_kv = shared_kv
-        self.kv_to_share = self.grad_kv_to_share = self.grad_shared_kv = tuple[Tensor, ...]()
+        self.kv_to_share: tuple[Tensor, ...] = ()
+        self.grad_kv_to_share: tuple[Tensor, ...] = ()
+        self.grad_shared_kv: tuple[Tensor, ...] = ()
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         # weights for a second use: a recomputed layer's backward runs forward() again first
         self.dequantized: dict[FusedLinear, Tensor] = {}

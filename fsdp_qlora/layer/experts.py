@@ -245,7 +245,7 @@ class MoESublayer:
                 grad_inner, gate_up, self._activation, self.arch.gated)
             weights = routing.row_weights[chunk.rows]
             grad_gate_up = self._glu_backward(grad_inner, weights, gate_up)
-            activated = grad_inner  # _gate_backward() wrote gate()'s result there
+            activated = grad_inner  # _glu_backward() wrote glu()'s result there
             if grad_d is not None:
                 weighted = activated * weights[:, None].to(activated.dtype)
                 add_expert_gradients(call, self.expert_down, weighted, grad_d, upstream, chunk)
@@ -336,7 +336,7 @@ class MoESublayer:
                                                  activated)
         glu_backward(activated, self._shared_activation, None,
                       *saved.shared_gate_up.chunk(1 + arch.gated, -1))
-        add_a_gradient(call, self.shared_down, activated, grad_d)  # gate()'s result by now
+        add_a_gradient(call, self.shared_down, activated, grad_d)  # glu()'s result by now
         inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.shared_gate_up)
         grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.columns,
                                               saved.shared_gate_up, inputs)

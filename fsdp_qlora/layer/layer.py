@@ -1,7 +1,7 @@
 """A decoder layer: one autograd function with a hand-written backward.
 
-Start at LayerFunction. Layers of one model may differ: each has a LayerSpec. What a layer saves for
-backward is in the Plan.
+Start at LayerFunction. Layers of one model may differ: each has a LayerSpec. layer.saves, which the
+Plan decides, says what a layer saves for backward.
 """
 
 from __future__ import annotations

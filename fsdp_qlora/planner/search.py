@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import round_up, step_rows
+from fsdp_qlora.data.packing import RowSource, round_up
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.attention import Kernels, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
@@ -293,16 +293,17 @@ def longest_in_a_micro_batch(rows: Rows, world_size: int) -> int:
 
 
 def describe_workload(
-    config: Config, rows: Rows, eval_rows: Rows | None, world_size: int, device: torch.device,
-    why_no_capture: str, plain_attention: bool = False, state_bytes: float = 0.0,
-    plain_recurrence: bool = False,
+    config: Config, source: RowSource, eval_rows: Rows | None, world_size: int,
+    device: torch.device, why_no_capture: str, plain_attention: bool = False,
+    state_bytes: float = 0.0, plain_recurrence: bool = False,
 ) -> Workload:
-    """What a run on these Rows gives its processes to do."""
+    """What a run on the rows of this source gives its processes to do."""
+    rows = source.rows
     longest = max(longest_in_a_micro_batch(r, world_size) for r in (rows, eval_rows) if r)
     uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_scored()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
     of_rows = rows.lengths.view(-1, rows.n_answers).sum(1)
-    tokens = max(int(of_rows[step_rows(s, len(rows), config)].sum()) for s in steps)
+    tokens = max(int(of_rows[source.indices(s)].sum()) for s in steps)
     return Workload(tokens, longest, float(rows.lengths.float().mean()), uneven, world_size, device,
                     plain_attention, plain_recurrence, why_no_capture, state_bytes)
 
@@ -322,7 +323,7 @@ def why_no_capture(
 
 
 def agree_on_plan(
-    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], rows: Rows,
+    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], source: RowSource,
     eval_rows: Rows | None, limit: int, device: torch.device, kernels: Kernels,
     state_bytes: float = 0.0,
 ) -> Plan:
@@ -334,7 +335,7 @@ def agree_on_plan(
     plain = any(document_attention in pair.values() for pair in kernels)
     of_plain_torch = {recurrence.plain for recurrence in RECURRENCES.values()}
     plain_recurrence = any(of_plain_torch & {*of_kind.values()} for of_kind in kernels)
-    workload = describe_workload(config, rows, eval_rows, dist.get_world_size(), device,
+    workload = describe_workload(config, source, eval_rows, dist.get_world_size(), device,
                              why_no_capture(arch, machine, plain, plain_recurrence), plain,
                              state_bytes, plain_recurrence)
     with raise_on_all_ranks():

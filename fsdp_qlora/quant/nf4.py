@@ -55,7 +55,7 @@ def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * of_scales[scales.int()][..., None]
 
 
-FIELDS = 7  # of a row of place_table
+FIELDS = 7  # of a row of linears_table()
 TILE_BLOCKS = 64  # blocks that one program of dequantize_kernel writes
 
 
@@ -88,7 +88,7 @@ if triton:
         FIELDS: tl.constexpr,
     ):
         """See dequantize(). The first n_tiles programs write BLOCKS blocks of W each, the others
-        64 rows and COLUMNS columns of B each. `table` is place_table(); what 8-bit scales mean is
+        64 rows and COLUMNS columns of B each. `table` is linears_table(); what 8-bit scales mean is
         in code_values, [linears, 256] or in MXFP4 [256]."""
         tile = tl.program_id(0)
         stride = n_in + n_columns

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.data.packing import ShuffledRows
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
 from fsdp_qlora.layer.layer import make_layer_specs
@@ -55,7 +56,7 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     config, _, arch = read_model_config(base, config)
     _, adapted = resolve_target_modules(arch, config, config.model or "")
     specs = make_layer_specs(arch, adapted, config)
-    rows = rows or random_rows(arch.vocab_size, config)
-    workload = describe_workload(config, rows, eval_rows, world_size, torch.device("cuda"),
+    source = ShuffledRows(rows or random_rows(arch.vocab_size, config), config)
+    workload = describe_workload(config, source, eval_rows, world_size, torch.device("cuda"),
                                  why_no_capture(arch, machine), state_bytes=state_bytes)
     return config, choose_plan(config, arch, specs, workload, limit, machine), limit

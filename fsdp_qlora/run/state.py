@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import ShuffledRows
+from fsdp_qlora.data.packing import RowSource
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.lora.adapter import Adapter
@@ -45,7 +45,7 @@ class Run:
     status: Status  # signals, deadlines, status.json
     directory: Path
     device: torch.device
-    source: ShuffledRows  # of the rows of a step
+    source: RowSource  # of the rows of a step
     eval_rows: Rows | None  # to evaluate on
     tokenizer: PreTrainedTokenizerFast | None  # None: there is no text
     digests: dict[str, str | None]  # of rows and base model, for checkpoints

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from fsdp_qlora.data.packing import step_rows
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.model.model import Model
@@ -40,7 +39,7 @@ def find_reference(run: Run) -> None:
     if not run.rows.kind.has_reference:
         return
     steps = range(1, run.config.max_steps + 1)
-    drawn = torch.cat([step_rows(step, len(run.rows), run.config) for step in steps]).unique()
+    drawn = torch.cat([run.source.indices(step) for step in steps]).unique()
     needed = {"train": (run.rows, drawn)}  # {name in the file: (Rows, the numbers of some)}
     if run.eval_rows:
         needed["eval"] = run.eval_rows, torch.arange(len(run.eval_rows))
