@@ -155,6 +155,7 @@ def test_a_stop_by_the_clock_is_the_last_word(start, tmp_path):
     assert lines[-1].startswith("stopped: --max_minutes 0.3 are over, after step ")
 
 
+@pytest.mark.slow
 def test_report_of_plain_torchrun_ends_with_the_reason(tree):
     """Its thirty lines come, and the line of the rank is the last that has words."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",

@@ -99,7 +99,7 @@ def test_optimizer_is_bitsandbytes_paged_adamw_in_8_bits(blocks):
     for rate in 1e-3, 1e-2, 1e-4:
         want.grad = torch.randn(len(want), generator=generator).to(DEVICE)
         weights.grad = want.grad.clone()
-        optimizer_step(optimizer, types.SimpleNamespace(weights=weights), rate)
+        optimizer_step(optimizer, types.SimpleNamespace(weights=weights, grad=weights.grad), rate)
         theirs.param_groups[0]["lr"] = rate
         theirs.step()
         assert torch.equal(weights, want) and not weights.grad.any()
