@@ -22,11 +22,11 @@ class Plan:
     reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
     micro_batch_tokens: int  # at most in one micro-batch
     recomputed: int  # how many layers, the first ones, are recomputed in backward
-    save_mid_residual: bool  # recomputed layers also keep the sum after the mixing
-    reuse_dequantized: bool  # the backward of these keeps dequantized weights for a second use
+    save_mid_residual: bool  # recomputed layers also save the sum after the mixer
+    reuse_dequantized: bool  # backward of these keeps dequantized weights for a second use
     offload_activations: bool
     offload_params: bool
-    n_mlp_saved: int = 0  # recomputed layers, the last ones, that keep what their MLP needs
+    n_mlp_saved: int = 0  # recomputed layers, the last ones, that save what their MLP needs
     expert_ranges: int = 1  # experts are dequantized in so many ranges, one after the other
     plain_attention: bool = False  # whether a layer's attention runs in plain torch
     plain_recurrence: bool = False  # the same of mixers with a state
@@ -51,7 +51,7 @@ class Plan:
         return sum(self.memory.values())
 
     def saves(self, index: int) -> str:
-        """What a layer keeps from forward to backward, see LayerFunction."""
+        """What a layer saves for backward, see LayerFunction."""
         if index >= self.recomputed:
             return "all"
         if index >= self.recomputed - self.n_mlp_saved:

@@ -193,8 +193,9 @@ def architectures_by_attention_type(arch: Architecture) -> dict[str, Architectur
 def kernel_matches(
     kernel: Callable[..., Tensor], arch: Architecture, attention_type: str, device: torch.device
 ) -> bool:
-    """Whether a kernel gives what document_attention() gives, forward and backward, for two
-    documents. `arch` is that of layers of this reach, see architectures_by_attention_type()."""
+    """Return True if the kernel gives what document_attention() gives, forward and backward, for
+    two documents. `arch` is that of layers of this attention type, see
+    architectures_by_attention_type()."""
     if arch.attention_softcap and kernel not in (flash_attention, flex_document_attention):
         return False
     if kernel is batched_attention and arch.head_dim > 256:

@@ -12,8 +12,8 @@ from fsdp_qlora.kernels.offload import DeviceActivations, OffloadedActivations
 
 @dataclasses.dataclass
 class MicroBatch:
-    """What a GPU works on at once: documents of Rows, end to end. Padding to a round length is
-    documents of its own, no longer than the others."""
+    """One packed micro-batch of one rank: documents of Rows laid end to end. Padding is added as
+    extra documents, none longer than the longest real one."""
 
     input_ids: torch.Tensor  # int64 [tokens]
     n_unpadded: torch.Tensor  # int64 [1], the first so many are of rows, the others padding
@@ -30,7 +30,7 @@ class MicroBatch:
     longest: int  # upper bound of `lengths`
     # {one of ATTENTION_TYPES: the attention to use; "recurrence": of a mixer with a state}
     kernels: dict[str, Callable]
-    store: DeviceActivations | OffloadedActivations  # where layers put what they keep
+    store: DeviceActivations | OffloadedActivations  # where layers put what they save
     ropes: dict | None = None  # cos and sin, see rope_tables
     layer_inputs: torch.Tensor | None = None  # of all layers, see per_layer_inputs()
     # {window, None: without: what queries see}, of flex_document_attention() alone
@@ -40,8 +40,8 @@ class MicroBatch:
 
 @dataclasses.dataclass
 class Answers:
-    """What a preference loss reads: all rows of a micro-batch, which may lie in the micro-batches
-    of several ranks. A row has two answers, the better one first, or one."""
+    """Inputs of a preference loss: all rows of a micro-step, which may be spread over ranks. A row
+    has two answers, the better one first, or one."""
 
     documents: torch.Tensor  # int64 [rows, answers], their numbers among the sums of all ranks
     n_trainable_tokens: torch.Tensor  # fp64 [rows, answers], trained tokens; 0: the row is padding

@@ -41,8 +41,8 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 
 
 class DeviceActivations:
-    """Where layers keep tensors from forward to backward: here they stay on the GPU. put() returns
-    a key, with which take() returns them."""
+    """Where layers save tensors for backward: here they stay on the GPU. put() returns a key, with
+    which take() returns them."""
 
     def put(self, *tensors: Tensor) -> Any:
         return tensors
@@ -137,7 +137,7 @@ def put_record(store: DeviceActivations | OffloadedActivations, record: Any) -> 
 
 
 def make_store(plan: Plan, device: torch.device) -> DeviceActivations | OffloadedActivations:
-    """Where layers keep what they need when they are recomputed: on the GPU or in host memory."""
+    """The store of what recomputed layers need for backward: on the GPU or in host memory."""
     if not plan.offload_activations or not plan.recomputed:
         return DeviceActivations()
     n_puts = sum(1 if plan.saves(i) == "input" else 2 for i in range(plan.recomputed))

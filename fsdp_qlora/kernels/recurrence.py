@@ -37,7 +37,7 @@ def document_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch,
     chunk: int = STATE_CHUNK
 ) -> Tensor:
-    """In plain torch and in fp32. Only the inputs are kept for backward."""
+    """In plain torch and in fp32. Only the inputs are saved for backward."""
     return recomputed(chunked_delta_rule, query, key, value, g, beta, batch.lengths, chunk)
 
 
@@ -190,7 +190,7 @@ def document_scan(
     b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, batch: MicroBatch,
     chunk: int = STATE_CHUNK
 ) -> Tensor:
-    """In plain torch and in fp32. Only the inputs are kept for backward."""
+    """In plain torch and in fp32. Only the inputs are saved for backward."""
     return recomputed(chunked_scan, b, c, x, decay, step, batch.lengths, chunk)
 
 

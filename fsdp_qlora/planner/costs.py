@@ -20,16 +20,16 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import BLOCK
 
 
-SAVES = "all", "mlp", "mid_residual", "input"  # what a layer may keep, see LayerFunction
+SAVES = "all", "mlp", "mid_residual", "input"  # what a layer may save, see LayerFunction
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTotals:
-    """What the plan needs to know of a model's layers. Counts are sums over all layers unless the
-    comment says otherwise."""
+    """What the planner needs to know of a model's layers. Counts are sums over all layers unless
+    the comment says otherwise."""
 
     kinds: tuple[LayerSpec, ...]  # the different ones
-    # {what a layer keeps: values per token of the first 0, 1, 2, .. layers}
+    # {what a layer saves: values per token of the first 0, 1, 2, .. layers}
     saved_values: dict[str, list[int]]
     nf4_bytes: int
     largest_nf4: int  # bytes of one layer
@@ -39,12 +39,12 @@ class LayerTotals:
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
     weights: int  # how many
-    # that one token is multiplied by; those of slow products count more, see LayerSpec
+    # that one token is multiplied by; those of slow matmuls count more, see LayerSpec
     token_weights: float
     # {what a layer keeps: weights that backward multiplies by once more, if all layers keep that};
     # here each counts as one, in slow products too: Fit was fitted to that
     recomputed_weights: dict[str, float]
-    mlp_values: int  # values per token that the MLP of a layer keeps, at most
+    mlp_values: int  # values per token that the MLP of a layer saves, at most
     # values of a token's queries in a layer, mean over the layers; those of wide heads count more
     mean_query_width: float
     elementwise_values: int  # by elementwise work, per token

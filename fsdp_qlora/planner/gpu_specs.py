@@ -30,15 +30,15 @@ GPU_SPECS = {
     "H100": GPUSpec(80, 77.5, 989, 3350, 450, 64, groups=True),
     "H200": GPUSpec(141, 138, 989, 4800, 450, 64, groups=True),
     "B200": GPUSpec(180, 176, 2250, 7700, 900, 64, groups=True)}
-# The shares of these speeds that measure_machine() finds on H100s and H200s. No other card was
+# The shares of these speeds that measure_machine() finds on H100s and H200s. No other GPU was
 # there to be measured: for all others the same is assumed.
 FLOPS, BANDWIDTH, LINK, BUS = 0.81, 0.85, 0.67, 0.78
 HOST_GIB = 120  # of host memory for each GPU
 
 
 def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
-    """The number of cards, their name and the Card of --plan_for: 4x4090; of 2x24GB the slowest of
-    that size. Raises ValueError."""
+    """The number of GPUs, their name and the GPUSpec of --plan_for: 4x4090; of 2x24GB the slowest
+    of that size. Raises ValueError."""
     match = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip().lower())
     count, name = match.groups() if match else (None, "")
     names = {key.lower(): key for key in GPU_SPECS}
@@ -53,7 +53,7 @@ def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
 
 
 def gpu_machine(gpu: GPUSpec) -> Machine:
-    """What measure_machine() would find where this card is."""
+    """What measure_machine() would find on a machine with this GPU."""
     flops, bandwidth, link, bus = (rounded(share * unit * speed) for share, unit, speed in (
         (FLOPS, 1e12, gpu.flops), (BANDWIDTH, 1e9, gpu.bandwidth), (LINK, 1e9, gpu.link),
         (BUS, 1e9, gpu.bus)))

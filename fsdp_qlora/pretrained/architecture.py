@@ -518,7 +518,7 @@ class Architecture(Family):
                 [Linear(self.attention_out, self.hidden_size, width, self.out_bias)])
 
     def mixer_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
-        """Those of fused_groups() that the half that mixes tokens has."""
+        """Those of fused_groups() that the token mixer's sublayer has."""
         if kind.halves == "mlp":
             return {"in_proj": [], "out": []}
         if self.mla:

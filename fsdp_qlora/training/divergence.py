@@ -16,10 +16,10 @@ MARGIN, SLIGHT = 0.1, 0.05  # of the first loss, or this much: the last ones may
 
 def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progress: Progress,
                  largest_weight: Callable[[], float], saturates: bool = False) -> str:
-    """Why the run learns nothing any more, or "". Also notes the losses in `progress`.
+    """Why the run has diverged, or "". Also notes the losses in `progress`.
 
     `largest_weight` is a function, which is called only where the rest makes it suspicious.
-    `saturates`: the loss is one of preferences, whose gradient is 0 where rewards are high enough.
+    `saturates`: the loss is a preference loss, whose gradient is 0 where rewards are high enough.
     """
     if progress.first_loss is None:
         progress.first_loss = loss
