@@ -242,8 +242,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         find_reference(run)
         status.extend_deadline()
         run.merge_check.begin(model, adapter)
-        if records := train(run, start_step):
-            logs.log_speed(run, records)
+        logs.log_speed(run, train(run, start_step))
         save_results(run)
 
 

@@ -765,8 +765,8 @@ def test_balance_of_experts_counts_no_padding(name):
     assert padding.tolist() == [0, 0, 0]
 
 
-def autograd_gate(gate_up, activation):
-    """What gate() gives, by formulas of its own, in fp64."""
+def autograd_glu(gate_up, activation):
+    """What glu() gives, by formulas of its own, in fp64."""
     if activation == "relu2":  # without a gate
         return F.relu(gate_up).square()
     if activation == "silu":
@@ -802,7 +802,7 @@ def test_gates_of_experts_equal_autograd(activation, dtype, compiled):
         )
         grad, gate_up = grad.to(dtype), gate_up.to(dtype)
         exact = gate_up.double().requires_grad_(), weights.double().requires_grad_()
-        want = autograd_gate(exact[0], activation)
+        want = autograd_glu(exact[0], activation)
         (want * exact[1][:, None] * grad).sum().backward()
         out = torch.empty_like(grad)
         forward(out, gate_up, activation, gated)

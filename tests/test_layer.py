@@ -370,18 +370,18 @@ def test_what_is_computed_again_is_there_once(name, saves, monkeypatch):
     attention's not beside the MLP's."""
     forward, slices, at_once = mlp.MLPSublayer.forward, [], []
 
-    def watched(half, call, *args, **settings):
+    def watched(sublayer, call, *args, **settings):
         at_once.append(sum(ref() is not None for ref in slices))
-        out = forward(half, call, *args, **settings)
+        out = forward(sublayer, call, *args, **settings)
         if saves != "all":
             slices.append(weakref.ref(out[1].gate_up))
         assert {fused.dropout_site for fused in call.dequantized} <= {2, 3}
         assert bool(call.dequantized) == (call.reuses_dequantized and saves != "all")
         return out
 
-    def then(half, call, *args):
+    def then(sublayer, call, *args):
         assert {fused.dropout_site for fused in call.dequantized} <= {0, 1}
-        return backward(half, call, *args)
+        return backward(sublayer, call, *args)
 
     pair, backward = pair_and_expected(name)[0], mixer_sublayer.MixerSublayer.backward
     monkeypatch.setattr(mixer_sublayer.MixerSublayer, "backward", then)
@@ -492,12 +492,12 @@ def test_families_here_are_all_families_of_the_table():
 
 
 def test_each_layer_has_the_layout_of_its_kind():
-    """Its own window, rotary, heads, halves and MLP; layers of one kind share a Layout."""
+    """Its own window, rotary, heads, sublayers and MLP; layers of one kind share a LayerSpec."""
     mixed = set()
     for name, make in TINY.items():
         arch = describe_model(make(VOCABULARY))
         kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_mixer, arch.layer_routed,
-                         arch.layer_heads, arch.layer_halves, strict=True))  # fmt: skip
+                         arch.layer_heads, arch.layer_sublayers, strict=True))  # fmt: skip
         layouts = make_layer_specs(arch, (), CONFIG)
         found = []
         for layout in layouts:
@@ -505,12 +505,12 @@ def test_each_layer_has_the_layout_of_its_kind():
             sites = [fused.dropout_site for fused in layout.fused_linears]
             assert len({*sites}) == len(sites) and max(sites) < ATTENTION_SITE, name
             of, routed = layout.mixer, isinstance(layout.mlp, MoESublayer)
-            halves = {NoMixerSublayer: "mlp", NoMLPSublayer: "mixer"}
-            halves = halves.get(type(of)) or halves.get(type(layout.mlp)) or "both"
+            sublayers = {NoMixerSublayer: "mlp", NoMLPSublayer: "mixer"}
+            sublayers = sublayers.get(type(of)) or sublayers.get(type(layout.mlp)) or "both"
             heads = Heads(of.arch.n_heads, of.arch.n_kv_heads, of.arch.head_dim,
                           of.arch.keys_are_values)  # fmt: skip
-            kind = [None, None, None, routed, heads, halves]
-            for _, one in of.paths if halves != "mlp" else ():
+            kind = [None, None, None, routed, heads, sublayers]
+            for _, one in of.paths if sublayers != "mlp" else ():
                 if isinstance(one, AttentionMixer):
                     kind[:2] = one.window, one.rope
                 elif isinstance(one, MLAMixer):
@@ -1062,10 +1062,10 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
             args[6],
         )
     micro_batch = types.SimpleNamespace(longest=n, lengths=(n,), dropout_keys=None, kernels=kernels)
-    half = make_layer_specs(arch, (), CONFIG)[0].mixer.mixer
+    mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.mixer
     call = types.SimpleNamespace(batch=micro_batch, layer=types.SimpleNamespace(index=0),
                                  vector=lambda name, part: None)  # fmt: skip
-    got = attend(call, arch, half.window, None, None, None)
+    got = attend(call, arch, mixer.window, None, None, None)
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (

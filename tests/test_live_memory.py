@@ -262,7 +262,7 @@ def plan_of(arch, saves, **settings):
 
 
 def layers_of(name, monkeypatch, **flags):
-    """(Architecture, {which layer is the first of its kind: Layout}) of a model's shapes."""
+    """(Architecture, {which layer is the first of its kind: LayerSpec}) of a model's shapes."""
     if name == "nemotron-3-super":  # whose experts work in a latent space
         own = dict(bench.MIXERS["nemotron-3-nano-30b"], n_routed_experts=512, mamba_num_heads=128,
                    num_experts_per_tok=22, moe_intermediate_size=2688, moe_latent_size=1024,
@@ -428,8 +428,8 @@ def test_plan_counts_what_a_model_has_to_the_byte(family):
 
 
 def test_plan_counts_what_layers_have_in_common():
-    """The inputs of all layers; keys and values that a layer lends, their gradient, and that of one
-    layer that reads them; and the optimizer's state."""
+    """The inputs of all layers; keys and values that a layer shares, their gradient, and that of
+    one layer that reads them; and the optimizer's state."""
     _, arch, layouts = shapes_of("gemma-4-e4b")
     plan = plan_of(arch, "all", state_bytes=2)
     with FakeTensorMode():

@@ -166,7 +166,7 @@ ON_H100 = [
 
 @functools.lru_cache(None)
 def shapes_of(name, layers=None, **flags):
-    """(Config, Architecture, Layouts) of shapes that benchmarks/run.py or the script knows."""
+    """(Config, Architecture, LayerSpecs) of shapes that benchmarks/run.py or the script knows."""
     shapes = {name: bench.model_config(name, layers)} if name in bench.BUILTIN_CONFIGS else {}
     config = Config(model=name, random_weights=True, **flags)
     with unittest.mock.patch.dict(BUILTIN_CONFIGS, shapes):
@@ -339,7 +339,7 @@ def test_rows_of_the_evaluation_fit_into_the_bins():
 
 
 def test_layers_of_different_sizes_add_up():
-    """Each layer counts by its own Layout, and the largest of them where one is worked on; only
+    """Each layer counts by its own LayerSpec, and the largest of them where one is worked on; only
     adapters are of one size."""
     config, arch, _ = shapes_of("llama-3-8b", 8)
     half = arch.intermediate_size // 2
@@ -541,7 +541,7 @@ def test_embedding_stays_where_no_kernel_can_read_it_on_the_host():
 
 
 def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
-    """And where the host is slower than the GPU: with short bins."""
+    """And where the host is slower than the GPU: with short micro-batches."""
     short = {"longest": 200, "rows": 2}
     plan = choose("llama-3-8b", 140, **short)
     assert plan.graphs and plan.shard_group_size == 1

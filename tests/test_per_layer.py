@@ -38,7 +38,7 @@ FLAGS = ["--lora_rank", "4", "--batch_size", "16", "--max_seq_len", "64", "--com
 SETTINGS = {
     "kept": ["--recompute", "none"],
     "recomputed": ["--recompute", "all"],
-    # those that lend are computed again, those that read are not
+    # those that share theirs are computed again, those that read are not
     "some recomputed": ["--recompute", "3"],
     "offloaded": ["--recompute", "5", "--offload_activations", "--offload_params"],
 }

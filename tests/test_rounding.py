@@ -409,8 +409,8 @@ def test_residual_sum_is_rounded_once():
     assert_rounded_once(lambda grad: residual.branch_gradient(call, None, grad, None, 0), GRAD)
 
 
-def bf16_work(name, **settings):
-    """[(a FusedLinear, a LayerWork in backward)] of a first layer in bf16."""
+def bf16_call(name, **settings):
+    """[(a FusedLinear, a LayerCall in backward)] of a first layer in bf16."""
     pair = Pair(name, **settings)
     model = pair.make(make_plan(pair.arch.n_layers, compute_dtype="bfloat16"))
     adapter_values(model, pair.values)
@@ -422,7 +422,7 @@ def bf16_work(name, **settings):
 
 def test_adapters_gradients_are_summed_in_fp32():
     """Of several parts of a batch."""
-    for fused, call in bf16_work("llama"):
+    for fused, call in bf16_call("llama"):
         want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), call.spec.scaling
         for seed in range(3):
             x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
@@ -441,7 +441,7 @@ def test_adapters_gradients_are_summed_in_fp32():
 
 
 def test_doras_norms_and_magnitudes_are_fp32():
-    for fused, call in bf16_work("llama", adapter="dora"):
+    for fused, call in bf16_call("llama", adapter="dora"):
         weight, n_in = call.weight(fused), fused.in_features
         factor, norm = lora_matmul.dora_factors(call, fused, weight)
         x, grad = torch.eye(n_in).bfloat16(), draw(n_in, fused.out_features)  # picks columns of W

@@ -92,7 +92,7 @@ class MoESublayer:
         if self.shared_gate_up:
             shared = self._shared_forward(call, saved, inputs)
             if norms:
-                assert branch is not None, "the norm after the half needs it"
+                assert branch is not None, "the norm after the experts needs it"
                 saved.given, saved.shared_given = branch, shared
                 branch = normed(call, norms.after, branch)
                 shared = normed(call, norms.after_shared, shared)
@@ -335,7 +335,7 @@ class MoESublayer:
         activated, grad_d = lora_matmul_backward(call, self.shared_down, saved.down_columns, grad,
                                                  activated)
         glu_backward(activated, self._shared_activation, None,
-                      *saved.shared_gate_up.chunk(1 + arch.gated, -1))
+                     *saved.shared_gate_up.chunk(1 + arch.gated, -1))
         add_a_gradient(call, self.shared_down, activated, grad_d)  # glu()'s result by now
         inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.shared_gate_up)
         grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.columns,

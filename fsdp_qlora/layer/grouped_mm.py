@@ -78,8 +78,8 @@ def grouped(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
 
 # ---- adapters of experts ----
 
-# They are columns of the grouped matmuls, as in lora_matmul.py: rows [x, d] times an expert's
-# [W, B].
+# They are columns of the grouped matmuls, as in lora_matmul.py: rows [x, d] times an
+# expert's [W, B].
 # grouped_mm wants rows of whole 16 bytes, 8 values of bf16: hence ranks are multiples of 8.
 
 

@@ -132,14 +132,14 @@ def _make_sublayers(
         of_tokens = AutogradMixer(arch.mixers[kind.mixer], arch)
     mixer: MixerSublayer | NoMixerSublayer = NoMixerSublayer(arch)
     mlp: MLPSublayer | MoESublayer | NoMLPSublayer = NoMLPSublayer(arch)
-    if kind.halves != "mlp":
+    if kind.sublayers != "mlp":
         mixer = MixerSublayer(arch, fused["in_proj"], fused["out"], of_tokens, beside)
     if kind.routed:
         latent = (ExpertLatent(fused["latent_entry"], fused["latent_exit"])
                   if arch.expert_latent else None)
         mlp = MoESublayer(arch, fused.get("shared_gate_up"), fused.get("shared_down"), latent,
                           fused["expert_gate_up"], fused["expert_down"], kind.limits)
-    elif kind.halves != "mixer":
+    elif kind.sublayers != "mixer":
         end = PerLayerEnd(arch, fused["end_gate"], fused["end_out"]) if arch.per_layer else None
         mlp = MLPSublayer(arch, fused["gate_up"], fused["down"], end, kind.limits.mlp)
     return mixer, mlp

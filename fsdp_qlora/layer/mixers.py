@@ -283,7 +283,7 @@ class RecordedFunction:
     and what it costs, in values per token."""
 
     function: Callable[[LayerCall, Tensor, Any], Tensor]
-    saved_values: Callable[[Any, int], int]  # of (mixer, hidden): kept for its backward
+    saved_values: Callable[[Any, int], int]  # of (mixer, hidden): saved for its backward
     live_values: Callable[[Any, int], int]  # alive at once in its backward, besides
     moved_values: Callable[[Any, int], int]  # read or written, forward and backward
 

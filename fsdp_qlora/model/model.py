@@ -57,8 +57,7 @@ class Model(ModelParameters):
 @torch.no_grad()
 def measure_weight_norms(model: Model) -> None:
     """For DoRA: compute the norms of the rows of all adapted weights, fp32. Raises RunError if a
-    row is
-    0. All ranks must call this."""
+    row is 0. All ranks must call this."""
     for layer in model.layers:
         with gathered(layer):
             no_adapter = layer.vectors.new_zeros(layer.spec.n_adapter)

@@ -158,7 +158,7 @@ def activation_peak(
     for saves in {plan.saves(i) for i in (0, max(0, plan.recomputed - 1), plan.n_layers - 1)}:
         live = max(spec.live_bytes(plan, saves) for spec in layers.kinds)
         on_gpu = recomputed
-        if plan.offload_activations:  # x, and twice what a OffloadedActivations gets after it
+        if plan.offload_activations:  # x, and twice what OffloadedActivations gets after it
             second = layers.mlp_values if saves == "mlp" else hidden
             on_gpu = min(recomputed, value_bytes * (hidden + 2 * second))
         peaks.append((on_gpu, others if saves == "all" else 0, live))

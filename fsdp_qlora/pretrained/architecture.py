@@ -322,7 +322,7 @@ class LayerKind(NamedTuple):
     mixer: str | None  # key of Architecture.mixers; None: softmax attention
     routed: bool  # whether it has experts
     heads: Heads
-    halves: str  # "both"; "mixer" or "mlp": this one alone
+    sublayers: str  # "both"; "mixer" or "mlp": this one alone
     limits: Limits
 
 
@@ -339,7 +339,7 @@ class Family:
     final_norm: str = "norm"  # its name in the model
     embedding: str = "embed_tokens"
     prefixes: tuple[str, ...] = ("model.",)  # of names in files; the first one is transformers'
-    one_half: bool = False  # a layer is attention, a mixer or, where layer_types have "mlp" or
+    one_sublayer: bool = False  # a layer is attention, a mixer or, where layer_types have "mlp" or
     #                         "moe", an MLP or experts, with one norm
     attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
     attention_post_norm: str | None = None  # of what attention returns
@@ -405,7 +405,7 @@ class Family:
     sqrt_embedding: bool | FromConfig = False  # embedding_multiplier = hidden_size ** 0.5
     embedding_multiplier: float | FromConfig = 1.0
     rounded_multiplier: bool = False  # embedding_multiplier, to the embedding's dtype (Gemma)
-    residual_multiplier: float | FromConfig = 1.0  # on what a half of a layer adds
+    residual_multiplier: float | FromConfig = 1.0  # on what a sublayer adds
     layer_scalar: str | None = None  # a tensor [1] of each layer: on what the layer returns
     residual_scale: float | FromConfig | None = None  # residual_multiplier = this / layers ** 0.5
     logits_multiplier: float | FromConfig = 1.0
@@ -465,7 +465,7 @@ class Architecture(Family):
     layer_mixer: list[str | None]
     layer_routed: list[bool]
     layer_heads: list[Heads]
-    layer_halves: list[str]
+    layer_sublayers: list[str]
     layer_limits: list[Limits]
     # of each layer, the number of the one whose keys and values it reads; None: it has its own
     kv_sources: list[int | None]
@@ -479,14 +479,14 @@ class Architecture(Family):
         """Of each layer."""
         return [LayerKind(*kind) for kind in zip(
             self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed,
-            self.layer_heads, self.layer_halves, self.layer_limits)]
+            self.layer_heads, self.layer_sublayers, self.layer_limits)]
 
     def of_kind(self, kind: LayerKind) -> Architecture:
         """The same with the norms and heads of such layers."""
         norms: dict[str, Any] = self.mixer_norms if kind.mixer else {}
-        if kind.halves == "mixer":
+        if kind.sublayers == "mixer":
             norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
-        elif kind.halves == "mlp":
+        elif kind.sublayers == "mlp":
             norms = norms | dict(attention_norm=None, attention_post_norm=None)
         heads = Heads(self.n_heads, self.n_kv_heads, self.head_dim, bool(self.keys_are_values))
         if kind.heads == heads and not norms:
@@ -497,7 +497,7 @@ class Architecture(Family):
 
     def has_attention(self, kind: LayerKind) -> bool:
         """Whether such layers have softmax attention."""
-        return (self.beside or not kind.mixer) and kind.halves != "mlp"
+        return (self.beside or not kind.mixer) and kind.sublayers != "mlp"
 
     def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
         """Those whose outputs, concatenated, are q, k, v and perhaps attention's gates; and those
@@ -519,7 +519,7 @@ class Architecture(Family):
 
     def mixer_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
         """Those of fused_groups() that the token mixer's sublayer has."""
-        if kind.halves == "mlp":
+        if kind.sublayers == "mlp":
             return {"in_proj": [], "out": []}
         if self.mla:
             return self.mla.linears(self.hidden_size, kind.heads.n)
@@ -533,7 +533,7 @@ class Architecture(Family):
 
     def mlp_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
         """Those of fused_groups() that the MLP sublayer has."""
-        if kind.halves == "mixer":
+        if kind.sublayers == "mixer":
             return {"gate_up": [], "down": []}
         groups = {"gate_up": self.gate_up, "down": self.down}
         if kind.routed:

@@ -324,7 +324,7 @@ def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
     """Which layers have experts, from the text config of a family with experts."""
     assert family.moe, "the family has experts"
     n_layers, first_dense = c.num_hidden_layers, family.moe.first_dense or 0
-    if family.one_half:
+    if family.one_sublayer:
         return [kind == "moe" for kind in c.layer_types]
     if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
         if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
@@ -344,7 +344,7 @@ def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
-    known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_half else ())
+    known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_sublayer else ())
     if family.mla and family.mla.index_topk:
         known = {"indexed_attention"}
     if other := sorted(set(kinds) - known):
@@ -374,7 +374,7 @@ def describe_positions(
     ropes: list[dict[str, Any]] = []
     layer_rope: list[int | None] = []
     for kind, rotates, (_, _, head_dim, _) in zip(kinds, rotated, layer_heads, strict=True):
-        if kind in family.mixers and not family.beside or not rotates and family.one_half:
+        if kind in family.mixers and not family.beside or not rotates and family.one_sublayer:
             layer_rope.append(None)
             continue
         rope = dict(c.rope_parameters)
@@ -410,8 +410,8 @@ def describe_positions(
     return dict(ropes=ropes, layer_rope=layer_rope,
                 layer_window=[window if slide else None for slide in slides],
                 layer_mixer=[kind if kind in family.mixers else None for kind in kinds],
-                layer_halves=["both" if not family.one_half else "mlp" if kind in ("mlp", "moe")
-                              else "mixer" for kind in kinds],
+                layer_sublayers=["both" if not family.one_sublayer else
+                                 "mlp" if kind in ("mlp", "moe") else "mixer" for kind in kinds],
                 query_temperature=temperature)
 
 
@@ -499,10 +499,11 @@ def shrinking_changes(
     kinds = list(zip(*filter(None, by_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
-    # one layer of the first kind, and one that differs from it in as much as there is; of layers
-    # of one half one of each kind; where layers read others' keys and values, all that are read,
-    # and the last that reads each of them
-    layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if record.one_half else [0, other]
+    # one layer of the first kind, and one that differs most from it; or, of layers of one sublayer,
+    # one of each kind; where layers read others' keys and values, all that are read, and the last
+    # that reads each of them
+    of_each = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    layers = of_each if record.one_sublayer else [0, other]
     kv_sources = {i: source for i, source in enumerate(arch.kv_sources) if source is not None}
     if kv_sources:
         last = {source: i for i, source in kv_sources.items()}

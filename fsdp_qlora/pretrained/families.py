@@ -274,7 +274,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe_text": Family(qk_norm="head", moe=MoE(adapters="stacked")),
     "nemotron_h": Family(
         peft_refuses=("out_proj",), norm="rms_fp32", norm_eps="config.layer_norm_epsilon",
-        one_half=True, embedding="embeddings", final_norm="norm_f",
+        one_sublayer=True, embedding="embeddings", final_norm="norm_f",
         prefixes=("model.", "backbone."), attention_norm="norm", mlp_norm="norm",
         attention="mixer", attention_out="mixer.o_proj",
         qkv_bias=False, out_bias=False, rotary_if=False, gated=False, mlp_in=("mixer.up_proj",),

@@ -37,7 +37,7 @@ from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status
 
 
-PROBE_FILE = "probe.safetensors"  # what the model gives for a few rows, see probe
+PROBE_FILE = "probe.safetensors"  # what the model gives for a few rows, see MergeCheck
 # what a run writes when it ends, by the name of its SHA-256 in train_config.json
 RESULTS = {"adapter_sha256": "adapter_model.safetensors", "probe_sha256": PROBE_FILE}
 MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value, as a regex

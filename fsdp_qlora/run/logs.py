@@ -412,7 +412,10 @@ def decode(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizer
 
 
 def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
-    """Print the answer of a dry run: how fast, how much is computed, how much memory."""
+    """Print the answer of --random_weights, if there are records of steps: how fast, how much is
+    computed, how much memory."""
+    if not records:
+        return
     arch, plan, layers = run.model.arch, run.plan, run.model.layers
     rates = sorted(r["tokens_per_second_per_gpu"] for r in records[2:] or records[-1:])
     rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]

@@ -1,5 +1,4 @@
-"""MergeCheck: logits inputs recorded in training, so that a merge can be checked against the
-trained model.
+"""MergeCheck: inputs of the lm_head recorded in training, by which a merge is checked.
 
 checkpoints.py writes them, merge_adapters.py compares.
 """
