@@ -1,9 +1,14 @@
 """--init_adapter: a run begins with an adapter of PEFT's or of another run, if it fits."""
 
+import contextlib
+
 import pytest
+from peft import LoraConfig
 from short_runs import (
     EVALUATED, FLAGS, adapter_of, assert_same, evaluations, make_base, make_peft_adapters,
     reference_loss_of, runs_of)
+
+from fsdp_qlora.lora.peft_files import check_settings
 
 INIT = ["--max_steps", 1, "--learning_rate", 1e-30, "--init_adapter"]  # a step that changes no bit
 RUNS = {
@@ -70,6 +75,16 @@ REFUSED = {
     "no adapter": (["model"], "is no adapter"),
     "no directory": (["nowhere"], "nowhere"),
 }
+
+
+@pytest.mark.parametrize("how, fits", [
+    (True, True), ("gaussian", True), ("orthogonal", True), ("pissa", False), ("olora", False),
+    ("loftq", False)])
+def test_initialization_matters_only_where_it_changes_the_base(how, fits, tmp_path):
+    """For --init_adapter and for a merge, which ask the same function."""
+    wanted = LoraConfig().to_dict()
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="is 'p|is 'o|is 'l"):
+        check_settings(tmp_path, {"init_lora_weights": how}, wanted, "this run", {})
 
 
 @pytest.mark.parametrize("name", REFUSED)
