@@ -203,8 +203,13 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
     elif not is_flash_attn_2_available():
         reason = "flash-attn is not installed; without it, sliding windows are slower"
     else:
-        model.set_attn_implementation("flash_attention_2")
-        reason = "flash-attn is installed"
+        try:
+            import flash_attn  # noqa: F401
+
+            model.set_attn_implementation("flash_attention_2")
+            reason = "flash-attn is installed"
+        except ImportError as error:  # it was built for another version of torch
+            reason = f"flash-attn cannot be imported: {error}"
     log(f"attention: {model.config._attn_implementation} ({reason})")
 
 
