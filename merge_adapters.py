@@ -213,11 +213,11 @@ def read_adapter(adapter_dir: Path, run: TrainedRun, base: Base) -> dict[str, Li
     names, adapted = base.names, set(arch.adapted(run.config["target_modules"]))
     lora = LoraConfig(r=rank, lora_alpha=alpha, use_rslora=kind == "rslora",
                       use_dora=kind == "dora", **expert_settings(arch, rank, alpha, adapted))
-    parts, of_experts = {}, expert_parts(arch, rank)
+    parts, parts_of_experts = {}, expert_parts(arch, rank)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            parts[name] = file_parts(arch, int(layer), linear, rank, kind, of_experts)
+            parts[name] = file_parts(arch, int(layer), linear, rank, kind, parts_of_experts)
     return open_linear_adapters(adapter_dir, lora, parts, "train_config.json")
 
 
