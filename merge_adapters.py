@@ -129,7 +129,7 @@ def merge(args: argparse.Namespace) -> None:
     transformers.utils.logging.disable_progress_bar()
     adapter_file = adapter_dir / ADAPTER_FILES[1]
     # a missing file is reported below, when it is read
-    adapter_stat = adapter_file.stat() if adapter_file.is_file() else None
+    before = adapter_file.stat() if adapter_file.is_file() else None
     if args.base_model and not find_train_config(adapter_dir).is_file():
         run, base, adapter = open_peft_run(adapter_dir, args.base_model)
     else:
@@ -147,7 +147,7 @@ def merge(args: argparse.Namespace) -> None:
             verdict = check(base, run.probe, new.path, run.probe_input_ids, device)
             if verdict.startswith("not fine") and not base.arch.moe:  # why: docs/serving.md
                 verdict += UNMERGED.format(base.auto_class.__name__, base.directory, adapter_dir)
-        require(adapter_stat and os.path.samestat(adapter_stat, adapter_file.stat()),
+        require(before and os.path.samestat(before, adapter_file.stat()),
                 f"{adapter_dir}: has got another adapter meanwhile: merge again")
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
     asked = {json.dumps(way["chat_template_kwargs"]): way["answers"] for way in run.asked}

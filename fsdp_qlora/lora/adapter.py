@@ -89,16 +89,16 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
     for word in words:
         if word == "experts" and experts:
             continue
-        matches = [name for name in names if f".{name}".endswith(f".{word}")]
+        found = [name for name in names if f".{name}".endswith(f".{word}")]
         if word in expert_names:
             raise ValueError(f"--target_modules {word}: PEFT takes this for all experts, whose name"
                              f" is experts here; there are {choices}")
-        if not matches:
+        if not found:
             raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
                              f" there are {choices}")
-        ends = {name.rsplit(".", 1)[-1] for name in matches}
+        ends = {name.rsplit(".", 1)[-1] for name in found}
         if ends & expert_names and arch.moe and arch.moe.adapters == "modules":
-            log(f"--target_modules {word}: PEFT 0.21 does not load adapters of {matches[0]}; vLLM"
+            log(f"--target_modules {word}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
                 " reads them by their names")
     return words
 

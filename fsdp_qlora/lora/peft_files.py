@@ -41,10 +41,10 @@ def open_adapter(
     path, file = (directory / name for name in ADAPTER_FILES)
     check_settings(path, read_json(path), wanted.to_dict(), source, flags or {})
     stored = tensors_of(file)
-    actual = {name: tensor.shape for name, tensor in stored.items()}
-    odd = min((n for n in {*actual, *shapes} if actual.get(n) != shapes.get(n)), default="")
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    odd = min((n for n in {*found, *shapes} if found.get(n) != shapes.get(n)), default="")
     if odd:
-        raise ValueError(f"{file}: {odd} is {actual.get(odd, 'missing')}, but the base model and"
+        raise ValueError(f"{file}: {odd} is {found.get(odd, 'missing')}, but the base model and"
                          f" {source} ask for {shapes.get(odd, 'none')}: same base model, and same"
                          " --target_modules?")
     for name, tensor in stored.items():
@@ -61,16 +61,16 @@ def check_settings(path: Path, settings: Mapping[str, Any], wanted: Mapping[str,
     than `wanted`, or name more than adapters of linears."""
     all_settings = {**LoraConfig().to_dict(), **settings}
     for key, value in all_settings.items():
-        expected = wanted.get(key)
-        value, expected = (sorted(x, key=str) if isinstance(x, (list, set)) else x
-                       for x in (value, expected))
+        here = wanted.get(key)
+        value, here = (sorted(x, key=str) if isinstance(x, (list, set)) else x
+                       for x in (value, here))
         if key == "init_lora_weights" and any(value is plain or value == plain
                                               for plain in PLAIN_INITS):
             continue
-        if key in IGNORED or value == expected or not (value or expected or key in wanted):
+        if key in IGNORED or value == here or not (value or here or key in wanted):
             continue
         advice = f": give the same by {flags[key]}" if key in flags else ""
-        raise ValueError(f"{path}: {key} is {value!r:.80}, by {source} {expected!r:.80}{advice}")
+        raise ValueError(f"{path}: {key} is {value!r:.80}, by {source} {here!r:.80}{advice}")
 
 
 @dataclasses.dataclass(frozen=True)
