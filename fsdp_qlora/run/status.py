@@ -57,8 +57,8 @@ LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # for prctl(2)
 
 
 class Status:
-    """The state of this process, for status.json, shared by its main thread and its watching thread
-    (see the drawing above)."""
+    """The state of this process: what it is doing, for status.json, and what its main thread and
+    its watching thread tell each other. watch_process() makes one per call of main()."""
 
     def __init__(self) -> None:
         self.phase = "flags"  # a key of EXITS
