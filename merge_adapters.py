@@ -39,9 +39,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported: collections would take a fifth of that time
+    gc.disable()  # until the imports are done: collections would take a fifth of their time
 
-# on a CPU it warns that a package is missing, which only its own inference would use
+# bitsandbytes warns on a CPU that a package is missing, which only its own inference would use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 import torch
@@ -73,8 +73,8 @@ from fsdp_qlora.run.peft_run import open_peft_run
 from fsdp_qlora.training.check import without_kernels
 from fsdp_qlora.training.divergence import why_worse
 
-LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
-FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it
+LARGE_ERROR = 0.20  # fraction of the adapter's own effect: warn above this
+FAILED_ERROR = 1.0  # above this the merged model is further from the trained one than the base is
 UNMERGED = """; to use the adapter without merging it:
     nf4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
@@ -83,7 +83,7 @@ UNMERGED = """; to use the adapter without merging it:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with 1 and one line on stderr where the merge fails; Ctrl-C is such a failure."""
+    """Merge. If that fails, or at Ctrl-C, print one line to stderr and exit with 1."""
     try:
         merge(parse_args(argv))
     except (ValueError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError) as e:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags. Raises ValueError where argparse would exit."""
+    """Return the flags. Raises ValueError where argparse would exit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
 
     def fail(message: str) -> NoReturn:
@@ -128,7 +128,8 @@ def merge(args: argparse.Namespace) -> None:
     adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
     transformers.utils.logging.disable_progress_bar()
     adapter_file = adapter_dir / ADAPTER_FILES[1]
-    before = adapter_file.stat() if adapter_file.is_file() else None  # else reading says so
+    # a missing file is reported below, when it is read
+    before = adapter_file.stat() if adapter_file.is_file() else None
     if args.base_model and not find_train_config(adapter_dir).is_file():
         run, base, adapter = open_peft_run(adapter_dir, args.base_model)
     else:
@@ -144,7 +145,7 @@ def merge(args: argparse.Namespace) -> None:
         verdict = "not checked: whether the merged model gives what was trained is not known"
         if args.check and run.probe and not args.allow_other_base:
             verdict = check(base, run.probe, new.path, run.probe_input_ids, device)
-            if verdict.startswith("not fine") and not base.arch.moe:  # see docs/serving.md
+            if verdict.startswith("not fine") and not base.arch.moe:  # why: docs/serving.md
                 verdict += UNMERGED.format(base.auto_class.__name__, base.directory, adapter_dir)
         require(before and os.path.samestat(before, adapter_file.stat()),
                 f"{adapter_dir}: has got another adapter meanwhile: merge again")
@@ -158,7 +159,7 @@ def merge(args: argparse.Namespace) -> None:
 
 
 def choose_device(asked: str | None, run: TrainedRun) -> str:
-    """The device that quantizes: that of training, where there is one."""
+    """Return the device that quantizes: the one used in training, if it exists here."""
     has_gpu = torch.cuda.is_available()
     trained_on = run.quantization.get("device", "cuda")
     device = asked or (trained_on if has_gpu else "cpu")
@@ -174,7 +175,7 @@ def choose_device(asked: str | None, run: TrainedRun) -> str:
 
 
 def read_base(name: str, quantization: dict[str, Any]) -> Base:
-    """The base model, its files checked as training checks them."""
+    """Return the base model, after the same checks of its files as in training."""
     directory = model_directory(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with explain(f"base model {directory}"):
@@ -204,18 +205,19 @@ def check_base(base: Base, run: TrainedRun, allow_other: bool) -> None:
 
 
 def read_adapter(adapter_dir: Path, run: TrainedRun, base: Base) -> dict[str, LinearAdapter]:
-    """{linear's name: its adapter}. Raises ValueError unless the files are those of the run."""
+    """Return {linear's name: its adapter}. Raises ValueError unless the files are those of the run.
+    """
     rank, alpha, kind = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
     arch = as_saved(base.arch, read_json(path), tensors_of(file))
     names, adapted = base.names, set(arch.adapted(run.config["target_modules"]))
     lora = LoraConfig(r=rank, lora_alpha=alpha, use_rslora=kind == "rslora",
                       use_dora=kind == "dora", **expert_settings(arch, rank, alpha, adapted))
-    parts, of_experts = {}, expert_parts(arch, rank)
+    parts, parts_of_experts = {}, expert_parts(arch, rank)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            parts[name] = file_parts(arch, int(layer), linear, rank, kind, of_experts)
+            parts[name] = file_parts(arch, int(layer), linear, rank, kind, parts_of_experts)
     return open_linear_adapters(adapter_dir, lora, parts, "train_config.json")
 
 
@@ -238,16 +240,16 @@ def log_base(base: Base, n_adapted: int) -> None:
 
 @dataclasses.dataclass
 class Rounding:
-    """Sums of squares over all merged weights."""
+    """Sums of squares over all merged weights, to compare rounding with the adapter's effect."""
 
-    effect: float = 0.0  # of what the adapter adds to them
-    error: float = 0.0  # of what rounding to bf16 changes
+    effect: float = 0.0  # of the changes by the adapter
+    error: float = 0.0  # of the changes by rounding to bf16
 
 
 def write_merged(partial: Path, output: Path, base: Base, adapter: dict[str, LinearAdapter],
                  run: TrainedRun, device: str) -> None:
-    """Write the merged model into `partial`, which is to become `output`, and print how far
-    rounding takes it from the exact sum. ValueError if the disk has no room."""
+    """Write the merged model into `partial`, which will be renamed to `output`, and print how much
+    rounding to bf16 changes it. Raises ValueError if the disk has no room."""
     gib, free = base.n_bytes / 2**30, shutil.disk_usage(partial).free / 2**30
     require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, {free:.1f} are free")
     rounding = Rounding()
@@ -262,10 +264,10 @@ def write_merged(partial: Path, output: Path, base: Base, adapter: dict[str, Lin
 
 def merged_tensor(name: str, base: Base, adapter: dict[str, LinearAdapter], device: str,
                   rounding: Rounding) -> torch.Tensor:
-    """One tensor of the merged model, on the CPU."""
+    """Return one tensor of the merged model, on the CPU."""
     shape, dtype = base.tensors[name]
     merged = torch.empty(shape, dtype=dtype)
-    for part, index in base.parts.get(name, [(name, ...)]):  # of all experts, or the whole
+    for part, index in base.parts.get(name, [(name, ...)]):  # each expert, or the whole
         weight, is_transposed = read_stored(base, name, part, index, device)
         if part in base.names.linears or part in base.nf4_states:
             weight = nf4_weight(weight, part, base, base.paths[name])
@@ -278,10 +280,12 @@ def merged_tensor(name: str, base: Base, adapter: dict[str, LinearAdapter], devi
 
 def read_stored(base: Base, whole: str, part: str, index: Any,
                 device: str) -> tuple[torch.Tensor, bool]:
-    """The tensor `whole` of the base model's files or the `part` of it at `index`, see
-    TensorNames.parts(); and whether the tensor in 16 bits is its transpose. A linear is [out, in];
-    in FP8 and INT4 it is multiplied by its scales; in MXFP4 it becomes fp32. Raises ValueError if
-    its content is not that of base.sums."""
+    """Return a tensor of the base model's files: `whole`, or the `part` of it at `index`, see
+    TensorNames.parts(). Also returns whether the stored tensor is the transpose of this.
+
+    A linear is [out, in]; in FP8 and INT4 it is multiplied by its scales; in MXFP4 it becomes fp32.
+    Raises ValueError if the stored values do not match their digest in base.sums.
+    """
     files, names, sums = base.files, base.names, base.sums
     if part in names.linears and names.linears[part].mxfp4:
         blocks, scales = (
@@ -293,14 +297,14 @@ def read_stored(base: Base, whole: str, part: str, index: Any,
     is_transposed = part in names.sources and names.sources[part].columns is not None
     tensor = read_tensor(files[name], name, device, sums.get(part), index, part, is_transposed)
     if scales := names.scaled.get(part):
-        of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
-        tensor = scaled_weight(part, tensor, of_scales)
+        scale_values = read_tensor(files[scales], scales, device, sums.get(scales))
+        tensor = scaled_weight(part, tensor, scale_values)
     return tensor, is_transposed
 
 
 def nf4_weight(weight: torch.Tensor, name: str, base: Base, path: Path) -> torch.Tensor:
-    """W, which training computed with: the values of the weight's NF4; or, of one that is in MXFP4,
-    the weight as it is. `path`: the file that it is in."""
+    """Return W, the weight that training computed with: `weight` quantized to NF4 and dequantized;
+    in MXFP4, `weight` itself. `path`: the file that has it."""
     linear = base.names.linears.get(name)  # None: a router in NF4
     if linear and linear.mxfp4:
         return weight.to(base.dtype)
@@ -309,7 +313,7 @@ def nf4_weight(weight: torch.Tensor, name: str, base: Base, path: Path) -> torch
         parts = {key: read_tensor(base.files[key], key, content=base.sums.get(key)) for key in keys}
         with explain(f"{path}: {name}: its quantization is damaged"):
             return dequantize_stored(weight, parts, base.dtype)
-    # NF4 may hide what is not a number
+    # checked before, because NF4 may hide NaN and infinity
     return nf4_round_trip(finite(weight.to(base.dtype), f"{path}: {name}"))
 
 
@@ -317,7 +321,7 @@ def add_adapter(
     weight: torch.Tensor, rounding: Rounding, scaling: float, lora_a: torch.Tensor,
     lora_b: torch.Tensor, magnitude: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """bf16(W + scaling * B @ A), with DoRA's magnitude [out]; adds up the Rounding."""
+    """Return bf16(W + scaling * B @ A), with DoRA's magnitude [out]. Adds to `rounding`."""
     total = (lora_b.float() @ lora_a.float()).mul_(scaling).add_(weight)  # 0.9 GiB in a 70B
     if magnitude is not None:
         total *= (magnitude.float() / torch.linalg.norm(total, dim=1))[:, None]
@@ -331,8 +335,9 @@ def add_adapter(
 
 def write_files(directory: Path, base: Base, tensors: Iterator[torch.Tensor],
                 run: TrainedRun) -> None:
-    """Write the merged tensors in files like the base's, with all else that the base has, and files
-    of the run: the tokenizer, where the base has none, generation_config.json, its template."""
+    """Write the merged tensors in files like the base's, with copies of all other files of the
+    base. Files of the run are added: the tokenizer if the base has none, generation_config.json,
+    and the chat template."""
     for path in run.tokenizer:
         shutil.copyfile(path, directory / path.name)
     copy_all_but_weights(base, directory)
@@ -352,9 +357,11 @@ def write_files(directory: Path, base: Base, tensors: Iterator[torch.Tensor],
 
 def check(base: Base, merge_check: Path, merged_dir: Path, rows: list[list[int]],
           device: str) -> str:
-    """Print how far the merged model's logits are from the trained model's, of which the file
-    `merge_check` has the inputs. Returns the verdict, one line; ValueError if it is another
-    model."""
+    """Print how far the merged model's logits are from the trained model's. The file `merge_check`
+    has the inputs that the trained model's lm_head got for `rows`.
+
+    Returns the verdict, one line. Raises ValueError if it is another model.
+    """
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
@@ -389,7 +396,7 @@ def require(condition: Any, message: str) -> None:
 
 
 def finite(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """The tensor, if all its values are numbers; else ValueError."""
+    """Return the tensor if all its values are finite. Raises ValueError otherwise."""
     require(tensor.isfinite().all(), f"{what} has values that are NaN or infinite")
     return tensor
 

@@ -53,15 +53,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
 
-DTYPE = torch.bfloat16  # of unquantized weights, activations and matmuls
+DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
 # four 4-bit weights are stored as one bf16 number, because FSDP2 shards integers only in newer
 # versions of torch than the oldest that this file supports (2.11)
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 MAX_GRAD_NORM = 1.0
-WARMUP_FRACTION = 0.03  # of all steps
+WARMUP_FRACTION = 0.03  # fraction of all steps
 LOSS_CHUNK = 1024  # tokens whose logits are in fp32 at once: 0.5 GiB for a vocabulary of 128k
 IGNORE_INDEX = -100  # label of a token that is not in the loss
-Row = tuple[list[int], list[int]]  # token ids, and for each the next token's id, or IGNORE_INDEX
+Row = tuple[list[int], list[int]]  # token ids, and for each token the next one's id or IGNORE_INDEX
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
     device = init_distributed()
     check_args(args)
     directory = model_directory(args)
-    # reads tokenizer.json as it is, whatever class the model names
+    # this class reads tokenizer.json as it is, whatever class the model names
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     rows = read_rows(args, tokenizer)
     model = build_model(args, directory, device)
@@ -106,7 +106,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def init_distributed() -> torch.device:
-    """Join the processes that torchrun started, or be the only one. Returns this rank's device."""
+    """Join the processes that torchrun started; without torchrun, be the only process. Returns this
+    rank's device."""
     single_process = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     group = {} if "RANK" in os.environ else single_process  # torchrun sets RANK and the rest
     if not torch.cuda.is_available():
@@ -149,7 +150,7 @@ def fail(message: str) -> NoReturn:
 
 
 def model_directory(args: argparse.Namespace) -> Path:
-    """Returns the directory of --model, after a download if that is a Hub id."""
+    """Return the directory of --model, downloaded first if it is a Hub id."""
     directory = Path(args.model)
     if not directory.is_dir():
         try:
@@ -165,12 +166,12 @@ def model_directory(args: argparse.Namespace) -> Path:
 
 
 def build_model(args: argparse.Namespace, directory: Path, device: torch.device) -> PeftModel:
-    """Build the model on meta, which takes no memory. The linears of its decoder layers become
-    4-bit ones with LoRA."""
+    """Build the model on meta, which needs no memory. The linears of its decoder layers become
+    4-bit linears with LoRA."""
     config = AutoConfig.from_pretrained(directory)
     if hasattr(config, "quantization_config"):
         fail(f"--model {args.model}: is quantized already; name the original")
-    # buffers such as rotary frequencies are computed here: no file has them
+    # buffers such as rotary frequencies get their values here, because no file has them
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
     choose_attention(model, device)
@@ -195,7 +196,7 @@ def build_model(args: argparse.Namespace, directory: Path, device: torch.device)
 
 
 def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
-    """Take Flash Attention 2 if it can run, else what transformers takes: PyTorch's sdpa."""
+    """Use Flash Attention 2 if it can run, else transformers' default: PyTorch's sdpa."""
     if device.type != "cuda":
         reason = "no GPU"
     elif not model._supports_flash_attn:
@@ -214,9 +215,9 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_dense(layers: nn.ModuleList, args: argparse.Namespace) -> None:
-    """Refuse mixtures of experts: where an expert got no token it has no gradient, and the ranks'
-    reduce-scatters would not match. Experts are found by name, or by weights of three dimensions,
-    convolutions aside."""
+    """Refuse mixtures of experts: an expert that got no token has no gradient, so the ranks'
+    reduce-scatters would not match. Experts are found by name, or by weights with three dimensions
+    that are not convolutions."""
     for name, weight in layers.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
             fail(f"--model {args.model}: is a mixture of experts ({name}); use train_fsdp_qlora.py")
@@ -225,8 +226,8 @@ def check_dense(layers: nn.ModuleList, args: argparse.Namespace) -> None:
 def load_and_shard(
     model: PeftModel, args: argparse.Namespace, directory: Path, device: torch.device
 ) -> None:
-    """Read, quantize and shard one decoder layer after the other, so that no GPU ever holds them
-    all. All ranks must call this."""
+    """Read, quantize and shard one decoder layer after the other, so that no GPU ever needs memory
+    for all of them. All ranks must call this."""
     causal_lm = model.get_base_model()
     causal_lm.tie_weights()  # the lm_head may share the embedding's tensor
     handles = open_weights(causal_lm, directory)
@@ -253,7 +254,7 @@ def load_and_shard(
 
 
 def open_weights(causal_lm: PreTrainedModel, directory: Path) -> dict[str, Any]:
-    """Returns {bare name: lazy handle} of the stored tensors. handle[...] reads the tensor."""
+    """Return {bare name: lazy handle} of the stored tensors. handle[...] reads the tensor."""
     handles = {}
     for path in sorted(directory.glob("model*.safetensors")):
         file = safe_open(path, "pt")
@@ -268,19 +269,19 @@ def open_weights(causal_lm: PreTrainedModel, directory: Path) -> dict[str, Any]:
 
 
 def bare_name(name: str) -> str:
-    """A tensor's name without what PEFT puts in and without prefixes of multimodal models."""
+    """Return a tensor's name without PEFT's additions and without prefixes of multimodal models."""
     return re.sub(r"^((model|language_model)\.)+", "", name.replace(".base_layer", ""))
 
 
 def load_module(
     module: nn.Module, name: str, handles: dict[str, Any], device: torch.device
 ) -> None:
-    """Give a module's own parameters and buffers, not its children's, their values on `device`."""
+    """Load a module's own parameters and buffers, not its children's, to `device`."""
     if isinstance(module, LoraLayer):
         init_lora(module, device)
     for key, buffer in list(module.named_buffers(recurse=False)):
         stored = handles.get(bare_name(f"{name}.{key}"))
-        value = buffer if stored is None else stored[...]  # most are computed, not stored
+        value = buffer if stored is None else stored[...]  # most buffers are computed, not stored
         setattr(module, key, value.to(device, buffer.dtype))
     for key, _ in list(module.named_parameters(recurse=False)):
         stored = handles.get(bare_name(f"{name}.{key}"))
@@ -296,31 +297,32 @@ def load_module(
 
 
 def init_lora(module: LoraLayer, device: torch.device) -> None:
-    """Materialize LoRA with PEFT's initial values, in fp32: shard_layer() says why."""
+    """Materialize LoRA with PEFT's initial values, in fp32; shard_layer() explains why fp32."""
     for matrices in (module.lora_A, module.lora_B):
         matrices.to_empty(device=device).float()  # both work in place
     module.reset_lora_parameters("default", init_lora_weights=True)
 
 
 def round_to_nf4(linear: nn.Linear) -> None:
-    """Round a weight to NF4 and keep it in bf16, for the same model as transformers' load_in_4bit
-    makes. Gemma 4 has such a linear outside of its layers, per_layer_model_projection."""
+    """Round a weight to NF4 and store the result in bf16: transformers' load_in_4bit quantizes it
+    too, and the models must match. Gemma 4 has such a linear outside its layers,
+    per_layer_model_projection."""
     codes, state = bnb.functional.quantize_4bit(linear.weight.data, **NF4_KWARGS)
     linear.weight.data = bnb.functional.dequantize_4bit(codes, state)
 
 
 def fsdp_policy(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Returns the FSDP policy, as keywords of fully_shard().
+    """Return the FSDP policy, as keywords of fully_shard().
 
-    Each decoder layer is a unit: a rank holds its shard of the layer, and all ranks gather the
+    Each decoder layer is a unit: a rank stores its shard of the layer, and all ranks gather the
     whole layer for its forward and again for its backward. The rest of the model is one more unit,
     gathered for the whole forward and backward. With --offload the shards wait in pinned CPU RAM.
-    bitsandbytes' scales are no parameters: they stay whole on each GPU, 1 GiB for a 70B.
+    bitsandbytes' scales are not parameters: each GPU stores all of them, 1 GiB for a 70B.
     """
     offload_policy = OffloadPolicy()
     if args.offload:
         offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # param_dtype must stay None, or the weights would be damaged: shard_layer() says how
+    # param_dtype must stay None, or the weights would be damaged: shard_layer() explains how
     return {"offload_policy": offload_policy, "mp_policy": MixedPrecisionPolicy()}
 
 
@@ -348,7 +350,7 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
 
 
 def verify(model: PeftModel) -> None:
-    """Check that nothing is left on meta, and that LoRA is trained and nothing else."""
+    """Check that nothing is left on meta, and that exactly the LoRA weights are trainable."""
     assert not any(p.is_meta for p in model.parameters()), "weights are left on meta"
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     adapted = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -367,16 +369,16 @@ def verify(model: PeftModel) -> None:
 def train(
     model: PeftModel, rows: list[Row], args: argparse.Namespace, device: torch.device
 ) -> None:
-    """The loop. All ranks must call this."""
-    # bitsandbytes cannot step DTensors, so it gets this rank's shards of them on the GPU: the same
-    # memory, or with --offload a copy. A rank may have no part of a small matrix.
+    """Run the training loop. All ranks must call this."""
+    # bitsandbytes cannot step DTensors, so it gets this rank's shards of them on the GPU: views of
+    # the same memory or, with --offload, copies. A rank may have no part of a small matrix.
     params = [p for p in model.parameters() if p.requires_grad and p.to_local().numel()]
     local_params = [
         nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in params]
     optimizer = bnb.optim.PagedAdamW8bit(local_params, weight_decay=0.0)
     for step in range(1, args.max_steps + 1):
         started = time.perf_counter()
-        batch = rows[(step - 1) * args.batch_size : step * args.batch_size]  # of all ranks
+        batch = rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
         n_targets = sum(target != IGNORE_INDEX for _, targets in batch for target in targets)
         loss = torch.zeros((), device=device)
         for micro_batch in micro_batches(batch, args):
@@ -398,7 +400,7 @@ def train(
             for param, local_param in zip(params, local_params):
                 param.to_local().detach().copy_(local_param.detach())
         model.zero_grad()
-        optimizer.zero_grad()  # or it would keep this gradient through the next step
+        optimizer.zero_grad()  # else this gradient would use memory during the next step
         n_tokens = sum(len(ids) for ids, _ in batch) / dist.get_world_size()
         unit = "GPU" if device.type == "cuda" else "process"
         log(f"step {step:5}/{args.max_steps} loss {loss:7.4f} lr {lr:.1e} grad {norm:6.3f}"
@@ -424,7 +426,8 @@ def micro_batches(batch: list[Row], args: argparse.Namespace) -> Iterator[list[R
 def forward_backward(
     model: PeftModel, rows: list[Row], n_targets: int, device: torch.device
 ) -> torch.Tensor:
-    """Add to the gradient. Returns the sum of the rows' losses, divided by the step's n_targets.
+    """Run forward and backward of some rows; gradients accumulate. Returns the sum of the rows'
+    losses, divided by the step's n_targets.
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
     the loss ignores the padding. All ranks must call this.
@@ -435,7 +438,7 @@ def forward_backward(
         return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
 
     ids, targets = zip(*rows)
-    # autocast for LoRA, which is in fp32; its cache would keep the whole adapter in bf16, too
+    # autocast for LoRA, which is in fp32; autocast's cache would add a bf16 copy of the adapter
     with torch.autocast(device.type, DTYPE, cache_enabled=False):
         logits = model(input_ids=pad(ids, 0), use_cache=False).logits  # [rows, tokens, vocabulary]
     loss = cross_entropy(logits.flatten(0, 1), pad(targets, IGNORE_INDEX).flatten()) / n_targets
@@ -447,17 +450,17 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum the cross-entropy of logits [tokens, vocabulary], LOSS_CHUNK tokens at a time.
     checkpoint() recomputes each chunk in backward, so that only one chunk is ever in fp32."""
 
-    def of_chunk(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
     chunks = zip(logits.split(LOSS_CHUNK), targets.split(LOSS_CHUNK))
-    losses = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    losses = [checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.stack(losses).sum()
 
 
 def clip_gradient(local_params: list[nn.Parameter], device: torch.device) -> torch.Tensor:
-    """Scale the gradient down to MAX_GRAD_NORM. Returns its norm before that, over all ranks. All
-    ranks must call this."""
+    """Scale the gradient down to MAX_GRAD_NORM. Returns its norm before clipping, over all ranks.
+    All ranks must call this."""
     norm = nn.utils.get_total_norm([p.grad for p in local_params]).to(device).square()
     dist.all_reduce(norm)
     norm.sqrt_()
@@ -466,7 +469,7 @@ def clip_gradient(local_params: list[nn.Parameter], device: torch.device) -> tor
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up, then cosine decay. step: 1 to max_steps."""
+    """Return the learning rate of step 1..max_steps: linear warm-up, then cosine decay."""
     n_warmup = max(1, round(WARMUP_FRACTION * args.max_steps))
     progress = max(0, step - n_warmup) / (args.max_steps + 1 - n_warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
@@ -496,7 +499,8 @@ def save_adapter(
 
 
 def read_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
-    """Returns the rows of all steps, in order. Each epoch is shuffled, with its number as seed."""
+    """Return the rows of all steps, in order. Each epoch is shuffled, with the epoch's number as
+    seed."""
     if not Path(args.dataset).is_file():
         fail(f"--dataset {args.dataset}: no such file")
     sequences = []
@@ -511,7 +515,7 @@ def read_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> l
     rows = []
     for ids, labels in sequences:
         ids, labels = ids[: args.max_seq_len], labels[: args.max_seq_len]
-        targets = labels[1:] + [IGNORE_INDEX]  # each token is to predict the next one
+        targets = labels[1:] + [IGNORE_INDEX]  # each token predicts the next one
         if any(target != IGNORE_INDEX for target in targets):
             rows.append((ids, targets))
     if not rows:
@@ -530,11 +534,11 @@ def encode(
     row: dict[str, Any], tokenizer: PreTrainedTokenizerFast
 ) -> list[tuple[list[int], list[int]]]:
     """Tokenize a line of the data set. Returns (ids, labels) of its text, or of each answer in its
-    conversation. The labels are the ids, or IGNORE_INDEX for what is not in the loss.
+    conversation. A label is the token's id, or IGNORE_INDEX if the token is not in the loss.
 
-    Each answer follows exactly the prompt that a server renders for the messages before it. It is
-    a row of its own, which repeats them, because a template may change an answer that others
-    follow: Qwen3's drops its reasoning.
+    Each answer follows exactly the prompt that a server renders for the messages before it. Each
+    answer is a row of its own that repeats these messages, because a template may change an answer
+    that other messages follow: Qwen3's drops its reasoning.
     """
     check_keys(row)
     if "text" in row:
@@ -548,7 +552,7 @@ def encode(
 def encode_answer(
     prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[list[int], list[int]]:
-    """Returns (ids, labels) of a prompt, which is not in the loss, and the answer to it."""
+    """Return (ids, labels) of a prompt, which is not in the loss, and its answer."""
     prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
     text = render([*prompt_messages, answer], tokenizer)
     if not text.startswith(prompt):
@@ -572,7 +576,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
 
 
 def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: bool) -> str:
-    """Returns the chat template's text of the messages, if it contains all of their content."""
+    """Return the messages as text by the chat template. Raises ValueError if the text lacks the
+    content of a message."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     for message in messages:
         content = message["content"].rpartition("</think>")[2]  # templates may drop reasoning
@@ -582,7 +587,8 @@ def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: 
 
 
 def check_keys(row: dict[str, Any]) -> None:
-    """Raise ValueError for what is not handled here. Most other keys would change the training."""
+    """Raise ValueError for keys and roles that this file does not handle. Most other keys would
+    change the training."""
     if not isinstance(row, dict) or set(row) not in ({"text"}, {"messages"}):
         raise ValueError(f"expected text alone or messages alone, not {str(row)[:80]}")
     for message in row.get("messages", []):

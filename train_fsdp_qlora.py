@@ -47,9 +47,9 @@ from typing import Any
 if __name__ == "__main__":
     from fsdp_qlora.run.start import before_imports
 
-    before_imports()  # without torchrun --help and a wrong flag are answered here, at once
+    before_imports()  # without torchrun: --help and a wrong flag end here, before slow imports
 
-# on a CPU it warns that a package is missing, which only its own inference would use
+# bitsandbytes warns on a CPU that a package is missing, which only its own inference would use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 import bitsandbytes as bnb
@@ -117,7 +117,7 @@ SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
 TIMEOUT = timedelta(hours=12)  # one process may tokenize a large file while the others wait
 RETRY_SECONDS = 60  # after a save that failed
-DRY_EXAMPLES = 5  # rows that a dry run shows
+DRY_EXAMPLES = 5  # rows that a dry run prints
 clock = time.monotonic  # seconds
 Record = dict[str, float]  # a line of metrics.jsonl
 Optimizer = bnb.optim.PagedAdamW8bit
@@ -129,7 +129,7 @@ Optimizer = bnb.optim.PagedAdamW8bit
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 or one of those in ranks.py."""
+    """Run the job and return the exit code: 0, or one of those in ranks.py."""
     device = join_processes()
     with watch_process() as status:
         try:
@@ -142,13 +142,13 @@ def main(argv: list[str] | None = None) -> int:
             code = 0
         except RunError as e:
             code = status.stop_together(e)
-            with contextlib.suppress(RuntimeError):  # of a rank that has left alone
+            with contextlib.suppress(RuntimeError):  # another rank may have left alone
                 dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
-        except SystemExit as e:  # of --help
+        except SystemExit as e:  # from --help
             dist.barrier()  # some ranks may not have joined yet
             code = int(e.code or 0)
         except Exception as e:
-            # the others wait in a collective that this rank will never join: torchrun ends them
+            # other ranks wait in a collective that this rank will never join: torchrun ends them
             return status.end_alone(e, device)
     dist.destroy_process_group()
     return code
@@ -168,7 +168,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
             return
         limit = limit_memory(config, device)
 
-        # 2. Model and data: what is wrong with them is found before any weight is fetched or read
+        # 2. Model and data: find what is wrong with them before any weight is downloaded or read
         if not config.model:
             make_demo(config, directory)
         name = config.model or str(directory / "demo" / "model")
@@ -181,7 +181,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
         config = resolve_steps(config, len(rows))
 
-        # 3. What is adapted, and which run this is: its adapter is looked at, then its weights
+        # 3. The linears to adapt, the base weights, and the step to start from
         status.enter("model")
         on_rank_0(check_tokenizer, base.directory, tokenizer, rows)
         with raise_on_all_ranks():
@@ -197,7 +197,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         start_step = find_start_step(config, directory, digests, saved_config, status, is_dry)
         on_rank_0(checkpoints.check_room, config, directory, specs)
 
-        # 4. Which attention, and the plan: what is sharded, recomputed, offloaded
+        # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")
         with raise_on_all_ranks():
             kernels = choose_attention(config, arch, device)
@@ -213,7 +213,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         if is_dry:
             raise RunError(f"--max_steps 0: nothing was trained; {logs.describe_steps(config)}", 0)
 
-        # 5. The model: built on meta, sharded by FSDP2, then each rank loads its part in NF4
+        # 5. The model: built on meta, sharded by FSDP2; then each rank loads its shard in NF4
         mesh = make_mesh(plan.shard_group_size, device)
         model = Model(arch, specs, plan, kernels, device, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
@@ -248,9 +248,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
 def find_start_step(config: Config, directory: Path, digests: dict[str, str | None],
                     saved_config: dict[str, Any], status: Status, is_dry: bool) -> int:
-    """The step of the newest whole checkpoint in the directory, after which the run goes on; 0: it
-    is new, or is only looked at. `saved_config` is its train_config.json. All ranks must call
-    this."""
+    """Return the step of the latest complete checkpoint, from which the run continues; 0 if the run
+    is new or a dry run. `saved_config` is the run's train_config.json. All ranks must call this."""
     status.enter("checkpoint")
     if is_dry:
         on_rank_0(checkpoints.check_run, config, directory, digests, saved_config)
@@ -266,8 +265,8 @@ def find_start_step(config: Config, directory: Path, digests: dict[str, str | No
 
 
 def start_adapter(run: Run, start_step: int) -> None:
-    """Set the adapter to its first values, or to those of checkpoint `start_step`, with the
-    optimizer's state. All ranks must call this."""
+    """Initialize the adapter, or load it and the optimizer's state from checkpoint `start_step`.
+    All ranks must call this."""
     if not start_step:
         run.adapter.initialize(run.config)
         return
@@ -284,7 +283,7 @@ def start_adapter(run: Run, start_step: int) -> None:
 
 
 def join_processes() -> torch.device:
-    """Join torchrun's processes over NCCL, on CPUs over gloo. Returns this rank's device."""
+    """Join torchrun's processes over NCCL, or over gloo on CPUs. Returns this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     options: dict[str, Any] = {"backend": "gloo", "timeout": TIMEOUT}
     if "RANK" not in os.environ:  # plain `python`, a run of one process
@@ -300,19 +299,19 @@ def join_processes() -> torch.device:
         # tensors of all sizes come and go, and gaps between fixed segments cannot be joined
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
-        torch.set_num_threads(1)  # what the host computes is small: waking threads takes longer
+        torch.set_num_threads(1)  # CPU work is small here: waking threads takes longer
     else:
         device = torch.device("cpu")
         if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun allows each process one thread; share cores
             torch.set_num_threads(max(1, n_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     dist.init_process_group(**options)
     transformers.utils.logging.disable_progress_bar()
-    if local_rank:  # one rank of a machine shows how the Hub's downloads go
+    if local_rank:  # one rank of each machine shows the progress of downloads from the Hub
         huggingface_hub.utils.disable_progress_bars()
-    # on a CPU bitsandbytes keeps the paged optimizer's state unpaged, which is what we want there
+    # on a CPU bitsandbytes does not page the optimizer's state, which is right there
     warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
-    # of the probe's few tokens, for which nothing is compiled
+    # the kernel trial runs a few tokens through flex_attention without compiling it
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
     return device
 
@@ -323,12 +322,13 @@ def join_processes() -> torch.device:
 
 
 def choose_attention(config: Config, arch: Architecture, device: torch.device) -> Kernels:
-    """The attention to use. Raises ValueError.
+    """Return the attention kernels to use. Raises ValueError.
 
-    From Hopper on torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention
-    2; where that is not installed, torch's own kernel for any lengths, and for what that does not
-    know, as soft caps, its flex_attention. A kernel is used only if it gives what plain torch
-    gives: a flash-attn built without windows or caps returns wrong results without an error.
+    For rows of one length, torch's SDPA (cuDNN) is the fastest from Hopper on, Flash Attention 2
+    before. For rows of other lengths it is Flash Attention 2 or, where that is not installed,
+    torch's own varlen kernel; for what that lacks, such as soft caps, torch's flex_attention. A
+    kernel is used only if its results match plain torch: a flash-attn built without windows or caps
+    returns wrong results without an error.
     """
     from transformers.utils import is_flash_attn_2_available
 
@@ -341,22 +341,22 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
     flash = [attention.flash_attention] if has_flash and config.attn != "sdpa" else []
     batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
     batched = attention.batched_attention
-    of_one_length = [batched, *flash] if batched_first else [*flash, batched]
-    of_any_lengths = [attention.varlen_attention, flex_document_attention]
+    fixed_len = [batched, *flash] if batched_first else [*flash, batched]
+    any_len = [attention.varlen_attention, flex_document_attention]
 
     def first_that_works(
             kernels: list[Callable], arch: Architecture, attention_type: str) -> Callable:
         if not has_kernels or arch.attention_dropout:
             return attention.document_attention
-        works = (f for f in kernels if attention.kernel_matches(f, arch, attention_type, device))
-        return next(works, attention.document_attention)
+        usable = (f for f in kernels if attention.kernel_matches(f, arch, attention_type, device))
+        return next(usable, attention.document_attention)
 
     chosen = Kernels({}, {})
-    for attention_type, of_layers in attention.architectures_by_attention_type(arch).items():
-        fastest = flash if attention_type == "window" else of_one_length
+    for attention_type, layer_arch in attention.architectures_by_attention_type(arch).items():
+        fastest = flash if attention_type == "window" else fixed_len
         for kernels, first in (chosen.varlen, flash), (chosen.fixed_len, fastest):
             kernels[attention_type] = first_that_works(
-                [*first, *of_any_lengths], of_layers, attention_type)
+                [*first, *any_len], layer_arch, attention_type)
     is_used = attention.flash_attention in chosen.varlen.values()
     if config.attn == "flash_attention_2" and not is_used:
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
@@ -370,14 +370,14 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
 
 
 def make_mesh(shards: int, device: torch.device) -> DeviceMesh:
-    """Groups of `shards` consecutive ranks share a copy of the model each (HSDP), or all ranks one.
-    Within a group weights are gathered and gradients scattered, all the time; between groups only
-    the adapter's gradients are summed."""
+    """Make groups of `shards` consecutive ranks, each of which shares a copy of the model (HSDP);
+    or one group of all ranks. Within a group weights are gathered and gradients scattered all the
+    time; between groups only the adapter's gradients are summed."""
     ranks = torch.arange(dist.get_world_size()).view(-1, shards)
     if len(ranks) == 1:
         return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
-    # not init_device_mesh: it splits the default group, which torch may refuse where that has a
-    # backend each for CPU and GPU ("Unknown c10d backend type", pytorch issue 159200)
+    # not init_device_mesh: it splits the default group, which torch may refuse if that group has
+    # one backend for CPUs and one for GPUs ("Unknown c10d backend type", pytorch issue 159200)
     groups = [
         dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
         for rows in (ranks.t(), ranks)]
@@ -386,10 +386,10 @@ def make_mesh(shards: int, device: torch.device) -> DeviceMesh:
 
 
 def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
-    """Make each decoder layer an FSDP2 unit, where there is something to gather.
+    """Make each decoder layer an FSDP2 unit, if there is something to gather.
 
     plan.reshard_after_forward frees a layer's gathered weights until its backward (FULL_SHARD), or
-    keeps them (SHARD_GRAD_OP). Embedding and head are no units, see ModelParameters.
+    keeps them (SHARD_GRAD_OP). The embedding and lm_head are not FSDP units, see ModelParameters.
     """
     if not plan.uses_fsdp:
         return
@@ -403,7 +403,7 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
                     reshard_after_forward=plan.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for unit, following in zip([model, *model.layers], model.layers):
-        # gather the next layer before this one's work: when it begins, the host may be late
+        # launch the gather of the next layer before this layer's work: later the CPU may be behind
         unit.set_modules_to_forward_prefetch([following])
     for unit in (model, *model.layers):
         # the loss is divided by the global number of tokens already, so gradients add up
@@ -417,9 +417,9 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def make_optimizer(weights: nn.Parameter, config: Config) -> Optimizer:
-    """bitsandbytes' AdamW over the adapter's one vector, its state in 8 bits and paged: on a GPU
-    that is short of memory the driver moves it to the host."""
-    # in 8 bits whatever the size: another number of ranks must find the same kind of state
+    """Return bitsandbytes' AdamW over the adapter's flat vector. Its state is in 8 bits and paged:
+    the driver moves it to CPU RAM when the GPU runs short of memory."""
+    # 8 bits whatever the size, so that a run resumed on other ranks finds the same kind of state
     optimizer = Optimizer([weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
     optimizer.init_state(optimizer.param_groups[0], weights, 0, 0)
     return optimizer
@@ -427,8 +427,8 @@ def make_optimizer(weights: nn.Parameter, config: Config) -> Optimizer:
 
 @torch.no_grad()
 def optimizer_step(optimizer: Optimizer, adapter: Adapter, rate: float) -> None:
-    """One update of the adapter; the gradient is then 0. It is bitsandbytes' step() without its two
-    waits for the GPU: only checkpoints read the paged state on the host, and they wait."""
+    """Update the adapter once and set its gradient to 0. This is bitsandbytes' step() without its
+    two waits for the GPU: only checkpoints read the paged state on the host, and they wait."""
     (group,) = optimizer.param_groups
     group["lr"] = rate
     optimizer.prefetch_state(adapter.weights)
@@ -437,7 +437,8 @@ def optimizer_step(optimizer: Optimizer, adapter: Adapter, rate: float) -> None:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """The rate of step 1..max_steps: linear warm-up to the peak, then by --lr_schedule."""
+    """Return the learning rate of step 1..max_steps: linear warm-up to the peak, then
+    --lr_schedule."""
     warmup = max(1, round(config.warmup_fraction * config.max_steps))
     if step <= warmup:
         return config.learning_rate * step / warmup
@@ -461,25 +462,25 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     """
     config, plan, world_size = run.config, run.plan, dist.get_world_size()
     batch, micro_batches = run.prefetched or next_step(run, step)
-    # every rank knows all rows' lengths, so that the global counts need no communication
+    # every rank knows the lengths of all rows, so the global counts need no communication
     n_trainable_tokens, tokens = int(batch.n_trainable_tokens.sum()), int(batch.lengths.sum())
     local_sums: Any = 0
-    n_micro_batches, capacity, of_all = 0, 0, values_of_all(run.model, batch, [batch])
+    n_micro_batches, capacity, global_values = 0, 0, values_of_all(run.model, batch, [batch])
     while micro_batches:
-        micro_batch = micro_batches.pop(0)  # not a for loop: its memory is free once it is done
+        micro_batch = micro_batches.pop(0)  # not a for loop: frees each one's memory after use
         is_last = not micro_batches
         if micro_batch.answers:
-            micro_batch.answers = dataclasses.replace(micro_batch.answers, **of_all)
+            micro_batch.answers = dataclasses.replace(micro_batch.answers, **global_values)
         n_micro_batches += world_size
         capacity += len(micro_batch.input_ids) * world_size
         if plan.uses_fsdp and plan.shard_group_size < world_size:
-            # copies of the model exchange gradients once a step, not once a micro-batch
+            # copies of the model sum their gradients once per step, not once per micro-batch
             run.model.set_requires_all_reduce(is_last)
         local_sums += forward_backward(run, micro_batch, 1 / batch.num_items_in_batch)
     sum_gradient(run)
     stats = gather_step_stats(run.model, run.adapter, local_sums, pending_action(run))
     clip_gradient(run, stats.grad_norm)
-    # on the host, while the GPU computes
+    # prepared on the CPU while the GPU computes
     run.prefetched = next_step(run, step + 1) if step < config.max_steps else None
     stats = stats.on_host()  # waits for the GPU, once a step
     metrics, norm = mean_metrics(stats.sums.tolist(), batch), float(stats.grad_norm)
@@ -499,7 +500,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
 
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
-    """The rows of a step, and this rank's micro-batches of them."""
+    """Return the rows of a step, and this rank's micro-batches of them."""
     batch = run.rows.select(run.source.indices(step))
     micro_steps = pack_rows(batch.lengths.tolist(), dist.get_world_size(),
                             run.plan.micro_batch_tokens, batch.n_answers)
@@ -509,8 +510,8 @@ def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> torch.Tensor:
-    """Backward of `loss_weight` times the loss of one micro-batch; gradients accumulate in the
-    adapter. Returns the sums of compute_loss(). All ranks must call this."""
+    """Run forward, and backward of `loss_weight` times the loss, of one micro-batch; gradients
+    accumulate in the adapter. Returns the sums of compute_loss(). All ranks must call this."""
     if run.graphs and (sums := run.graphs.replay(micro_batch, loss_weight)) is not None:
         return sums
     loss, sums = compute_loss(run.model, micro_batch, run.config)
@@ -520,9 +521,9 @@ def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> t
 
 def compute_loss(model: Model, micro_batch: MicroBatch,
                  config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of one micro-batch, summed over its tokens or preference rows; and this rank's share
-    of the sums that metrics are the means of, fp64 [k], the loss first. All ranks must call this.
-    """
+    """Return the loss of one micro-batch, summed over its tokens or preference rows; and this
+    rank's share of the sums from which the mean metrics are computed, fp64 [k], the loss first. All
+    ranks must call this."""
     token_losses = model(micro_batch)  # cross-entropy of each token in the loss, fp64 [tokens]
     if config.loss != "sft":
         return preference_loss(token_losses, micro_batch, config)
@@ -531,18 +532,20 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
 
 
 def sum_gradient(run: Run) -> None:
-    """Add up the gradient over copies of the model. All ranks must call this."""
-    if dist.get_world_size() > run.adapter.shards and not run.plan.uses_fsdp:  # else FSDP2 has
+    """Sum the gradient over the copies of the model, unless FSDP2 has done so. All ranks must call
+    this."""
+    if dist.get_world_size() > run.adapter.shards and not run.plan.uses_fsdp:
         dist.all_reduce(run.adapter.grad)
 
 
 def clip_gradient(run: Run, norm: torch.Tensor) -> None:
-    """Scale the gradient, which has this norm, down to --max_grad_norm."""
+    """Scale the gradient, whose norm is `norm`, down to --max_grad_norm."""
     run.adapter.grad.mul_((run.config.max_grad_norm / norm).clamp(max=1))
 
 
 def pending_action(run: Run) -> int:
-    """The action that this rank requests of all ranks after the step, an index of ACTIONS."""
+    """Return the action that this rank requests of all ranks after the step, an index into ACTIONS.
+    """
     run.status.check_time()
     return ACTIONS.index(
         "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None)
@@ -555,18 +558,18 @@ def pending_action(run: Run) -> int:
 
 @torch.no_grad()
 def evaluate(run: Run) -> Record | None:
-    """The metrics of all evaluation rows, without dropout, {name in metrics.jsonl: value}; None if
-    the run was asked to stop meanwhile. All ranks must call this."""
+    """Return the metrics over all evaluation rows, without dropout, {name in metrics.jsonl: value};
+    None if the run was asked to stop meanwhile. All ranks must call this."""
     assert run.eval_rows, "there is nothing to evaluate on"
     sums: Any = 0
     rows, n_seen = run.eval_rows, 0
     batches = functools.partial(evaluation_batches, rows, run.config.batch_size, run.status)
-    of_all = values_of_all(run.model, rows, (batch for _, batch in batches()))
+    global_values = values_of_all(run.model, rows, (batch for _, batch in batches()))
     for _, batch in batches():
         n_seen += len(batch)
         for micro_batch, _ in evaluation_micro_batches(run.model, batch):
             if micro_batch.answers:
-                micro_batch.answers = dataclasses.replace(micro_batch.answers, **of_all)
+                micro_batch.answers = dataclasses.replace(micro_batch.answers, **global_values)
             sums += compute_loss(run.model, micro_batch, run.config)[1]
     reshard_all(run.model)
     if n_seen < len(rows):
@@ -575,13 +578,13 @@ def evaluate(run: Run) -> Record | None:
 
 
 def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple[bool, bool]:
-    """Evaluate after `step`. Returns whether it was cut short, because the run was asked to stop,
-    and whether the loss is the best so far, which that before the first step never is. All ranks
-    must call this."""
+    """Evaluate after `step`. Returns whether the evaluation was cut short, because the run was
+    asked to stop; and whether its loss is the best so far, which never holds before the first step.
+    All ranks must call this."""
     progress, started = run.progress, clock()
-    if (found := evaluate(run)) is None:
+    if (metrics := evaluate(run)) is None:
         return True, False
-    loss = found["eval_loss"]
+    loss = metrics["eval_loss"]
     is_best = progress.best_loss is None or loss < progress.best_loss
     progress.evaluated = step
     if is_best:
@@ -589,11 +592,11 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple
     seconds = clock() - started
     samples = sample_answers(run.model, run.tokenizer, run.eval_rows, run.config, run.status,
                              writer.pace if writer else None)
-    logs.log_evaluation(step, found, samples, is_best and step > 0)
+    logs.log_evaluation(step, metrics, samples, is_best and step > 0)
     if writer:
         assert run.eval_rows, "it was evaluated"
         n_tokens = int(run.eval_rows.n_trainable_tokens.sum())
-        writer.record({"step": step, **found, "eval_tokens": n_tokens, "eval_seconds": seconds,
+        writer.record({"step": step, **metrics, "eval_tokens": n_tokens, "eval_seconds": seconds,
                        **({"eval_samples": samples} if samples else {})})
     return False, is_best and step > 0
 
@@ -604,8 +607,8 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple
 
 
 def train(run: Run, start_step: int) -> list[Record]:
-    """The training loop: steps, evaluations, metrics, checkpoints. With --random_weights it returns
-    the metrics of all steps. All ranks must call this."""
+    """Run the training loop: steps, evaluations, metrics, checkpoints. Returns the metrics of all
+    steps with --random_weights, else []. All ranks must call this."""
     config, status, records = run.config, run.status, []
     logs.log_steps(run)
     if run.rows.lengths.min() != run.rows.lengths.max():
@@ -629,7 +632,7 @@ def train(run: Run, start_step: int) -> list[Record]:
                 if writer:
                     writer.step(record)
             if step == start_step + 1:
-                # freeze what exists by now: garbage collection would look through it again and
+                # freeze all objects made so far: garbage collection would scan them again and
                 # again, on one rank at a time while the others wait
                 gc.collect()
                 gc.freeze()
@@ -642,7 +645,7 @@ def train(run: Run, start_step: int) -> list[Record]:
             if saves and run.saved_step < step:
                 save_checkpoint(run, step)
             if evaluates or saves:
-                run.step_start = clock()  # they do not count as time of a step
+                run.step_start = clock()  # evaluating and saving do not count as time of a step
             if action == "stop":
                 stop_run(run, step, cut_short, is_first=step == start_step)
     finally:
@@ -658,8 +661,8 @@ def train(run: Run, start_step: int) -> list[Record]:
 
 
 def save_checkpoint(run: Run, step: int) -> None:
-    """Gather adapter and optimizer state on rank 0, which writes checkpoint-<step>; if the disk
-    does not take it, log it and try again later. All ranks must call this."""
+    """Gather adapter and optimizer state on rank 0, which writes checkpoint-<step>. If writing
+    fails, log it and try again later. All ranks must call this."""
     run.status.extend_deadline()
     started, name = clock(), checkpoints.checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
@@ -682,7 +685,7 @@ def save_checkpoint(run: Run, step: int) -> None:
 
 
 def save_results(run: Run) -> None:
-    """Gather the adapter on rank 0 and save it, with a picture of the losses. All ranks must call
+    """Gather the adapter on rank 0 and save it, with a plot of the losses. All ranks must call
     this."""
     run.status.enter("saving")
     weights, merge_check = run.adapter.gather_weights(), run.merge_check.states(run.model)

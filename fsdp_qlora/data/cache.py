@@ -28,7 +28,7 @@ from fsdp_qlora.files import digest, read_json
 from fsdp_qlora.ranks import log, n_cores
 
 
-TOLD = ValueError, OSError, MemoryError  # that a process raises for another
+TOLD = ValueError, OSError, MemoryError  # errors that a child process passes on to its parent
 PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last
 PROGRESS_SECONDS = 5  # between lines on how much is encoded
 MakeBatches = Callable[..., Iterator[pyarrow.RecordBatch]]  # see write_table()
@@ -36,8 +36,8 @@ MakeBatches = Callable[..., Iterator[pyarrow.RecordBatch]]  # see write_table()
 
 @contextlib.contextmanager
 def open_cache(key: str) -> Iterator[Path]:
-    """Yields the directory of this key, which no other process fills meanwhile. It may be one that
-    can only be read."""
+    """Yield the directory of this key, locked so that no other process fills it meanwhile. It may
+    be read-only."""
     home = Path(huggingface_hub.constants.HF_HOME, "datasets")
     directory = Path(os.environ.get("HF_DATASETS_CACHE", home), "fsdp_qlora", key)
     with contextlib.ExitStack() as stack:
@@ -49,7 +49,8 @@ def open_cache(key: str) -> Iterator[Path]:
 
 
 def has_table(directory: Path) -> bool:
-    """Whether the directory holds a table as it was written; says so if it holds a part of one."""
+    """Return True if the directory contains a complete, undamaged table. Logs a line if it contains
+    only a part of one."""
     digests = read_json(directory / PARTS, {})
     with contextlib.suppress(OSError):
         if digests and all(digest(directory / name) == sha for name, sha in digests.items()):
@@ -61,22 +62,21 @@ def has_table(directory: Path) -> bool:
 
 
 def read_table(directory: Path) -> pyarrow.Table:
-    """The pyarrow Table in a directory, mapped into memory."""
+    """Return the pyarrow Table in a directory, mapped into memory."""
     files = [pyarrow.memory_map(str(directory / name)) for name in read_json(directory / PARTS)]
     return pyarrow.concat_tables([pyarrow.ipc.open_file(file).read_all() for file in files])
 
 
 def write_table(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
                 **settings: Any) -> dict[str, str]:
-    """Write the pyarrow RecordBatches of make_batches(pieces, **settings), of which there must be
-    one at least. All cores share out the pieces, and each writes a file. Returns {file: SHA-256},
-    for PARTS."""
+    """Write the pyarrow RecordBatches of make_batches(pieces, **settings), at least one. The pieces
+    are divided among all cores, each of which writes a file. Returns {file: SHA-256}, for PARTS."""
     shutil.rmtree(directory, ignore_errors=True)  # not written over: a run may have it mapped
     try:
         directory.mkdir(parents=True)
         return write_files(directory, pieces, make_batches, settings)
     except OSError as e:
-        shutil.rmtree(directory, ignore_errors=True)  # its room may be what is missing
+        shutil.rmtree(directory, ignore_errors=True)  # to free the space, which may be missing
         raise OSError(f"{directory}: the encoded rows cannot be written: {e}; make room, or name"
                       " another place in HF_DATASETS_CACHE")
 
@@ -96,8 +96,9 @@ def write_files(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
 
 
 def log_progress() -> Callable[[int], None]:
-    """A function that is told how many more rows are encoded, and says every few seconds how many
-    are. Not a bar: tqdm shows none on a terminal that does not tell its size, nor in a log."""
+    """Return a function count(n), to be called after n more rows are encoded; it logs their number
+    every few seconds. There is no bar, because tqdm shows none in a log or on a terminal of unknown
+    size."""
     n_rows, started = 0, time.monotonic()
     said = started
 
@@ -125,9 +126,9 @@ def write_part(path: Path, make_batches: MakeBatches, pieces: list[Piece], setti
 
 
 def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dict[str, str]:
-    """Write all files, each in a process of its own. Returns {file: SHA-256}; raises what one of
-    the processes raises, or a ValueError when something ends one."""
-    context = multiprocessing.get_context("fork")  # `works` are inherited, nothing is pickled
+    """Write all files, each in a process of its own. Returns {file: SHA-256}. Raises the error of a
+    process, or ValueError if a process is killed."""
+    context = multiprocessing.get_context("fork")  # children inherit `works`, without pickling
     digests: dict[str, Any] = dict.fromkeys(path.name for path in works)  # in order
     running: dict[Any, tuple[str, multiprocessing.process.BaseProcess]] = {}
     try:
@@ -165,10 +166,10 @@ def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dic
 
 def tell_of_part(pipe: Connection, path: Path, make_batches: MakeBatches, pieces: list[Piece],
                  settings: dict[str, Any]) -> None:
-    """write_part() in a process of its own. Tells its parent ("rows", n more) and at the end
-    ("written", SHA-256), or an error's (kind, text)."""
+    """Run write_part() in a process of its own. Sends its parent ("rows", n more) and at the end
+    ("written", SHA-256), or (kind, text) of an error."""
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
-        signal.signal(number, signal.SIG_IGN)  # a job's signal is its parent's, with which it ends
+        signal.signal(number, signal.SIG_IGN)  # the parent handles a job's signals and ends this
 
     def tell(*message: Any) -> None:
         pipe.send_bytes(json.dumps(message).encode())

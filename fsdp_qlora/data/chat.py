@@ -19,42 +19,42 @@ from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, Traits, render, template_traits
 from fsdp_qlora.data.tools import openai_calls
 
-Spans = list[tuple[int, int]]  # where in a text, in characters: [(start, end)]
-REASONING = "reasoning_content", "reasoning", "thinking"  # keys of a message; they mean the same
+Spans = list[tuple[int, int]]  # parts of a text, in characters: [(start, end)]
+REASONING = "reasoning_content", "reasoning", "thinking"  # message keys with the same meaning
 
 
 class Conversation(NamedTuple):
-    """A document of a conversation: a text that the template renders."""
+    """One training document of a conversation: a text that the template renders."""
 
     text: str
-    spans: Spans  # what of it is trained
-    # where in the text each trained answer begins, and with which variables of the template its
-    # prompt, the text before it, is rendered: JSON, see Rows.asked
+    spans: Spans  # the parts of the text that are in the loss
+    # where in the text each answer in the loss begins; and the template variables with which its
+    # prompt, the text before it, is rendered, as JSON, see Rows.asked
     answers: list[tuple[int, str]]
 
 
 class Answer(NamedTuple):
-    """An answer of a conversation, as the chat template renders it."""
+    """One answer of a conversation, as the chat template renders it."""
 
-    text: str  # the conversation up to it, as a longer document begins where it is not rewritten
-    document: str  # the same if nothing follows, up to the token that closes the answer
-    start: int  # where the answer begins in both: behind its prompt
-    spans: Spans  # what of it is trained, in both
-    asked: str  # see Conversation
-    notes: list[str]  # what the user should know of its training
+    text: str  # the conversation up to it; a longer document begins so if it does not rewrite this
+    document: str  # the conversation up to the token that closes the answer, if nothing follows
+    start: int  # where the answer begins in both: after its prompt
+    spans: Spans  # the parts that are in the loss, in both
+    asked: str  # template variables, see Conversation
+    notes: list[str]  # remarks on it for the user
 
 
 def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
                tokenizer: PreTrainedTokenizerFast) -> tuple[list[Conversation], list[str]]:
-    """Returns the documents of a conversation, and notes on them. `options` is what the template is
-    given besides messages: tools, and other variables. Each message says in `train` whether it is
-    trained.
+    """Return the training documents of a conversation, and notes on them. `options`: what the
+    template gets besides messages, tools and other variables. Each message has `train`: whether it
+    is in the loss.
 
-    Each answer (a message of the assistant that is trained) is trained as the model will write it:
-    behind its prompt, which is exactly what the template renders for the messages before it when a
-    server asks, and up to its closing token, or what the template marks by {% generation %}. An
-    answer that the template rewrites when more messages follow, as Qwen3 does to drop reasoning,
-    gets a document that ends with it.
+    Each answer (a message of the assistant that is in the loss) is trained as the model will write
+    it: after its prompt, which is exactly what the template renders for the messages before it when
+    a server asks; and up to its closing token, or what the template marks by {% generation %}. An
+    answer that the template rewrites when more messages follow, as Qwen3's drops reasoning, gets a
+    document that ends with it.
     """
     if not tokenizer.chat_template:
         raise RefusedRow("is a conversation, but the tokenizer has no chat template: give one by"
@@ -84,9 +84,12 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
 
 
 def spans_within(answer: Answer, longer: str, next_role: str, traits: Traits) -> Spans:
-    """The spans of an answer in a longer document. Where its template leaves it open, as GLM's do,
-    the token by which the next message begins is what the model writes to stop; but not that of
-    another answer, to which the model would go on."""
+    """Return the spans of an answer in a longer document.
+
+    Some templates, such as GLM's, leave an answer open. The model then stops by writing the token
+    that opens the next message, so this token is in the loss, unless the next message is an answer
+    too.
+    """
     n = len(answer.text)
     spans = [(start, min(end, n)) for start, end in answer.spans]
     is_open = answer.spans[-1][1] > n  # EOS was added
@@ -96,27 +99,27 @@ def spans_within(answer: Answer, longer: str, next_role: str, traits: Traits) ->
 
 
 def closing_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The tokens that end an answer in training: of a conversation that goes on or not, of a call
-    of a tool. EOS if there is no other."""
+    """Return the tokens that end an answer in training: with or without further messages, and after
+    a tool call. EOS if there is no other."""
     asked: dict[str, Any] = {"role": "user", "content": "probe", "train": False}
     answered = {"role": "assistant", "content": "probe", "train": True}
     called = [{**answered, "content": "", "tool_calls": [PROBE_CALL]},
               {"role": "tool", "tool_call_id": PROBE_CALL["id"], "content": "1", "train": False}]
-    found: dict[str, None] = {}
+    tokens: dict[str, None] = {}
     for talk, tools in (([asked, answered] * 2, None),
                         ([asked, *called, answered], [PROBE_TOOL])):
-        with contextlib.suppress(ValueError):  # of the template
+        with contextlib.suppress(ValueError):  # the template may fail
             documents, _ = parse_chat(talk, {"tools": tools}, tokenizer)
             special = template_traits(tokenizer, str(tokenizer.chat_template)).special
             for text, spans, _ in reversed(documents):
                 for start, end in spans:
                     written = text[start:end].rstrip()
-                    found |= {token: None for token in special if written.endswith(token)}
-    return list(found) or [tokenizer.eos_token]
+                    tokens |= {token: None for token in special if written.endswith(token)}
+    return list(tokens) or [tokenizer.eos_token]
 
 
 def checked_text(value: Any, name: str) -> str:
-    """Returns `value` if it is text that can be encoded."""
+    """Return `value` if it is text that can be encoded. Raises ValueError otherwise."""
     if not isinstance(value, str):
         raise ValueError(f"{name} is {type(value).__name__}, want a string")
     if not value.isascii() and re.search("[\ud800-\udfff]", value):
@@ -126,14 +129,14 @@ def checked_text(value: Any, name: str) -> str:
 
 def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
                   tokenizer: PreTrainedTokenizerFast, traits: Traits) -> Answer:
-    """The Answer with which the messages end, behind its prompt. Its document ends with its closing
-    token, or with EOS if the template has none; with {% generation %} marks, where the last of
-    them ends.
+    """Return the Answer with which the messages end, after its prompt. Its document ends with its
+    closing token, or with EOS if the template has none; with {% generation %} marks, where the last
+    mark ends.
 
-    Where the template opens the answer otherwise than the prompt does, as thinking models' do for
-    an answer without reasoning, it is rendered as the template's own switch makes both agree. Where
-    there is none, the answer has the reasoning, which may be empty, that its prompt opens. Raises
-    RefusedRow where they cannot agree.
+    Some templates open an answer differently from the prompt, such as those of thinking models for
+    an answer without reasoning. Then the answer is rendered with the template's own switch that
+    makes both agree. Without such a switch, the answer gets the reasoning, which may be empty, that
+    its prompt opens. Raises RefusedRow if they cannot agree.
     """
     notes: list[str] = []
     prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
@@ -169,10 +172,10 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
 
 def render_switched(messages: list[dict[str, Any]], text: str, options: dict[str, Any],
                     tokenizer: PreTrainedTokenizerFast) -> tuple[str, str] | None:
-    """The prompt of the last message with other options of the template, and a text that goes on
-    from it: `text`, as it is rendered without these, or what they make of all messages. None if
-    neither does."""
-    with contextlib.suppress(ValueError):  # of the template
+    """Return the prompt of the last message rendered with other `options` of the template, and a
+    text that continues it: `text`, rendered without these options, or all messages rendered with
+    them. None if neither continues it."""
+    with contextlib.suppress(ValueError):  # the template may fail
         prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
         if not text.startswith(prompt):
             text = checked_text(render(messages, tokenizer, **options), "the conversation")
@@ -182,8 +185,8 @@ def render_switched(messages: list[dict[str, Any]], text: str, options: dict[str
 
 
 def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> Answer:
-    """The Answer of a template with {% generation %} marks, which are where the model's words are:
-    what they have of the prompt is not trained."""
+    """Return the Answer of a template with {% generation %} marks, which enclose the model's words.
+    What they enclose of the prompt is not in the loss."""
     spans = [(max(start, len(prompt)), end) for start, end in marks if end > len(prompt)]
     if not spans or (between := text[len(prompt) : spans[0][0]]):
         raise RefusedRow("the chat template's {% generation %} marks leave out"
@@ -198,7 +201,7 @@ def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> Answe
 
 
 def close_answer(text: str, prompt: str, content: str, eos: str, traits: Traits) -> Answer:
-    """The Answer of a template without marks: what stands behind the prompt in the text."""
+    """Return the Answer of a template without marks: the part of the text after the prompt."""
     notes, opened = [], text.rpartition(eos)[2]
     if not traits.has_prompt and opened.strip() and prompt.endswith(opened):
         text = text.removesuffix(opened)  # Cohere's: a generation prompt that is always there
@@ -212,15 +215,15 @@ def close_answer(text: str, prompt: str, content: str, eos: str, traits: Traits)
 
 
 def close_reasoning(message: dict[str, Any], prompt: str, text: str, template: str) -> str:
-    """What the model writes behind a prompt that ends in a tag, as <think>, if the template renders
-    the message without it, as DeepSeek R1's does: the message's reasoning, which may be empty, the
-    tag's end, and the answer. "" where that is not so."""
-    found = re.search(r"<([\w:]+)>(\s*)$", prompt)
-    if not found or not text.startswith(prompt[: found.start()]):
+    """Return what the model writes after a prompt that ends with a tag, such as <think>, if the
+    template renders the message without this tag, as DeepSeek R1's does: the message's reasoning,
+    which may be empty, the closing tag, and the answer. "" if this does not apply."""
+    opened = re.search(r"<([\w:]+)>(\s*)$", prompt)
+    if not opened or not text.startswith(prompt[: opened.start()]):
         return ""
-    tag, close, gap = found[0].rstrip(), f"</{found[1]}>", found[2]
-    answer = text[found.start() :]
-    if answer.startswith(tag):  # only the white space behind it differs
+    tag, close, gap = opened[0].rstrip(), f"</{opened[1]}>", opened[2]
+    answer = text[opened.start() :]
+    if answer.startswith(tag):  # only the white space after the tag differs
         return answer.removeprefix(tag)
     if close not in template:
         return ""
@@ -231,7 +234,7 @@ def close_reasoning(message: dict[str, Any], prompt: str, text: str, template: s
 
 
 def why_otherwise(prompt: str, text: str) -> str:
-    """Why an answer cannot be trained as the model is asked for it."""
+    """Return why an answer cannot be trained after the prompt that the model gets."""
     at = shared_length(prompt, text)
     at = max(prompt.rfind("\n", 0, at), prompt.rfind(">", 0, at)) + 1  # not within a tag
     return (f"the chat template asks for an answer with {prompt[at:][:60]!r}, but begins this one"
@@ -242,19 +245,20 @@ def why_otherwise(prompt: str, text: str) -> str:
 
 def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options: dict[str, Any],
                 tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """Where the last message begins in `text`, which the template makes of all, if messages before
-    it are rewritten there; None where it is opened otherwise than by `prompt`, which is what the
-    template makes of the others, with the generation prompt. Raises RefusedRow where they mix."""
+    """Return where the last message begins in `text`, the rendering of all messages, if it rewrites
+    earlier messages. `prompt`: the rendering of the earlier messages with the generation prompt.
+    None if `text` opens the message differently from the prompt. Raises RefusedRow if the message
+    is mixed with earlier ones."""
     start = shared_length(prompt, text)
     before = render(messages[:-1], tokenizer, **options)
     n_before = shared_length(prompt, before)
     if start >= n_before:
         return None
-    # With the answer, messages before it are rewritten: gpt-oss drops the reasoning of calls, some
-    # of Mistral's the system message. What stands behind those must be the same, and more than the
-    # generation prompt.
+    # Earlier messages are rewritten once the answer follows: gpt-oss's template drops the reasoning
+    # of calls, some of Mistral's drop the system message. What comes after the rewritten part must
+    # be the same, and longer than the generation prompt.
     rest = text[start:]
-    # the longest end of the prompt that `rest` has; of one that it has, it has all shorter ones
+    # the longest end of the prompt that is in `rest`; then all shorter ends are in it, too
     n_same = bisect.bisect_left(range(1, len(prompt) - start), True,
                                 key=lambda n: prompt[-n:] not in rest)
     at = start + n_same + (rest.index(prompt[-n_same:]) if n_same else 0)
@@ -266,7 +270,7 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
 
 def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], template: str,
                  tokenizer: PreTrainedTokenizerFast) -> Spans:
-    """Where in the rendered messages the {% generation %} blocks of the last one stand."""
+    """Return the spans of the last message's {% generation %} blocks in the rendered messages."""
     try:
         rendered: Any = render_jinja_template(
             [messages[:-1], messages], chat_template=template,
@@ -286,17 +290,17 @@ def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], templa
 
 
 def shared_length(text: str, other: str) -> int:
-    """How many characters at the beginning of two texts are the same."""
+    """Return the number of equal characters at the beginning of two texts."""
     return len(os.path.commonprefix([text, other]))
 
 
 def clean_message(message: dict[str, Any], traits: Traits) -> tuple[dict[str, Any], bool]:
-    """A message as templates want it, and whether it is trained."""
+    """Return a message in the form that templates expect, and whether it is in the loss."""
     message, is_trained = dict(message), message["train"]
     del message["train"]
     content = message.get("content")
     calls = openai_calls(message.pop("tool_calls", None), traits.calls_as_text)
-    if calls:  # to some templates an empty list is a call
+    if calls:  # some templates treat an empty list as a call
         message["tool_calls"] = calls
     if isinstance(content, list):
         for part in content:
@@ -317,19 +321,19 @@ def clean_message(message: dict[str, Any], traits: Traits) -> tuple[dict[str, An
 
 
 def content_of(message: dict[str, Any]) -> str:
-    """The content of a message of clean_message(), without white space around it."""
+    """Return the content of a message of clean_message(), without white space around it."""
     content = message["content"]
     return str(content[0]["text"] if isinstance(content, list) else content).strip()
 
 
 def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str,
                    answer: str) -> None:
-    """Refuse a row of which the chat template leaves something out. `answer` is the part of `text`
-    that the last message became."""
+    """Raise RefusedRow if the chat template leaves out a part of the row. `answer` is the part of
+    `text` that the last message became."""
     wanted = [("tools", tool["function"]["name"], text) for tool in tools or ()]
     for i, message in enumerate(messages, 1):
         strings: list[tuple[str, Any]] = [(f"the content of message {i}", content_of(message))]
-        if message["role"] != "tool":  # whose name the call before has
+        if message["role"] != "tool":  # a tool's name is in the call before it
             strings.append((f"the name in message {i}", message.get("name")))
         for call in message.get("tool_calls", ()):
             function = call["function"]
@@ -352,12 +356,12 @@ def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
 
 
 def has_text(rendered: str, text: str) -> bool:
-    """Whether a text, or at least each word of it, is in what the template has rendered."""
+    """Return True if a text, or at least each word of it, is in what the template has rendered."""
     return text.strip() in rendered or all(w in rendered for w in re.findall(r"\w+", text))
 
 
 def strings_in(value: Any) -> list[str]:
-    """All texts in an object or list."""
+    """Return all strings in an object or list."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):

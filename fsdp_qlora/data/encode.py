@@ -28,24 +28,24 @@ from fsdp_qlora.data.sources import Piece, RefusedRow, read_pieces
 from fsdp_qlora.model.loss import LOSSES
 
 BATCH = 256  # rows that are parsed at once, and documents of one RecordBatch
-# characters that the tokenizer gets at once: what it gives for them takes some 100 MB
+# characters that the tokenizer gets at once; its result for them needs about 100 MB
 BATCH_CHARACTERS = 2**19
-ENCODED = {  # what encode_pieces() yields of a document
+ENCODED = {  # {column that encode_pieces() yields for each document: its type}
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
     "n_trainable_tokens": "int32", "desirable": "bool", "digest": "int64",
-    "cut": "bool",  # of these eight see columns_of()
+    "cut": "bool",  # up to here: see columns_of()
     "kept": "bool", "refused": "bool",  # neither: the row is left out
-    "is_first": "bool",  # of its row
-    "form": "string",  # of its row, with the keys that are ignored
-    "plain": "bool",  # whether its row is a prompt and a completion as texts
-    "asked": "string",  # how its row's answers are asked for, a line for each, see Rows.asked
+    "is_first": "bool",  # the first document of its row?
+    "form": "string",  # form of its row, with the keys that are ignored
+    "plain": "bool",  # True if its row is a prompt and a completion in plain text
+    "asked": "string",  # template variables of its row's answers, a line each, see Rows.asked
     "renamed": "string",  # the keys that --columns renames in its row, as JSON
     "left_out": "string", "where": "string"}  # why, and which row; "" if it is kept
 
 
 def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.RecordBatch]:
-    """Yield pyarrow RecordBatches of the columns ENCODED, of BATCH documents each; an empty one
-    last, so that there is one at least."""
+    """Yield pyarrow RecordBatches of the columns ENCODED, of BATCH documents each. The last one is
+    empty, so that there is at least one."""
     documents, is_last = encode_pieces(pieces, **settings), False
     while not is_last:
         batch, columns = list(itertools.islice(documents, BATCH)), {}
@@ -64,8 +64,8 @@ def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.Rec
 def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
                   vocab_size: int, new_names: Sequence[str] = (),
                   loss: str = "sft") -> Iterator[dict[str, Any]]:
-    """Yield {name: value}, see ENCODED, for each document of each row; one of a row that cannot be
-    used, and of a pair that has an answer which cannot."""
+    """Yield {name: value}, see ENCODED, for each document of each row. A row that cannot be used
+    yields one document, and so does a pair with an unusable answer."""
     rows, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
     tokenizers = both_tokenizers(tokenizer)
     while batch := list(itertools.islice(rows, BATCH)):
@@ -76,15 +76,15 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
             parts = [part for document in documents for part in document if isinstance(part, Part)]
             is_plain = any(part.is_completion for part in parts)
             asked = "\n".join(way for part in parts for _, way in part.answers)
-            found = [columns_of(*ids, max_seq_len, good)
-                     for good in desirable for ids in next(tokens)]
+            encoded = [columns_of(*ids, max_seq_len, good)
+                       for good in desirable for ids in next(tokens)]
             errors = [row_error or check_tokens(columns, max_seq_len, vocab_size)
-                      for columns in found]
+                      for columns in encoded]
             if LOSSES[loss].n_answers == 2:
-                error = next(filter(None, errors), None) or check_pair(found, max_seq_len)
-                if error:  # one document tells of the whole pair
-                    found, errors = found[:1], [error]
-            for i, (columns, error) in enumerate(zip(found, errors)):
+                error = next(filter(None, errors), None) or check_pair(encoded, max_seq_len)
+                if error:  # one document stands for the whole pair
+                    encoded, errors = encoded[:1], [error]
+            for i, (columns, error) in enumerate(zip(encoded, errors)):
                 why = (str(error) or type(error).__name__) if error else ""
                 form, why = printable(form), printable(why)
                 yield {**columns, "kept": not error, "refused": isinstance(error, RefusedRow),
@@ -94,7 +94,7 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
 
 
 def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | None:
-    """Why two answers, see columns_of(), cannot be compared; None if they can."""
+    """Return why two answers, results of columns_of(), cannot be compared; None if they can."""
     keys = "input_ids", "labels"
     if len(answers) == 2 and all(np.array_equal(*(answer[key] for answer in answers))
                                  for key in keys):
@@ -105,8 +105,8 @@ def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | 
 
 def try_row(row: Any, tokenizer: PreTrainedTokenizerFast, new_names: Sequence[str],
             loss: str) -> tuple[Exception | None, str, list[Document], list[bool]]:
-    """(error, form, documents, whether each is a good answer) of a row: no error, or one document
-    without tokens."""
+    """Return (error, form, documents, whether each is a good answer) of a row. With an error there
+    is one document, without tokens."""
     try:
         if loss != "sft":
             return None, *parse_preference(row, tokenizer, new_names, loss)
@@ -121,8 +121,8 @@ def try_row(row: Any, tokenizer: PreTrainedTokenizerFast, new_names: Sequence[st
 class Tokenizers(NamedTuple):
     """A tokenizer in the forms that tokenize() needs."""
 
-    first: PreTrainedTokenizerFast  # for what begins a text, with_whole_offsets()
-    further: PreTrainedTokenizerFast  # for what goes on, without_prefix()
+    first: PreTrainedTokenizerFast  # for the beginning of a text, see with_whole_offsets()
+    further: PreTrainedTokenizerFast  # for the continuation of a text, see without_prefix()
 
 
 def both_tokenizers(tokenizer: PreTrainedTokenizerFast) -> Tokenizers:
@@ -131,12 +131,11 @@ def both_tokenizers(tokenizer: PreTrainedTokenizerFast) -> Tokenizers:
 
 
 def tokenize(documents: list[Document], tokenizers: Tokenizers) -> Iterator[list[Ids]]:
-    """Yield what becomes of each document of parse_row(), in most cases one (input_ids, labels).
+    """Yield the [(input_ids, labels)] of each document of parse_row(), in most cases one.
 
-    An answer that begins inside a token gets one of its own, in which its prompt and itself are
-    tokens apart, as they are where the model is asked. So the tokens before each answer are those
-    of its prompt: where a tokenizer puts a token's end, the tokens before are those of the text
-    before.
+    An answer that begins inside a token gets a document of its own, in which its prompt and the
+    answer are tokenized apart, as they are at inference. So the tokens before each answer are those
+    of its prompt: at a token boundary, the tokens before it are those of the text before it.
     """
     sizes = (0 if isinstance(document, tuple) else sum(len(part.text) for part in document)
              for document in documents)
@@ -146,7 +145,7 @@ def tokenize(documents: list[Document], tokenizers: Tokenizers) -> Iterator[list
 
 
 def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[list[Ids]]:
-    """tokenize() of a few documents at once."""
+    """tokenize() for a few documents at once."""
     documents = [with_answer_apart(document) for document in documents]
     parts = [part for document in documents if isinstance(document, list) for part in document]
     encoded = {}  # kind: the tokens of all such parts in order
@@ -159,7 +158,7 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
         encoded[kind] = zip(batch["input_ids"], batch["offset_mapping"])
     found: list[list[Ids]] = []
     for document in documents:
-        if not isinstance(document, list):  # it is tokens already
+        if not isinstance(document, list):  # already tokens
             found.append([document])
             continue
         ids, labels, apart = [], [], list[Document]()
@@ -180,8 +179,8 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
 
 
 def with_answer_apart(document: Document) -> Document:
-    """A conversation of one answer as two parts, so that nothing is tokenized twice; any other
-    document as it is."""
+    """Split a conversation with one answer into two parts, so that nothing is tokenized twice;
+    return any other document unchanged."""
     if isinstance(document, list) and len(document[0].answers) == 1 and not document[0].goes_on:
         (part,) = document
         return answer_apart(part, part.answers[0][0], part.spans(), len(part.text))
@@ -189,16 +188,16 @@ def with_answer_apart(document: Document) -> Document:
 
 
 def answer_apart(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
-    """A conversation up to the end of one of its answers, of which alone these spans are trained:
-    its prompt, and the answer."""
+    """Return a conversation up to the end of one of its answers as two parts: its prompt, and the
+    answer, of which these spans are in the loss."""
     return [Part(part.text[:start], trained=False, may_begin=False),
             Part(part.text[start:end], [(a - start, b - start) for a, b in spans],
                  may_begin=False, answers=part.answers, goes_on=True)]
 
 
 def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:
-    """A conversation without its answers that begin inside a token, and a document of each of
-    these, up to its end."""
+    """Return a conversation without those of its answers that begin inside a token, and a document
+    for each of these answers, up to its end."""
     starts, trained = sorted(start for start, _ in part.answers), part.spans()
     apart: list[Document] = []
     for start, next_start in zip(starts, [*starts[1:], len(part.text)]):
@@ -211,8 +210,8 @@ def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[D
 
 
 def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """The tokenizer, or a copy of it whose offsets count the spaces that a token has around it.
-    Where they are trimmed, as in Llama 3, a token of spaces alone seems to have no text at all."""
+    """Return the tokenizer, or a copy whose offsets include the spaces around a token. Where
+    offsets are trimmed, as in Llama 3, a token of spaces alone seems to have no text at all."""
     if "trim_offsets=True" not in str(tokenizer.backend_tokenizer.post_processor):
         return tokenizer
     whole, text = copy.copy(tokenizer), tokenizer.backend_tokenizer.to_str()
@@ -222,12 +221,13 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenize
 
 
 def without_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """A copy of the tokenizer that puts nothing before a text that goes on, as SentencePiece's of
-    Llama 2 and Mistral put a space before every text."""
+    """Return a copy of the tokenizer that puts nothing before a text that continues another.
+    SentencePiece tokenizers such as Llama 2's and Mistral's put a space before every text."""
     further, whole = copy.copy(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
 
     def change(step: Any) -> Any:
-        """A normalizer or pre-tokenizer that puts nothing before a text; None: it did only that."""
+        """Return a normalizer or pre-tokenizer that puts nothing before a text; None if it did only
+        that."""
         if not isinstance(step, dict) or step["type"] == "Prepend":
             return None
         for key, value in ("prepend_scheme", "never"), ("add_prefix_space", False):
@@ -243,24 +243,25 @@ def without_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
 
 @functools.lru_cache(1)
 def n_put_in_front(tokenizer: PreTrainedTokenizerFast) -> int:
-    """How many special tokens the tokenizer puts before a text."""
+    """Return the number of special tokens that the tokenizer puts before a text."""
     offsets = tokenizer("a", return_offsets_mapping=True)["offset_mapping"]
     return next((i for i, (_, end) in enumerate(offsets) if end), 0)
 
 
 def part_labels(part: Part, ids: list[int], offsets: list[tuple[int, int]],
                 tokenizer: PreTrainedTokenizerFast) -> Ids:
-    """(input_ids, labels) of a Part, from its tokens and where in its text each (begins, ends)."""
+    """Return (input_ids, labels) of a Part, from its tokens and their offsets (begin, end) in its
+    text."""
     n_front = n_put_in_front(tokenizer) if part.may_begin else 0
     if ids[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0) < offsets[1]:
-        ids, offsets, n_front = ids[1:], offsets[1:], n_front - 1  # the text has BOS itself
+        ids, offsets, n_front = ids[1:], offsets[1:], n_front - 1  # the text itself has BOS
     while (len(ids) > n_front and ids[-1] == tokenizer.eos_token_id
            and offsets[len(ids) - 1] == (0, 0)):
-        ids = ids[:-1]  # it was not in the text: some tokenizers append it to all
+        ids = ids[:-1]  # EOS was not in the text: some tokenizers append it to every text
     if isinstance(part.trained, bool):
         return ids, ids if part.trained else [IGNORE] * len(ids)
     labels, offsets = [IGNORE] * len(ids), offsets[: len(ids)]
-    for start, end in part.trained:  # by overlap: a token may begin before the span
+    for start, end in part.trained:  # all tokens that overlap the span
         chosen = slice(bisect.bisect_right(offsets, start, key=lambda token: token[1]),
                        bisect.bisect_left(offsets, end, key=lambda token: token[0]))
         labels[chosen] = ids[chosen]
@@ -268,7 +269,7 @@ def part_labels(part: Part, ids: list[int], offsets: list[tuple[int, int]],
 
 
 def check_tokens(columns: dict[str, Any], max_seq_len: int, vocab_size: int) -> ValueError | None:
-    """An error that says why the tokens of a document cannot be trained on, or None."""
+    """Return an error that explains why the tokens of a document cannot be trained on, or None."""
     largest = max(columns[key].max(initial=0) for key in ("input_ids", "labels"))
     if largest >= vocab_size:
         return RefusedRow(f"has token {largest}, but the model's vocabulary ends at"

@@ -18,10 +18,11 @@ from fsdp_qlora.data.chat import REASONING, Spans, checked_text, parse_chat
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.tools import openai_tools, read_value
 
-IGNORE = -100  # the label of a token that is not trained
+IGNORE = -100  # the label of a token that is not in the loss
 
-# The keys that TRL, Axolotl, LLaMA-Factory and OpenAI give a meaning. A row's form takes a key, or
-# the key ends the run; all other keys, and what only another form must have, are named and ignored.
+# The keys that have a meaning in TRL, Axolotl, LLaMA-Factory or OpenAI's format. If a row has such
+# a key and its form does not use it, the run ends. All other keys, and required keys of other
+# forms, are logged and ignored.
 CHAT = ("system", "tools", "chat_template_kwargs")
 MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 COMPLETION = ("prompt", "completion")
@@ -29,7 +30,7 @@ INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
 QUESTIONS = (
     ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"),
     ("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("input", "output"))
-FORMS = {  # {keys of the form: keys it may have besides}; the first whose keys a row has counts
+FORMS = {  # {keys of the form: optional keys}; a row has the first form whose keys it has
     ("input_ids",): MASKS,
     **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
     **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *CHAT)),
@@ -38,7 +39,7 @@ SYNONYMS = {"functions": "tools", "system_prompt": "system", "context": "input",
 LISTS = {"messages", "conversations", "segments", "input_ids", "history", "tools", *MASKS,
          "chat_template_kwargs"}  # may be JSON text
 OPTIONAL = {key for keys in FORMS.values() for key in keys}
-REFUSED = {key: why for why, keys in {  # of rows and messages
+REFUSED = {key: why for why, keys in {  # keys of rows and of messages
     "pairs of answers are trained by --loss dpo, ipo, simpo, orpo or kto, else give the good ones"
     " alone": ("chosen", "rejected", "chosen_response", "rejected_response", "preferred_output",
                "non_preferred_output"),
@@ -55,15 +56,15 @@ REFUSED = {key: why for why, keys in {  # of rows and messages
     "write it as content": ("refusal",),
 }.items() for key in keys}
 
-MEANINGS = {  # of words in keys that no form has; none: it is no text to train on
+MEANINGS = {  # {meaning: words in keys that no form has}; "none": not a text to train on
     "none": ("id", "uuid", "url", "lang", "language", "split", "date", "category", "type"),
     "question": ("ask", "question", "query", "prompt", "instruction", "input", "problem", "request",
                  "user", "human", "task"),
     "answer": ("reply", "answer", "response", "completion", "output", "solution", "assistant",
                "target", "gpt", "bot", "summary")}
-TRAINED = ("train", "training", "train_on_turn", "weight", "loss")  # of a message: is it trained?
+TRAINED = ("train", "training", "train_on_turn", "weight", "loss")  # is a message in the loss?
 CALLS = ("function_call", "tool_call")  # roles of the assistant's messages whose content is a call
-ROLES = {  # of a message, in small letters: what templates call it
+ROLES = {  # {role of a message in lower case: the name that templates use}
     "system": "system", "developer": "developer",
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "model", "ai", "bot", "chatbot", "chatgpt", "bing", "bard",
@@ -76,17 +77,17 @@ class Part(NamedTuple):
     """A part of a document."""
 
     text: str
-    trained: bool | Spans  # all of it, nothing, or some of its characters
-    may_begin: bool  # whether the tokenizer may put BOS in front
-    must_end: bool = False  # whether EOS follows, if it does not end with that
-    is_completion: bool = False  # of a prompt in plain text, which may stand in this part before it
-    # of a conversation, see Conversation: its document is several where a token would go over from
-    # a prompt to an answer
+    trained: bool | Spans  # what is in the loss: all of it, nothing, or some of its characters
+    may_begin: bool  # True: the tokenizer may put BOS before it
+    must_end: bool = False  # True: EOS follows, if the text does not end with it
+    is_completion: bool = False  # completion of a plain-text prompt, which this part may include
+    # see Conversation.answers: the document becomes several if a token would contain the end of a
+    # prompt and the beginning of its answer
     answers: Sequence[tuple[int, str]] = ()
-    goes_on: bool = False  # it stands behind another part: no tokenizer may put a space there
+    goes_on: bool = False  # it follows another part: the tokenizer must not put a space before it
 
     def spans(self) -> Spans:
-        """What is trained, where that is some of its characters."""
+        """Return the characters in the loss, if only some are."""
         assert not isinstance(self.trained, bool), "all of it is trained, or nothing"
         return list(self.trained)
 
@@ -97,14 +98,15 @@ Document = list[Part] | Ids
 
 def parse_row(row: Any, tokenizer: PreTrainedTokenizerFast,
               columns: Sequence[str] = ()) -> tuple[str, list[Document]]:
-    """Returns the row's form with what is ignored, as text, and its documents: each a list of
-    Parts, or of a row with input_ids its Ids. `columns` are new names of keys, ["old=new"]. A
-    ValueError leaves the row out, a RefusedRow ends the run."""
+    """Return the row's form, with what is ignored, as text; and its documents, each a list of
+    Parts, or Ids for a row with input_ids. `columns`: new names of keys, ["old=new"]. A ValueError
+    leaves the row out, a RefusedRow ends the run."""
     return parse_object(as_object(row, columns), tokenizer)
 
 
 def as_object(row: Any, columns: Sequence[str]) -> dict[str, Any]:
-    """The row with new names for its keys; raises what it is if it is no object."""
+    """Return the row with new names for its keys. Raises the row itself if it is an exception, and
+    ValueError if it is not an object."""
     if isinstance(row, Exception):
         raise row
     if not isinstance(row, dict):
@@ -116,9 +118,12 @@ def parse_object(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
                  form: tuple[str, ...] | None = None,
                  is_one_text: bool = False,
                  trains_history: bool = True) -> tuple[str, list[Document]]:
-    """parse_row() of what as_object() returns. `form`: one of FORMS, None: by the row's keys;
-    `is_one_text`: a prompt and its completion may meet in a word; `trains_history`: earlier answers
-    of an instruction, too."""
+    """parse_row() for the result of as_object().
+
+    `form`: one of FORMS; None: determined by the row's keys. `is_one_text`: a prompt and its
+    completion may meet inside a word. `trains_history`: earlier answers of an instruction are in
+    the loss, too.
+    """
     refuse_keys(row, ", or rename it: --columns {}=unused")
     form = form or find_form(row)
     row, ignored = take_keys(row, form)
@@ -140,7 +145,8 @@ def parse_object(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal obeys, or cannot encode."""
+    """Return the text with escapes for characters that control a terminal or that it cannot encode.
+    """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -150,7 +156,7 @@ def printable(text: str) -> str:
 
 
 def rename_keys(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """The row with new names for these keys {old: new}."""
+    """Return the row with new names for these keys, {old: new}."""
     renamed = {}
     for key, value in row.items():
         new = columns.get(key, key)
@@ -162,14 +168,15 @@ def rename_keys(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
 
 
 def refuse_keys(keys_and_values: dict[str, Any], advice: str) -> None:
-    """End the run for a key that asks for what is not done here, unless it is empty."""
+    """Raise RefusedRow for a key that asks for something unsupported, unless its value is empty."""
     for key, value in keys_and_values.items():
         if key in REFUSED and not is_empty(value):
             raise RefusedRow(f"has {key}: {REFUSED[key]}; leave it out{advice.format(key)}")
 
 
 def find_form(row: dict[str, Any]) -> tuple[str, ...]:
-    """The first of FORMS whose keys the row has, none of them null."""
+    """Return the first of FORMS whose keys the row has, none of them null. Raises ValueError or
+    RefusedRow if there is none."""
     keys = {key for key, value in row.items() if value is not None}
     for form in FORMS:
         if keys >= set(form):
@@ -191,8 +198,9 @@ def find_form(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def likely_names(row: dict[str, Any], first: str, seconds: list[str]) -> dict[str, str]:
-    """{key: new name} that would likely make a row of no form one of a form, whose key `first` it
-    may have already, but none of `seconds`; {} if nothing is likely."""
+    """Return {key: new name} that would probably turn a row of unknown form into a known one; {} if
+    nothing is likely. `first`: the first key of a form, if the row has one; `seconds`: its possible
+    second keys, none of which the row has."""
     near = {key: near_key(key, value) for key, value in row.items() if "=" not in key}
     if any({*near.values()} >= set(form) for form in FORMS):
         return {key: name for key, name in near.items() if name not in ("", key)}
@@ -218,17 +226,17 @@ def likely_names(row: dict[str, Any], first: str, seconds: list[str]) -> dict[st
 
 
 def near_key(key: str, value: Any) -> str:
-    """The key of a form that is this one, or this one misspelt, and may have such a value; else "".
-    """
+    """Return the key of a form that equals `key`, or of which it is a misspelling, if it may have
+    such a value; else ""."""
     known = [*dict.fromkeys([key for form in FORMS for key in form]), *OPTIONAL, *SYNONYMS]
-    found = [key] if key in known else difflib.get_close_matches(key.strip().lower(), known, 1, 0.8)
-    if not found or (found[0] in LISTS) == (name_of_list(value) == ""):
+    close = [key] if key in known else difflib.get_close_matches(key.strip().lower(), known, 1, 0.8)
+    if not close or (close[0] in LISTS) == (name_of_list(value) == ""):
         return ""
-    return found[0]
+    return close[0]
 
 
 def name_of_list(value: Any) -> str:
-    """The key of a form that has such a list; "" if none has."""
+    """Return the key of a form that has such a list; "" if none has."""
     value = read_value(value) if isinstance(value, str) else value
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, dict):
@@ -238,7 +246,7 @@ def name_of_list(value: Any) -> str:
 
 
 def meaning_of(key: str) -> str:
-    """What of MEANINGS the words of a key say that a text in it is, or ""."""
+    """Return the key of MEANINGS that the words of a key suggest for its text, or ""."""
     words = [word.removesuffix("s") for word in re.findall(
         "[a-z]+", re.sub("([a-z])([A-Z])", r"\1 \2", key).lower())]
     return next((meaning for meaning, names in MEANINGS.items() if any(
@@ -246,7 +254,7 @@ def meaning_of(key: str) -> str:
 
 
 def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
-    """The row's keys that its form takes and that are not empty, JSON text read; and the keys that
+    """Return the row's non-empty keys that its form uses, with JSON text parsed; and the keys that
     are ignored."""
     taken: dict[str, Any] = {}
     ignored = []
@@ -269,8 +277,8 @@ def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any
 
 
 def unread_keys(messages: list[dict[str, Any]], template: str) -> list[str]:
-    """The keys of messages that the chat template never names, in order; the reasoning of an answer
-    that is trained counts as read, see close_reasoning() of chat."""
+    """Return the keys of messages that the chat template never names, in order. The reasoning of an
+    answer in the loss counts as read, see close_reasoning() in chat.py."""
     keys = dict.fromkeys(key for message in messages for key, value in message.items()
                          if key != "train" and not is_empty(value)
                          and not (message["train"] and key in REASONING))
@@ -279,12 +287,12 @@ def unread_keys(messages: list[dict[str, Any]], template: str) -> list[str]:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether there is nothing in it; blank text counts as nothing."""
+    """Return True if a value is empty; blank text is empty."""
     return value in (None, "", [], {}) or isinstance(value, str) and not value.strip()
 
 
 def read_list_text(key: str, value: Any) -> Any:
-    """The value; where a table had to write a list as text, the list."""
+    """Return the value; if it is a list that a table had to store as text, return the list."""
     messages = r"""\s*\[\s*\{\s*["'](role|content)["']"""
     if isinstance(value, str) and (key in LISTS or key in COMPLETION and re.match(messages, value)):
         return read_value(value)
@@ -298,14 +306,14 @@ def read_list_text(key: str, value: Any) -> Any:
 
 def parse_text(row: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrainedTokenizerFast,
                is_one_text: bool) -> list[Document] | None:
-    """The documents of a row that is no conversation, else None."""
+    """Return the documents of a row that is not a conversation, else None."""
     if form == ("input_ids",):
         return [checked_ids(row)]
     if form == ("segments",):
         return [[join_segments(list_of(row, "segments"))]]
     if form == ("text",):
         text = text_of(row, "text")
-        if not text.strip():  # EOS alone would be trained: to stop at once
+        if not text.strip():  # EOS alone would train the model to stop at once
             raise ValueError("text is empty")
         return [[Part(text, trained=True, may_begin=True, must_end=True)]]
     is_plain = tokenizer.chat_template is None and form in (*INSTRUCTIONS, *QUESTIONS)
@@ -324,7 +332,7 @@ def parse_text(row: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrained
 
 
 def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
-    """(prompt, completion) in plain text, of an instruction under Alpaca's headings."""
+    """Return (prompt, completion) in plain text; an instruction gets Alpaca's headings."""
     taken = () if form == COMPLETION else ("input", "system")
     for key in row.keys() - {*form, *taken}:
         raise RefusedRow(f"has {key}, which a prompt in plain text cannot take: write it as"
@@ -340,7 +348,7 @@ def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
 
 
 def question_of(row: dict[str, Any], form: tuple[str, ...]) -> dict[str, str]:
-    """{key: text} of what an instruction or question asks, without what is blank."""
+    """Return {key: text} of what an instruction or question asks, without blank texts."""
     texts = {key: text_of(row, key) for key in (form[0], "input") if key in row}
     asked = {key: text for key, text in texts.items() if not is_empty(text)}
     if not asked:
@@ -349,7 +357,7 @@ def question_of(row: dict[str, Any], form: tuple[str, ...]) -> dict[str, str]:
 
 
 def turns_of(history: list[Any]) -> list[tuple[str, str]]:
-    """[(question, answer)] of the turns before an instruction; a wholly blank one is none."""
+    """Return [(question, answer)] of the turns before an instruction, without blank turns."""
     turns = []
     for turn in history:
         if not isinstance(turn, list) or len(turn) != 2:
@@ -362,7 +370,7 @@ def turns_of(history: list[Any]) -> list[tuple[str, str]]:
 
 
 def join_segments(segments: list[Any]) -> Part:
-    """The Part of texts, each trained or not, that are a document as they are."""
+    """Return the Part of consecutive texts, each in the loss or not, that make up a document."""
     text, spans = "", []
     for segment in segments:
         if not isinstance(segment, dict) or segment.get("label") not in (False, True):
@@ -374,7 +382,7 @@ def join_segments(segments: list[Any]) -> Part:
 
 
 def as_messages(row: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The messages of a row, as read_message() returns them."""
+    """Return the messages of a row, in the form of read_message()."""
     if form == COMPLETION:
         asked, answered = ([read_message(m) for m in list_of(row, key)] for key in form)
         messages = [message | {"train": False} for message in asked] + answered
@@ -400,7 +408,8 @@ def as_messages(row: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, An
 
 
 def read_message(message: Any) -> dict[str, Any]:
-    """The message in OpenAI's words, without nulls, and with `train`: whether it is trained."""
+    """Return the message with OpenAI's keys, without nulls, and with `train`: whether it is in the
+    loss."""
     if not isinstance(message, dict):
         raise ValueError("a message is no object with a role")
     message = {key: value for key, value in message.items() if value is not None}
@@ -428,7 +437,8 @@ def read_message(message: Any) -> dict[str, Any]:
 
 
 def template_options(row: dict[str, Any]) -> dict[str, Any]:
-    """What the chat template is given besides messages: the tools, and the row's own variables."""
+    """Return what the chat template gets besides messages: the tools, and the row's own variables.
+    """
     tools = openai_tools(row.get("tools", []))
     variables = row.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
@@ -450,8 +460,9 @@ def list_of(row: dict[str, Any], key: str) -> list[Any]:
 
 
 def checked_ids(row: dict[str, Any]) -> Ids:
-    """(input_ids, labels) of a row that has lists of the same length; labels may be IGNORE. What a
-    mask leaves out is not trained, what attention_mask leaves out is padding and goes."""
+    """Return (input_ids, labels) of a row that has lists of one length; labels may be IGNORE.
+    Tokens that a mask leaves out are not in the loss; tokens that attention_mask leaves out are
+    padding and are removed."""
     row = {"labels": row["input_ids"], **row}
     for key, values in row.items():
         is_mask, allowed = key.endswith(("mask", "masks")), {IGNORE} if key == "labels" else set()

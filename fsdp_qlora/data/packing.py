@@ -27,13 +27,13 @@ from fsdp_qlora.model.model import Model
 
 
 class RowSource(Protocol):
-    """Where the rows of a step come from: the loop, the planner and the reference of DPO ask it. To
-    draw them another way, write a class like ShuffledRows, and name it in finetune()."""
+    """Source of the rows of a step, for the training loop, the planner and DPO's reference. To draw
+    rows another way, write a class like ShuffledRows, and name it in finetune()."""
 
     rows: Rows  # all of them
 
     def indices(self, step: int) -> torch.Tensor:
-        """The rows of an optimizer step, the first of which is 1; int64, the same on all ranks."""
+        """Return the rows of an optimizer step (the first is 1), int64, the same on all ranks."""
 
 
 @dataclasses.dataclass
@@ -48,30 +48,31 @@ class ShuffledRows:
 
 
 def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:
-    """Indices of the rows of an optimizer step (the first is 1): every epoch is a new shuffle."""
+    """Return the indices of the rows of an optimizer step (the first is 1). Every epoch is a new
+    shuffle."""
     drawn = range((step - 1) * config.batch_size, step * config.batch_size)
     return torch.stack([epoch_order(i // n_rows, n_rows, config.seed)[i % n_rows] for i in drawn])
 
 
 @functools.lru_cache(2)  # a step may span two epochs
 def epoch_order(epoch: int, n_rows: int, seed: int) -> torch.Tensor:
-    """The shuffled indices of one epoch's rows."""
+    """Return the shuffled indices of one epoch's rows."""
     return torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 def pack_rows(lengths: list[int], processes: int, max_tokens: int,
               n_answers: int = 1) -> list[list[list[int]]]:
-    """Pack documents of these lengths into micro-steps. Returns for each of them the numbers of the
-    documents in each process's micro-batch.
+    """Pack documents of these lengths into micro-steps. Returns, for each micro-step, the numbers
+    of the documents in each process's micro-batch.
 
-    These are the fewest micro-steps for which every micro-batch, all filled evenly, stays within
-    `max_tokens`. The `n_answers` documents of a row, which are consecutive, are in the same
-    micro-step, but may be in micro-batches of several processes. All ranks know all lengths, so
-    that all get the same.
+    The number of micro-steps is the smallest for which every micro-batch, all filled evenly, stays
+    within `max_tokens`. The `n_answers` documents of a row, which are consecutive, are in the same
+    micro-step, but may be in micro-batches of several processes. All ranks know all lengths, so all
+    get the same result.
     """
     fewest = max(1, math.ceil(sum(lengths) / (processes * max_tokens)))
     rows = [range(i, i + n_answers) for i in range(0, len(lengths), n_answers)]
-    of_rows = [sum(lengths[i] for i in row) for row in rows]
+    row_lengths = [sum(lengths[i] for i in row) for row in rows]
     for n in range(fewest, len(rows) + 1):
         if n_answers == 1:
             micro_batches = balance(range(len(lengths)), lengths, n * processes)
@@ -79,7 +80,7 @@ def pack_rows(lengths: list[int], processes: int, max_tokens: int,
                            for i in range(0, len(micro_batches), processes)]
         else:
             micro_steps = [balance([i for row in share for i in rows[row]], lengths, processes)
-                           for share in balance(range(len(rows)), of_rows, n)]
+                           for share in balance(range(len(rows)), row_lengths, n)]
         fullest = max(sum(lengths[i] for i in documents)
                       for micro_step in micro_steps for documents in micro_step)
         if fullest <= max_tokens:
@@ -88,19 +89,19 @@ def pack_rows(lengths: list[int], processes: int, max_tokens: int,
 
 
 def balance(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:
-    """Deal `items`, numbers of `sizes`, into n lists that are filled evenly, the fullest first."""
+    """Distribute `items`, indices into `sizes`, over n evenly filled lists, the fullest first."""
     # a heap of (size, number, items): the emptiest list comes first
     lists = [(0, number, []) for number in range(n)]
     for i in sorted(items, key=lambda i: (-sizes[i], i)):
-        size, number, found = lists[0]
-        heapq.heapreplace(lists, (size + sizes[i], number, [*found, i]))
+        size, number, chosen = lists[0]
+        heapq.heapreplace(lists, (size + sizes[i], number, [*chosen, i]))
     lists.sort(key=lambda one: (-one[0], one[1]))
-    return [sorted(found) for _, _, found in lists]
+    return [sorted(chosen) for _, _, chosen in lists]
 
 
 def round_up(n: int, device: torch.device) -> int:
-    """On a GPU, n up to the next of a few lengths, 16 from one power of 2 to the next: cuBLAS and
-    cuDNN choose kernels anew for each new length, and a CUDA graph has one."""
+    """Round n up, on a GPU, to one of a few lengths, 16 from one power of 2 to the next: cuBLAS and
+    cuDNN choose kernels anew for each new length, and a CUDA graph has one length."""
     if device.type == "cpu":
         return n
     multiple = max(64, 2 ** n.bit_length() // 32)
@@ -109,9 +110,9 @@ def round_up(n: int, device: torch.device) -> int:
 
 def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
                      step_key: torch.Tensor | None, model: Model) -> MicroBatch:
-    """This rank's MicroBatch of a micro-step of pack_rows(). `batch` are the Rows of the step,
-    `step_key` seeds dropout; None: an evaluation. All ranks pad to one shape, because they
-    compute embedding and head together, and every rank waits for the longest one anyway."""
+    """Return this rank's MicroBatch of a micro-step of pack_rows(). `batch`: the Rows of the step.
+    `step_key`: seeds dropout; None: an evaluation. All ranks pad to one shape, because they compute
+    embedding and lm_head together, and every rank waits for the longest one anyway."""
     n_tokens, n_labels, longest = padded_shape(batch, micro_step, model)
     documents = micro_step[rank]
     lengths = batch.lengths[documents].tolist()
@@ -127,12 +128,13 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
     if step_key is not None:
         numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
         seeds = hash_ints(step_key + numbers)[document_at]
-        keys = hash_ints(seeds + position_ids)  # drop() adds a number for layer and site to each
+        keys = hash_ints(seeds + position_ids)  # drop() adds a number for the layer and the site
     n_documents = max(map(len, micro_step))
-    same = len(set(lengths)) == 1
+    is_fixed_len = len(set(lengths)) == 1
     if model.plan.graphs:
         n_documents = power_of_2(n_documents)
-    if several := model.plan.graphs and not same:  # one graph serves several numbers of documents
+    # one graph serves several numbers of documents
+    if several := model.plan.graphs and not is_fixed_len:
         longest = power_of_2(longest)
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
@@ -158,18 +160,18 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
     return MicroBatch(
         **tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
         longest=longest, store=store,
-        kernels=model.kernels.fixed_len if same else model.kernels.varlen)
+        kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen)
 
 
 def token_tensors(
         batch: Rows, documents: list[int], lengths: list[int],
         n_documents: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A MicroBatch's input_ids, its trained_at and labels without padding, and its loss_bounds.
-    `lengths`: of the documents and then of padding."""
+    """Return a MicroBatch's input_ids, its trained_at and labels without padding, and its
+    loss_bounds. `lengths`: those of the documents, then those of the padding."""
     n_tokens = sum(lengths)
-    n_sums = 2 if batch.kind.trains_prompt else 1  # of a document: its answer's, then its prompt's
+    n_sums = 2 if batch.kind.trains_prompt else 1  # per document: its answer's, then its prompt's
     ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
-    sum_at = torch.zeros(n_tokens, dtype=torch.int64)  # number of the sum that a token counts in
+    sum_at = torch.zeros(n_tokens, dtype=torch.int64)  # index of the sum that a token belongs to
     start = 0
     for position, i in enumerate(documents):
         row_ids, row_labels = batch.tokens(i)
@@ -188,33 +190,34 @@ def token_tensors(
 
 def find_answers(batch: Rows, micro_step: list[list[int]], n_documents: int,
                  model: Model) -> list[torch.Tensor]:
-    """The first four tensors of the Answers of a micro-batch, in whose micro-batches there are,
-    with padding, `n_documents` each."""
-    place = {document: rank * n_documents + i for rank, documents in enumerate(micro_step)
-             for i, document in enumerate(documents)}
-    documents = torch.tensor(sorted(place)).view(-1, batch.n_answers)
-    places = torch.tensor([place[i] for i in documents.flatten().tolist()]).view_as(documents)
+    """Return the first four tensors of Answers for a micro-step. Each rank's micro-batch has
+    `n_documents` documents, padding included."""
+    index_of = {document: rank * n_documents + i for rank, documents in enumerate(micro_step)
+                for i, document in enumerate(documents)}
+    documents = torch.tensor(sorted(index_of)).view(-1, batch.n_answers)
+    indices = torch.tensor([index_of[i] for i in documents.flatten().tolist()]).view_as(documents)
     spare = power_of_2(len(documents)) - len(documents) if model.plan.graphs else 0
     n_trainable_tokens = batch.n_trainable_tokens[documents].double()
     reference = torch.zeros_like(n_trainable_tokens)
     if batch.reference is not None:
         reference = batch.reference[documents]
     return [F.pad(tensor, (0, 0, 0, spare))
-            for tensor in (places, n_trainable_tokens, reference, batch.desirable[documents])]
+            for tensor in (indices, n_trainable_tokens, reference, batch.desirable[documents])]
 
 
 def power_of_2(n: int) -> int:
-    """The lowest power of 2 from n on."""
+    """Return the smallest power of 2 that is at least n."""
     return 2 ** (n - 1).bit_length()
 
 
 def padded_shape(batch: Rows, micro_step: list[list[int]], model: Model) -> tuple[int, int, int]:
-    """(tokens, trained tokens, longest document) to which all ranks pad their micro-batch."""
+    """Return (tokens, tokens in the loss, longest document), to which all ranks pad their
+    micro-batch."""
     lengths = [batch.lengths[documents].tolist() for documents in micro_step]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
-        # no more than planned
+        # but not above the plan's size
         n_tokens = min(round_up(n_tokens, model.device), model.plan.micro_batch_tokens)
     n_scored = max(int(batch.n_scored()[documents].sum()) for documents in micro_step)
     return n_tokens, round_up(n_scored, model.device), max(all_lengths)

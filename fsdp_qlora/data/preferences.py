@@ -20,20 +20,20 @@ PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
          ("preferred_output", "non_preferred_output"))  # keys of the better and the worse answer
 LABELS = ("label", "kto_tag")
 ANSWERS = {"prompt": "completion", "instruction": "output", "question": "answer",
-           "query": "response"}  # {key of a question: that of its answer, in FORMS}
+           "query": "response"}  # {key of a question: key of its answer}, as in FORMS
 CONVERSATIONS = ("messages", "conversations")
 
 
 def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequence[str],
                      loss: str) -> tuple[str, list[Document], list[bool]]:
-    """parse_row() of a row for this preference loss; and of each document, whether it is a good
+    """parse_row() of a row for this preference loss. Also returns whether each document is a good
     answer. Of two answers the better one comes first."""
     row = as_object(row, columns)
     is_unpaired = LOSSES[loss].is_unpaired
     kinds = [*PAIRS, *((key,) for key in LABELS)] if is_unpaired else PAIRS
     given = {key for key, value in row.items() if value is not None}
     found = [keys for keys in kinds if given & {*keys}]
-    found = found or [keys for keys in kinds if row.keys() & {*keys}][:1]  # which are null
+    found = found or [keys for keys in kinds if row.keys() & {*keys}][:1]  # keys with null values
     if len(found) > 1:
         raise RefusedRow(f"has {found[0][0]} and {found[1][0]}: keep one of them, or ignore one:"
                          f" --columns {found[1][0]}=unused")
@@ -49,7 +49,7 @@ def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequ
 
 def parse_pair(row: dict[str, Any], better: str, worse: str,
                tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
-    """parse_preference() of a row with two answers, in these keys."""
+    """parse_preference() of a row with two answers, in the keys `better` and `worse`."""
     answers = []
     for key in better, worse:
         if key not in row:
@@ -60,7 +60,7 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
     if answers[0] == answers[1]:
         raise ValueError("both answers are the same")
     row = {key: value for key, value in row.items() if key not in (better, worse)}
-    if isinstance(row.get("input"), dict):  # OpenAI's
+    if isinstance(row.get("input"), dict):  # OpenAI's format
         asked = {key: value for key, value in row.pop("input").items()
                  if key != "parallel_tool_calls" and not is_empty(value)}
         if both := [key for key in asked if not is_empty(row.get(key))]:
@@ -69,7 +69,7 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
     rows, form, is_one_text = ask(row, answers)
     (name, chosen), (_, rejected) = (
         parse_object(one, tokenizer, form, is_one_text, trains_history=False) for one in rows)
-    if len(chosen) + len(rejected) > 2:  # answers that the template rewrites when more follow
+    if len(chosen) + len(rejected) > 2:  # the template rewrites answers when more messages follow
         raise ValueError("to this chat template an answer of several messages is several documents:"
                          " give all but the last message in the prompt")
     if chosen == rejected:
@@ -79,14 +79,14 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
 
 def parse_labeled(row: dict[str, Any], label: str,
                   tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
-    """parse_preference() of a row with one answer, and in this key whether it is good."""
+    """parse_preference() of a row with one answer, whose key `label` says whether it is good."""
     is_good = row[label]
     if is_good is None:
         raise ValueError(f"{label} is null")
-    if isinstance(is_good, str):  # of a CSV file
+    if isinstance(is_good, str):  # from a CSV file
         read = {"true": True, "1": True, "false": False, "0": False}
         is_good = read.get(is_good.lower(), is_good)
-    if is_good not in (True, False):  # 1 and 0 are
+    if is_good not in (True, False):  # 1 and 0 equal these
         raise RefusedRow(f"has {label} {is_good!r}: want true or false")
     form = None
     given = {key: value for key, value in row.items() if key != label}
@@ -98,7 +98,7 @@ def parse_labeled(row: dict[str, Any], label: str,
             form = "prompt", answered  # a question and its answer, through the chat template
             row[answered] = row.pop("completion")
     elif conversation := next((key for key in CONVERSATIONS if key in row), None):
-        messages = list_of_messages(row, conversation)  # the last one is what is judged
+        messages = list_of_messages(row, conversation)  # the label is for the last one
         (row,), form, _ = ask(row, [messages])
     else:
         form = find_form(given)
@@ -111,10 +111,10 @@ def parse_labeled(row: dict[str, Any], label: str,
 
 def ask(row: dict[str, Any],
         answers: list[Any]) -> tuple[list[dict[str, Any]], tuple[str, ...], bool]:
-    """A row of forms.py for each answer to what the rest of the row asks, one or two; their form;
-    and whether what both begin with was taken for their prompt, as a text.
+    """Return a row of forms.py for each of the one or two `answers` to what the rest of the row
+    asks; their form; and whether the common beginning of two texts was used as their prompt.
 
-    The question is in a key of ANSWERS or CONVERSATIONS; or the answers contain it.
+    The question is in a key of ANSWERS or CONVERSATIONS, or the answers contain it.
     """
     asks = [key for key in (*ANSWERS, *CONVERSATIONS) if key in row]
     if asks and all(row[key] is None for key in asks):
@@ -127,7 +127,7 @@ def ask(row: dict[str, Any],
         answers = [[answer] for answer in answers]
     is_whole = are_conversations(answers)
     for key in CONVERSATIONS:
-        if key in row and is_whole:  # the same once more, as in UltraFeedback's rows
+        if key in row and is_whole:  # a copy of the conversation, as in UltraFeedback's rows
             del row[key]
         elif key in row and "prompt" not in row:
             row["prompt"] = list_of_messages(row, key)
@@ -157,8 +157,8 @@ def ask(row: dict[str, Any],
 
 
 def shared_question(answers: list[Any], is_whole: bool) -> int:
-    """How many characters or messages of the answers are their question: all but the last message
-    of one conversation, what two answers have in common at their beginning."""
+    """Return how many characters or messages of the answers are their question: all but the last
+    message of a single conversation, or the common beginning of two answers."""
     if len(answers) == 1:
         return len(answers[0]) - 1 if is_whole else 0
     shortest = min(map(len, answers))
@@ -175,17 +175,18 @@ def shared_question(answers: list[Any], is_whole: bool) -> int:
 
 
 def without_blank_questions(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without keys that are null, and without blank questions where another key asks."""
+    """Return the row without keys that are null, and without blank questions if another key asks.
+    """
     row = {key: value for key, value in row.items() if value is not None}
     full = {key for key, value in row.items() if not is_empty(value)}
     may_go = {*ANSWERS, *CONVERSATIONS} if full & {*ANSWERS, *CONVERSATIONS} else set()
-    if "input" in full:  # beside a blank instruction it keeps its form
+    if "input" in full:  # a blank instruction must stay, because it determines the form
         may_go |= {"prompt"}
     return {key: value for key, value in row.items() if key in full or key not in may_go}
 
 
 def list_of_messages(row: dict[str, Any], key: str) -> list[Any]:
-    """The conversation in this key, which the row then lacks."""
+    """Remove the conversation in this key from the row, and return it."""
     messages = read_list_text(key, row.pop(key))
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{key} is no list of messages")
@@ -193,7 +194,7 @@ def list_of_messages(row: dict[str, Any], key: str) -> list[Any]:
 
 
 def are_conversations(answers: list[Any]) -> bool:
-    """Whether the answers are whole conversations, which contain the question."""
+    """Return True if the answers are whole conversations, which contain the question."""
     found = {isinstance(answer, list) and bool(answer)
              and read_message(answer[0])["role"] in ("system", "user", "developer")
              for answer in answers}
@@ -203,7 +204,8 @@ def are_conversations(answers: list[Any]) -> bool:
 
 
 def check_answers(asked: str, question: Any, answers: list[Any]) -> None:
-    """Leave out a pair of texts that both begin with their question, which would be read twice."""
+    """Raise ValueError for a pair of texts that both begin with their question, which would be
+    repeated."""
     if len(answers) == 2 and isinstance(question, str) and (question := question.strip()) and all(
             isinstance(answer, str) and answer.strip().startswith(question) for answer in answers):
         raise ValueError(f"both answers begin with their {asked}: if all rows are so, drop it,"
@@ -211,7 +213,7 @@ def check_answers(asked: str, question: Any, answers: list[Any]) -> None:
 
 
 def check_prompt(prompt: Any, conversation: list[Any]) -> None:
-    """Refuse a prompt that a whole conversation does not contain."""
+    """Raise RefusedRow for a prompt that is not in a whole conversation."""
     messages = [read_message(message) for message in conversation]
     asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     texts = ["", *map(text_of_message, messages)]
@@ -221,7 +223,7 @@ def check_prompt(prompt: Any, conversation: list[Any]) -> None:
 
 
 def text_of_message(message: dict[str, Any]) -> str:
-    """The text of a message, without spaces around it."""
+    """Return the text of a message, without spaces around it."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part)

@@ -38,7 +38,8 @@ from fsdp_qlora.ranks import RunError, log, raise_on_all_ranks
 
 def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast | None,
                  vocab_size: int, template_date: str) -> tuple[Rows, Rows | None]:
-    """The Rows to train on and those to evaluate on, or None. All ranks must call this."""
+    """Return the Rows to train on, and the Rows to evaluate on or None. All ranks must call this.
+    """
     if config.random_weights and not config.dataset:
         log(f"data: {config.batch_size} rows of random tokens")
         return with_mismatched(random_rows(vocab_size, config), config), None
@@ -83,7 +84,7 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
 
 
 def with_mismatched(rows: Rows, config: Config) -> Rows:
-    """The rows, with `mismatched` where their loss reads it."""
+    """Return the rows, with `mismatched` if their loss reads it."""
     if not rows.kind.is_unpaired:
         return rows
     assert config.max_seq_len, "read_model_config() fills it in"
@@ -92,8 +93,8 @@ def with_mismatched(rows: Rows, config: Config) -> Rows:
 
 
 def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
-    """Split the rows into those to train on and a fraction to evaluate on. Rows that were made of
-    one example, or that are the same token for token, stay together."""
+    """Split the rows into those to train on and a fraction to evaluate on. Rows that were made from
+    one example, or that are equal token for token, stay together."""
     groups = rows.groups()
     sources = groups.unique()
     n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
@@ -111,8 +112,8 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
 def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
                  vocab_size: int, template_date: str, columns: Sequence[str] = (),
                  loss: str = "sft", flag: str = "--dataset") -> tuple[Rows, str, set[str]]:
-    """The Rows of all `sources` for this loss, a line on what became of them, and the set of keys
-    that `columns` have renamed. All ranks must call this."""
+    """Return the Rows of all `sources` for this loss, a log line on what became of them, and the
+    set of keys that `columns` has renamed. All ranks must call this."""
     name = " ".join(sources)
     with raise_on_all_ranks():
         if tokenizer.eos_token_id is None:
@@ -139,7 +140,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
         table = read_table(directory)
         if not len(table):
             raise ValueError(f"{flag} {name}: has no rows")
-        # not pyarrow's index(): it imports pandas, 0.3 s
+        # not pyarrow's index(), which imports pandas (0.3 s)
         if (refused := table["refused"].to_numpy()).any():
             first = int(refused.argmax())
             raise ValueError(f"{table['where'][first]}: {table['left_out'][first]}")
@@ -153,13 +154,15 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
 
 def pieces_of_all(sources: Sequence[str],
                   is_silent: bool = False) -> tuple[list[Piece], list[list[str]]]:
-    """The pieces of all sources end to end, and the digests of each, see find_pieces()."""
-    found = [find_pieces(source, is_silent) for source in sources]
-    return [piece for pieces, _ in found for piece in pieces], [digests for _, digests in found]
+    """Return the pieces of all sources end to end, and the digests of each source, see
+    find_pieces()."""
+    results = [find_pieces(source, is_silent) for source in sources]
+    return [piece for pieces, _ in results for piece in pieces], [digests for _, digests in results]
 
 
 def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int) -> str:
-    """What became of the rows of read_table(): the Rows, and what was cut or left out."""
+    """Return text on what became of the rows of read_table(): the Rows, and what was cut or left
+    out."""
     forms = counts_of(table["form"].filter(table["kept"])).items()
     n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
     parts = [f"{len(rows):,} rows, "
@@ -174,8 +177,8 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int) -> str:
 
 
 def describe_left_out(table: pyarrow.Table) -> str:
-    """How many rows of read_table() are left out, and why: the five commonest reasons, each with
-    the first such row."""
+    """Return text on how many rows of read_table() are left out, and why: the five commonest
+    reasons, each with the first such row."""
     counts, parts = counts_of(table["left_out"]), []
     counts.pop("", None)
     for reason in sorted(counts, key=lambda reason: counts[reason], reverse=True)[:5]:
@@ -187,13 +190,14 @@ def describe_left_out(table: pyarrow.Table) -> str:
 
 
 def counts_of(column: pyarrow.ChunkedArray) -> dict[str, int]:
-    """{value: how often it occurs}."""
+    """Return {value: number of occurrences}."""
     return {pair["values"]: pair["counts"] for pair in column.value_counts().to_pylist()}
 
 
 def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreTrainedTokenizerFast,
               max_seq_len: int, vocab_size: int, new_names: Sequence[str], loss: str) -> str:
-    """Digest of all that decides what the rows become, this code and transformers' included."""
+    """Return a digest of everything that determines the encoded rows, including this code and the
+    version of transformers."""
     code = {str(inspect.getsourcefile(f)) for f in
             (find_pieces, parse_row, parse_preference, parse_chat, with_day, openai_calls,
              encode_pieces, columns_of)}
@@ -206,7 +210,7 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
 
 
 def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
-    """The Rows of what read_table() returns that are kept."""
+    """Return the Rows of the documents in read_table()'s result that are kept."""
     kept, is_first, lengths, prompt_lengths, n_trainable_tokens, desirable, digests = (
         torch.from_numpy(table[name].to_numpy().copy())
         for name in ("kept", "is_first", "length", *COLUMNS))
@@ -222,7 +226,7 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
 
 
 def count_asked(table: pyarrow.Table) -> dict[str, int]:
-    """Rows.asked of what read_table() returns."""
+    """Return Rows.asked for read_table()'s result."""
     counts: dict[str, int] = {}
     for ways, n_rows in counts_of(table["asked"].filter(table["kept"])).items():
         for way in ways.splitlines():

@@ -20,36 +20,36 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.loss import LOSSES, Loss
 
 
-COLUMNS = "prompt_length", "n_trainable_tokens", "desirable", "digest"  # as Rows has them
+COLUMNS = "prompt_length", "n_trainable_tokens", "desirable", "digest"  # in the order of Rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The encoded data set. A row is one document, of which an example that is a conversation may
-    give several; or of pairs two documents, the better answer's and then the other's. The tokens
-    lie end to end in a few int32 arrays, views of a memory-mapped file that all ranks of a node
-    share."""
+    """The encoded data set. A row is one document, or two documents for a pair, the better answer's
+    first. An example that is a conversation may become several rows. The tokens lie end to end in a
+    few int32 arrays, views of a memory-mapped file that all ranks of a node share."""
 
-    loss: str  # of LOSSES: what these rows are for
+    loss: str  # the loss that these rows are for, a key of LOSSES
     input_ids: list[np.ndarray]
-    labels: list[np.ndarray]  # of the same sizes
-    bounds: list[int]  # where among all tokens each array begins
-    starts: torch.Tensor  # int64 [documents], where among all tokens each begins
+    labels: list[np.ndarray]  # same sizes as input_ids
+    bounds: list[int]  # position of each array's first token among all tokens
+    starts: torch.Tensor  # int64 [documents], position of each first token among all tokens
     lengths: torch.Tensor  # [documents], in tokens
-    prompt_lengths: torch.Tensor  # [documents], tokens before the first trained one
-    n_trainable_tokens: torch.Tensor  # [documents], those that the loss is the mean of
-    desirable: torch.Tensor  # bool [documents]: is it a good answer, of a pair the better one?
-    digests: torch.Tensor  # int64 [documents], of tokens, labels and `desirable`
-    sources: torch.Tensor  # int64 [documents], the number of the example that each was made of
-    n_plain: int = 0  # documents of the data set that are prompt and completion as plain text
-    # {JSON of variables of the chat template: how many answers of the data set are rendered with
-    # these}, "{}": with none. Whoever asks for such an answer must set the same.
+    prompt_lengths: torch.Tensor  # [documents], tokens before the first one in the loss
+    n_trainable_tokens: torch.Tensor  # [documents], tokens in the loss
+    desirable: torch.Tensor  # bool [documents]: a good answer, or the better one of a pair?
+    digests: torch.Tensor  # int64 [documents], hash of tokens, labels and `desirable`
+    sources: torch.Tensor  # int64 [documents], number of the example that each was made from
+    n_plain: int = 0  # documents of the data set that are a plain-text prompt and completion
+    # {JSON of chat template variables: number of the data set's answers that are rendered with
+    # them}, "{}": no variables. To get such an answer, a prompt must set the same variables.
     asked: dict[str, int] = dataclasses.field(default_factory=dict)
     # fp64 [documents], the log-probability of each answer before the first step
     reference: torch.Tensor | None = None
-    # the same prompts with answers of other rows, as KTO wants them, see mismatch()
+    # the same prompts with answers of other rows, for KTO, see mismatch()
     mismatched: Rows | None = None
-    answer_starts: torch.Tensor | None = None  # int64 [documents], of those, where the answers are
+    # int64 [documents], positions of the answers; only in mismatched Rows
+    answer_starts: torch.Tensor | None = None
 
     @property
     def kind(self) -> Loss:
@@ -57,7 +57,7 @@ class Rows:
 
     @property
     def n_answers(self) -> int:
-        """How many documents a row has."""
+        """Number of documents per row."""
         return self.kind.n_answers
 
     def __len__(self) -> int:
@@ -65,12 +65,13 @@ class Rows:
 
     @property
     def num_items_in_batch(self) -> int:
-        """How many losses the loss of these Rows is the mean of: trained tokens, or rows."""
+        """Divisor of the summed loss of these Rows: the number of tokens in the loss, or of rows.
+        """
         return int(self.n_trainable_tokens.sum()) if self.loss == "sft" else len(self)
 
     def tokens(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input_ids, labels) of document i, int64 [tokens]; labels are IGNORE where nothing is
-        trained."""
+        """Return (input_ids, labels) of document i, int64 [tokens]; labels are IGNORE outside the
+        loss."""
         start, n_tokens = int(self.starts[i]), int(self.lengths[i])
         if self.answer_starts is None:
             return self.read(start, n_tokens)
@@ -80,7 +81,8 @@ class Rows:
         return ids, labels
 
     def read(self, start: int, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input_ids, labels) of these tokens of one document, int64."""
+        """Return (input_ids, labels) of n_tokens of one document from position `start` on, int64.
+        """
         array = bisect.bisect_right(self.bounds, start) - 1
         first = start - self.bounds[array]
         part = slice(first, first + n_tokens)
@@ -89,11 +91,11 @@ class Rows:
         return ids, labels
 
     def documents_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The numbers of the documents of these rows, a tensor of numbers."""
+        """Return the indices of the documents of these rows, a tensor of indices."""
         return (rows[:, None] * self.n_answers + torch.arange(self.n_answers)).flatten()
 
     def select(self, rows: torch.Tensor) -> Rows:
-        """The Rows of these numbers, a tensor, in the same arrays."""
+        """Return the Rows with these indices, a tensor; they share the token arrays."""
         documents = self.documents_of(rows)
         columns: dict[str, Any] = {name: column[documents] for name, column in vars(self).items()
                                    if isinstance(column, torch.Tensor)}
@@ -101,13 +103,14 @@ class Rows:
         return dataclasses.replace(self, **columns, mismatched=mismatched)
 
     def as_documents(self) -> Rows:
-        """The documents as --loss sft has them: each is a row and is compared with nothing."""
+        """Return the documents as --loss sft has them: each is a row of its own."""
         return dataclasses.replace(self, loss="sft")
 
     def mismatch(self, seed: int, max_tokens: int) -> Rows:
-        """The prompts of these rows, each with the answer (cut or not) of the row before it in a
-        random order, cut to `max_tokens`. `n_trainable_tokens` is an upper bound: some are cut
-        here, and the first token of an answer without a prompt is trained only after another."""
+        """Return the prompts of these rows, each with the answer, perhaps cut already, of the row
+        before it in a random order, cut to `max_tokens`. `n_trainable_tokens` is an upper bound,
+        because some rows are cut here, and the first token of an answer without a prompt is in the
+        loss only after another row's prompt."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         other = torch.empty_like(order).scatter_(0, order, order.roll(1))
         lengths = self.prompt_lengths + (self.lengths - self.prompt_lengths)[other]
@@ -117,36 +120,36 @@ class Rows:
             n_trainable_tokens=(self.n_trainable_tokens + (self.prompt_lengths == 0))[other])
 
     def n_scored(self) -> torch.Tensor:
-        """[documents], the tokens whose loss is computed: the trained ones, and of ORPO also the
-        prompts of good answers."""
+        """Return [documents], the number of tokens whose loss is computed: those in the loss and,
+        for ORPO, the prompts of good answers."""
         if not self.kind.trains_prompt:
             return self.n_trainable_tokens
         return torch.where(self.desirable, self.lengths - 1, self.n_trainable_tokens)
 
     def n_repeated(self) -> int:
-        """How many rows are an earlier one again, token for token."""
+        """Return the number of rows that repeat an earlier row, token for token."""
         return len(self) - len(self.digests.view(-1, self.n_answers).unique(dim=0))
 
     def groups(self) -> torch.Tensor:
-        """int64 [documents], the same number for documents that were made of one example, or that
-        are the same, token for token."""
+        """Return int64 [documents], with one number for documents that were made from one example
+        or that are equal, token for token."""
         _, same = self.digests.unique(return_inverse=True)
         groups, before = self.sources, None
         while before is None or not torch.equal(groups, before):
             before = groups
-            for parts in same, self.sources:  # each takes the lowest number of its documents
+            for parts in same, self.sources:  # each part gets the lowest number of its documents
                 lowest = groups.new_full((int(parts.max()) + 1,), len(groups))
                 groups = lowest.scatter_reduce(0, parts, groups, "amin")[parts]
         return groups
 
     def sha256(self) -> str:
-        """Hash of all rows in order, by which a resumed run sees that its data are the same."""
+        """Return the hash of all rows in order, by which a resumed run recognizes its data."""
         return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
 
 
 def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str = "sft") -> Rows:
-    """Rows in memory from [(input_ids, labels)], of which a row has one or two; of two the first is
-    the better one, of rows of one every other is good."""
+    """Return Rows in memory from [(input_ids, labels)]. A row has one or two of these documents.
+    The first of two is the better answer; in rows of one, every other document is a good answer."""
     encoded = [columns_of(ids, labels, len(ids), loss == "sft" or i % 2 == 0)
                for i, (ids, labels) in enumerate(documents)]
     input_ids, labels = (np.concatenate([document[name] for document in encoded])
@@ -160,7 +163,7 @@ def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str 
 
 
 def random_rows(vocab_size: int, config: Config) -> Rows:
-    """Rows of random tokens, all of full length, for measuring without a data set."""
+    """Return Rows of random tokens, all of full length, for measuring without a data set."""
     assert config.max_seq_len, "read_model_config() fills it in"
     generator = torch.Generator().manual_seed(config.seed)
     n_documents = config.batch_size * LOSSES[config.loss].n_answers
@@ -171,7 +174,8 @@ def random_rows(vocab_size: int, config: Config) -> Rows:
 
 def columns_of(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
                desirable: bool = True) -> dict[str, Any]:
-    """What ENCODED has of the tokens of one document, cut to `max_tokens`, a good answer or not."""
+    """Return ENCODED's values that depend on the tokens of one document, cut to `max_tokens`.
+    `desirable`: is it a good answer?"""
     is_cut = len(ids) > max_tokens
     ids, labels = (np.asarray(values[:max_tokens], np.int32) for values in (ids, labels))
     content = ids.tobytes() + labels.tobytes() + b"bad" * (not desirable)

@@ -28,48 +28,48 @@ JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # also lines of text, each 
 TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # what `datasets` calls them
 KINDS = (*JSON_KINDS, *TABLE_KINDS)
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}  # of cells
-PACKED = {  # the first bytes of what is no text, whatever its name says
+PACKED = {  # {first bytes of a file that is not text, whatever its name: what it is}
     b"\x1f\x8b": "gzip: name it {}.gz", b"PK\3\4": "a zip archive: unpack it",
     b"(\xb5/\xfd": "zstd: unpack it", b"\xfd7zXZ\0": "xz: unpack it",
     b"BZh91AY&SY": "bzip2: unpack it", b"PAR1\x15": "Parquet: name it .parquet"}
-BYTE_ORDER_MARKS = {  # in this order: that of UTF-16 begins that of UTF-32
+BYTE_ORDER_MARKS = {  # in this order, because UTF-32's mark begins with UTF-16's
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
 NOT_UTF_8 = "is not UTF-8 (perhaps cp1252): save the file as UTF-8"
 SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
-          "test": "test|testing|eval|evaluation"}  # what names of files and directories call them
+          "test": "test|testing|eval|evaluation"}  # {split: its names in files and directories}
 SPLIT_WORDS = "|".join(SPLITS.values())
-NO_DATA = re.compile("|".join((  # names of what lies beside data in a directory
-    # words about them
+NO_DATA = re.compile("|".join((  # names of files in a data directory that are not data
+    # texts about the data
     r"(readme|licen[cs]e|copying|notice|authors|contributing|citation|change(s|log)|requirements)"
     r"([^a-z].*)?\.(txt|csv|tsv)(\.gz)?",
-    # tables about them, in a file of any kind or a folder; perhaps of a split, or in several parts
+    # tables about the data, in a file of any kind or a folder; perhaps for a split, or in parts
     rf"(({SPLIT_WORDS})[-_.])?(meta(data)?|index|info|stats|schema|manifest|checksums|croissant|"
     rf"dataset_infos?)([-_.](\d+|of|{SPLIT_WORDS}))*(\.\w+)?(\.gz)?",
     # what libraries write
     r"(dataset_dict|(\w+_)?state|(\w+_)?config|package(-lock)?|special_tokens_map|.*\.index)\.json",
 )), re.I)
-PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # of lines of JSON, of a table
-HEAD_BYTES = 4096  # by which the encoding of a file is told
+PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # size of a piece: of lines of JSON, of a table
+HEAD_BYTES = 4096  # bytes that are read to recognize the encoding of a file
 
 
 class RefusedRow(ValueError):
-    """A row that ends the run: what it asks for would be lost in all rows like it."""
+    """A row that ends the run, because what it asks for would be lost in all rows like it."""
 
 
 class Piece(NamedTuple):
-    """Rows of a --dataset that a process reads at once."""
+    """Rows of a --dataset that one process reads at once."""
 
-    name: str  # of the file, the directory or the data set on the Hub
-    table: Any = None  # a datasets.Dataset, which is imported late; None: it is a file of JSON
+    name: str  # name of the file, the directory or the data set on the Hub
+    table: Any = None  # a datasets.Dataset, which is imported late; None: a file of lines or JSON
     start: int = 0  # in rows of the table, or bytes of the file
     stop: int | None = None  # None: read to the end
     lines_before: int = 0  # lines of the file before this piece
 
 
 def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list[str]]:
-    """Returns the pieces of one --dataset, and a list of digests that tells its content from any
-    other; says which files are left out unless it is silent."""
+    """Return the pieces of one --dataset, and a list of digests that identifies its content. Logs
+    which files are left out, unless it is silent."""
     name, options = split_options(source)
     is_pattern = glob.has_magic(name) and not Path(name).exists()
     paths = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
@@ -92,15 +92,16 @@ def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list
                 table = open_table(source, file, options, content)
                 more = [Piece(str(file), table, start, min(start + PIECE_ROWS, len(table)))
                         for start in range(0, len(table), PIECE_ROWS)]
-                content = content or table._fingerprint  # which tells the version on the Hub
+                content = content or table._fingerprint  # identifies the version on the Hub
             pieces += more
             digests.append(content)
     return pieces, digests
 
 
 def read_pieces(pieces: list[Piece]) -> Iterator[tuple[str, Any]]:
-    """Yield (where, row) for each row: in words where it stands, and the row, or an exception that
-    says why there is none. Raises ValueError where a file cannot be read: the next start may do."""
+    """Yield (where, row) for each row: its place in words; and the row, or an exception that
+    explains why it cannot be read. Raises ValueError if a file cannot be read any further, which
+    another start may be able to do."""
     for piece in pieces:
         where = piece.name
         try:
@@ -111,7 +112,7 @@ def read_pieces(pieces: list[Piece]) -> Iterator[tuple[str, Any]]:
 
 
 def read_piece(piece: Piece) -> Iterator[tuple[str, Any]]:
-    """Yield what read_pieces() yields, for one piece."""
+    """Yield the same as read_pieces(), for one piece."""
     if piece.table is not None:
         stop = len(piece.table) if piece.stop is None else piece.stop
         rows = piece.table.select(range(piece.start, stop))
@@ -132,7 +133,7 @@ def read_piece(piece: Piece) -> Iterator[tuple[str, Any]]:
 
 
 def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
-    """Yield what read_pieces() yields, for each line that is not blank."""
+    """Yield the same as read_pieces(), for each line that is not blank."""
     is_text = file_kind(Path(piece.name)) == ".txt"
     with open_file(piece.name) as file:
         lines = file
@@ -154,7 +155,8 @@ def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
 
 
 def split_options(source: str) -> tuple[str, dict[str, str]]:
-    """The name in a --dataset, and the options after its commas; a file may have commas itself."""
+    """Return the name in a --dataset, and the options after its commas. An existing file may have
+    commas in its name."""
     if Path(source).exists():
         return source, {}
     name, *options = source.split(",")
@@ -165,8 +167,8 @@ def split_options(source: str) -> tuple[str, dict[str, str]]:
 
 
 def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
-    """The data files of a split in a directory, sorted, but none that is hidden or that a run has
-    written there; any other path itself."""
+    """Return the data files of a split in a directory, sorted, without hidden files and without
+    what a run has written there. Any other path is returned itself."""
     if not path.is_dir() or saved_kind(path):
         return [path]
     files, aside = [], []
@@ -189,14 +191,14 @@ def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
 
 
 def name_some(path: Path, files: list[Path]) -> str:
-    """The names of files below a path, not more than five."""
+    """Return the names of files relative to `path`, at most five."""
     names = [str(file.relative_to(path)) for file in sorted(files)]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 
 
 def choose_split(path: Path, files: list[Path], split: str | None, is_silent: bool) -> list[Path]:
-    """Those of the files in a directory that are of this split, by its name or by their own. None:
+    """Return the files in a directory that belong to this split, by its name or by their own; None:
     all but those for validation and tests, if there are others."""
     names = {file: name_of_split(file.relative_to(path)) for file in files}
     if split:
@@ -218,8 +220,8 @@ def choose_split(path: Path, files: list[Path], split: str | None, is_silent: bo
 
 
 def name_of_split(path: Path) -> str | None:
-    """The key of SPLITS that the file, else the nearest directory above it, is named by, or None.
-    """
+    """Return the key of SPLITS that the file's name, or else that of the nearest directory above
+    it, refers to; None if there is none."""
     for part in reversed(path.parts):
         for split, words in SPLITS.items():
             if re.search(rf"(^|[^a-z])({words})([^a-z]|$)", part.lower()):
@@ -228,19 +230,20 @@ def name_of_split(path: Path) -> str | None:
 
 
 def saved_kind(path: Path) -> str | None:
-    """The class of `datasets` whose save_to_disk() wrote this directory, by name; else None."""
+    """Return the name of the `datasets` class whose save_to_disk() wrote this directory, or None.
+    """
     files = {"dataset_dict.json": "DatasetDict", "state.json": "Dataset"}
     return next((kind for file, kind in files.items() if (path / file).is_file()), None)
 
 
 def file_kind(path: Path) -> str:
-    """The suffix, without .gz."""
+    """Return the suffix, without .gz."""
     return Path(path.name.removesuffix(".gz")).suffix
 
 
 def json_pieces(path: Path) -> tuple[list[Piece], str]:
-    """The pieces of a file of JSON, and its SHA-256. Its lines are shared out; an array or a .gz is
-    one piece, as it can only be read from its beginning."""
+    """Return the pieces of a file of lines or JSON, and its SHA-256. Lines are divided into pieces;
+    an array or a .gz is one piece, because it can only be read from its beginning."""
     if path.suffix == ".gz" or is_array(path):
         return [Piece(str(path))], digest(path)
     pieces, sha, start, lines_before = [], hashlib.sha256(), 0, 0
@@ -261,7 +264,7 @@ def check_text(path: Path) -> None:
     except gzip.BadGzipFile:
         raise ValueError(f"{path}: is not gzip: name it {path.name.removesuffix('.gz')}")
     except (EOFError, zlib.error):
-        return  # it is said where the file is read
+        return  # reported when the file is read
     for first_bytes, what in PACKED.items():
         if head.startswith(first_bytes):
             raise ValueError(f"{path}: is {what.format(path.name)}")
@@ -270,8 +273,8 @@ def check_text(path: Path) -> None:
 
 
 def encoding_of(head: bytes) -> str:
-    """The encoding of a text that begins so, by its byte order mark or the places of its NULs; else
-    UTF-8."""
+    """Return the encoding of a text from its first bytes, by its byte order mark or the positions
+    of NUL bytes; else UTF-8."""
     for encoding, marks in BYTE_ORDER_MARKS.items():
         if head.startswith(marks):
             return encoding
@@ -292,8 +295,8 @@ def open_text(path: Path) -> io.TextIOWrapper:
 
 
 def is_array(path: Path) -> bool:
-    """Whether a file of JSON is one array: it begins with [ after byte order mark and white space.
-    """
+    """Return True if a file of JSON is one array: it begins with [ after byte order mark and white
+    space."""
     with open_file(path) as file:
         while line := file.readline(2**16):
             if text := line.removeprefix(b"\xef\xbb\xbf").lstrip():
@@ -302,7 +305,7 @@ def is_array(path: Path) -> bool:
 
 
 def path_digest(path: Path) -> str:
-    """SHA-256 of a file's content, or of all files in a directory of save_to_disk."""
+    """Return the SHA-256 of a file's content, or of all files in a directory of save_to_disk()."""
     if path.is_file():
         return digest(path)
     files = (file for file in sorted(path.rglob("*")) if file.is_file())
@@ -310,14 +313,14 @@ def path_digest(path: Path) -> str:
 
 
 def open_table(source: str, path: Path, options: dict[str, str], content: str | None) -> Any:
-    """The datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk or a Hub id;
-    `content` is the digest of what is no Hub id."""
+    """Return the datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk() or a Hub
+    id. `content`: the digest of a file or directory; None for a Hub id."""
     import datasets
 
     split, is_from_hub = options.get("split", "train"), False
     try:
         if saved_kind(path):
-            # saved with_format("torch") or the like, rows would hold its tensors
+            # a data set saved with_format("torch") would return tensors
             table = datasets.load_from_disk(str(path)).with_format(None)
             if isinstance(table, datasets.Dataset):
                 return table
@@ -344,9 +347,9 @@ def open_table(source: str, path: Path, options: dict[str, str], content: str | 
 
 
 def load_table_file(path: Path, content: str) -> Any:
-    """The datasets.Dataset of a file with this digest, under which `datasets` keeps its copy: by
-    itself it tells files by name and time, which `cp -p` copies. All cells of a CSV are text: "12"
-    and "null" stay as they are, and the first column is no index."""
+    """Return the datasets.Dataset of a file whose digest is `content`, under which `datasets`
+    caches its copy. By itself it identifies files by name and time, which `cp -p` copies. All cells
+    of a CSV are text: "12" and "null" stay unchanged, and the first column is not an index."""
     import datasets
     import pandas
 
@@ -355,7 +358,7 @@ def load_table_file(path: Path, content: str) -> Any:
     cache = Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", content)
     try:
         with warnings.catch_warnings(), only_errors_of_datasets():
-            # of a row with more cells than the header has names
+            # for a row with more cells than the header has names
             warnings.simplefilter("error", pandas.errors.ParserWarning)
             return datasets.load_dataset(kind, data_files=str(path), split="train", **options,
                                          cache_dir=cache)
@@ -369,7 +372,8 @@ def load_table_file(path: Path, content: str) -> Any:
 
 @contextlib.contextmanager
 def only_errors_of_datasets() -> Iterator[None]:
-    """`datasets` raises errors in the `with` body, but neither logs them nor draws a bar before."""
+    """Let `datasets` raise errors in the `with` body without logging them or drawing a bar before.
+    """
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from datasets.utils.logging import CRITICAL, get_verbosity, set_verbosity
 
@@ -385,7 +389,7 @@ def only_errors_of_datasets() -> Iterator[None]:
 
 
 def csv_options(path: Path) -> dict[str, Any]:
-    """What read_csv() of pandas is given for a file, all cells of which are text."""
+    """Return the options of pandas.read_csv() for a file, all cells of which are text."""
     import datasets
     import pandas
 
@@ -406,9 +410,9 @@ def csv_options(path: Path) -> dict[str, Any]:
 
 
 def uses_quotes(path: Path, separator: str) -> bool:
-    """Whether quotation marks around a cell of a CSV or TSV file are no part of it. They are one
-    where each line has a cell for each column but rows go wrong with quotes: a mark that a cell
-    only begins with would swallow all up to the next mark."""
+    """Return True if quotation marks around a cell of a CSV or TSV file are not part of the cell.
+    They are part of it if each line has a cell for each column, but rows go wrong with quotes: a
+    mark that only begins a cell would swallow everything up to the next mark."""
     limit = csv.field_size_limit(2**31 - 1)
     try:
         with open_text(path) as file:
@@ -421,16 +425,16 @@ def uses_quotes(path: Path, separator: str) -> bool:
     except csv.Error:
         return False
     except (OSError, EOFError, zlib.error):
-        return True  # what is wrong is said where the table is read
+        return True  # the error is reported when the table is read
     finally:
         csv.field_size_limit(limit)
-    # in a CSV a text in quotes may go over lines that have a comma each
+    # in a CSV, quoted text may span lines that have a comma each
     return set(sizes) == set(counts) and (separator == "," or len(sizes) == len(counts))
 
 
 def without_none(value: Any) -> Any:
-    """The value without keys that are null: Arrow gives each object all keys that any of its column
-    has."""
+    """Return the value without keys that are null: Arrow adds to each object all keys that any
+    object in its column has."""
     if isinstance(value, dict):
         return {k: without_none(v) for k, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, list) else value

@@ -22,37 +22,37 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.ranks import explain
 
-PROBE_CALL: dict[str, Any] = {  # with what some templates insist on, as Mistral's on such an id
+PROBE_CALL: dict[str, Any] = {  # satisfies strict templates: Mistral's require an id like this one
     "id": "probe0001", "type": "function",
     "function": {"name": "probe", "arguments": {"of": "probe"}}}
 PROBE_TOOL = {"type": "function", "function": {
     "name": "probe", "description": "probe", "parameters": {
         "type": "object", "properties": {"of": {"type": "string", "description": "probe"}}}}}
 
-# of a template's variables: what it is given in any case, and its functions
+# template variables that are not switches: those that are always passed, and functions
 NO_SWITCHES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception",
                "strftime_now")
 
 
 class Traits(NamedTuple):
-    """What a chat template does with a few probes."""
+    """Properties of a chat template, found by rendering a few probes."""
 
     special: tuple[str, ...]  # the tokenizer's special tokens, one of which may close an answer
     marker: re.Pattern[str]  # a token that may open a message, and the white space before it
-    as_parts: bool  # it wants a message's content as a list of parts
+    as_parts: bool  # it expects a message's content as a list of parts
     closes: bool  # it closes the last answer by a special token
     has_prompt: bool  # it has a generation prompt
-    calls_as_text: bool  # it wants the arguments of a call as JSON text
-    # each {variable: value} that a caller may set and that changes the generation prompt, as
-    # enable_thinking False
+    calls_as_text: bool  # it expects the arguments of a call as JSON text
+    # each {variable: value} that a caller may set and that changes the generation prompt, such as
+    # {"enable_thinking": False}
     switches: tuple[dict[str, Any], ...]
-    variables: frozenset[str]  # those of the switches
+    variables: frozenset[str]  # the variables of all switches
 
 
 def set_template(tokenizer: PreTrainedTokenizerFast, directory: Path, file: str | None) -> None:
-    """Give the tokenizer of a model's directory the chat template in `file`, of --chat_template;
-    or, if it has none, that in chat_template.json, which transformers reads for processors alone.
-    """
+    """Set the chat template of a model's tokenizer from `file`, --chat_template; or, if the
+    tokenizer has none, from chat_template.json in its directory, which transformers reads for
+    processors only."""
     own = directory / "chat_template.json"
     if file:
         with explain(f"--chat_template {file}: cannot be read"):
@@ -63,8 +63,8 @@ def set_template(tokenizer: PreTrainedTokenizerFast, directory: Path, file: str 
 
 
 def read_template(path: Path) -> str:
-    """The template in a file of Jinja, or of JSON as chat_template.json and tokenizer_config.json
-    are."""
+    """Return the template in a file of Jinja, or of JSON like chat_template.json and
+    tokenizer_config.json."""
     text = path.read_text(encoding="utf-8-sig")
     try:
         template = json.loads(text)
@@ -78,12 +78,13 @@ def read_template(path: Path) -> str:
 
 
 def with_day(tokenizer: PreTrainedTokenizerFast, template_date: str) -> PreTrainedTokenizerFast:
-    """A copy of the tokenizer whose chat templates print `day`, YYYY-MM-DD, where they ask for
-    today's date, as Llama 3's and gpt-oss's do: a resumed run must see the same rows, and so must
-    all ranks around midnight.
+    """Return a copy of the tokenizer whose chat templates print `template_date`, YYYY-MM-DD, where
+    they ask for today's date, as Llama 3's and gpt-oss's do. A resumed run must see the same rows,
+    and so must all ranks around midnight.
 
-    The day is written into the text of the templates, because transformers 5.23 makes a string of
-    a function `strftime_now` that is given as a variable. A format that is no literal stays.
+    The date is written into the text of the templates, because transformers 5.23 turns a function
+    that is passed as the variable `strftime_now` into a string. A format that is not a literal
+    stays.
     """
 
     def dated(template: str) -> str:
@@ -101,7 +102,7 @@ def with_day(tokenizer: PreTrainedTokenizerFast, template_date: str) -> PreTrain
 
 def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast,
            **options: Any) -> str:
-    """The text that the chat template makes of messages."""
+    """Return the messages as text, rendered by the chat template."""
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return text
@@ -111,8 +112,8 @@ def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast,
 
 @functools.lru_cache(1)
 def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> Traits:
-    """The Traits of the tokenizer's chat template. `template`, this as text, only makes the cache
-    tell templates apart."""
+    """Return the Traits of the tokenizer's chat template. `template`, the same as text, is an
+    argument only so that the cache distinguishes templates."""
     added = tokenizer.added_tokens_decoder.values()
     special = (tokenizer.eos_token, *(token.content for token in added if token.special))
     # BOS opens conversations, not messages
@@ -120,7 +121,7 @@ def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> Traits
     longest_first = sorted(openers, key=len, reverse=True)
 
     def rendered(*messages: dict[str, Any], **options: Any) -> str:
-        """What the template makes of messages, "" if it fails."""
+        """Return what the template makes of messages, "" if it fails."""
         with contextlib.suppress(ValueError):
             return render(list(messages), tokenizer, **options)
         return ""
@@ -134,12 +135,12 @@ def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> Traits
     with_object, with_text = (
         rendered(asked, {**answered, "tool_calls": openai_calls([PROBE_CALL], as_text)},
                  tools=[PROBE_TOOL]) for as_text in (False, True))
-    # an object may raise, as with DeepSeek-V3's, or be printed as Python prints it
+    # with an object the template may fail, like DeepSeek-V3's, or print it as Python does
     calls_as_text = bool(with_text) and (
         not with_object or str(PROBE_CALL["function"]["arguments"]) in with_object)
 
     def generation_prompt(**options: Any) -> str:
-        """What is added behind a question to ask for an answer."""
+        """Return what is added after a question to ask for an answer."""
         question = rendered(asked, **options)
         return rendered(asked, add_generation_prompt=True, **options).removeprefix(question)
 
@@ -155,8 +156,8 @@ def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> Traits
 
 
 def how_to_ask(asked: dict[str, int]) -> str:
-    """How to ask for the answers of a data set as they are trained, from Rows.asked; "": by the
-    chat template as it is."""
+    """Return how to prompt for the answers of a data set as they are trained, from Rows.asked; ""
+    if the chat template needs no variables."""
     parts = []
     for way, n in sorted(asked.items(), key=lambda item: -item[1]):
         variables = json.loads(way)
@@ -168,12 +169,13 @@ def how_to_ask(asked: dict[str, int]) -> str:
 
 
 def possible_switches(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
-    """Each variable that the tokenizer's chat templates read and do not set, with each value that
-    it may have: False, True, or what the template compares it with."""
+    """Return {variable: value} for each variable that the tokenizer's chat templates read and do
+    not set, and each value that it may have: False, True, or a constant that the template compares
+    it with."""
     template = tokenizer.chat_template
     found: list[dict[str, Any]] = []
     for text in template.values() if isinstance(template, dict) else [template]:
-        text = re.sub(r"\{%-?\s*(end)?generation\b.*?%\}", "", text)  # a tag of transformers' own
+        text = re.sub(r"\{%-?\s*(end)?generation\b.*?%\}", "", text)  # transformers' own tag
         with contextlib.suppress(jinja2.TemplateError):
             tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
             names = jinja2.meta.find_undeclared_variables(tree)

@@ -29,23 +29,23 @@ from fsdp_qlora.pretrained.hub import copy_small_files
 from fsdp_qlora.ranks import explain, log
 
 
-PROBES = (  # where released tokenizers differ: spaces, lines, digits, case, scripts, normal forms
+PROBES = (  # texts on which tokenizers differ: spaces, lines, digits, case, scripts, normal forms
     "It is sunny and warm.", "  two spaces around  ", "one  two   three\ttabs\t\t.", "",
     "def f(x):\n    return {'a': [x, 2.50]}  # 1234567\n\n\n\tend\r\n\r\n",
     "I'm, DON'T, we'LL HTTPServer", "naïve café e\u0301 Straße ﬁ Ａ ½",
     "日本語 한국어 русский العربية हिन्दी", "🙂👩\u200d💻 a\u00a0b\u2003c\u3000d\u0000")
-N_ROWS, N_TOKENS = 16, 1024  # of the run: rows, and tokens of each
+N_ROWS, N_TOKENS = 16, 1024  # rows of the run that are checked, and tokens of each
 TOKENIZER_FILES = ["*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.*"]
-# those that may have a chat template by this key
+# files that may have a chat template in the key chat_template
 TEMPLATE_FILES = "tokenizer_config.json", "processor_config.json", "chat_template.json"
-# two names of one class, which takes the file; transformers 4 does not know the second
+# two names of the class that reads tokenizer.json as it is; transformers 4 lacks the second
 PLAIN_CLASS, NEW_NAME = "PreTrainedTokenizerFast", "TokenizersBackend"
-# what else transformers can make a tokenizer of
+# other files from which transformers can make a tokenizer
 VOCABULARIES = "tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model"
 
 
 def load_tokenizer(directory: Path, config: Config) -> PreTrainedTokenizerFast | None:
-    """The model's tokenizer, with --chat_template; None if there is no text."""
+    """Return the model's tokenizer, with --chat_template; None if there is no text."""
     if config.random_weights and not config.dataset:
         return None
     if (directory / "tokenizer.json").is_file():
@@ -58,13 +58,14 @@ def load_tokenizer(directory: Path, config: Config) -> PreTrainedTokenizerFast |
 
 
 def make_tokenizer(directory: Path, model: str) -> PreTrainedTokenizerFast:
-    """What transformers makes of a model's vocabulary where there is no tokenizer.json. `model` is
-    the directory or its Hub id, by which transformers knows some models."""
+    """Return the tokenizer that transformers makes from a model's vocabulary if there is no
+    tokenizer.json. `model`: the directory or its Hub id, by which transformers recognizes some
+    models."""
     found = [name for name in VOCABULARIES if (directory / name).is_file()]
     if not found:
         raise ValueError(f"{directory}: has no tokenizer.json")
     if found[0] == "tokenizer.model" and not importlib.util.find_spec("sentencepiece"):
-        # transformers names tiktoken here, which does not read it
+        # transformers' error names tiktoken, which cannot read this file
         raise ValueError(f"{directory}: has a tokenizer.model and no tokenizer.json, which takes a"
                          " package to read: pip install sentencepiece")
     where = {} if Path(model).is_dir() else {"revision": directory.name, "local_files_only": True}
@@ -87,8 +88,8 @@ def make_tokenizer(directory: Path, model: str) -> PreTrainedTokenizerFast:
 
 
 def read_sentencepiece(path: Path) -> Any:
-    """The sentencepiece.SentencePieceProcessor of a file; None if it is one of tiktoken, which may
-    have the same name."""
+    """Return the sentencepiece.SentencePieceProcessor of a file; None if it is a file of tiktoken,
+    which may have the same name."""
     from sentencepiece import SentencePieceProcessor
 
     with contextlib.suppress(RuntimeError):
@@ -98,9 +99,10 @@ def read_sentencepiece(path: Path) -> Any:
 
 def like_sentencepiece(directory: Path, tokenizer: PreTrainedTokenizerFast,
                        model_file: Any) -> PreTrainedTokenizerFast:
-    """The tokenizer, or if it makes other tokens than the directory's tokenizer.model, what
-    PreTrainedTokenizerFast makes of that; raises ValueError if both make others. The classes that
-    tokenizer_config.json names leave out a space before a text that begins with one."""
+    """Return the tokenizer if its tokens match the directory's tokenizer.model, else the tokenizer
+    that PreTrainedTokenizerFast makes from that file. Raises ValueError if neither matches. The
+    classes that tokenizer_config.json names leave out a space before a text that begins with one.
+    """
     if other_than_sentencepiece(tokenizer, model_file) is None:
         return tokenizer
     with explain(f"{directory}: its tokenizer cannot be loaded"):
@@ -119,9 +121,9 @@ def like_sentencepiece(directory: Path, tokenizer: PreTrainedTokenizerFast,
 
 
 def other_than_sentencepiece(tokenizer: PreTrainedTokenizerFast, model_file: Any) -> str | None:
-    """One of PROBES, or a text with a special token, of which the tokenizer makes other tokens than
-    the sentencepiece model; None if there is none. Behind a special token, which is none to
-    sentencepiece, both ways to go on are right: with a space and without."""
+    """Return one of PROBES, or a text with a special token, for which the tokenizer and the
+    sentencepiece model differ; None if there is none. After a special token, which sentencepiece
+    does not know, both continuations are accepted, with a space and without."""
     for text in PROBES:
         if plain_tokens(tokenizer, text) != model_file.encode(text):
             return text
@@ -141,7 +143,7 @@ def other_than_sentencepiece(tokenizer: PreTrainedTokenizerFast, model_file: Any
 def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
                     rows: Rows) -> None:
     """Raise ValueError unless the tokenizer and the directory's tokenizer.json alone make the same
-    tokens, BOS and EOS included, of PROBES, of special tokens inside a text and of some rows.
+    tokens, BOS and EOS included, from PROBES, from special tokens inside a text and from some rows.
     Rank 0 only."""
     path = directory / "tokenizer.json"
     if not tokenizer or not path.is_file():
@@ -151,7 +153,7 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
     own.no_padding()
     known = {token.content for token in own.get_added_tokens_decoder().values()}
     own.add_tokens([token for token in tokenizer.added_tokens_decoder.values()
-                    if token.content not in known])  # which tokenizer_config.json adds to it
+                    if token.content not in known])  # tokens that tokenizer_config.json adds
     step = -(-len(rows.starts) // N_ROWS)
     ids_of_rows = [rows.tokens(i)[0][:N_TOKENS] for i in range(0, len(rows.starts), step)]
     texts: list[Any] = list(map(tokenizer.decode, ids_of_rows))
@@ -167,7 +169,7 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
 
 
 def log_bos(directory: Path, tokenizer: PreTrainedTokenizerFast, first_ids: list[int]) -> None:
-    """Say where the rows with these first tokens have no BOS, or have one, against add_bos_token in
+    """Log if the rows with these first tokens have BOS, or lack it, contrary to add_bos_token in
     tokenizer_config.json, which is not read."""
     is_wanted = read_json(directory / "tokenizer_config.json", {}).get("add_bos_token")
     bos = tokenizer.bos_token_id
@@ -184,20 +186,20 @@ def log_bos(directory: Path, tokenizer: PreTrainedTokenizerFast, first_ids: list
 
 
 def trial_texts(tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """PROBES, and a text around each special token."""
+    """Return PROBES, and a text around each special token."""
     return [*PROBES, *(f"a{token}b {token} c\n{token}\n{token} "
                        for token in special_tokens(tokenizer))]
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The special and added tokens, of very many added ones the first 64."""
+    """Return the special and added tokens; if there are very many added ones, the first 64."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()][:64]
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
 
 
 def write_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write the tokenizer into an empty directory: the base's own files, if tokenizer.json is one
-    of them, with the chat template of training as the only one."""
+    of them. The chat template used in training becomes the only one."""
     if (base / "tokenizer.json").is_file():
         copy_small_files(base, directory, TOKENIZER_FILES)
     else:
@@ -207,8 +209,9 @@ def write_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerF
 
 
 def complete_tokenizer(directory: Path, template: Path | None) -> None:
-    """Let what a merged model's directory has of its base be loaded as what was trained, with the
-    chat template in the file `template`, or if that is None with the base's."""
+    """Adapt the tokenizer files that a merged model's directory has from its base, so that they
+    load as the tokenizer used in training, with the chat template in the file `template`; None:
+    with the base's."""
     if (directory / "tokenizer.json").is_file():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
         set_template(tokenizer, directory, str(template) if template else None)
@@ -219,9 +222,9 @@ def complete_tokenizer(directory: Path, template: Path | None) -> None:
 
 
 def keep_template(directory: Path, template: str | dict[str, str] | None) -> None:
-    """Make `template`, the tokenizer's, or several by name, the only one in a directory that was
-    written. Readers differ in where they look first: transformers in chat_template.jinja, its
-    processors in chat_template.json, llama.cpp's converter in tokenizer_config.json."""
+    """Make `template`, one text or several by name, the only one in a directory that was written.
+    Readers differ in where they look first: transformers in chat_template.jinja, its processors in
+    chat_template.json, llama.cpp's converter in tokenizer_config.json."""
     jinja, named = directory / "chat_template.jinja", directory / "additional_chat_templates"
     found = {}
     for path in (directory / name for name in TEMPLATE_FILES):
@@ -229,7 +232,7 @@ def keep_template(directory: Path, template: str | dict[str, str] | None) -> Non
             found[path.name] = settings.pop("chat_template"), path, settings
     has_files = jinja.exists() or named.exists()
     if not template or isinstance(template, dict) and not has_files:
-        return  # by name they may all stand in tokenizer_config.json
+        return  # several templates by name may all be in tokenizer_config.json
     if not has_files and [(key, value) for key, (value, *_) in found.items()] == [
             ("tokenizer_config.json", template)]:
         return
@@ -244,9 +247,9 @@ def keep_template(directory: Path, template: str | dict[str, str] | None) -> Non
 
 
 def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Let AutoTokenizer make the tokens of `tokenizer` from a directory that was written, whose
-    tokenizer_config.json is the base's: unless it does, by the class that is named there, name
-    PreTrainedTokenizerFast, as it does in all versions."""
+    """Make AutoTokenizer load the tokens of `tokenizer` from a directory that was written and that
+    has the base's tokenizer_config.json. Unless the class named there does so, name
+    PreTrainedTokenizerFast, which does in all versions."""
     path, version = directory / "tokenizer_config.json", transformers.__version__
     settings = read_json(path, {})
     named = settings.get("tokenizer_class")
@@ -269,32 +272,32 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str | None]:
-    """The class that AutoTokenizer takes, and a text of which that makes other tokens than
+    """Return the class that AutoTokenizer chooses, and a text that it tokenizes differently from
     `tokenizer`; None if there is none."""
     try:
         auto: Any = AutoTokenizer.from_pretrained(
             directory, mistral_format=False, trust_remote_code=False)
         return type(auto).__name__, next((text for text in trial_texts(tokenizer) if tokens(
             auto, text) != tokens(tokenizer, text)), None)
-    except Exception:  # of all kinds: a class or a package that is missing
+    except Exception:  # any kind of error, such as a missing class or package
         return "AutoTokenizer", PROBES[0]
 
 
 def tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """The tokens of a text, with BOS and EOS as the tokenizer adds them."""
-    return tokenizer(text, verbose=False)["input_ids"]  # verbose: warns of long texts
+    """Return the tokens of a text, with BOS and EOS if the tokenizer adds them."""
+    return tokenizer(text, verbose=False)["input_ids"]  # verbose=False: no warning for long texts
 
 
 def plain_tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """The tokens of a text alone."""
+    """Return the tokens of a text, without BOS and EOS."""
     return tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
 
 
 def generation_settings(
     directory: Path, tokenizer: PreTrainedTokenizerFast,
 ) -> tuple[dict[str, Any], list[str] | None]:
-    """The model's generation_config.json, with the tokens that end a turn in training added to its
-    eos_token_id; and these, or None if eos_token_id has them already."""
+    """Return the model's generation_config.json, with the tokens that end a turn in training added
+    to its eos_token_id; and the added tokens, or None if eos_token_id has them already."""
     config = read_json(directory / "config.json", {})
     config = {**config, **(config.get("text_config") or {})}
     keys = "bos_token_id", "eos_token_id", "pad_token_id"

@@ -8,13 +8,13 @@ import contextlib
 import json
 from typing import Any
 
-ARGUMENTS = ("arguments", "parameters", "args")  # what frameworks call those of a call
-OUTER = ("id", "type", "index")  # keys of a call that are not its function's
+ARGUMENTS = ("arguments", "parameters", "args")  # names of a call's arguments in frameworks
+OUTER = ("id", "type", "index")  # keys of a call that do not belong to its function
 
 
 def read_value(text: str) -> Any:
-    """What a text means as JSON, perhaps twice, or as Python prints lists and objects; else the
-    text itself."""
+    """Parse a text as JSON, perhaps encoded twice, or as a list or object printed by Python; else
+    return the text itself."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
         return read_value(value) if isinstance(value, str) else value
@@ -25,7 +25,8 @@ def read_value(text: str) -> Any:
 
 
 def read_list(values: Any, what: str) -> list[Any]:
-    """A list of objects, each of which may be text; one object stands for a list of it."""
+    """Return a list of objects, each of which may be given as text; a single object becomes a list.
+    """
     values = read_value(values) if isinstance(values, str) else values
     values = {dict: [values], type(None): []}.get(type(values), values)
     if not isinstance(values, list):
@@ -34,22 +35,22 @@ def read_list(values: Any, what: str) -> list[Any]:
 
 
 def openai_tools(tools: Any) -> list[dict[str, Any]]:
-    """The tools of a row, each {"type": "function", "function": {"name": ..}}."""
-    found = []
+    """Return the tools of a row, each {"type": "function", "function": {"name": ..}}."""
+    results = []
     for tool in read_list(tools, "tools"):
         function = tool.get("function", tool) if isinstance(tool, dict) else tool
         function = read_value(function) if isinstance(function, str) else function
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError("a tool is no object with a name")
         outer = tool if "function" in tool else {}
-        found.append({"type": "function", **outer, "function": function})
-    return found
+        results.append({"type": "function", **outer, "function": function})
+    return results
 
 
 def openai_calls(calls: Any, as_text: bool) -> list[dict[str, Any]]:
-    """The calls of a message, each {"type": "function", "function": {"name": .., "arguments": ..}};
-    the arguments are an object, or JSON `as_text`."""
-    found = []
+    """Return the calls of a message, each {"type": "function", "function": {"name": ..,
+    "arguments": ..}}; the arguments are an object, or JSON `as_text`."""
+    results = []
     for call in read_list(calls, "tool_calls"):
         if not isinstance(call, dict):
             raise ValueError(f"a call of a tool is {type(call).__name__}, want an object with a"
@@ -57,18 +58,19 @@ def openai_calls(calls: Any, as_text: bool) -> list[dict[str, Any]]:
         outer = {key: call[key] for key in call if key in OUTER or "function" in call}
         function = outer.pop("function", {key: call[key] for key in call if key not in OUTER})
         function = read_value(function) if isinstance(function, str) else function
-        if isinstance(function, str):  # its name alone
+        if isinstance(function, str):  # only its name
             function = {"name": function}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError("a call of a tool is no object with a name and arguments")
         for key in outer.keys() & {*ARGUMENTS}:  # beside function, not in it
             function = {**function, f"{key} beside function": outer.pop(key)}
-        found.append({"type": "function", **outer, "function": with_arguments(function, as_text)})
-    return found
+        results.append({"type": "function", **outer, "function": with_arguments(function, as_text)})
+    return results
 
 
 def with_arguments(function: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    """The function of a call with its arguments under that name, an object, or JSON `as_text`."""
+    """Return the function of a call with its arguments in the key "arguments", as an object, or as
+    JSON `as_text`."""
     name = function["name"]
     keys = [key for key in function if key.removesuffix(" beside function") in ARGUMENTS]
     found = {key: function[key] for key in keys if function[key] is not None}
@@ -88,6 +90,6 @@ def with_arguments(function: dict[str, Any], as_text: bool) -> dict[str, Any]:
     if as_text:
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             if isinstance(json.loads(given), dict):
-                return {**others, "arguments": given}  # as the row has it
+                return {**others, "arguments": given}  # unchanged, as in the row
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**others, "arguments": arguments}

@@ -26,20 +26,21 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.nf4 import why_no_triton
 
 
-# Each is a function (query, key, value, sinks, micro-batch, arch, window, layer's index) of [n,
-# heads, head_dim], with fewer heads for key and value: causal attention inside the documents of a
-# micro-batch. It returns [n, heads, head_dim]. `sinks` are [heads] or None; a kernel that knows
-# nothing of them is not chosen, see kernel_matches(). `window` is how many keys a query sees, None:
-# all. Layers differ in their attention type, and with that perhaps in their heads; "within": a
-# layer with a window that is longer than all documents of the micro-batch.
+# Each kernel is a function (query, key, value, sinks, micro-batch, arch, window, layer's index):
+# causal attention within the documents of a micro-batch. Query, key and value are [n, heads,
+# head_dim], perhaps with fewer heads for key and value; the result is [n, heads, head_dim]. `sinks`
+# are [heads] or None; a kernel without support for them is not chosen, see kernel_matches().
+# `window` is the number of keys that a query sees; None: all. Layers differ in their attention
+# type, and perhaps also in their heads. "within": a layer whose window is longer than all documents
+# of the micro-batch.
 ATTENTION_TYPES = "full", "window", "within"
 
 
 class Kernels(NamedTuple):
-    """{one of ATTENTION_TYPES: the attention to use; "recurrence": of a mixer with a state}, by the
-    lengths of a micro-batch's documents."""
+    """The attention kernels, for micro-batches whose documents have one length or any lengths. Both
+    fields are {one of ATTENTION_TYPES: kernel}, with "recurrence" for a mixer with a state."""
 
-    fixed_len: dict[str, Callable]  # all of one length
+    fixed_len: dict[str, Callable]  # all documents have one length
     varlen: dict[str, Callable]  # any lengths
 
 
@@ -47,7 +48,8 @@ def batched_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
-    """Documents of one length by torch's SDPA, which on Hopper calls cuDNN's kernel."""
+    """Attention of documents of one length by torch's SDPA, which on Hopper calls cuDNN's kernel.
+    """
     rows = [t.unflatten(0, (len(batch.lengths), -1)).transpose(1, 2) for t in (query, key, value)]
     out = F.scaled_dot_product_attention(
         *rows, is_causal=True, scale=arch.attention_scale, enable_gqa=True)
@@ -62,7 +64,7 @@ def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
-    """Documents of any lengths by Flash Attention 2."""
+    """Attention of documents of any lengths by Flash Attention 2."""
     if sinks is not None:
         return flash_sink_attention(query, key, value, sinks, batch, arch, window)
     from flash_attn import flash_attn_varlen_func
@@ -77,7 +79,7 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
-    """Documents of any lengths by torch's own kernel."""
+    """Attention of documents of any lengths by torch's own kernel."""
     if sinks is not None:
         return torch_sink_attention(query, key, value, sinks, batch, arch, window)
     bounds, longest = (batch.cu_seqlens, batch.cu_seqlens), (batch.longest, batch.longest)
@@ -87,20 +89,20 @@ def varlen_attention(
     return out
 
 
-# torch 2.11 accepts fewer heads of keys as they are; later versions want this argument
+# torch 2.11 accepts fewer heads of keys without it; later versions need this argument
 GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {})
 
 
-SCORES_BYTES = 2**27  # of the scores, in fp32, that plain torch has at once
+SCORES_BYTES = 2**27  # bytes of scores, in fp32, that plain torch has in memory at once
 
 
 def document_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
-    """Each document by itself in plain torch: on a CPU, in fp32, with dropout on weights, and where
-    no other kernel works. Only the inputs are kept for backward."""
+    """Attention of each document by itself in plain torch: on a CPU, in fp32, with dropout on
+    weights, and where no other kernel works. Only the inputs are saved for backward."""
     outs, start, site = [], 0, index * N_SITES + WEIGHTS_SITE
     for q, k, v in zip(*(t.split(batch.lengths) for t in (query, key, value))):
         n, drop_keys = len(q), batch.dropout_keys if arch.attention_dropout else None
@@ -111,7 +113,7 @@ def document_attention(
             outs.append(recomputed(sdpa, q, k, v, arch.attention_scale))
             continue
         rows = max(1, SCORES_BYTES // (4 * arch.n_heads * n))
-        for first in range(0, n, rows):  # a few queries at a time, and what they may see
+        for first in range(0, n, rows):  # a few queries at a time, with the keys that they see
             # dropout counts a document's keys from its first one
             low = max(0, first - window + 1) if window and drop_keys is None else 0
             some, seen = slice(first, first + rows), slice(low, first + rows)
@@ -122,7 +124,7 @@ def document_attention(
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """function(*arguments); its backward computes all of it again."""
+    """Return function(*arguments); its backward recomputes all of it."""
     out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return out
 
@@ -130,7 +132,8 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None
 ) -> Tensor:
-    """torch's SDPA of one document [n, heads, head_dim]; causal without a mask [queries, keys]."""
+    """torch's SDPA of one document [n, heads, head_dim]; causal unless there is a mask [queries,
+    keys]."""
     query, key, value = by_head(q, k, v)
     out = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale)
@@ -138,8 +141,8 @@ def sdpa(
 
 
 def by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Query, key and value as [1, heads, n, head_dim], with as many heads each: on a GPU fewer
-    would make SDPA keep all scores in fp32."""
+    """Return query, key and value as [1, heads, n, head_dim], with equally many heads: with fewer,
+    SDPA on a GPU would save all scores in fp32."""
     tensors = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (q, k, v))
     return [t.transpose(0, 1)[None] for t in tensors]
 
@@ -148,10 +151,11 @@ def explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arch: Architecture, window: int | None,
     drop_keys: Tensor | None, site: int
 ) -> Tensor:
-    """The last rows of a document's attention, with a mask: [rows, heads, head_dim]. Where SDPA
-    cannot compute it, all weights are in memory: for Gemma 2's capped scores, for dropout on
-    weights, for sinks. `drop_keys` [rows] are drop()'s keys, None: no dropout."""
-    before = len(k) - len(q)  # keys that the first query sees, besides its own
+    """Attention of some of a document's queries, with a mask: [rows, heads, head_dim]. `k` and `v`
+    end with the last query's own. Where SDPA cannot compute it, all weights are in memory: for
+    Gemma 2's capped scores, for dropout on weights, for sinks. `drop_keys` [rows]: drop()'s keys;
+    None: no dropout."""
+    before = len(k) - len(q)  # number of keys before the first query's own
     mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
     mask = mask.triu(before - window + 1) if window else mask
     if not arch.attention_softcap and sinks is None and drop_keys is None:
@@ -166,15 +170,15 @@ def explicit_attention(
         scores = torch.cat([scores, column[None]], -1)
     weights = scores.softmax(-1).to(q.dtype)[..., : len(k)]
     if drop_keys is not None:  # in an order that further keys do not change
-        of_queries = weights[0].permute(1, 2, 0)
-        dropped = drop_eager(of_queries.flatten(1), drop_keys, site, arch.attention_dropout)
-        weights = dropped.view(of_queries.shape).permute(2, 0, 1)[None]
+        by_query = weights[0].permute(1, 2, 0)
+        dropped = drop_eager(by_query.flatten(1), drop_keys, site, arch.attention_dropout)
+        weights = dropped.view(by_query.shape).permute(2, 0, 1)[None]
     return (weights @ value)[0].transpose(0, 1)
 
 
 def explicit_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int:
-    """The most bytes of scores and the like that document_attention() has at once, forward or
-    backward, in micro-batches of n_tokens."""
+    """Return the peak bytes of scores and other intermediate values in document_attention(),
+    forward or backward, with micro-batches of n_tokens."""
     scores = min(SCORES_BYTES, 4 * arch.n_heads * n_tokens**2)
     if arch.attention_dropout:
         return 11 * scores  # counted; the hash of dropout is in int64
@@ -182,19 +186,20 @@ def explicit_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int
 
 
 def architectures_by_attention_type(arch: Architecture) -> dict[str, Architecture]:
-    """{one of ATTENTION_TYPES that the model has: the Architecture of the layers that need it}."""
-    found = {}
+    """Return {one of the model's ATTENTION_TYPES: the Architecture of the layers with this type}.
+    """
+    architectures = {}
     for kind in filter(arch.has_attention, arch.layer_kinds):
         for attention_type in ("window", "within") if kind.window else ("full",):
-            found.setdefault(attention_type, arch.of_kind(kind))
-    return found
+            architectures.setdefault(attention_type, arch.of_kind(kind))
+    return architectures
 
 
 def kernel_matches(
     kernel: Callable[..., Tensor], arch: Architecture, attention_type: str, device: torch.device
 ) -> bool:
-    """Return True if the kernel gives what document_attention() gives, forward and backward, for
-    two documents. `arch` is that of layers of this attention type, see
+    """Return True if the kernel's results match document_attention()'s, forward and backward, for
+    two documents. `arch` is that of layers with this attention type, see
     architectures_by_attention_type()."""
     if arch.attention_softcap and kernel not in (flash_attention, flex_document_attention):
         return False
@@ -202,12 +207,12 @@ def kernel_matches(
         return False  # SDPA would have all scores in memory
     if kernel is flex_document_attention and why_no_triton():
         return False
-    length = 3 * BLOCK_TOKENS // 2  # for one block alone flex_attention's kernel is another
+    length = 3 * BLOCK_TOKENS // 2  # flex_attention uses another kernel for a single block
     generator, n_tokens = torch.Generator(device).manual_seed(0), 2 * length
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     qkv, grad = (torch.randn(n_tokens, n, arch.head_dim, dtype=torch.bfloat16, device=device,
                              generator=generator) for n in (sum(heads), arch.n_heads))
-    q, k, v = qkv.split(heads, 1)  # with the strides that a layer's have
+    q, k, v = qkv.split(heads, 1)  # with the same strides as in a layer
     q *= arch.attention_softcap or 1  # else no score comes near the cap
     sinks = 2 * torch.randn(arch.n_heads, device=device, generator=generator)
     sinks = sinks if arch.sinks else None

@@ -24,14 +24,15 @@ Result = TypeVar("Result")
 
 
 def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A decorator: on a GPU the function is compiled to one kernel; on a CPU that takes minutes.
+    """Decorator: compile the function to one kernel on a GPU; not on a CPU, where compiling takes
+    minutes.
 
     When a size differs from the first call's, torch compiles again, now for any size. A kernel for
     any width is half as fast, because it divides to find each value's place. So each width has its
-    own kernel, in which only the number of rows may vary. Evaluations have their own kernels, too:
-    their lengths must not change training's kernels, nor the last bit of its results. (One kernel
-    for all lengths from the start cost 2 % of a step of Llama-3-8B on an H200.) With `any_rows` it
-    is one kernel from the start: for tensors whose lengths vary in any case. See also
+    own kernel, in which only the number of rows may vary. Evaluations have their own kernels, too,
+    because their lengths must not change training's kernels, nor the last bit of its results. (One
+    kernel for all lengths from the start cost 2 % of a step of Llama-3-8B on an H200.) With
+    `any_rows` it is one kernel from the start, for tensors whose lengths vary in any case. See also
     compile_for_any_rows().
     """
     numbers = itertools.count()
@@ -49,27 +50,27 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
             if (any_rows or _all_for_any_rows) and len(tensor) == len(args[0]):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         widths = ((x.shape[1:], x.stride(0)) for x in tensors)
-        # each limit has a kernel of its own: with a limit that varies, glu_backward() compiled by
-        # torch 2.13 gives other values, all wrong
+        # each limit has a kernel of its own: if the limit varies, glu_backward() compiled by torch
+        # 2.13 returns wrong values
         limits = (x for x in args if isinstance(x, LimitedActivation))
         return compiled(evaluation, any_rows, *limits, *widths)(*args)
 
     return call
 
 
-_all_for_any_rows = False  # set by the next function alone
+_all_for_any_rows = False  # set only by compile_for_any_rows()
 
 
 def compile_for_any_rows() -> None:
-    """Have all kernels from now on serve any number of rows: for a run whose rows differ in length.
-    Each would else be compiled twice, for its first micro-batch and for any; that took Qwen3.5-9B's
-    first step from 34 to 51 s (H100)."""
+    """Compile all kernels from now on for any number of rows, for a run whose rows differ in
+    length. Otherwise each would be compiled twice, for its first micro-batch and for any; that took
+    Qwen3.5-9B's first step from 34 to 51 s (H100)."""
     global _all_for_any_rows
     _all_for_any_rows = True
 
 
 def compiled_copy(function: Callable[..., Result], name: str) -> Callable[..., Result]:
-    """A compiled copy of a function: torch takes it for another function, because it has another
+    """Return a compiled copy of a function. To torch it is another function, because it has another
     code object."""
     return torch.compile(types.FunctionType(
         function.__code__.replace(co_name=name), function.__globals__, function.__name__,
@@ -77,7 +78,7 @@ def compiled_copy(function: Callable[..., Result], name: str) -> Callable[..., R
 
 
 def standardised(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns x / rms(x) and 1 / rms(x), fp32; kind "layer" subtracts the mean of x first."""
+    """Return x / rms(x) and 1 / rms(x), fp32; kind "layer" subtracts the mean of x first."""
     x = x.float()
     if kind.startswith("layer"):
         x = x - x.mean(-1, keepdim=True)
@@ -88,7 +89,7 @@ def standardised(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
 def norm_of(
     x: Tensor, weight: Tensor | None, kind: str, eps: float, bias: Tensor | None = None
 ) -> Tensor:
-    """The norm of x over its last dimension; `weight` must broadcast, None: 1.
+    """Return the norm of x over its last dimension; `weight` must broadcast, None: 1.
 
     `kind` is "rms" (Llama: rounds before the weight), "rms_fp32" (OLMo 2: rounds after it),
     "rms_plus_one" (Gemma: times 1 + weight), "layer" (Cohere: mean subtracted) or "layer_plus_one"
@@ -96,7 +97,7 @@ def norm_of(
     """
     if weight is None:
         return standardised(x, kind, eps)[0].to(x.dtype)
-    if bias is not None:  # as in transformers, to the bit, where bf16 is a close call too
+    if bias is not None:  # the same function as in transformers, to be equal to the bit in bf16
         return F.layer_norm(x, weight.shape, norm_factor(weight, kind).to(x.dtype), bias, eps)
     standard, _ = standardised(x, kind, eps)
     if kind == "rms":
@@ -105,14 +106,14 @@ def norm_of(
 
 
 def norm_factor(weight: Tensor, kind: str) -> Tensor:
-    """What the norm multiplies by, fp32."""
+    """Return the factor by which the norm multiplies, fp32."""
     if kind == "layer_plus_one":
         return (weight + 1).float()
     return weight.float() + (kind == "rms_plus_one")
 
 
 def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor | None, kind: str, eps: float) -> Tensor:
-    """The gradient of x, fp32, from that of norm_of(x)."""
+    """Return the gradient of x, fp32, from the gradient of norm_of(x)."""
     standard, scale = standardised(x, kind, eps)
     grad = grad.float() if weight is None else grad.float() * norm_factor(weight, kind)
     inner = grad - standard * (grad * standard).mean(-1, keepdim=True)
@@ -133,14 +134,15 @@ def normalize(
 def norm_backward(
     x: Tensor, grad: Tensor, residual: Tensor | None, weight: Tensor, kind: str, eps: float
 ) -> Tensor:
-    """The gradient of x [n, width] from that of its norm, plus `residual` or None."""
+    """Return the gradient of x [n, width] from the gradient of its norm, plus `residual` or None.
+    """
     grad_x = norm_grad_of(grad, x, weight, kind, eps)
     return (grad_x if residual is None else grad_x + residual).to(x.dtype)
 
 
 @elementwise
 def scale_columns(y: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
-    """y [n, out] * factor [out] + bias [out] or None."""
+    """Return y [n, out] * factor [out] + bias [out] or None."""
     y32 = y.float() * factor
     return (y32 if bias is None else y32 + bias).to(y.dtype)
 
@@ -156,7 +158,7 @@ ACTIVATION_PAIRS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class ScaledActivation:
-    """outer * activation(inner * x), of Falcon-H1."""
+    """outer * activation(inner * x), as in Falcon-H1."""
 
     activation: str
     inner: float
@@ -165,14 +167,14 @@ class ScaledActivation:
 
 @dataclasses.dataclass(frozen=True)
 class LimitedActivation:
-    """What the activation gives is at most `limit`, and ups are between -limit and limit."""
+    """An activation whose result is at most `limit`, with ups clamped to [-limit, limit]."""
 
     activation: str
     limit: float
 
 
 def limited(activation: str, limit: float | None) -> str | LimitedActivation:
-    """The activation with this limit, None: without one."""
+    """Return the activation with this limit; None: without one."""
     return LimitedActivation(activation, limit) if limit else activation
 
 
@@ -181,7 +183,7 @@ Activation = PairedActivation | tuple[float, float]  # see glu_product()
 
 
 def activation_pair(activation: PairedActivation) -> tuple[Callable[..., Tensor], ...]:
-    """An activation and its gradient, functions of fp32 x and of (grad, x). A tensor stands for
+    """Return an activation and its gradient, functions of fp32 x and of (grad, x). A tensor means
     xIELU (Apertus): its alpha_p and alpha_n, before their softplus, beta and eps."""
     if isinstance(activation, str):
         named: tuple[Callable[..., Tensor], ...] = ACTIVATION_PAIRS[activation]
@@ -211,7 +213,8 @@ def activation_pair(activation: PairedActivation) -> tuple[Callable[..., Tensor]
 
 
 def limited_ups(ups: Tensor, activation: Activation) -> tuple[Tensor, Tensor | bool]:
-    """Returns ups, fp32, inside of the activation's limit, if it has one; and where they were."""
+    """Return ups, fp32, clamped to the activation's limit, if it has one; and where they were
+    within it."""
     if not isinstance(activation, LimitedActivation):
         return ups, True
     limit = activation.limit
@@ -219,9 +222,9 @@ def limited_ups(ups: Tensor, activation: Activation) -> tuple[Tensor, Tensor | b
 
 
 def glu_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor:
-    """activation(gates) * ups, fp32 [n, inner], of gate_up [n, 2 inner]; where nothing is gated,
-    activation(ups) of [n, inner]. Where `activation` is (limit, alpha), the product of gpt-oss:
-    (ups + 1) * gates * sigmoid(alpha * gates), see clamped_parts()."""
+    """Return activation(gates) * ups, fp32 [n, inner], of gate_up [n, 2 inner]; if not gated,
+    activation(ups) of [n, inner]. If `activation` is (limit, alpha), the product is gpt-oss's: (ups
+    + 1) * gates * sigmoid(alpha * gates), see clamped_parts()."""
     if isinstance(activation, tuple):
         gates, ups, sigmoid, _ = clamped_parts(gate_up, *activation)
         return (ups + 1) * gates * sigmoid
@@ -240,10 +243,9 @@ def glu(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> No
 def glu_backward(
     grad: Tensor, activation: PairedActivation, weights: Tensor | None, *parts: Tensor
 ) -> None:
-    """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
-    their gradients from `grad`, that of glu()'s result; and `grad` by that result, which was not
-    kept. `weights` [n], if not None, multiply these gradients, not the result.
-    """
+    """Replace `parts` by their gradients, and `grad`, the gradient of glu()'s result, by that
+    result, which was not saved. `parts` are gates and ups or, if not gated, ups alone, each [n,
+    inner]. `weights` [n], if not None, multiply the gradients, not the result."""
     forward, backward = activation_pair(activation)
     grad32, first32 = grad.float(), parts[0].float()
     activated = forward(first32)
@@ -260,9 +262,9 @@ def glu_backward(
 def clamped_parts(
     gate_up: Tensor, limit: float, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Returns gpt-oss's gates, at most `limit`, and ups, between -limit and limit, fp32 [n, inner];
-    the sigmoid of alpha * gates; and where gates and where ups were inside, so that the clamp lets
-    their gradient through. In gate_up [n, 2 inner] gates and ups alternate."""
+    """Return gpt-oss's gates, at most `limit`, and ups, between -limit and limit, fp32 [n, inner];
+    the sigmoid of alpha * gates; and where gates and where ups were within the limit, so that the
+    clamp passes their gradient. In gate_up [n, 2 inner] gates and ups alternate."""
     gates, ups = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
     inside = gates <= limit, ups.abs() <= limit
     gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
@@ -273,8 +275,8 @@ def clamped_parts(
 def clamped_glu_backward(
     grad: Tensor, weights: Tensor, gate_up: Tensor, limit: float, alpha: float
 ) -> Tensor:
-    """glu_backward() where the activation is (limit, alpha). Returns the gradient of gate_up, in
-    which gates and ups alternate: one pass cannot write it over them."""
+    """glu_backward() for the activation (limit, alpha). Returns the gradient of gate_up in a new
+    tensor: gates and ups alternate in it, so one pass cannot overwrite them."""
     gates, ups, sigmoid, (gate_inside, up_inside) = clamped_parts(gate_up, limit, alpha)
     activated, grad32 = gates * sigmoid, grad.float() * weights[:, None]
     slope = sigmoid * (1 + alpha * gates * (1 - sigmoid))
@@ -287,40 +289,41 @@ def clamped_glu_backward(
 def glu_weight_gradients(
     grad: Tensor, gate_up: Tensor, activation: Activation, gated: bool
 ) -> Tensor:
-    """Returns the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of glu()'s
-    result for weights of 1. This is no part of glu_backward(): a compiled kernel that both sums
-    its input and writes over it was wrong in fp32 (torch 2.11), and slower."""
+    """Return the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of glu()'s
+    result for weights of 1. This is not part of glu_backward(), because a compiled kernel that both
+    sums its input and overwrites it was wrong in fp32 (torch 2.11), and slower."""
     return (grad.float() * glu_product(gate_up, activation, gated)).sum(-1)
 
 
 @elementwise
 def add_row_bias(rows: Tensor, bias: Tensor, expert: Tensor) -> None:
-    """Add to each of rows [n, width] the bias of its expert; expert [n], bias [experts, width]."""
+    """Add the bias of its expert to each of rows [n, width]; expert [n], bias [experts, width]."""
     rows.copy_(rows.float() + bias[expert])
 
 
 @elementwise
 def add_expert_rows(rows: Tensor, token_rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Returns for each token the sum [n, width] of its rows, whose indices are token_rows [n, k],
-    times weights [n, k] or None; in fp32 and in a fixed order, so that it is always the same."""
+    """Return for each token the sum [n, width] of its rows, whose indices are token_rows [n, k],
+    times weights [n, k] or None. Sums are in fp32 and in a fixed order, so that results are
+    reproducible."""
     total: Tensor | Any = 0
-    for i in range(token_rows.shape[1]):  # a sum() of 8 would be a reduction, a fourth as fast
+    for i in range(token_rows.shape[1]):  # sum() would be a reduction: for 8 rows a fourth as fast
         picked = rows[token_rows[:, i]].float()
         total = total + (picked if weights is None else picked * weights[:, i, None])
     return total.to(rows.dtype)
 
 
-# The sites of dropout in a layer: the first are the inputs of its fused linears; these are what
-# attention adds, what the MLP adds, attention's weights and, in the first layer, what the embedding
-# gives. A layer has N_SITES numbers.
+# Numbers of the dropout sites in a layer. The first ones are the inputs of its fused linears; these
+# are attention's branch, the MLP's branch, attention's weights and, in the first layer, the
+# embedding's output. A layer has N_SITES numbers.
 ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 8, 9, 10, 11, 12
 
 
 def drop_eager(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor:
     """Dropout of x [n, width]: each value becomes 0 or is divided by 1 - probability.
 
-    The choice depends only on the token's key [n], the site and the column. So it is the same when
-    it is computed again, in any micro-batch and on any number of GPUs.
+    The choice depends only on the token's key [n], the site and the column. So it is the same in a
+    recomputation, in any micro-batch and on any number of GPUs.
     """
     columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
     bits = hash_ints(hash_ints(keys + site)[:, None] + columns)
@@ -328,4 +331,4 @@ def drop_eager(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor
     return torch.where(uniform < probability, 0, x.float() / (1 - probability)).to(x.dtype)
 
 
-drop = elementwise(drop_eager)  # for the few widths of a model's layers
+drop = elementwise(drop_eager)  # compiled: a model's layers have few different widths

@@ -18,30 +18,30 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 
 BLOCK_TOKENS = 128  # queries, and keys, of a block; torch's kernels divide it further
-# How they do so for heads of more than 256 values, of which torch's own choice does not fit into
-# the shared memory of an H100
+# the division for heads of more than 256 values, because torch's own does not fit into the shared
+# memory of an H100
 WIDE_HEADS: Any = {
     "num_stages": 1, "num_warps": 8, "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "bwd_BLOCK_M1": 32,
     "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32}
 
 # A mask is a tuple, which visible_blocks() makes and flex_function() reads:
-#   first, int32 [blocks, BLOCK_TOKENS]: of each query the first key that it sees; it sees all keys
-#     from there to itself, and no others;
-#   eight tables, in the order of BlockMask's arguments, two of each ordered_blocks(): the blocks of
-#     keys that each block of queries sees in part, and those that it sees whole; then the blocks of
-#     queries that see each block of keys in part, and those that see it whole.
-# The kernels read `first` only where a block is seen in part, and skip blocks that are in no table.
+#   first, int32 [blocks, BLOCK_TOKENS]: the first key that each query sees; it sees all keys from
+#     there to itself, and no others;
+#   eight tables, in the order of BlockMask's arguments, two from each call of ordered_blocks(): the
+#     blocks of keys that each block of queries sees in part, and those that it sees whole; then the
+#     blocks of queries that see each block of keys in part, and those that see it whole.
+# The kernels read `first` only for blocks that are seen in part, and skip blocks in no table.
 
 
 def flex_document_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
-    """Documents of any lengths by torch's flex_attention, see attention.py."""
+    """Attention of documents of any lengths by torch's flex_attention, see attention.py."""
     if window not in batch.masks:
         batch.masks[window] = visible_blocks(batch.position_ids, window)
     mask, chosen = batch.masks[window], (arch.attention_softcap, arch.attention_scale)
-    # on a CPU it is slow, and forward alone: for tests
+    # on a CPU it is slow and has no backward: for tests only
     shape = query.shape[1], *key.shape[1:]
     attend = compiled_flex(*chosen, shape) if query.is_cuda else flex_function(*chosen)
     blocks = [in_blocks(tensor) for tensor in (query, key, value)]
@@ -52,18 +52,17 @@ def flex_document_attention(
 
 
 def in_blocks(tensor: Tensor) -> Tensor:
-    """[n, ...] as [blocks, BLOCK_TOKENS, ...], zeros at the end. So one kernel serves micro-batches
-    of all lengths (to compile it takes 10 s) and yet knows that no block is cut: it takes half the
-    time.
-    """
+    """Reshape [n, ...] to [blocks, BLOCK_TOKENS, ...], with zeros at the end. So one kernel serves
+    micro-batches of all lengths (compiling takes 10 s), and still knows that no block is cut, which
+    halves its time."""
     if missing := -len(tensor) % BLOCK_TOKENS:
         tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
     return tensor.unflatten(0, (-1, BLOCK_TOKENS))
 
 
 def visible_blocks(position_ids: Tensor, window: int | None) -> tuple[Tensor, ...]:
-    """The mask of a micro-batch, see above. What in_blocks() adds at its end has position 0: it
-    sees itself, as the softmax of a query without keys would be NaN."""
+    """Return the mask of a micro-batch, see above. The tokens that in_blocks() adds at the end have
+    position 0 and see themselves, because the softmax of a query without keys would be NaN."""
     position_ids = in_blocks(position_ids).flatten()
     tokens = torch.arange(len(position_ids), device=position_ids.device)
     first = tokens - position_ids
@@ -71,7 +70,7 @@ def visible_blocks(position_ids: Tensor, window: int | None) -> tuple[Tensor, ..
         first = torch.maximum(first, tokens - window + 1)
     starts = tokens[::BLOCK_TOKENS]
     ends = starts + BLOCK_TOKENS - 1
-    # [blocks of queries, of keys]; `first` never falls, so the outermost queries decide
+    # [blocks of queries, of keys]; `first` never decreases, so a block's outer queries decide
     is_before = starts <= ends[:, None]
     is_seen = is_before & (ends >= first[starts][:, None])
     is_whole = (ends <= starts[:, None]) & (starts >= first[ends][:, None])
@@ -88,8 +87,8 @@ def visible_blocks(position_ids: Tensor, window: int | None) -> tuple[Tensor, ..
 
 
 def ordered_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of bool [rows, columns] what flex_attention reads, int32: how many are set in each row
-    [1, 1, rows], and their columns first, in order, [1, 1, rows, columns]."""
+    """Return flex_attention's tables for bool [rows, columns], int32: the number of True in each
+    row [1, 1, rows], and the columns with these first, in order, [1, 1, rows, columns]."""
     blocks = blocks.int().contiguous()
     columns = blocks.argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
@@ -97,12 +96,12 @@ def ordered_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def flex_function(softcap: float | None, scale: float | None) -> Callable[..., Tensor]:
-    """The function (query, key, value, sinks, mask) that is compiled for a model."""
+    """Return the function (query, key, value, sinks, mask) to compile for a model."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert softcap, "else it is not called"
-        # softcap * tanh(score / softcap): on a GPU the sigmoid takes an exponential and a division
+        # softcap * tanh(score / softcap); on a GPU sigmoid is an exponential and a division
         return softcap * (2 * torch.sigmoid(2 / softcap * score) - 1)
 
     def attend(
@@ -123,7 +122,7 @@ def flex_function(softcap: float | None, scale: float | None) -> Callable[..., T
         out = out[0].transpose(0, 1)
         if sinks is None:
             return out
-        # a sink adds exp(sink) to a query's sum: see sinks.py; this lse has a gradient
+        # a sink adds exp(sink) to a query's sum, see sinks.py; here autograd differentiates lse
         share = torch.sigmoid(rest.lse[0] - sinks.float()[:, None])
         return (out * share.t()[..., None]).to(query.dtype)
 
@@ -134,6 +133,6 @@ def flex_function(softcap: float | None, scale: float | None) -> Callable[..., T
 def compiled_flex(
     softcap: float | None, scale: float | None, shape: tuple[int, ...]
 ) -> Callable[..., Tensor]:
-    """The same, compiled for such numbers of heads, (n_heads, n_kv_heads, head_dim)."""
+    """Return flex_function(), compiled for the shape (n_heads, n_kv_heads, head_dim)."""
     name = "_".join(map(str, ("flex", softcap, scale, *shape)))
     return compiled_copy(flex_function(softcap, scale), name)

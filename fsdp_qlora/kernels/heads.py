@@ -19,10 +19,10 @@ def rope_tables(
     arch: Architecture, frequencies: list[tuple[Tensor, float]], batch: MicroBatch,
     index: int | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(cos, sin, temperature) of the tokens of a micro-batch.
+    """Return (cos, sin, temperature) for the tokens of a micro-batch.
 
     cos and sin are fp32 [tokens, rotary_dim / 2] by frequencies[index], see rope_frequencies();
-    None where index is None. temperature is Ministral 3's factor on queries [tokens], or None.
+    None if index is None. temperature is Ministral 3's factor on queries [tokens], or None.
     """
     temperature, position_ids = None, batch.position_ids
     if arch.query_temperature:
@@ -31,7 +31,7 @@ def rope_tables(
     if index is None:
         return None, None, temperature
     inverse, factor = frequencies[index]
-    if inverse.dim() == 2:  # longrope: by the length of each token's document, as transformers
+    if inverse.dim() == 2:  # longrope: depends on the length of the document, as in transformers
         bounds, tokens = batch.cu_seqlens, torch.arange(len(position_ids), device=inverse.device)
         is_long = bounds.diff() > arch.ropes[index]["original_max_position_embeddings"]
         inverse = inverse[is_long.long()[torch.bucketize(tokens, bounds[1:], right=True)]]
@@ -40,15 +40,15 @@ def rope_tables(
 
 
 def split_heads(arch: Architecture, qkv: Tensor) -> list[Tensor]:
-    """Views of query, key, value [n, heads, head_dim] in qkv [n, all their widths]."""
+    """Return views of query, key, value [n, heads, head_dim] in qkv [n, all their widths]."""
     widths = [heads * arch.head_dim for heads in (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads)]
     return [part.unflatten(1, (-1, arch.head_dim)) for part in qkv.split(widths, 1)]
 
 
 def split_projected(arch: Architecture, projected: Tensor) -> list[Tensor | Any]:
-    """Views of query, key, value and gate [n, heads, head_dim] in what their linears give,
-    [n, all their widths]. The gate is [n, heads, 1] where a head has one, None without gates; with
-    keys_are_values the value is the key."""
+    """Return views of query, key, value and gate [n, heads, head_dim] in the outputs of their
+    linears [n, all their widths]. The gate is [n, heads, 1] if there is one per head, and None
+    without gates; with keys_are_values the value is the key."""
     if arch.keys_are_values:
         heads = projected.unflatten(1, (-1, arch.head_dim))
         query, key = heads.split([arch.n_heads, arch.n_kv_heads], 1)
@@ -67,11 +67,11 @@ def split_projected(arch: Architecture, projected: Tensor) -> list[Tensor | Any]
 
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture) -> Tensor:
     """Rotary embedding of x [n, heads, head_dim], returned as [n, heads * head_dim]; cos and sin
-    are fp32 [n, rotary_dim / 2] or None. With -sin it is its own backward."""
+    are fp32 [n, rotary_dim / 2] or None. With -sin it computes its own backward."""
     if cos is None or sin is None:
         return x.flatten(1)
-    # Compiled, a cat() of rotated parts goes through memory, and an index by two remainders is read
-    # value by value: hence flip(), and one flatten() at the end.
+    # When compiled, a cat() of rotated parts goes through memory, and an index by two remainders is
+    # read value by value; so use flip(), and one flatten() at the end.
     sign, half = torch.arange(-1, 2, 2, device=x.device), cos.shape[1]
     if arch.rotary_interleaved:
         pieces = x.unflatten(-1, (-1, 2))
@@ -95,8 +95,8 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture
 def normed_heads(
     x: Tensor, weight: Tensor | None, arch: Architecture, grad: Tensor | None = None
 ) -> Tensor:
-    """The norm of x [n, heads, head_dim], by head or over all heads; x itself where the
-    family has none. With `grad`, the gradient of that norm, it returns that of x instead."""
+    """Return the norm of x [n, heads, head_dim], by head or over all heads; x itself if the family
+    has none. With `grad`, the gradient of that norm, return the gradient of x instead."""
     if not arch.qk_norm:
         return x
     shape = x.shape
@@ -112,8 +112,8 @@ def rotate_forward(
     projected: Tensor, cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None,
     q_weight: Tensor | None, k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
-    """A copy of query, key and value of split_projected(), [n, all their widths], with query and
-    key rotated and, where the family does that, with these or all normed."""
+    """Return a copy of query, key and value of split_projected(), [n, all their widths]; query and
+    key are rotated, and query and key, or all three, are normed if the family does so."""
     query, key, value, _ = split_projected(arch, projected)
     out = []
     for x, weight in (query, q_weight), (key, k_weight):
@@ -136,10 +136,10 @@ def rotate_backward(
     cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None, q_weight: Tensor | None,
     k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
-    """The gradient of rotate_forward's `projected` from those of query, key, value and gates, None
-    without gates, [n, heads, head_dim]. `projected` is needed only where these are normed, else
-    None."""
-    before: Sequence[Tensor | None] = (None, None)  # query and key, where a norm has read them
+    """Return the gradient of rotate_forward()'s `projected` from the gradients of query, key, value
+    and gates [n, heads, head_dim]; gates is None without gates. `projected` is needed only if heads
+    are normed, else None."""
+    before: Sequence[Tensor | None] = (None, None)  # inputs of the norms of query and key, if any
     dtype = value.dtype
     if arch.qk_norm or arch.value_norm:
         assert projected is not None, "these norms need it"
@@ -168,13 +168,13 @@ def rotate_backward(
     out = [x.to(dtype) for x in out]
     if gates is not None and arch.attention_gate and arch.attention_gate.linear:
         out.append(gates.flatten(1))
-    elif gates is not None:  # each head's after its query
+    elif gates is not None:  # each head's gates follow its query
         out[0] = torch.stack([out[0].view_as(gates), gates], 2).flatten(1)
     return torch.cat(out, 1)
 
 
 def gate_factor(gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """activation(gates) and its slope, fp32."""
+    """Return activation(gates) and its slope, fp32."""
     gates = gates.float()
     sigmoid = gates.sigmoid()
     if activation == "softplus":
@@ -184,8 +184,8 @@ def gate_factor(gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 @elementwise
 def gate_heads(attended: Tensor, gates: Tensor, activation: str) -> Tensor:
-    """attended [n, heads, head_dim] times activation(gates), [n, heads * head_dim]; gates are
-    [n, heads, head_dim] or [n, heads, 1]."""
+    """Return attended [n, heads, head_dim] times activation(gates), as [n, heads * head_dim]; gates
+    are [n, heads, head_dim] or [n, heads, 1]."""
     factor, _ = gate_factor(gates, activation)
     return (attended.float() * factor).to(attended.dtype).flatten(1)
 
@@ -194,11 +194,11 @@ def gate_heads(attended: Tensor, gates: Tensor, activation: str) -> Tensor:
 def gate_heads_backward(
     grad: Tensor, attended: Tensor, gates: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `attended` and `gates` from that of gate_heads()'s result, `grad`
-    [n, heads, head_dim]."""
+    """Return the gradients of `attended` and `gates`, from the gradient of gate_heads()'s result,
+    `grad` [n, heads, head_dim]."""
     factor, slope = gate_factor(gates, activation)
     grad32 = grad.float()
-    of_gates = grad32 * attended.float()
+    grad_gates = grad32 * attended.float()
     if gates.shape[2] == 1:
-        of_gates = of_gates.sum(2, keepdim=True)
-    return (grad32 * factor).to(grad.dtype), (of_gates * slope).to(grad.dtype)
+        grad_gates = grad_gates.sum(2, keepdim=True)
+    return (grad32 * factor).to(grad.dtype), (grad_gates * slope).to(grad.dtype)

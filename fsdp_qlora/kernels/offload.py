@@ -15,16 +15,18 @@ from torch import Tensor
 from fsdp_qlora.plan import Plan
 
 
-PINNED: list[mmap.mmap] = []  # holds what is registered: its pages must not go back to the system
+PINNED: list[mmap.mmap] = []  # keeps registered memory alive: its pages must not be freed
 
 
 def pinned_empty(n_bytes: int, device: torch.device) -> Tensor:
-    """Pinned host memory, uint8 [n_bytes], held until the process ends. On a CPU: plain memory.
+    """Return pinned host memory, uint8 [n_bytes], which stays allocated until the process ends;
+    plain memory if `device` is a CPU.
 
-    Torch's own pinned memory is rounded up to a power of 2. Raises MemoryError."""
+    Torch's own pinned memory is rounded up to a power of 2. Raises MemoryError.
+    """
     if device.type != "cuda" or not n_bytes:
         return torch.empty(n_bytes, dtype=torch.uint8)
-    # registering wants whole pages; large ones take 0.2 s a GiB, small ones 0.4
+    # registering needs whole pages; large pages take 0.2 s per GiB, small ones 0.4
     PINNED.append(mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     PINNED[-1].madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(PINNED[-1], dtype=torch.uint8)
@@ -35,14 +37,14 @@ def pinned_empty(n_bytes: int, device: torch.device) -> Tensor:
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """A copy in pinned host memory; on a CPU just a copy."""
+    """Return a copy in pinned host memory; on a CPU, a plain copy."""
     host = pinned_empty(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
     return host.copy_(tensor)
 
 
 class DeviceActivations:
-    """Where layers save tensors for backward: here they stay on the GPU. put() returns a key, with
-    which take() returns them."""
+    """Store of the tensors that layers save for backward: they stay on the GPU. put() returns a
+    key, for which take() returns the tensors."""
 
     def put(self, *tensors: Tensor) -> Any:
         return tensors
@@ -52,27 +54,29 @@ class DeviceActivations:
 
 
 class OffloadedActivations:
-    """A store in pinned host memory; take() is called in the reverse order of put().
+    """Store of the tensors that layers save for backward, in pinned host memory. take() is called
+    in the reverse order of put().
 
-    Its own stream copies, and fetches two puts ahead: a layer's while the backward of the layer
-    after it runs. put() frees the GPU memory of all earlier puts but the latest, whose copy may
-    still run. The last of a micro-batch's `n_puts` stays on the GPU, because its backward comes
-    first.
+    Its own stream does the copies, and fetches two puts ahead: a layer's while the backward of the
+    layer after it runs. put() frees the GPU memory of all earlier puts but the latest, whose copy
+    may still be running. The last of a micro-batch's `n_puts` stays on the GPU, because its
+    backward comes first.
     """
 
     def __init__(self, n_puts: int, micro_batch_tokens: int, device: torch.device) -> None:
         self.n_puts, self.micro_batch_tokens, self.device = n_puts, micro_batch_tokens, device
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
-        # {i: pinned, uint8, long enough for the i-th put() of the longest micro-batch}
+        # {i: pinned uint8 buffer, large enough for the i-th put() of the longest micro-batch}
         self.buffers = {}
         # {i: (shape, dtype, bytes) of each tensor of this micro-batch's i-th put()}
         self.shapes = {}
-        self.leaving = []  # (tensors, event of their copy's end), whose GPU memory is not free yet
+        self.leaving = []  # [(tensors, event at the end of their copy)], not yet freed on the GPU
         self.here = {}  # {i: (tensors on the GPU, event to wait for or None)}
         self.next = 0  # number of the next put() of this micro-batch
 
     def copy(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> torch.cuda.Event | None:
-        """Start to copy tensors on the stream; returns the event of its end, None on a CPU."""
+        """Start to copy tensors on the stream. Returns an event at the end of the copies, None on a
+        CPU."""
         if self.stream is None:
             for a, b in zip(to, source):
                 a.copy_(b)
@@ -84,20 +88,20 @@ class OffloadedActivations:
             return self.stream.record_event()
 
     def let_go(self, but: int = 0) -> None:
-        """Free the GPU memory of what was put, except the latest `but` puts."""
+        """Free the GPU memory of all but the latest `but` puts."""
         while len(self.leaving) > but:
             _, event = self.leaving.pop(0)
-            if event is not None:  # from here on the memory may be used for something else
+            if event is not None:  # after this event the memory may be reused
                 torch.cuda.current_stream().wait_event(event)
 
     def views(self, i: int) -> list[Tensor]:
-        """The tensors of the i-th put() in host memory."""
+        """Return the tensors of the i-th put() in host memory."""
         shapes, dtypes, sizes = zip(*self.shapes[i])
         parts = self.buffers[i][: sum(sizes)].split(sizes)
         return [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
 
     def put(self, *tensors: Tensor) -> Any:
-        """Keep tensors of all tokens of a micro-batch, [tokens, ..]; returns the key for take()."""
+        """Save tensors of all tokens of a micro-batch, [tokens, ..]. Returns the key for take()."""
         self.let_go(but=1)
         i, self.next = self.next, (self.next + 1) % self.n_puts
         if i == self.n_puts - 1:
@@ -117,7 +121,8 @@ class OffloadedActivations:
         self.here[i] = tensors, self.copy(tensors, self.views(i))
 
     def take(self, i: int) -> Sequence[Tensor]:
-        """Returns the tensors of the i-th put(), once; starts to fetch those of the two before."""
+        """Return the tensors of the i-th put(), once; start to fetch those of the two puts before
+        it."""
         self.let_go()
         tensors, event = self.here.pop(i)
         if event is not None:
@@ -129,15 +134,16 @@ class OffloadedActivations:
 
 
 def put_record(store: DeviceActivations | OffloadedActivations, record: Any) -> Callable[[], Any]:
-    """Put the tensors of a dataclass of tensors and None into a store; returns the function that
-    takes them from there, as such a record."""
+    """Put the tensors of a dataclass of tensors and None into a store. Returns a function that
+    takes them from the store, as such a dataclass."""
     kind, names = type(record), [name for name, value in vars(record).items() if value is not None]
     key = store.put(*(getattr(record, name) for name in names))
-    return lambda: kind(**dict(zip(names, store.take(key))))  # it must not hold the tensors
+    return lambda: kind(**dict(zip(names, store.take(key))))  # must not keep the tensors alive
 
 
 def make_store(plan: Plan, device: torch.device) -> DeviceActivations | OffloadedActivations:
-    """The store of what recomputed layers need for backward: on the GPU or in host memory."""
+    """Return the store of what recomputed layers save for backward: on the GPU or in host memory.
+    """
     if not plan.offload_activations or not plan.recomputed:
         return DeviceActivations()
     n_puts = sum(1 if plan.saves(i) == "input" else 2 for i in range(plan.recomputed))

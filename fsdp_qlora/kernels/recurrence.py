@@ -25,19 +25,19 @@ from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
 from fsdp_qlora.ranks import log, n_cores
 
 
-STATE_CHUNK = 64  # tokens of a document that are computed at once; states go from chunk to chunk
+STATE_CHUNK = 64  # tokens of a document that are computed at once; chunks pass on the state
 
 # ---- the gated delta rule ----
 
-# Each is a function (query, key, value, g, beta, micro-batch), see DeltaNet, that returns q S
-# [n, value heads, value_dim]. Query and key are [n, key heads, key_dim], of any length, value is
-# [n, value heads, value_dim], g, fp32, and beta are [n, value heads].
+# document_delta_rule() and fla_delta_rule() take (query, key, value, g, beta, micro-batch), see
+# DeltaNet, and return q S [n, value heads, value_dim]. Query and key are [n, key heads, key_dim],
+# not normalized; value is [n, value heads, value_dim]; g, fp32, and beta are [n, value heads].
 
 def document_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch,
     chunk: int = STATE_CHUNK
 ) -> Tensor:
-    """In plain torch and in fp32. Only the inputs are saved for backward."""
+    """The gated delta rule in plain torch, in fp32. Only the inputs are saved for backward."""
     return recomputed(chunked_delta_rule, query, key, value, g, beta, batch.lengths, chunk)
 
 
@@ -45,20 +45,20 @@ def chunked_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int],
     chunk: int
 ) -> Tensor:
-    """document_delta_rule() of documents of these lengths.
+    """document_delta_rule() for documents of these lengths.
 
-    What a chunk's tokens add to the state depends on what those before them have added. These
-    equations are triangular, and are solved for values, which gives what is added to a state of 0,
-    and for keys, which gives what is to be subtracted from that for each state.
+    What a chunk's tokens add to the state depends on what the tokens before them have added. These
+    equations are triangular. They are solved for values, which yields what is added to a state of
+    0; and for keys, which yields what must be subtracted from that for a given state.
     """
     chunked, slots, firsts = chunks_of(lengths, chunk, value.device)
     dtype, n_heads, repeats = value.dtype, value.shape[1], value.shape[1] // key.shape[1]
     query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-                  for x in (query.float(), key.float()))  # once: else two gradients are rounded
+                  for x in (query.float(), key.float()))  # one cast, else two gradients are rounded
     query = query * query.shape[-1] ** -0.5
     query, key = (chunked(x.repeat_interleave(repeats, 1)) for x in (query, key))
     value, g, beta = chunked(value), chunked(g[..., None]), chunked(beta[..., None])
-    decay = g.cumsum(2)  # logarithm of what is left of the state before the chunk
+    decay = g.cumsum(2)  # log of the factor on the state before the chunk
     between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
     between = between.exp().tril()
     below = ((beta * key) @ key.transpose(2, 3) * between).tril(-1)
@@ -81,9 +81,10 @@ def chunked_delta_rule(
 def chunks_of(
     lengths: Sequence[int], chunk: int, device: torch.device
 ) -> tuple[Callable[[Tensor], Tensor], Tensor, list[bool]]:
-    """Documents of these lengths cut into chunks: a function of [n, heads, dim] that gives fp32
-    [chunks, heads, chunk, dim], in which zeros fill each document's last chunk; where each token
-    is in all of them [n]; and whether a chunk is the first of its document."""
+    """Cut documents of these lengths into chunks. Returns a function of [n, heads, dim] that
+    returns fp32 [chunks, heads, chunk, dim], with zeros at the end of each document's last chunk;
+    the position of each token in all chunks [n]; and whether each chunk is the first of its
+    document."""
     counts = [math.ceil(n / chunk) for n in lengths]
     firsts = [i == 0 for count in counts for i in range(count)]
     starts = itertools.accumulate(counts, initial=0)
@@ -98,18 +99,19 @@ def chunks_of(
 
 
 def outer_parts(query: Tensor, key: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of the state before a chunk, keys by which the chunk adds to that after it, and what
-    is left of it by then."""
+    """Return the queries of the state before a chunk, the keys by which the chunk adds to the state
+    after it, and the factor by which the chunk multiplies the state."""
     last = decay[:, :, -1:]
     return query * decay.exp(), (key * (last - decay).exp()).transpose(2, 3), last.exp()
 
 
 @functools.cache
 def use_few_configurations() -> None:
-    """Of each of its kernels fla compiles all configurations that it knows, one after the other, to
-    time them. With a few of them, compiled in threads and timed for less long, the first call takes
-    10 s instead of 88, and the later ones no longer (a delta net of Qwen3.5-9B, 8,192 tokens, H100:
-    10.6 and 11.9 ms). Raises ModuleNotFoundError."""
+    """Make fla try fewer kernel configurations. For each of its kernels fla compiles all
+    configurations that it knows, one after the other, to time them. With a few of them, compiled in
+    threads and timed for less long, the first call takes 10 s instead of 88, and later calls are as
+    fast (a delta net of Qwen3.5-9B, 8,192 tokens, H100: 10.6 and 11.9 ms). Raises
+    ModuleNotFoundError."""
     import fla.ops.gated_delta_rule
     import fla.ops.simple_gla  # noqa: F401
     from triton.runtime import Autotuner
@@ -124,13 +126,14 @@ def use_few_configurations() -> None:
                     kernel.prune_configs = functools.partial(
                         compile_together, kernel, kernel.prune_configs)
                     kernel.do_bench = functools.partial(do_bench, warmup=5, rep=20)  # ms
-                kernel = getattr(kernel, "fn", None)  # what a decorator of Triton holds
+                kernel = getattr(kernel, "fn", None)  # the function inside a Triton decorator
 
 
 def compile_together(
     kernel: Any, choose: Callable[[dict[str, Any]], list[Any]], arguments: dict[str, Any]
 ) -> list[Any]:
-    """The configurations that a Triton Autotuner is about to time, each compiled in a thread."""
+    """Return the configurations that a Triton Autotuner is about to time, each compiled in a
+    thread."""
     from triton import AsyncCompileMode
 
     configs = choose(arguments)
@@ -142,10 +145,10 @@ def compile_together(
 
 
 def chunk_table(starts: Tensor, of_any_lengths: bool = False) -> Tensor:
-    """(document, which of its chunks) of all chunks of the documents between `starts`, int32
-    [chunks, 2], for fla: given the lengths on the GPU alone, it would wait for them. With
-    `of_any_lengths` there are as many as so many documents of so many tokens can have at most; the
-    spare ones are of the last document, which must be empty."""
+    """Return (document, number of the chunk in it) for all chunks of the documents between
+    `starts`, int32 [chunks, 2]. fla needs it because it would wait for the GPU to read the lengths
+    there. With `of_any_lengths` the table is as long as this many documents of this many tokens can
+    need; the spare chunks belong to the last document, which must be empty."""
     counts = (starts.diff() + STATE_CHUNK - 1) // STATE_CHUNK
     documents = torch.arange(len(counts)).repeat_interleave(counts)
     first = (counts.cumsum(0) - counts)[documents]
@@ -159,7 +162,7 @@ def chunk_table(starts: Tensor, of_any_lengths: bool = False) -> Tensor:
 def fla_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch
 ) -> Tensor:
-    """By the Triton kernels of flash-linear-attention (fla-core), in bf16."""
+    """The gated delta rule by the Triton kernels of flash-linear-attention (fla-core), in bf16."""
     use_few_configurations()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -171,34 +174,36 @@ def fla_delta_rule(
 
 
 def plain_rule_bytes(mixer: DeltaNet) -> int:
-    """Of a token, alive at once in the backward of document_delta_rule(): fp32 values of each value
-    head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice what was projected."""
+    """Return the bytes per token that are alive at once in document_delta_rule()'s backward: fp32
+    values of each value head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice the
+    projected values."""
     key, value = mixer.key_dim, mixer.value_dim
-    of_head = 13 * key + 11 * value + 8 * STATE_CHUNK + 2 * key * value // STATE_CHUNK
-    return 4 * mixer.value_heads * of_head + 8 * sum(mixer.widths.values())
+    head_values = 13 * key + 11 * value + 8 * STATE_CHUNK + 2 * key * value // STATE_CHUNK
+    return 4 * mixer.value_heads * head_values + 8 * sum(mixer.widths.values())
 
 
 # ---- the scan of Mamba-2 ----
 
 
-# Each is a function (b, c, x, decay, step, micro-batch), see Mamba2, that returns C S [n, heads,
-# head_dim]. b and c are [n, groups, state], x is [n, heads, head_dim], decay, the logarithm of what
-# is left of the state, and step, both fp32, are [n, heads].
+# document_scan() and fla_scan() take (b, c, x, decay, step, micro-batch), see Mamba2, and return
+# C S [n, heads, head_dim]. b and c are [n, groups, state], x is [n, heads, head_dim]; decay, the
+# log of the factor on the state, and step, both fp32, are [n, heads].
 
 
 def document_scan(
     b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, batch: MicroBatch,
     chunk: int = STATE_CHUNK
 ) -> Tensor:
-    """In plain torch and in fp32. Only the inputs are saved for backward."""
+    """Mamba-2's scan in plain torch, in fp32. Only the inputs are saved for backward."""
     return recomputed(chunked_scan, b, c, x, decay, step, batch.lengths, chunk)
 
 
 def chunked_scan(
     b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int], chunk: int
 ) -> Tensor:
-    """document_scan() of documents of these lengths. Inside a chunk each token's C meets the B of
-    all before it, as queries and keys do, times what is left in between; so they are called."""
+    """document_scan() for documents of these lengths. Within a chunk each token's C meets the B of
+    all tokens before it, like queries and keys, times the decay in between; so the variables are
+    named after these."""
     chunked, slots, firsts = chunks_of(lengths, chunk, x.device)
     n_heads, repeats, dtype = x.shape[1], x.shape[1] // b.shape[1], x.dtype
     query, key, value = chunked(c), chunked(b), chunked(x.float() * step[..., None])
@@ -221,16 +226,17 @@ def chunked_scan(
 def fla_scan(
     b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, batch: MicroBatch
 ) -> Tensor:
-    """By the Triton kernels of flash-linear-attention (fla-core), in bf16: this is attention with a
-    decay by head, of queries C, keys B and values step x."""
+    """Mamba-2's scan by the Triton kernels of flash-linear-attention (fla-core), in bf16. It is
+    attention with a decay per head, of queries C, keys B and values step x."""
     use_few_configurations()
     out: Tensor = FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.chunks)
     return out
 
 
 class FlaScan(torch.autograd.Function):
-    """See fla_scan(). fla wants B and C for each head, and keeps them so: in Nemotron 3 Nano four
-    times as much as all else of a layer. Here they are kept for each group."""
+    """Autograd function of fla_scan(). fla needs B and C for each head, and saves them so: in
+    Nemotron 3 Nano four times as much as everything else of a layer. This function saves them for
+    each group."""
 
     @staticmethod
     def forward(
@@ -252,47 +258,47 @@ class FlaScan(torch.autograd.Function):
 
         arguments = FlaScan._arguments(*ctx.saved_tensors)
         b, c, x, decay, step, bounds, chunks = ctx.saved_tensors
-        of_c, of_b, of_value, of_decay, _ = chunk_simple_gla_bwd(
+        dc, db, dv, dg, _ = chunk_simple_gla_bwd(
             **arguments, g_gamma=None, initial_state=None, do=grad[None].contiguous(), dht=None)
-        of_decay = chunk_local_cumsum(
-            of_decay, chunk_size=STATE_CHUNK, reverse=True, cu_seqlens=bounds, chunk_indices=chunks)
-        of_b, of_c = (part[0].unflatten(1, (b.shape[1], -1)).sum(2, dtype=torch.float32).to(b.dtype)
-                      for part in (of_b, of_c))
-        of_value = of_value[0].float()
-        return (of_b, of_c, (of_value * step[..., None]).to(x.dtype), of_decay[0].to(decay.dtype),
-                (of_value * x).sum(-1), None, None)
+        dg = chunk_local_cumsum(
+            dg, chunk_size=STATE_CHUNK, reverse=True, cu_seqlens=bounds, chunk_indices=chunks)
+        db, dc = (part[0].unflatten(1, (b.shape[1], -1)).sum(2, dtype=torch.float32).to(b.dtype)
+                  for part in (db, dc))
+        dv = dv[0].float()
+        return (db, dc, (dv * step[..., None]).to(x.dtype), dg[0].to(decay.dtype),
+                (dv * x).sum(-1), None, None)
 
     @staticmethod
     def _arguments(
         b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bounds: Tensor, chunks: Tensor
     ) -> dict[str, Any]:
-        """Of fla's functions, which begin with a dimension of 1."""
+        """Return the arguments of fla's functions, whose tensors begin with a dimension of 1."""
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
 
         where = dict(cu_seqlens=bounds, chunk_size=STATE_CHUNK, chunk_indices=chunks)
-        of_heads = [part.repeat_interleave(x.shape[1] // b.shape[1], 1)[None] for part in (c, b)]
+        by_head = [part.repeat_interleave(x.shape[1] // b.shape[1], 1)[None] for part in (c, b)]
         value = (x * step[..., None]).to(x.dtype)[None]
         total = chunk_local_cumsum(decay[None], scale=RCP_LN2, **where)  # fla's kernels use exp2()
-        return dict(q=of_heads[0], k=of_heads[1], v=value, g=total, scale=1.0, **where)
+        return dict(q=by_head[0], k=by_head[1], v=value, g=total, scale=1.0, **where)
 
 
 def plain_scan_bytes(mixer: Mamba2) -> int:
-    """Of a token, alive at once in the backward of document_scan(): fp32 values of each head,
-    measured to 6 % with states of 128 and 256; and twice what was projected."""
-    of_head = 8 * mixer.state + 8 * mixer.head_dim + 6 * STATE_CHUNK
-    return 4 * mixer.heads * of_head + 8 * sum(mixer.widths.values())
+    """Return the bytes per token that are alive at once in document_scan()'s backward: fp32 values
+    of each head, measured to 6 % with states of 128 and 256; and twice the projected values."""
+    head_values = 8 * mixer.state + 8 * mixer.head_dim + 6 * STATE_CHUNK
+    return 4 * mixer.heads * head_values + 8 * sum(mixer.widths.values())
 
 
 # ---- which of them is used ----
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """What computes the state of a kind of mixer, see above."""
+    """The functions of one kind of mixer with a state, see above."""
 
     plain: Callable[..., Tensor]  # in plain torch
     fla: Callable[..., Tensor]  # by flash-linear-attention's kernels
-    plain_bytes: Callable[[Any], int]  # of a mixer and a token, while plain's backward runs
+    plain_bytes: Callable[[Any], int]  # mixer -> bytes per token while plain's backward runs
 
 
 RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
@@ -301,13 +307,13 @@ RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
 
 
 def mixer_with_state(arch: Architecture) -> DeltaNet | Mamba2 | None:
-    """The mixer of a model's layers that has a state, if there is one: one of RECURRENCES."""
+    """Return the mixer of a model's layers that has a state, one of RECURRENCES, or None."""
     return next((x for x in arch.mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
 
 
 def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
-    """Why flash-linear-attention is not used; "" if it gives what plain torch gives, forward and
-    backward, for two documents."""
+    """Return why flash-linear-attention cannot be used; "" if its results match plain torch's,
+    forward and backward, for two documents."""
     recurrence = RECURRENCES[type(mixer)]
     length = 3 * STATE_CHUNK // 2
     generator, n = torch.Generator(device).manual_seed(0), 2 * length
@@ -334,7 +340,7 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
         pairs = list(zip(both(recurrence.fla), both(recurrence.plain)))
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"
-    except Exception as e:  # Triton's and fla's have no class in common
+    except Exception as e:  # Triton's and fla's errors have no common class
         return f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
     worst = max(float((got - want).norm() / want.norm()) for got, want in pairs)
     return "" if worst < 0.05 else f"it is {100 * worst:.0f} % off here"
@@ -343,8 +349,9 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
 def choose_recurrence(
     kernels: Kernels, arch: Architecture, compute_dtype: str, device: torch.device,
 ) -> None:
-    """Add "recurrence", what computes a gated delta net or Mamba-2, where the model has one. On a
-    GPU that is flash-linear-attention, if it gives what plain torch gives."""
+    """Add "recurrence", the function that computes a gated delta net or Mamba-2, to `kernels`, if
+    the model has one. On a GPU it is flash-linear-attention's, if its results match plain torch's.
+    """
     mixer = mixer_with_state(arch)
     if mixer is None:
         return

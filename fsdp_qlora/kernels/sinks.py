@@ -16,18 +16,20 @@ from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
-# A kernel gives out and lse, the logarithm of the sum of a query's exp(score). With the sink that
-# is lse' = logaddexp(lse, s), and out' = out * exp(lse - lse'). Its backward computes the weights
-# from scores and lse, and what is subtracted from their gradients from out. Given lse' and out'
-# instead it gives the exact gradients of attention with sinks. (out * exp(lse - lse') by autograd
-# would be wrong without an error: these kernels ignore the gradient of lse.)
+# A kernel returns out and lse, the logarithm of the sum of a query's exp(score). With the sink they
+# become lse' = logaddexp(lse, s) and out' = out * exp(lse - lse'). The kernel's backward computes
+# the weights from scores and lse, and from out the term that is subtracted from the weights'
+# gradients. If it gets lse' and out' instead, it returns the exact gradients of attention with
+# sinks. (out * exp(lse - lse') by autograd would be wrong without an error, because these kernels
+# ignore the gradient of lse.)
 
 
 class SinkAttention(torch.autograd.Function):
-    """Attention of query [n, heads, head_dim] with `sinks` [heads], which are frozen.
+    """Attention of query [n, heads, head_dim] with frozen `sinks` [heads].
 
-    forward_kernel(query, key, value) returns out, lse [heads, n] and a tuple of what else its
-    backward_kernel(grad, query, key, value, out, lse, *rest) needs, which returns three gradients.
+    forward_kernel(query, key, value) returns out, lse [heads, n] and a tuple of other values that
+    backward_kernel needs. backward_kernel(grad, query, key, value, out, lse, *rest) returns three
+    gradients.
     """
 
     @staticmethod
@@ -52,7 +54,7 @@ def torch_sink_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, batch: MicroBatch, arch: Architecture,
     window: int | None
 ) -> Tensor:
-    """By torch's own kernel for documents of any lengths."""
+    """Attention with sinks, by torch's own kernel for documents of any lengths."""
     bounds = batch.cu_seqlens, batch.cu_seqlens, batch.longest, batch.longest, 0.0, window is None
     settings = dict(scale=arch.attention_scale, window_size_left=window - 1 if window else -1,
                     window_size_right=0)
@@ -78,7 +80,7 @@ def flash_sink_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, batch: MicroBatch, arch: Architecture,
     window: int | None
 ) -> Tensor:
-    """By Flash Attention 2."""
+    """Attention with sinks, by Flash Attention 2."""
     from flash_attn.flash_attn_interface import (
         _flash_attn_varlen_backward, _flash_attn_varlen_forward)
 

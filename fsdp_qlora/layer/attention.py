@@ -18,7 +18,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMixer:
-    """One layer's softmax attention, a TokenMixer."""
+    """The softmax attention of one layer, a TokenMixer."""
 
     arch: Architecture
     window: int | None  # a query sees this many keys; None: all
@@ -45,13 +45,13 @@ class AttentionMixer:
 
     @property
     def saves_projected(self) -> bool:
-        """Whether backward reads saved.projected: that of norms and of the gate does."""
+        """True if backward reads saved.projected, as the backward of norms and of the gate does."""
         return bool(self.arch.qk_norm or self.arch.value_norm or self.arch.attention_gate)
 
     @property
     def _output_factor(self) -> float:
-        """Factor of the kernel's outputs: the multiplier of what q, k and v read, which values
-        still need (attention_scale has that of queries and keys), and that of the output."""
+        """Factor of the kernel's outputs: attention_in_multiplier, which the values still need
+        (queries and keys have it in attention_scale), times attention_out_multiplier."""
         factor: float = self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
         return factor
 
@@ -78,20 +78,20 @@ class AttentionMixer:
         saved.attended = saved.heads = None
         if call.shared_kv:
             call.grad_shared_kv = grads[1:]
-            # this layer has projected no keys and values: the gradient has 0 heads of them
+            # this layer has not projected keys and values: their gradient has 0 heads
             grads = grads[0], *(x[:, :0] for x in grads[1:])
         elif call.layer.is_kv_source:
             grads = grads[0], *map(torch.add, grads[1:], call.grad_kv_to_share)
         return rotate_backward(*grads, grad_gate, saved.projected, *self._rotate_arguments(call))
 
     def _rotate_arguments(self, call: LayerCall) -> tuple[Tensor | Architecture | None, ...]:
-        """(cos, sin, temperature, q_norm's weight, k_norm's weight, arch): the last arguments of
-        rotate_forward() and rotate_backward()."""
+        """Return the last arguments of rotate_forward() and rotate_backward(): (cos, sin,
+        temperature, q_norm's weight, k_norm's weight, arch)."""
         norms = call.vector(self.arch.q_norm), call.vector(self.arch.k_norm)
         return *call.batch.ropes[self.rope], *norms, self.arch
 
     fused_linears = ()
-    elementwise_values = 0  # MixerSublayer counts what norms take
+    elementwise_values = 0  # MixerSublayer counts norms
 
     @property
     def query_width(self) -> int:
@@ -118,12 +118,12 @@ class AttentionMixer:
 
     def live_bytes(self, plan: Plan) -> int:
         item, others = getattr(torch, plan.compute_dtype).itemsize, 0
-        # the gradients of what was projected, before and after rotation, and of what attention
-        # gives; some kernels add up the query's in fp32
+        # the gradients of q, k and v before and after rotation, and of attention's output; some
+        # kernels sum the query's gradient in fp32
         values = self.projected_width + max(self.projected_width, self._qkv_width)
         values += 3 * self.query_width
         values += 2 * self.query_width * (self.arch.attention_gate is not None)
-        if plan.plain_attention:  # with keys and values for each query's head, and their gradients
+        if plan.plain_attention:  # repeats keys and values for each query head, and has gradients
             values += 4 * self.query_width
             others = explicit_bytes(self.arch, self.window, plan.micro_batch_tokens)
         return values * plan.micro_batch_tokens * item + others
@@ -133,8 +133,8 @@ def attend(
     call: LayerCall, arch: Architecture, window: int | None, query: Tensor, key: Tensor,
     value: Tensor
 ) -> Tensor:
-    """Causal attention inside each document of the micro-batch, [n, heads, width of a value].
-    `window`: a query sees this many keys; None: all."""
+    """Causal attention within each document of the micro-batch, [n, heads, width of a value].
+    `window`: number of keys that a query sees; None: all."""
     batch, attention_type = call.batch, "window" if window else "full"
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"

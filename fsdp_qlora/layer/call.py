@@ -14,9 +14,9 @@ from fsdp_qlora.layer.parameters import LayerParameters
 
 class LayerCall:
     """Context of one forward or backward of a layer: the gathered adapter in the compute dtype,
-    dequantized weights, and in backward the adapter's gradient.
+    dequantized weights and, in backward, the adapter's gradient.
 
-    The gradient is summed in fp32; autograd casts it to the dtype of the parameter.
+    The gradient is summed in fp32; autograd casts it to the parameter's dtype.
     """
 
     def __init__(
@@ -25,18 +25,18 @@ class LayerCall:
     ) -> None:
         self.layer, self.batch, self.arch, self.spec = layer, batch, layer.arch, layer.spec
         self.is_backward = backward
-        self.evaluation = evaluation  # whether no backward will follow
-        # whether autograd's graph of this forward is read: by the backward that runs it now, or
-        # later, if the layer saves all
+        self.evaluation = evaluation  # True: no backward will follow
+        # True if autograd's graph of this forward is needed: by the backward that is running it
+        # now, or later, if the layer saves everything
         self.saves_graph = backward or layer.saves == "all" and not evaluation
-        self.tokens = slice(None)  # of the micro-batch: those that the MLP works on
-        # keys and values of its kv_source; its own, where other layers read them; their gradients
+        self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
+        # the kv_source's keys and values; this layer's, if other layers read them; the gradients
         self.shared_kv = shared_kv
         self.kv_to_share: tuple[Tensor, ...] = ()
         self.grad_kv_to_share: tuple[Tensor, ...] = ()
         self.grad_shared_kv: tuple[Tensor, ...] = ()
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
-        # weights for a second use: a recomputed layer's backward runs forward() again first
+        # weights to use twice: a recomputed layer's backward first runs forward() again
         self.dequantized: dict[FusedLinear, Tensor] = {}
         self.reuses_dequantized = (
             backward and layer.plan.reuse_dequantized and layer.saves in ("mid_residual", "input"))
@@ -44,7 +44,7 @@ class LayerCall:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
     def weight(self, fused: FusedLinear) -> Tensor:
-        """[W, B] of a FusedLinear, [out, width]."""
+        """Return [W, B] of a FusedLinear, [out, width]."""
         weight = self.dequantized.get(fused)
         if weight is None:
             weight = dequantize(self.layer, fused, self.adapter)
@@ -53,7 +53,8 @@ class LayerCall:
         return weight
 
     def vector(self, name: str | None, part: str = "weight") -> Tensor | None:
-        """A norm's weight or bias, or attention's sinks, by the name in the layer; or None."""
+        """Return a norm's weight or bias, or attention's sinks, by its name in the layer; None if
+        the layer has none."""
         if f"{name}.{part}" not in self.spec.vectors:
             return None
         where, shape = self.spec.vectors[f"{name}.{part}"]
@@ -61,18 +62,18 @@ class LayerCall:
 
     @property
     def layer_input(self) -> Tensor:
-        """The layer's own input of its tokens, see PerLayerInputs."""
+        """The layer's own input for its tokens, see PerLayerInputs."""
         inputs: Tensor = self.batch.layer_inputs[self.tokens, self.layer.index]
         return inputs
 
     def scaled(self, x: Tensor) -> Tensor:
-        """x times the layer's scalar, where the family has one."""
+        """Return x times the layer's scalar, if the family has one."""
         if not self.arch.layer_scalar:
             return x
         return x * self.layer.small_tensors[self.arch.layer_scalar].to(x.dtype)
 
     def drop(self, x: Tensor, probability: float, site: int) -> Tensor:
-        """x [n, width] after dropout; the same values when it is computed again."""
+        """Return x [n, width] after dropout. A recomputation drops the same values."""
         if not probability or self.batch.dropout_keys is None:
             return x
         keys = self.batch.dropout_keys[self.tokens]

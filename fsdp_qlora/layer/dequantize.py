@@ -18,11 +18,12 @@ from fsdp_qlora.quant.nf4 import (
 
 
 def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor) -> torch.Tensor:
-    """[W, B] of a FusedLinear, [out, width], in the dtype of `adapter`, the layer's whole adapter.
+    """Return [W, B] of a FusedLinear, [out, width], in the dtype of `adapter`, the layer's whole
+    adapter.
 
-    W are the weights of its linears, one below the other, bit for bit as bitsandbytes dequantizes
-    NF4 and transformers MXFP4. B of each linear is in its adapter's columns, which are 0 for the
-    other linears. One kernel writes both: B takes no launch of its own.
+    W contains the weights of its linears, one below the other, bit for bit as bitsandbytes
+    dequantizes NF4 and transformers MXFP4. B of each linear is in the columns of its adapter, which
+    are 0 for the other linears. One kernel writes both, so B needs no launch of its own.
     """
     weight = adapter.new_empty(fused.out_features, fused.width)
     blocks: NF4Blocks = layer.nf4
@@ -54,7 +55,8 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
 
 def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: Nested, linear: LinearSlices,
                dtype: torch.dtype) -> torch.Tensor:
-    """The weights [out, in] of one linear in NF4, from its blocks, by bitsandbytes."""
+    """Return the weights [out, in] of one NF4 linear, dequantized from its blocks by bitsandbytes.
+    """
     shape = linear.out_features, linear.in_features
     nested_state = bnb.functional.QuantState(
         absmax=nested.absmax[linear.nested], code=nested.code_values[linear.index],
@@ -69,9 +71,9 @@ def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: Nested, linea
 
 @functools.lru_cache(None)
 def linears_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
-    """For dequantize_kernel, of each linear: its first block, first output, first second-level
-    absmax, index, first value of B and first column (-1: no adapter), and the output after its
-    last. int32 [linears, FIELDS]."""
+    """Return dequantize_kernel's table of the linears, int32 [linears, FIELDS]: first block, first
+    output, first second-level absmax, index, first value of B, first column (-1: no adapter), and
+    the output after the last."""
     table = []
     for linear in fused.linears:
         outputs = fused.local_outputs(linear)
@@ -84,6 +86,7 @@ def linears_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(None)
 def equal_blocks(fused: FusedLinear) -> int:
-    """The number of blocks of each linear if it is the same for all, as for experts; else 0."""
+    """Return the number of blocks of each linear if all have the same size, as experts do; else 0.
+    """
     sizes = {(p.blocks.stop - p.blocks.start, p.out_features) for p in fused.linears}
     return sizes.pop()[0] if len(sizes) == 1 else 0

@@ -35,18 +35,18 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits, MoE
 
 
-GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large ones; on an H200
+GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MoESublayer:
-    """One layer's experts, with the same functions as MLPSublayer."""
+    """The experts of one layer, with the same functions as MLPSublayer."""
 
     arch: Architecture
     shared_gate_up: FusedLinear | None  # None: there is no shared expert
     shared_down: FusedLinear | None
-    latent: ExpertLatent | None  # None: experts read what the router and the shared expert do
-    expert_gate_up: FusedLinear  # of all experts, one after the other
+    latent: ExpertLatent | None  # None: experts read the same inputs as router and shared expert
+    expert_gate_up: FusedLinear  # all experts, one after the other
     expert_down: FusedLinear
     limits: Limits
 
@@ -65,10 +65,10 @@ class MoESublayer:
         self, call: LayerCall, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True,
         choice: tuple[Tensor, list[int] | None] | None = None, save_gate_ups: bool = True
     ) -> tuple[Tensor | Any, SavedMoE]:
-        """Returns mid_residual + MLP(norm(source)), None without want_sum, and what backward()
+        """Return mid_residual + MLP(norm(source)), None without want_sum, and what backward()
         needs.
 
-        When forward() is computed again, `choice` is that of the first time: a tie must not be
+        When forward() is recomputed, `choice` is the choice of the first time, so that a tie is not
         decided another way. Without save_gate_ups, backward() computes the experts' gate and up
         again.
         """
@@ -106,8 +106,8 @@ class MoESublayer:
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
-        """Returns the gradient of `mid_residual`, which includes that of `source` through the MLP.
-        `grad` is the gradient of forward()'s sum."""
+        """Return the gradient of `mid_residual`, including the gradient of `source` through the
+        MLP. `grad` is the gradient of forward()'s sum."""
         arch, norms = self.arch, self.moe.norms
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
@@ -127,8 +127,8 @@ class MoESublayer:
         self, call: LayerCall, saved: SavedMoE, upstream: Tensor, grad: Tensor,
         norms: ExpertNorms
     ) -> Tensor:
-        """backward() where experts, router and shared expert have norms of their own. `upstream`:
-        the gradient of the sum of their normed outputs."""
+        """backward() for ExpertNorms: experts, router and shared expert each have their own norm.
+        `upstream`: the gradient of the sum of their normed outputs."""
         source, kind, eps = saved.source, self.arch.norm, self.arch.norm_eps
         of_given = norm_backward(saved.given, upstream, None, call.vector(norms.after), kind, eps)
         grad_x, grad_weights = self._experts_backward(call, saved, of_given)
@@ -143,16 +143,16 @@ class MoESublayer:
     def forward_to_recompute(
         self, call: LayerCall, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, tuple[Tensor, list[int] | None]]:
-        """Returns forward()'s sum, and the choice for recomputed_backward(), which is all that is
-        saved."""
-        # not in slices of tokens, as without experts: each slice would dequantize all of them
+        """Return forward()'s sum, and the choice for recomputed_backward(). Nothing else is saved.
+        """
+        # not in slices of tokens as in MLPSublayer: each slice would dequantize all experts
         out, saved = self.forward(call, mid_residual, source, save_gate_ups=False)
         return out, saved.routing.choice
 
     def recomputed_backward(
         self, call: LayerCall, source: Tensor, grad: Tensor, choice: tuple[Tensor, list[int] | None]
     ) -> Tensor:
-        """backward() with forward() computed again."""
+        """backward() after computing forward() again."""
         saved = self.forward(call, None, source, False, choice, save_gate_ups=False)[1]
         grad = self.backward(call, saved, grad)
         call.dequantized.clear()
@@ -167,7 +167,7 @@ class MoESublayer:
     def _experts_forward(
         self, call: LayerCall, routing: Routing, x: Tensor, save_gate_ups: bool
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """The weighted sum [n, hidden] of the outputs of each token's experts; and, with
+        """Return the weighted sum [n, hidden] of the outputs of each token's experts; and, with
         save_gate_ups, gate and up of each chunk."""
         outputs, saved = None, []
         for chunk in self._chunks(call, routing):
@@ -189,7 +189,7 @@ class MoESublayer:
     def _expert_gate_up(
         self, call: LayerCall, routing: Routing, x: Tensor, chunk: ExpertChunk
     ) -> Tensor:
-        """gate and up of the rows of one chunk, [m, 2 inner]."""
+        """Return gate and up of the rows of one chunk, [m, 2 inner]."""
         inputs = x[routing.token[chunk.rows]]
         if self.expert_gate_up.n_columns:
             inputs = widen(inputs, self.expert_gate_up)
@@ -199,13 +199,14 @@ class MoESublayer:
         return gate_up
 
     def _bias(self, call: LayerCall, key: str) -> Tensor | None:
-        """[experts, out] of all experts' linears `key`; None where they have none."""
+        """Return the biases [experts, out] of all experts' linears `key`; None if they have none.
+        """
         return call.layer.small_tensors.get(f"{self.moe.experts}.{key}_bias")
 
     def _add_bias(
         self, call: LayerCall, key: str, rows: Tensor, routing: Routing, chunk: ExpertChunk
     ) -> None:
-        """Add to the rows of a chunk the bias of their experts' linears `key`, if any."""
+        """Add to the rows of a chunk the biases of their experts' linears `key`, if any."""
         bias = self._bias(call, key)
         if bias is not None:
             add_row_bias(rows, bias, routing.expert[chunk.rows], evaluation=call.evaluation)
@@ -213,15 +214,15 @@ class MoESublayer:
     def _experts_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of the experts' inputs [n, hidden] and of the weights, fp32 [n, k], from
-        that of the experts' sum.
+        """Return the gradients of the experts' inputs [n, hidden] and of the routing weights, fp32
+        [n, k], from `grad`, the gradient of the experts' sum.
 
         The gradient of a token's weight for an expert is grad . (the expert's output). It is
         computed before the last matmul, as (grad W) . activated, so that this matmul is never
-        computed again. Takes saved.gate_ups one by one, and overwrites them.
+        recomputed. Removes saved.gate_ups one by one and overwrites them.
         """
         routing, x = saved.routing, None
-        if not saved.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
+        if not saved.gate_ups or self.expert_gate_up.n_columns:  # to recompute them; for A's grad
             if self.latent:
                 x = saved.latent
             elif norms := self.moe.norms:
@@ -237,7 +238,7 @@ class MoESublayer:
             else:
                 assert x is not None, "made above"
                 gate_up = self._expert_gate_up(call, routing, x, chunk)
-            # grad_inner and grad_d are without the tokens' weights; grad_gate_up is with them
+            # grad_inner and grad_d exclude the routing weights; grad_gate_up includes them
             upstream = grad[routing.token[chunk.rows]]
             grad_inner = grouped(upstream, chunk.down, chunk)
             grad_inner, grad_d = split_columns(call, self.expert_down, grad_inner, chunk)
@@ -261,13 +262,13 @@ class MoESublayer:
         x = None
         grad_x = add_expert_rows(grad_rows, routing.token_rows, None)
         grad_weights, bias = grad_weights[routing.token_rows], self._bias(call, "down_proj")
-        if bias is not None:  # it is a part of an expert's output
+        if bias is not None:  # the bias is a part of an expert's output
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x, grad_weights
 
     def _glu_backward(self, grad: Tensor, weights: Tensor, gate_up: Tensor) -> Tensor:
-        """Returns the gradient of gate_up times `weights`: a new tensor, or gate_up, overwritten.
-        Overwrites `grad`, the gradient of glu()'s result, with that result."""
+        """Return the gradient of gate_up times `weights`, in a new tensor or in gate_up itself.
+        Overwrites `grad`, the gradient of glu()'s result, with glu()'s result."""
         activation = self._activation
         if isinstance(activation, tuple):
             return clamped_glu_backward(grad, weights, gate_up, *activation)
@@ -275,8 +276,8 @@ class MoESublayer:
         return gate_up
 
     def _chunks(self, call: LayerCall, routing: Routing) -> Iterator[ExpertChunk]:
-        """Yields what is multiplied at once: a range of experts with their weights, and at most an
-        even share of the rows, so that memory does not depend on the router's choice."""
+        """Yield the chunks that are multiplied at once: a range of experts with their weights, and
+        at most an even share of the rows, so that memory does not depend on the router's choice."""
         n_rows = len(routing.token)
         ranges = cut_experts(
             self.expert_gate_up, self.expert_down, call.layer.plan.expert_ranges)
@@ -301,7 +302,7 @@ class MoESublayer:
     def _shared_forward(
         self, call: LayerCall, saved: SavedMoE, inputs: Tensor
     ) -> Tensor:
-        """The shared expert's output [n, hidden], times the sigmoid of its gate, if any."""
+        """Return the shared expert's output [n, hidden], times the sigmoid of its gate, if any."""
         assert self.shared_gate_up and self.shared_down, "asked for above"
         saved.shared_gate_up = lora_matmul(call, self.shared_gate_up, inputs)
         activated = saved.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
@@ -320,7 +321,8 @@ class MoESublayer:
     def _shared_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor
     ) -> Tensor:
-        """The gradient of x [n, hidden] through the shared expert, from that of its output."""
+        """Return the gradient of x [n, hidden] through the shared expert, from the gradient of its
+        output."""
         assert self.shared_gate_up and self.shared_down, "asked for above"
         arch, from_factor, activated = self.arch, 0, None
         if name := self.moe.shared_gate:
@@ -349,7 +351,7 @@ class MoESublayer:
 
     @property
     def choice_values(self) -> int:
-        """Values saved per token if all else is computed again: the chosen experts, int16."""
+        """Values saved per token if everything else is recomputed: the chosen experts, int16."""
         return self.moe.top_k
 
     @property
@@ -362,7 +364,7 @@ class MoESublayer:
         """Values saved for backward, if nothing is recomputed; 2 bytes each."""
         arch, moe = self.arch, self.moe
         values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
-        # the Routing: scores in fp32; of each row four numbers in int64 and two weights in fp32
+        # the Routing: scores in fp32; for each row, four int64 numbers and two fp32 weights
         values += 2 * moe.n_experts + (4 * 4 + 2 * 2) * moe.top_k
         if self.shared_gate_up and self.shared_down:
             columns = self.shared_gate_up.padded_columns + self.shared_down.padded_columns
@@ -378,11 +380,11 @@ class MoESublayer:
         """Peak bytes of backward(), besides what is saved."""
         n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
         hidden, moe = self.arch.hidden_size, self.moe
-        width = self.expert_gate_up.in_features  # that of hidden states, or of a latent
+        width = self.expert_gate_up.in_features  # hidden size or latent size
         rows, up, down = n * moe.top_k, self.expert_gate_up, self.expert_down
-        # gate and up once more if they are computed again, and if their gradient is a new tensor
+        # plus gate and up, if they are recomputed, and if their gradient is a new tensor
         of_row, of_adapters = up.width + down.width, 0
-        if up.n_columns:  # a gradient of rows, the part from d and their sum; A's, in fp32 too
+        if up.n_columns:  # the rows' gradient, its part from d, their sum; A's gradient, also fp32
             of_row = max(3 * up.width, up.width + 3 * down.width)
             of_adapters = 3 * moe.n_experts * up.n_columns * width
         of_row += self._gate_up_size * (recomputed + bool(moe.clamp))
@@ -392,12 +394,12 @@ class MoESublayer:
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * width * (plan.expert_ranges > 1) + of_chunk + weights + 3 * n * hidden
-        if moe.norms:  # the experts' inputs, also for the gradient of A, and that of their outputs
+        if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
             values += n * hidden * (2 + 2 * recomputed + bool(up.n_columns))
         if self.latent:
             values += n * (self.latent.live_values + recomputed * self.latent.saved_values)
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
-        # of the router in fp32: four values a row, and three tensors like its scores
+        # the router, in fp32: four values per row, and three tensors as large as its scores
         return values * item + 4 * (4 * rows + 3 * n * moe.n_experts)
 
     @property
@@ -409,20 +411,22 @@ class MoESublayer:
 
     @property
     def recomputed_weights(self) -> float:
-        """Of the token_weights those that recomputed_backward() multiplies again."""
+        """The part of token_weights that recomputed_backward() multiplies again."""
         share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
         return shared + share * self.expert_gate_up.n_weights
 
     @property
     def elementwise_values(self) -> int:
-        """Values that elementwise work reads or writes, forward and backward; counted."""
-        # of a row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
+        """Values that elementwise work reads or writes, in forward and backward; counted, not
+        measured."""
+        # per row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
         hidden, top_k = self.arch.hidden_size, self.moe.top_k
         width = self.expert_gate_up.in_features
         rows = top_k * (10 * width + 6 * self._gate_up_size)
-        if self.expert_gate_up.n_columns:  # narrow matmuls, which take as long; fitted
+        if self.expert_gate_up.n_columns:  # narrow matmuls, which take as long as this; fitted
             rows += top_k * 40 * (width + self._gate_up_size // 2)
-        if self.moe.norms:  # four more norms, the first of them for a second reader
+        if self.moe.norms:  # four more norms: of both experts' outputs, and the router's and
+            # routed experts' own norms of `source`
             rows += 20 * hidden
         return 15 * hidden + rows

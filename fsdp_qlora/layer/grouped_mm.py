@@ -22,9 +22,9 @@ from fsdp_qlora.layer.router import Routing
 def cut_experts(
     gate_up: FusedLinear, down: FusedLinear, n_ranges: int
 ) -> list[tuple[range, FusedLinear, FusedLinear]]:
-    """[(range of experts, its part of gate_up, its part of down)]: each range is dequantized at
-    once."""
-    n, found = gate_up.n_experts, []
+    """Cut the experts into ranges: [(range of experts, its part of gate_up, its part of down)]. The
+    weights of a range are dequantized at once."""
+    n, ranges = gate_up.n_experts, []
     for i in range(n_ranges):
         experts = range(n * i // n_ranges, n * (i + 1) // n_ranges)
         parts = []
@@ -32,8 +32,8 @@ def cut_experts(
             each = len(fused.linears) // n
             parts.append(fused.part(fused.linears[experts.start * each : experts.stop * each]))
         if experts:
-            found.append((experts, parts[0], parts[1]))
-    return found
+            ranges.append((experts, parts[0], parts[1]))
+    return ranges
 
 
 class ExpertChunk:
@@ -43,11 +43,11 @@ class ExpertChunk:
         self, experts: range, rows: slice, routing: Routing, gate_up: Tensor, down: Tensor
     ) -> None:
         self.experts, self.rows = experts, rows
-        # [experts, out, width]; of gate_up gates, then ups, or by turns: see one_gate_up
+        # [experts, out, width]; gate_up: all gates, then all ups, or interleaved, see one_gate_up
         self.gate_up, self.down = gate_up, down
         self.is_all = rows == slice(0, len(routing.token))
         first, stop = rows.start, rows.stop
-        # where each expert's rows end among these; on the host as well, where matmuls loop
+        # where each expert's rows end within the chunk; on the host too, if matmuls loop
         self.ends = routing.ends[experts.start : experts.stop].clamp(first, stop) - first
         self.bounds = None
         if why_no_grouped_mm(gate_up.dtype, gate_up.device):
@@ -56,8 +56,8 @@ class ExpertChunk:
 
 
 def put_rows(whole: Tensor | None, rows: Tensor, chunk: ExpertChunk, n_rows: int) -> Tensor:
-    """Write the rows of one chunk into `whole` [n_rows, width], None before the first chunk, and
-    return it. If one chunk has all rows, return these themselves."""
+    """Write the rows of one chunk into `whole` [n_rows, width] and return it; `whole` is None
+    before the first chunk. If one chunk has all rows, return `rows` itself."""
     if chunk.is_all:
         return rows
     whole = rows.new_empty(n_rows, rows.shape[1]) if whole is None else whole
@@ -66,7 +66,7 @@ def put_rows(whole: Tensor | None, rows: Tensor, chunk: ExpertChunk, n_rows: int
 
 
 def grouped(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
-    """rows [m, in], each times its expert's matrix of weights [experts, in, out]."""
+    """Return rows [m, in], each times its own expert's matrix in `weights` [experts, in, out]."""
     if chunk.bounds is None:
         return F.grouped_mm(rows, weights, offs=chunk.ends)
     out = rows.new_empty(len(rows), weights.shape[2])
@@ -80,11 +80,11 @@ def grouped(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
 
 # They are columns of the grouped matmuls, as in lora_matmul.py: rows [x, d] times an
 # expert's [W, B].
-# grouped_mm wants rows of whole 16 bytes, 8 values of bf16: hence ranks are multiples of 8.
+# grouped_mm needs rows of whole 16 bytes, 8 values of bf16, so ranks must be multiples of 8.
 
 
 def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:
-    """A of a chunk's experts, [experts, n_columns, in], a view of the layer's adapter."""
+    """Return A of a chunk's experts, [experts, n_columns, in], a view of the layer's adapter."""
     every = call.adapter[fused.lora_a].view(fused.n_experts, -1, fused.in_features)
     return every[chunk.experts.start : chunk.experts.stop]
 
@@ -92,7 +92,8 @@ def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:
 def fill_expert_columns(
     call: LayerCall, fused: FusedLinear, inputs: Tensor, chunk: ExpertChunk
 ) -> None:
-    """Write d = s x A.T, by each row's own expert, into the last columns of inputs [m, width]."""
+    """Write d = s x A.T, with A of each row's expert, into the last columns of inputs [m, width].
+    """
     if fused.n_columns:
         columns = inputs[:, fused.in_features :]
         columns[:, fused.n_columns :] = 0
@@ -104,8 +105,8 @@ def fill_expert_columns(
 def split_columns(
     call: LayerCall, fused: FusedLinear, grad_inputs: Tensor, chunk: ExpertChunk
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x [m, in] and of d [m, n_columns], from that of [x, d] [m, width]; x alone,
-    and None, where no expert has an adapter."""
+    """Split the gradient of [x, d] [m, width]. Returns the gradients of x [m, in], which includes
+    the part through d, and of d [m, n_columns]; None for d if the experts have no adapters."""
     if not fused.n_columns:
         return grad_inputs, None
     grad_d = grad_inputs[:, fused.in_features : fused.in_features + fused.n_columns].contiguous()
@@ -118,16 +119,16 @@ def add_expert_gradients(
     call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor, grad: Tensor, chunk: ExpertChunk
 ) -> None:
     """Add the gradients of A and B of a chunk's experts to call.grad_adapter, from x [m, in], the
-    gradient of d [m, n_columns] and that of the outputs [m, out]. A row's weight must be multiplied
-    either into x or into both gradients."""
-    its, n = slice(chunk.experts.start, chunk.experts.stop), fused.n_experts
+    gradient of d [m, n_columns] and the gradient of the outputs [m, out]. The caller must have
+    multiplied a row's routing weight into x or into both gradients."""
+    chunk_experts, n = slice(chunk.experts.start, chunk.experts.stop), fused.n_experts
     scaling, columns = call.spec.scaling, fused.n_columns
-    grad_a = call.grad_adapter[fused.lora_a].view(n, columns, fused.in_features)[its]
+    grad_a = call.grad_adapter[fused.lora_a].view(n, columns, fused.in_features)[chunk_experts]
     grad_a.add_(grouped_outer(grad_d, x, chunk), alpha=scaling)
     d = grouped(x, expert_a(call, fused, chunk).transpose(1, 2), chunk) * scaling
     first, last = fused.linears[0].lora_b, fused.linears[-1].lora_b
     assert first and last, "all experts have adapters, or none"
-    grad_b = call.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[its]
+    grad_b = call.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[chunk_experts]
     offset = 0
     for linear in fused.linears[: len(fused.linears) // n]:  # of one expert
         stop = offset + linear.out_features
@@ -137,7 +138,7 @@ def add_expert_gradients(
 
 
 def grouped_outer(a: Tensor, b: Tensor, chunk: ExpertChunk) -> Tensor:
-    """Returns a.T @ b of each expert's rows, a [m, p] and b [m, q]: fp32 [experts, p, q]."""
+    """Return a.T @ b of each expert's rows, a [m, p] and b [m, q]: fp32 [experts, p, q]."""
     if chunk.bounds is None:
         out = F.grouped_mm(a.t(), b, offs=chunk.ends).float()
         empty = chunk.ends == F.pad(chunk.ends, (1, 0))[:-1]
@@ -150,8 +151,8 @@ def grouped_outer(a: Tensor, b: Tensor, chunk: ExpertChunk) -> Tensor:
 
 
 def why_no_grouped_mm(dtype: torch.dtype, device: torch.device) -> str:
-    """Why torch's grouped matmul is not used; "" if it is. On other GPUs torch itself loops over
-    the experts, and waits for the GPU at each matmul."""
+    """Return why torch's grouped matmul cannot be used, or "". On other GPUs torch itself loops
+    over the experts and waits for the GPU at each matmul."""
     if device.type != "cuda":
         return "a CPU multiplies experts one by one"
     if dtype != torch.bfloat16:
@@ -163,7 +164,7 @@ def why_no_grouped_mm(dtype: torch.dtype, device: torch.device) -> str:
 
 @functools.lru_cache(None)
 def _why_no_kernel(device: torch.device) -> str:
-    """Try it on three experts, one of them without rows."""
+    """Try torch's grouped matmul on three experts, one of them without rows."""
     generator = torch.Generator(device).manual_seed(0)
     rows, weights = (torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
                      for shape in ((48, 64), (3, 64, 128)))

@@ -18,7 +18,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Identity:
-    """The costs of both: none."""
+    """Fields and costs of both identity sublayers; every cost is zero."""
 
     arch: Architecture
 
@@ -31,7 +31,7 @@ class _Identity:
 
 
 class NoMixerSublayer(_Identity):
-    """Stands for a MixerSublayer."""
+    """An identity with the interface of MixerSublayer."""
 
     def forward(
         self, call: LayerCall, x: Tensor, want_sum: bool = True
@@ -49,7 +49,7 @@ class NoMixerSublayer(_Identity):
 
 
 class NoMLPSublayer(_Identity):
-    """Stands for an MLPSublayer."""
+    """An identity with the interface of MLPSublayer."""
 
     recomputed_weights = 0
 

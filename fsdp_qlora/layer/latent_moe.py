@@ -20,18 +20,18 @@ from fsdp_qlora.layer.saved import SavedMoE
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertLatent:
-    """One layer's two projections around its experts, see MoE.latent_size. The properties are for
-    the planner: they count values per token."""
+    """The two projections around one layer's experts, see MoE.latent_size. The properties are for
+    the planner and count values per token."""
 
-    entry: FusedLinear  # from what router and shared expert read to what the experts read
-    exit: FusedLinear  # from the experts' weighted sum to what they add to the sublayer's
+    entry: FusedLinear  # from the inputs of router and shared expert to the experts' inputs
+    exit: FusedLinear  # from the experts' weighted sum to the hidden size
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return self.entry, self.exit
 
     def enter(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> Tensor:
-        """The experts' inputs [n, latent], of x [n, hidden]; also in saved.latent."""
+        """Project x [n, hidden] to the experts' inputs [n, latent]; saves them as saved.latent."""
         inputs = widen(x, self.entry)
         saved.latent = lora_matmul(call, self.entry, inputs)
         saved.entry_columns, saved.exit_inputs = last_columns(inputs, self.entry), None
@@ -41,7 +41,7 @@ class ExpertLatent:
     def leave(
         self, call: LayerCall, saved: SavedMoE, summed: Tensor, want_output: bool
     ) -> Tensor | None:
-        """The output of `exit` [n, hidden], of the experts' sum [n, latent]; None without
+        """Project the experts' sum [n, latent] to the output of `exit` [n, hidden]; None without
         want_output."""
         inputs = widen(summed, self.exit)
         if self.exit.n_columns:
@@ -54,9 +54,9 @@ class ExpertLatent:
     def leave_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor
     ) -> Tensor:
-        """The gradient of the experts' sum, from that of what leave() returned."""
+        """Return the gradient of the experts' sum, from the gradient of leave()'s result."""
         inputs, saved.exit_inputs = saved.exit_inputs, None
-        if inputs is None:  # without an adapter it is not read
+        if inputs is None:  # without an adapter they are not read
             inputs = grad.new_empty(0, self.exit.width)
         summed, columns = inputs.tensor_split([self.exit.in_features], 1)
         grad, grad_d = lora_matmul_backward(call, self.exit, columns, grad, summed)
@@ -66,7 +66,7 @@ class ExpertLatent:
     def enter_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor, x: Tensor
     ) -> Tensor:
-        """The gradient of x, from that of what enter() returned."""
+        """Return the gradient of x, from the gradient of enter()'s result."""
         saved.latent = None
         grad, grad_d = lora_matmul_backward(call, self.entry, saved.entry_columns, grad, x)
         add_a_gradient(call, self.entry, x, grad_d)
@@ -74,11 +74,12 @@ class ExpertLatent:
 
     @property
     def saved_values(self) -> int:
-        """Kept from forward to backward, if nothing is recomputed."""
+        """Values saved from forward to backward, if nothing is recomputed."""
         of_exit = self.exit.width if self.exit.n_columns else 0
         return self.entry.out_features + self.entry.padded_columns + of_exit
 
     @property
     def live_values(self) -> int:
-        """Alive in backward besides: both inputs, and gradients of the latent and its sum."""
+        """Values alive in backward besides: both inputs, and the gradients of the latent and of its
+        sum."""
         return self.entry.width + self.exit.width + 2 * self.entry.out_features

@@ -35,14 +35,14 @@ from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LayerSpec(ParameterLayout):
-    """What one layer computes: its two sublayers, on top of what its parameters hold."""
+    """The two sublayers of one layer, on top of the layout of its parameters."""
 
     mixer: MixerSublayer | NoMixerSublayer
     mlp: MLPSublayer | MoESublayer | NoMLPSublayer
 
     def saved_values(self, saves: str) -> int:
         """Values per token that a layer saves for backward, see LayerFunction."""
-        hidden = self.mixer.arch.hidden_size  # the width of x, and of the sum after the mixer
+        hidden = self.mixer.arch.hidden_size  # width of x and of mid_residual
         if saves == "all":
             return self.mixer.saved_values + self.mlp.saved_values
         if saves == "mlp":
@@ -50,16 +50,16 @@ class LayerSpec(ParameterLayout):
         return (2 * hidden if saves == "mid_residual" else hidden) + self.mlp.choice_values
 
     def live_bytes(self, plan: Plan, saves: str) -> int:
-        """Peak bytes of a layer's backward besides what is saved: gradients, dequantized weights,
-        and what is computed again."""
+        """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
+        and recomputed values."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
         live = max(self.mixer.live_bytes(plan, recomputed=saves != "all"),
                    self.mlp.live_bytes(plan, recomputed=saves in ("mid_residual", "input")))
-        if saves != "all":  # x and the sum, where they are not counted as saved
+        if saves != "all":  # x and mid_residual, if they are not counted as saved
             live += 2 * n * self.mixer.arch.hidden_size * item
-        if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by that
+        if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
             live += n * self.mixer.arch.hidden_size * item
-        if saves == "input":  # the mixer sublayer is computed again first, to come to the sum
+        if saves == "input":  # the mixer sublayer is recomputed first, to get mid_residual
             live += n * (self.mixer.arch.hidden_size + self.mixer.recomputed_values) * item
         return live
 
@@ -68,13 +68,14 @@ class LayerSpec(ParameterLayout):
         return sum(fused.n_weights for fused in self.fused_linears)
 
     def token_weights(self, by_time: bool = False) -> float:
-        """Weights that one token is multiplied by; by_time: those of slow matmuls count more."""
+        """Weights that one token is multiplied by. With by_time, the weights of slow matmuls count
+        more."""
         speed = self.mlp.product_speed if by_time else 1
         return (sum(fused.n_weights for fused in self.mixer.fused_linears)
                 + self.mlp.token_weights / speed)
 
     def recomputed_weights(self, saves: str) -> float:
-        """Weights of the matmuls that the backward of a layer computes again."""
+        """Weights of the matmuls that a layer's backward computes again."""
         if saves == "all":
             return 0
         want_sum = saves == "input" and not self.mixer.arch.parallel
@@ -85,13 +86,13 @@ class LayerSpec(ParameterLayout):
 def make_layer_specs(
     arch: Architecture, adapted: Collection[str], config: Config
 ) -> tuple[LayerSpec, ...]:
-    """The LayerSpec of each layer; layers that are alike share one.
+    """Return the LayerSpec of each layer; layers of the same kind share one.
 
-    `adapted` are the names, in a layer, of the linears that get an adapter.
+    `adapted`: the names, within a layer, of the linears that get an adapter.
     """
     kinds = arch.layer_kinds
     made = {kind: _make_layer_spec(arch, adapted, config, kind) for kind in dict.fromkeys(kinds)}
-    n_adapter = max(spec.n_adapter for spec in made.values())  # one length: see Adapter
+    n_adapter = max(spec.n_adapter for spec in made.values())  # one length, see Adapter
     made = {kind: dataclasses.replace(spec, n_adapter=n_adapter) for kind, spec in made.items()}
     return tuple(made[kind] for kind in kinds)
 
@@ -121,19 +122,20 @@ def _make_layer_spec(
 def _make_sublayers(
     arch: Architecture, kind: LayerKind, fused: Mapping[str, FusedLinear]
 ) -> tuple[MixerSublayer | NoMixerSublayer, MLPSublayer | MoESublayer | NoMLPSublayer]:
-    """The sublayers of a layer. `fused`: of each group of fused_groups() that has linears."""
-    of_tokens: TokenMixer = AttentionMixer(arch, kind.window, kind.rope)
+    """Return the two sublayers of a layer. `fused`: {name in fused_groups(): its FusedLinear} for
+    the groups that have linears."""
+    token_mixer: TokenMixer = AttentionMixer(arch, kind.window, kind.rope)
     beside = None
     if arch.mla:
-        of_tokens = MLAMixer(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
+        token_mixer = MLAMixer(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
     elif kind.mixer and arch.beside:
         beside = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer], arch)
     elif kind.mixer:
-        of_tokens = AutogradMixer(arch.mixers[kind.mixer], arch)
+        token_mixer = AutogradMixer(arch.mixers[kind.mixer], arch)
     mixer: MixerSublayer | NoMixerSublayer = NoMixerSublayer(arch)
     mlp: MLPSublayer | MoESublayer | NoMLPSublayer = NoMLPSublayer(arch)
     if kind.sublayers != "mlp":
-        mixer = MixerSublayer(arch, fused["in_proj"], fused["out"], of_tokens, beside)
+        mixer = MixerSublayer(arch, fused["in_proj"], fused["out"], token_mixer, beside)
     if kind.routed:
         latent = (ExpertLatent(fused["latent_entry"], fused["latent_exit"])
                   if arch.expert_latent else None)
@@ -151,10 +153,11 @@ class DecoderLayer(LayerParameters):
     spec: LayerSpec
 
     def forward(self, x: Tensor, batch: MicroBatch, *shared_kv: Tensor) -> tuple[Tensor, ...]:
-        """What the layer returns; where it shares its keys and values, these too, [tokens, heads,
-        head_dim]. `shared_kv`: those of its kv_source."""
-        # is_grad_enabled() is always False inside LayerFunction.forward(), and needs_input_grad is
-        # the same in an evaluation; the adapter is given so that autograd asks for its gradient
+        """Return the layer's output; if the layer shares its keys and values, also these, [tokens,
+        heads, head_dim]. `shared_kv`: the keys and values of its kv_source."""
+        # is_grad_enabled() is passed because it is always False inside LayerFunction.forward(), and
+        # needs_input_grad does not tell an evaluation from training. The adapter is an argument so
+        # that autograd asks for its gradient.
         out: tuple[Tensor, ...] = LayerFunction.apply(
             x, self.adapter, self, batch, torch.is_grad_enabled(), *shared_kv)
         return out
@@ -164,14 +167,15 @@ class LayerFunction(torch.autograd.Function):
     """Forward and backward of a decoder layer, from x [tokens, hidden] to the same shape: a token
     mixer, after which the sum is `mid_residual`, then the MLP.
 
-    layer.saves says what is saved for backward: "all"; "mlp": x and what the MLP needs;
-    "mid_residual": x and that sum; "input": x. The rest is computed again, except which experts
-    were chosen. A parallel layer, whose MLP reads x, saves "all" or "input", one with experts never
-    "mlp". Backward reads the parameters from the layer, where FSDP2 has put the gathered ones back
+    layer.saves is what is saved for backward: "all"; "mlp": x and what the MLP needs;
+    "mid_residual": x and mid_residual; "input": x. The rest is recomputed, except the choice of
+    experts. A parallel layer, whose MLP reads x, saves "all" or "input". A layer with experts never
+    saves "mlp". Backward reads the parameters from the layer, where FSDP2 has gathered them again
     by then.
 
-    Keys and values that later layers read are outputs of this one and inputs of those, so that
-    autograd adds up their gradients. They stay on the GPU, and no layer computes another's again.
+    Keys and values that later layers read are outputs of this function and inputs of theirs, so
+    that autograd sums their gradients. They stay on the GPU, and no layer recomputes those of
+    another.
     """
 
     @staticmethod
@@ -190,8 +194,8 @@ class LayerFunction(torch.autograd.Function):
             out, mlp_saved = mlp.forward(call, mid_residual, mlp_inputs)
             ctx.saved = mixer_saved, mlp_saved
             return call.scaled(out), *call.kv_to_share
-        # put() returns a key for take(): by them activations go to the host and back, if offloaded
-        x_key = put(x)  # on its way while tokens are mixed
+        # put() returns a key for take(); they move activations to CPU RAM and back, if offloaded
+        x_key = put(x)  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
         if layer.saves == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
@@ -222,7 +226,7 @@ class LayerFunction(torch.autograd.Function):
                 (mid_residual,) = take(mid_residual_key)
                 grad_mid_residual = mlp.recomputed_backward(call, mid_residual, grad, choice)
                 del mid_residual
-            (x,) = take(x_key)  # it came back while the MLP ran
+            (x,) = take(x_key)  # copied back while the MLP ran
             mixer_saved = mixer.forward(call, x, want_sum=False)[1]
         else:
             (x,), choice = take(saved[0]), saved[2]
@@ -231,8 +235,8 @@ class LayerFunction(torch.autograd.Function):
             grad_mid_residual = mlp.recomputed_backward(
                 call, x if parallel else mid_residual, grad, choice)
             del mid_residual
-        # in a parallel layer the mixer gets the gradient of the layer's sum; grad_mid_residual then
-        # has the gradient of x through the MLP already
+        # in a parallel layer the mixer gets the gradient of the layer's sum, and grad_mid_residual
+        # already includes the gradient of x through the MLP
         upstream = grad if parallel else grad_mid_residual
         needs_x = ctx.needs_input_grad[0]
         grad_x = mixer.backward(call, mixer_saved, upstream, grad_mid_residual, needs_x)

@@ -30,15 +30,16 @@ STATE_BLOCK = 256  # values of the adapter that share one scale in bitsandbytes'
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LinearSlices(Linear):
-    """A linear, and where its values are in the layer. Made by fuse_linears() alone."""
+    """A linear, and the slices of the layer's parameters that have its values. Made by
+    fuse_linears() only."""
 
     index: int  # its number in the layer: row of Nested.offsets and Nested.code_values, which end
     #             before linears in MXFP4
     blocks: slice  # into the layer's `nf4`, in blocks of 64 weights
     nested: slice  # into Nested.absmax, its second-level scales
     outputs: slice  # into the outputs of its FusedLinear
-    columns: slice | None = None  # into the d of its FusedLinear, see lora_matmul.py; None: it has
-    #                               no adapter
+    columns: slice | None = None  # into the d of its FusedLinear, see lora_matmul.py; None: no
+    #                               adapter
     lora_a: slice | None = None  # into the layer's `adapter`: A [lora_rank, in]
     lora_b: slice | None = None  # into the layer's `adapter`: B [out, lora_rank]
     magnitude: slice | None = None  # into the layer's `adapter`: DoRA's magnitudes [out]
@@ -46,18 +47,18 @@ class LinearSlices(Linear):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedLinear:
-    """Linears that read one input and are computed as one matmul, as q, k and v."""
+    """Linears that read the same input and are computed as one matmul, such as q, k and v."""
 
     dropout_site: int  # number in the layer, see drop()
     linears: tuple[LinearSlices, ...]
     in_features: int
     out_features: int
     lora_rank: int
-    n_columns: int  # of all adapters, lora_rank each
-    lora_a: slice  # of the layer's `adapter`: A of all, one below the other, [n_columns, in]
-    bias: slice | None  # of the layer's `vectors`
-    n_experts: int = 0  # whose linears these are, one expert's after the other's; then lora_a is
-    #                     [experts, n_columns, in], and the experts' adapters have the same columns
+    n_columns: int  # columns of all adapters, lora_rank each
+    lora_a: slice  # into the layer's `adapter`: all A, one below the other, [n_columns, in]
+    bias: slice | None  # into the layer's `vectors`
+    n_experts: int = 0  # number of experts, whose linears follow one another; then lora_a is
+    #                     [experts, n_columns, in], and all experts' adapters share the columns
 
     @property
     def adapted(self) -> list[LinearSlices]:
@@ -65,7 +66,7 @@ class FusedLinear:
 
     @property
     def outputs(self) -> slice:
-        """The outputs of the whole FusedLinear that this one, perhaps a part of it, computes."""
+        """Slice of the outputs of the whole FusedLinear; this one may be a part() of it."""
         return slice(self.linears[0].outputs.start, self.linears[-1].outputs.stop)
 
     @property
@@ -79,22 +80,22 @@ class FusedLinear:
         return slice(linear.outputs.start - start, linear.outputs.stop - start)
 
     def part(self, linears: Sequence[LinearSlices]) -> FusedLinear:
-        """This FusedLinear with some of its linears; width, n_columns, lora_a and bias stay the
-        whole's."""
+        """Return a FusedLinear of some of the linears; width, n_columns, lora_a and bias stay those
+        of the whole one."""
         n_out = sum(linear.out_features for linear in linears)
         return dataclasses.replace(self, linears=tuple(linears), out_features=n_out)
 
     @functools.cached_property
     def splits(self) -> tuple[FusedLinear, ...]:
-        """The FusedLinears that are dequantized and multiplied at once: itself or, if it is large,
-        one for each linear."""
+        """The FusedLinears that are dequantized and multiplied at once: [self] or, if it is large,
+        one per linear."""
         if self.out_features * self.in_features <= LARGE_WEIGHT:
             return (self,)
         return tuple(self.part([linear]) for linear in self.linears)
 
     @property
     def width(self) -> int:
-        """Columns of an input and of the weight: in_features, then the adapters'."""
+        """Columns of an input and of the weight: in_features plus padded_columns."""
         return self.in_features + self.padded_columns
 
     @property
@@ -107,13 +108,14 @@ class FusedLinear:
 
 
 class Allocator:
-    """Hands out the values of a layer's parameters, one range after the other."""
+    """Assigns ranges of values in a layer's parameters, one after the other."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
 
     def reserve(self, kind: str, n: int, multiple: int = 1) -> slice:
-        """The next n values; the ones after them begin at a multiple of `multiple`."""
+        """Return the slice of the next n values; the values after them begin at a multiple of
+        `multiple`."""
         start = self.counts.get(kind, 0)
         self.counts[kind] = start + math.ceil(n / multiple) * multiple
         return slice(start, start + n)
@@ -123,16 +125,16 @@ def fuse_linears(
     dropout_site: int, linears: list[Linear], adapted: Collection[str], config: Config,
     vectors: dict[str, tuple[slice, tuple[int, ...]]], allocator: Allocator, n_experts: int = 0
 ) -> FusedLinear:
-    """The FusedLinear of these Linears; those named in `adapted` get an adapter.
+    """Return the FusedLinear of these Linears; the linears named in `adapted` get an adapter.
 
-    `vectors` is {name: (slice, shape)} of the layer's norms and biases. With n_experts the linears
-    are of so many experts, one after the other, all with adapters or none.
+    `vectors` is {name: (slice, shape)} of the layer's norms and biases. With n_experts, the linears
+    belong to that many experts, one after the other, and all have adapters or none has.
     """
     rank, n_in = config.lora_rank, linears[0].in_features
     with_adapter = [linear for linear in linears if linear.name in adapted]
     n_columns = rank * len(with_adapter) // max(1, n_experts)
     n_adapted = sum(linear.out_features for linear in with_adapter)
-    # each begins at a multiple, so that no block of the optimizer's state has both A and B
+    # each begins at a multiple of STATE_BLOCK: no block of the optimizer's state has both A and B
     sizes = (rank * len(with_adapter) * n_in, n_adapted * rank,
              n_adapted * (config.adapter == "dora"))
     lora_a, lora_b, magnitude = (allocator.reserve("adapter", n, STATE_BLOCK) for n in sizes)
@@ -142,7 +144,7 @@ def fuse_linears(
     for linear in linears:
         n_out, adapter = linear.out_features, dict[str, Any]()
         if linear in with_adapter:
-            first_column = column % n_columns  # each expert begins again at 0, see n_experts
+            first_column = column % n_columns  # starts at 0 for each expert, see n_experts
             adapter = {"columns": slice(first_column, first_column + rank),
                        "lora_a": _part(lora_a, column * n_in, rank * n_in),
                        "lora_b": _part(lora_b, b_row * rank, n_out * rank)}
@@ -157,7 +159,7 @@ def fuse_linears(
             nested=allocator.reserve("nested", n_nested), outputs=slice(outputs, outputs + n_out)))
         outputs += n_out
     bias = None
-    if linears[0].bias:  # biases of a fused linear follow one another
+    if linears[0].bias:  # the biases of a fused linear follow one another in `vectors`
         first, last = (vectors[f"{linears[i].name}.bias"][0] for i in (0, -1))
         bias = slice(first.start, last.stop)
     return FusedLinear(dropout_site, tuple(placed), n_in, outputs, rank, n_columns, lora_a, bias,
@@ -165,5 +167,5 @@ def fuse_linears(
 
 
 def _part(whole: slice, start: int, n: int) -> slice:
-    """n values of a slice, from its value `start` on."""
+    """Return the slice of n values that starts at value `start` of the slice `whole`."""
     return slice(whole.start + start, whole.start + start + n)

@@ -14,13 +14,14 @@ from fsdp_qlora.layer.linears import FusedLinear
 
 
 # y = x W.T + s x A.T B.T is one matmul, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
-# columns, not a pass over y. d [n, n_columns] is what A makes of x, for all linears side by side;
-# with padding it is the last columns of the inputs [n, width]. In backward the gradient of y times
-# [W, B] is that of x and d; from that of d follows A's, and A's part in that of x.
+# columns, not a pass over y. d [n, n_columns] has the columns of all linears side by side; with
+# padding, d is the last columns of the inputs [n, width]. In backward, the gradient of y times
+# [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient of A, and the part of
+# x's gradient that passes through A.
 
 
 def widen(x: Tensor, fused: FusedLinear) -> Tensor:
-    """A new [n, fused.width] with x [n, in] in its first columns."""
+    """Return a new tensor [n, fused.width] with x [n, in] in its first columns."""
     wide = x.new_empty(len(x), fused.width)
     wide[:, : fused.in_features] = x
     return wide
@@ -33,14 +34,14 @@ def fill_columns(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> None:
     x, columns = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
     a = call.adapter[fused.lora_a].view(-1, fused.in_features)
     dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
-    columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
+    columns.zero_()  # torch 2.13 on a CPU reads `out` even with beta=0, and 0 * NaN is NaN
     torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=call.spec.scaling,
                 out=columns[:, : fused.n_columns])
 
 
 def lora_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
-    """Outputs [n, out] of linears with their adapters; fills the last columns of inputs [n, width].
-    """
+    """Return the outputs [n, out] of linears with their adapters. Fills the last columns of inputs
+    [n, width]."""
     fill_columns(call, fused, inputs)
     if len(fused.splits) == 1:
         return _one_product(call, fused, inputs)
@@ -66,18 +67,19 @@ def lora_matmul_backward(
     call: LayerCall, fused: FusedLinear, columns: Tensor, grad: Tensor, x: Tensor | None,
     needs_x: bool = True
 ) -> tuple[Tensor | Any, Tensor]:
-    """Returns the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from
-    `grad`, that of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes to
-    call.grad_adapter; A's is left to add_a_gradient(), as x may have to be made again for it.
+    """Return the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from
+    `grad`, the gradient of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes
+    to call.grad_adapter. A's gradient is left to add_a_gradient(), because x may have to be
+    recomputed for it.
 
-    `columns` [n, padded_columns] are last_columns() of lora_matmul()'s inputs, which hold d; x is
-    read for DoRA alone.
+    `columns` [n, padded_columns] are last_columns() of lora_matmul()'s inputs, which contain d; x
+    is read for DoRA only.
     """
     n_in, spec, grad_inputs = fused.in_features, call.spec, None
     for one in fused.splits:
         weight, part = call.weight(one), grad[:, one.outputs]
         if spec.dora and one.adapted:
-            # y = c u + bias with c = m / norm; PEFT, too, treats the norm as a constant
+            # y = c u + bias with c = m / norm; like PEFT, treat the norm as a constant
             factor, norm = dora_factors(call, one, weight)
             u = torch.addmm(x @ weight[:, :n_in].t(), columns, weight[:, n_in:].t())
             sums = (part.float() * u.float()).sum(0) / norm
@@ -89,7 +91,7 @@ def lora_matmul_backward(
             grad_inputs.addmm_(part, used)
         elif part.is_cuda:
             grad_inputs = part @ used
-        else:  # in bf16, CPUs without AVX-512 take 200 times as long
+        else:  # bf16 matmuls take 200 times as long on CPUs without AVX-512
             grad_inputs = fp32_product(part, used).to(part.dtype)
         del weight, used
         for p in one.adapted:
@@ -108,8 +110,8 @@ def lora_matmul_backward(
 
 
 def add_a_gradient(call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:
-    """The second half of lora_matmul_backward(): add the gradient of all A to call.grad_adapter,
-    from x [n, in] and the gradient of d [n, n_columns]."""
+    """Add the gradient of all A to call.grad_adapter, from x [n, in] and the gradient of d [n,
+    n_columns]: the second half of lora_matmul_backward()."""
     if fused.n_columns:
         dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
         grad_a = call.grad_adapter[fused.lora_a].view(-1, fused.in_features)
@@ -117,11 +119,11 @@ def add_a_gradient(call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tenso
 
 
 def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """DoRA's factors c = m / norm and the norms ||W + s B A||, both fp32 [out]. Outputs without an
-    adapter have 1.
+    """Return DoRA's factors c = m / norm and the norms ||W + s B A||, both fp32 [out]. Both are 1
+    for outputs without an adapter.
 
-    The norm needs no [out, in] of its own: by row it is the root of
-    ||W||^2 + 2 s B.(W A.T) + s^2 B.(B A A.T).
+    The norm needs no [out, in] tensor of its own: for each row it is the root of ||W||^2 + 2 s B.(W
+    A.T) + s^2 B.(B A A.T).
     """
     a = call.adapter[fused.lora_a].view(-1, fused.in_features)
     w_a, scaling = fp32_product(weight[:, : fused.in_features], a.t()), call.spec.scaling
@@ -139,7 +141,8 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
 
 
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32, whatever the dtype of the two, so that sums of parts are rounded once."""
+    """Return a @ b in fp32, whatever their dtype, so that sums of several products are rounded
+    once."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

@@ -26,51 +26,54 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 
 class TokenMixer(Protocol):
-    """Mixes tokens within each document of a micro-batch. The properties are for the planner: they
-    count values per token."""
+    """Interface of the modules that mix tokens within each document of a micro-batch. The
+    properties are for the planner and count values per token."""
 
     @property
     def saved(self) -> type[SavedMixing]:
-        """The record of what it saves, which the functions below get."""
+        """The record of what the mixer saves, passed to the functions below."""
 
     def forward(self, call: LayerCall, saved: Any) -> Tensor:
-        """The inputs of the last matmul [n, out.in_features], from saved.projected [n,
-        projected_width], which it may replace; `saved` has what the others need."""
+        """Return the inputs of the output projection [n, out.in_features], from saved.projected [n,
+        projected_width]. May replace saved.projected; stores in `saved` what mixed() and backward()
+        need."""
 
     def mixed(self, call: LayerCall, saved: Any) -> Tensor:
-        """What forward() returned, again."""
+        """Return forward()'s result again."""
 
     def backward(self, call: LayerCall, saved: Any, grad: Tensor) -> Tensor:
-        """The gradient of saved.projected, from that of what forward() returned. Frees what it has
-        used of `saved`."""
+        """Return the gradient of saved.projected, from the gradient of forward()'s result. Sets the
+        fields of `saved` that it has used to None."""
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        """The mixer's own, between the sublayer's two matmuls."""
+        """The mixer's own linears, between the sublayer's two matmuls."""
 
     @property
     def projected_width(self) -> int:
-        """How many of the outputs of in_proj it reads."""
+        """Number of outputs of in_proj that the mixer reads."""
 
     @property
     def saves_projected(self) -> bool:
-        """Whether saved_values includes saved.projected."""
+        """True if saved_values includes saved.projected."""
 
     @property
     def query_width(self) -> int:
-        """Of softmax attention, whose work grows with the length of documents; else 0."""
+        """Width of the queries of softmax attention, whose work grows with the length of documents;
+        else 0."""
 
     @property
     def saved_values(self) -> int:
-        """Saved for backward, if nothing is recomputed."""
+        """Values saved for backward, if nothing is recomputed."""
 
     @property
     def recomputed_values(self) -> int:
-        """Alive while forward() is computed again."""
+        """Values alive while forward() is recomputed."""
 
     @property
     def elementwise_values(self) -> int:
-        """Its elementwise work takes as long as to read or write so many values, both ways."""
+        """Values whose reading or writing takes as long as the mixer's elementwise work, forward
+        and backward."""
 
     def live_bytes(self, plan: Plan) -> int:
         """Peak bytes of backward(), besides what is saved."""
@@ -78,14 +81,15 @@ class TokenMixer(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MixerSublayer:
-    """One layer's norm, matmul, token mixer, matmul and sum. The properties are for the planner:
-    they count values per token, unless their names say bytes or weights."""
+    """One layer's norm, input projection, token mixer, output projection and residual sum. The
+    properties are for the planner: they count values per token, unless their names say bytes or
+    weights."""
 
     arch: Architecture
     in_proj: FusedLinear  # of attention: q, k and v
     out: FusedLinear
     mixer: TokenMixer
-    # a second (out, mixer), which reads the outputs of in_proj that `mixer` leaves; both are added
+    # a second (out, mixer), which reads the remaining outputs of in_proj; both results are added
     beside: tuple[FusedLinear, TokenMixer] | None = None
 
     @property
@@ -105,8 +109,8 @@ class MixerSublayer:
     def forward(
         self, call: LayerCall, x: Tensor, want_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMixer]:
-        """Returns x + the branch [tokens, hidden], None without want_sum, and what backward()
-        needs."""
+        """Return x + the branch [tokens, hidden], None without want_sum; and what backward() needs.
+        """
         arch, saved = self.arch, SavedMixer(x=x)
         inputs = norm_inputs(call, arch.attention_norm, x, self.in_proj)
         projected = lora_matmul(call, self.in_proj, inputs)
@@ -116,7 +120,7 @@ class MixerSublayer:
         saved.mixers = [mixer.saved(projected=part) for (_, mixer), part in zip(
             self.paths, projected.split(widths, 1))]
         del projected
-        # the backward of the post norm reads the branch, too
+        # the post norm's backward also reads the branch
         needs_branch, branch = want_sum or arch.attention_post_norm is not None, None
         for (fused, mixer), part in zip(self.paths, saved.mixers):
             out_inputs = widen(mixer.forward(call, part), fused)
@@ -136,8 +140,8 @@ class MixerSublayer:
         self, call: LayerCall, saved: SavedMixer, grad: Tensor, residual: Tensor,
         needs_x: bool
     ) -> Tensor | None:
-        """Returns `residual` + the gradient of x through this sublayer; None without needs_x.
-        `grad` is the gradient of forward()'s sum."""
+        """Return `residual` + the gradient of x through this sublayer; None without needs_x. `grad`
+        is the gradient of forward()'s sum."""
         arch, grads = self.arch, []
         upstream = branch_gradient(
             call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
@@ -161,7 +165,7 @@ class MixerSublayer:
 
     @property
     def recomputed_values(self) -> int:
-        """Values that are alive while forward() is computed again."""
+        """Values that are alive while forward() is recomputed."""
         return self.in_proj.width + sum(
             mixer.recomputed_values + out.width for out, mixer in self.paths)
 
@@ -171,7 +175,7 @@ class MixerSublayer:
         hidden = self.arch.hidden_size
         values = hidden + self.in_proj.padded_columns
         values += sum(out.padded_columns + mixer.saved_values for out, mixer in self.paths)
-        if any(mixer.saves_projected for _, mixer in self.paths):  # what others read lies there
+        if any(mixer.saves_projected for _, mixer in self.paths):  # in the same tensor: kept whole
             values += sum(mixer.projected_width for _, mixer in self.paths
                           if not mixer.saves_projected)
         values += hidden * (self.arch.attention_post_norm is not None)
@@ -179,7 +183,7 @@ class MixerSublayer:
 
     @property
     def query_width(self) -> int:
-        """See TokenMixer."""
+        """Width of the queries, see TokenMixer."""
         return sum(mixer.query_width for _, mixer in self.paths)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:

@@ -25,7 +25,7 @@ from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, M
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AutogradMixer:
-    """A TokenMixer that is a function of MIXERS, whose backward is autograd's."""
+    """A TokenMixer that runs a function of MIXERS, whose backward is autograd's."""
 
     mixer: Mixer
     arch: Architecture
@@ -84,8 +84,9 @@ class AutogradMixer:
 
 
 class GraphStart(torch.autograd.Function):
-    """Returns x as the start of autograd's graph. The graph keeps no more of it than its backward
-    reads; a leaf it would keep whole, beside the copies that a mixer makes of its parts."""
+    """Returns x as the start of autograd's graph. The graph saves only what its backward reads. If
+    x were a leaf, the graph would save all of it, as well as the copies that a mixer makes of its
+    parts."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
@@ -100,9 +101,9 @@ class GraphStart(torch.autograd.Function):
 
 
 class CausalConv(torch.autograd.Function):
-    """Each channel's sum of its last tokens of the document, each times a weight, plus a bias; then
-    perhaps SiLU. x [n, channels], weight [channels, 1, kernel], bias [channels] or None, positions
-    [n] of the tokens in their documents. Keeps x alone; has no gradient of weights."""
+    """Causal convolution by channel within each document, plus a bias, then optionally SiLU. x [n,
+    channels], weight [channels, 1, kernel], bias [channels] or None, positions [n] of the tokens in
+    their documents. Saves x only; computes no gradients of weight and bias."""
 
     @staticmethod
     def forward(
@@ -121,10 +122,10 @@ class CausalConv(torch.autograd.Function):
 
 
 def conv_sum(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
-    """The convolution before SiLU, fp32."""
+    """Return the convolution before SiLU, fp32."""
     kernel = weight.shape[-1]
     total: Tensor | Any = 0.0 if bias is None else bias.float()
-    for back in range(kernel):  # the token so many before; only if it is of the same document
+    for back in range(kernel):  # the token `back` places earlier, if it is in the same document
         earlier = F.pad(x, (0, 0, back, 0))[: len(x)].float() * (positions >= back)[:, None]
         total = total + earlier * weight[:, 0, kernel - 1 - back].float()
     return total
@@ -142,7 +143,7 @@ def conv_forward(
 def conv_silu_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor
 ) -> Tensor:
-    """The gradient of what SiLU reads."""
+    """Return the gradient of SiLU's input."""
     total = conv_sum(x, weight, bias, positions)
     grad_total: Tensor = torch.ops.aten.silu_backward(grad.float(), total)
     return grad_total.to(x.dtype)
@@ -150,10 +151,10 @@ def conv_silu_backward(
 
 @elementwise
 def conv_backward(grad: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
-    """The gradient of x from that of conv_sum()."""
+    """Return the gradient of x from the gradient of conv_sum()."""
     kernel = weight.shape[-1]
     total: Tensor | Any = 0
-    for ahead in range(kernel):  # to the token so many after, if it is of the same document
+    for ahead in range(kernel):  # the token `ahead` places later, if it is in the same document
         of_later = grad.float() * (positions >= ahead)[:, None]
         of_later = F.pad(of_later, (0, 0, 0, ahead))[ahead:]
         total = total + of_later * weight[:, 0, kernel - 1 - ahead].float()
@@ -161,9 +162,9 @@ def conv_backward(grad: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
 
 
 class GatedNorm(torch.autograd.Function):
-    """norm(x) * SiLU(z) of x and z [n, heads, dim], with gate_first norm(x * SiLU(z)); the norm is
-    "rms" of norm_of(), by head, with a weight [dim] or [heads, dim]; None: there is no norm. Keeps
-    x and z; has no gradient of `weight`."""
+    """norm(x) * SiLU(z) for x and z [n, heads, dim], or norm(x * SiLU(z)) with gate_first. The norm
+    is "rms" of norm_of(), per head, with a weight [dim] or [heads, dim]; if weight is None there is
+    no norm. Saves x and z; computes no gradient of `weight`."""
 
     @staticmethod
     def forward(
@@ -193,14 +194,14 @@ def gated_norm_forward(
 def gated_norm_backward(
     grad: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, eps: float, gate_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and z."""
+    """Return the gradients of x and z."""
     grad32, z32 = grad.float(), z.float()
     if weight is None or gate_first:
-        x32, factor = x.float(), F.silu(z32)
+        x32, gate = x.float(), F.silu(z32)
         if weight is not None:
-            grad32 = norm_grad_of(grad32, x32 * factor, weight, "rms", eps)
+            grad32 = norm_grad_of(grad32, x32 * gate, weight, "rms", eps)
         grad_z = torch.ops.aten.silu_backward(grad32 * x32, z32)
-        return (grad32 * factor).to(x.dtype), grad_z.to(z.dtype)
+        return (grad32 * gate).to(x.dtype), grad_z.to(z.dtype)
     grad_x = norm_grad_of(grad32 * F.silu(z32), x, weight, "rms", eps)
     grad_z = torch.ops.aten.silu_backward(grad32 * norm_of(x, weight, "rms", eps), z32)
     return grad_x.to(x.dtype), grad_z.to(z.dtype)
@@ -210,7 +211,7 @@ def gated_norm_backward(
 
 
 def short_conv(call: LayerCall, projected: Tensor, mixer: ShortConv) -> Tensor:
-    """LFM2's, see ShortConv; b, c and x follow one another in `projected` [n, 3 x hidden]."""
+    """LFM2's mixer, see ShortConv. `projected` [n, 3 x hidden] contains b, c and x."""
     tensors = call.layer.small_tensors
     b, c, x = projected.chunk(3, 1)
     conv = CausalConv.apply(b * x, tensors["conv.conv.weight"], tensors.get("conv.conv.bias"),
@@ -266,7 +267,7 @@ def mamba2(call: LayerCall, projected: Tensor, mixer: Mamba2) -> Tensor:
 
 
 def delta_parts(projected: Tensor, mixer: DeltaNet) -> dict[str, Tensor]:
-    """{q, k, v, z, b, a: [n, width]} of what the linears give."""
+    """Split the outputs of the linears into {q, k, v, z, b, a: [n, width]}."""
     groups, parts, first = mixer.key_heads if mixer.by_key_head else 1, {}, 0
     for _, names in mixer.in_projs:
         widths = [mixer.widths[name] for name in names]
@@ -279,63 +280,64 @@ def delta_parts(projected: Tensor, mixer: DeltaNet) -> dict[str, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedFunction:
-    """A function (call, projected [n, widths], mixer) -> what out reads [n, width], under autograd;
-    and what it costs, in values per token."""
+    """A function (call, projected [n, widths], mixer) -> inputs of the output projection [n,
+    width], recorded by autograd; and its costs, in values per token."""
 
     function: Callable[[LayerCall, Tensor, Any], Tensor]
-    saved_values: Callable[[Any, int], int]  # of (mixer, hidden): saved for its backward
-    live_values: Callable[[Any, int], int]  # alive at once in its backward, besides
-    moved_values: Callable[[Any, int], int]  # read or written, forward and backward
+    saved_values: Callable[[Any, int], int]  # (mixer, hidden) -> saved for its backward
+    live_values: Callable[[Any, int], int]  # the same -> alive at once in its backward, besides
+    moved_values: Callable[[Any, int], int]  # the same -> read or written, forward and backward
 
 
 def delta_saved_values(mixer: DeltaNet, hidden: int) -> int:
-    """What is projected, without b and a where the parts are copies; query, key and value as the
-    rule reads them; what it gives, and that after norm and gate. Of each head: a chunk's products,
-    g and what it is made of, fp32, b before and after its factor; of each key head: the norms of
-    query and key, fp32."""
+    """Values that delta_net() saves for backward: `projected`, without b and a if the parts are
+    copies; query, key and value as the delta rule reads them; its output, before and after norm and
+    gate. For each value head: a chunk's products, g and its input, fp32, and b before and after its
+    factor. For each key head: the norms of query and key, fp32."""
     widths, of_copies = mixer.widths, 2 * mixer.value_heads * mixer.by_key_head
     return (sum(widths.values()) - of_copies + sum(widths[x] for x in "qkv") + 2 * widths["v"]
             + (STATE_CHUNK + 6) * mixer.value_heads + 4 * mixer.key_heads)
 
 
 def delta_live_values(mixer: DeltaNet, hidden: int) -> int:
-    """Gradients of all that, and fla's states. Counted, not measured."""
+    """Gradients of the saved values, and fla's states. Counted, not measured."""
     states = mixer.value_heads * mixer.key_dim * mixer.value_dim // STATE_CHUNK
-    of_heads = mixer.value_heads * mixer.key_dim
-    return 2 * sum(mixer.widths.values()) + 4 * of_heads + 3 * mixer.widths["v"] + 2 * states
+    head_values = mixer.value_heads * mixer.key_dim
+    return 2 * sum(mixer.widths.values()) + 4 * head_values + 3 * mixer.widths["v"] + 2 * states
 
 
 def delta_moved_values(mixer: DeltaNet, hidden: int) -> int:
-    """By convolution, norm and gate, and by the rule's kernels, which take as long as if they moved
-    so much; counted, not measured."""
-    widths, of_heads = mixer.widths, mixer.value_heads * (mixer.key_dim + mixer.value_dim)
-    return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * of_heads
+    """Values moved by convolution, norm and gate, and by the delta rule's kernels, which take as
+    long as moving this many. Counted, not measured."""
+    widths, head_values = mixer.widths, mixer.value_heads * (mixer.key_dim + mixer.value_dim)
+    return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * head_values
 
 
 def mamba2_saved_values(mixer: Mamba2, hidden: int) -> int:
-    """What is projected; x, B and C as the scan reads them; decay, step and what that is made of,
-    twice, fp32; what it gives, plus D x, and that after norm and gate."""
+    """Values that mamba2() saves for backward: `projected`; x, B and C as the scan reads them;
+    decay, step and step's two intermediate results, fp32; the scan's output plus D x, before and
+    after norm and gate."""
     widths = mixer.widths
     return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 2 * widths["x"]
             + 8 * mixer.heads)
 
 
 def mamba2_live_values(mixer: Mamba2, hidden: int) -> int:
-    """Gradients of all that, B and C and their gradients by head, and fla's states, fp32. Counted,
-    not measured."""
+    """Gradients of the saved values; B and C and their gradients for each head; fla's states, fp32.
+    Counted, not measured."""
     states = mixer.heads * mixer.state * mixer.head_dim // STATE_CHUNK
     return (2 * sum(mixer.widths.values()) + 4 * mixer.heads * mixer.state + 3 * mixer.widths["x"]
             + 4 * states)
 
 
 def mamba2_moved_values(mixer: Mamba2, hidden: int) -> int:
-    """As delta_moved_values()."""
-    widths, of_heads = mixer.widths, mixer.heads * (mixer.state + mixer.head_dim)
-    return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * of_heads
+    """Values moved, see delta_moved_values()."""
+    widths, head_values = mixer.widths, mixer.heads * (mixer.state + mixer.head_dim)
+    return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * head_values
 
 
 MIXERS: dict[type, RecordedFunction] = {
-    # saved: projected, b * x, conv's result and that times c
+    # saved: projected, b * x, conv's result, and that result times c
     ShortConv: RecordedFunction(
         short_conv, lambda mixer, hidden: 6 * hidden, lambda mixer, hidden: 7 * hidden,
         lambda mixer, hidden: 25 * hidden),

@@ -28,11 +28,11 @@ from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MLAMixer:
-    """One layer's latent attention, see LatentAttention."""
+    """The latent attention of one layer, see LatentAttention."""
 
     arch: Architecture
     rope: int | None  # index of arch.ropes
-    q_b: FusedLinear | None  # None: what is projected has the queries themselves
+    q_b: FusedLinear | None  # None: in_proj's outputs contain the queries themselves
     kv_b: FusedLinear
 
     @property
@@ -52,7 +52,7 @@ class MLAMixer:
         if self.q_b:
             saved.q_latent = query
             query, saved.q_columns = self._heads(call, self.q_b, self.mla.q_norm, query)
-        # without q_b the queries are in the same tensor, which a view would keep whole
+        # without q_b, a view would keep the tensor alive that also contains the queries
         saved.kv_latent = kv_latent if self.q_b else kv_latent.clone()
         key_value, saved.kv_columns = self._heads(call, self.kv_b, self.mla.kv_norm, kv_latent)
         heads = latent_heads(query, key_value, rotary_key, *call.batch.ropes[self.rope], self.arch,
@@ -83,7 +83,8 @@ class MLAMixer:
         return torch.cat([query, kv_latent, rotary_key], 1)
 
     def _normed(self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor) -> Tensor:
-        """A new [n, fused.width] with the norm of a latent [n, rank] in its first columns."""
+        """Return a new tensor [n, fused.width] with the norm of a latent [n, rank] in its first
+        columns."""
         inputs = latent.new_empty(len(latent), fused.width)
         normalize(inputs[:, : fused.in_features], latent, call.vector(norm), None, self.arch.norm,
                   self.mla.norm_eps, evaluation=call.evaluation)
@@ -92,7 +93,8 @@ class MLAMixer:
     def _heads(
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The outputs of `fused` for the norm of a latent, and what its backward needs besides."""
+        """Return the outputs of `fused` for the norm of a latent, and the columns that its backward
+        needs."""
         inputs = self._normed(call, fused, norm, latent)
         return lora_matmul(call, fused, inputs), last_columns(inputs, fused)
 
@@ -100,7 +102,7 @@ class MLAMixer:
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor, columns: Tensor,
         grad: Tensor
     ) -> Tensor:
-        """The gradient of the latent, from that of what _heads() gave."""
+        """Return the gradient of the latent, from the gradient of _heads()'s outputs."""
         normed = self._normed(call, fused, norm, latent)[:, : fused.in_features]
         grad, grad_d = lora_matmul_backward(call, fused, columns, grad, normed)
         add_a_gradient(call, fused, normed, grad_d)
@@ -127,7 +129,7 @@ class MLAMixer:
     @property
     def saved_values(self) -> int:
         """Latents and adapters' columns; query, key, value and the kernel's output, each as wide as
-        queries; the kernel's sums, fp32."""
+        the queries; the kernel's sums, fp32."""
         latents = self.projected_width if self.saves_projected else self.mla.kv_rank
         columns = sum(fused.padded_columns for fused in self.fused_linears)
         return latents + columns + 4 * self.query_width + 2 * self.arch.n_heads
@@ -138,13 +140,14 @@ class MLAMixer:
 
     @property
     def elementwise_values(self) -> int:
-        """Of the norms of latents, as of the sublayer's own, and of heads, forward and backward."""
+        """Values for the norms of latents, counted like the sublayer's own norm, and for heads,
+        forward and backward."""
         return 15 * ((self.mla.q_rank or 0) + self.mla.kv_rank) + 8 * self.query_width
 
     def live_bytes(self, plan: Plan) -> int:
         item, others = getattr(torch, plan.compute_dtype).itemsize, 0
-        # the gradients of query, key, value and of what attention gives, and those of what these
-        # heads are made of; some kernels add up the query's in fp32
+        # the gradients of query, key, value and attention's output, and of the tensors that these
+        # heads are made from; some kernels sum the query's gradient in fp32
         values = 4 * self.query_width + self.query_width + self.kv_b.out_features
         values += 2 * self.query_width
         if plan.plain_attention:
@@ -154,8 +157,8 @@ class MLAMixer:
 
 
 def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
-    """The width of a head's value for the kernel: plain torch takes it as it is, others want it as
-    wide as the query."""
+    """Return the width of a head's value for the kernel: plain torch accepts any width, the other
+    kernels need the query's."""
     is_plain = batch.kernels["full"] is document_attention
     assert arch.mla, "the layer has latent attention"
     width: int = arch.mla.value if is_plain else arch.head_dim
@@ -167,9 +170,10 @@ def latent_heads(
     query: Tensor, key_value: Tensor, rotary_key: Tensor, cos: Tensor, sin: Tensor,
     temperature: Tensor | None, arch: Architecture, value_width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query and key [n, heads, nope + rope], rotated, and value [n, heads, value_width], the last
-    columns 0, of what the linears give: [n, heads * (nope + rope)], [n, heads * (nope + value)] and
-    [n, rope]. See rope_tables() for the next three."""
+    """Build query and key [n, heads, nope + rope], rotated, and value [n, heads, value_width],
+    padded with 0, from the linears' outputs: `query` [n, heads * (nope + rope)], `key_value` [n,
+    heads * (nope + value)] and `rotary_key` [n, rope]. For cos, sin and temperature see
+    rope_tables()."""
     mla, dtype = arch.mla, query.dtype
     assert mla, "the layer has latent attention"
     query, key_value = (x.unflatten(1, (arch.n_heads, -1)) for x in (query, key_value))
@@ -189,7 +193,8 @@ def latent_heads_backward(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
     temperature: Tensor | None, arch: Architecture
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of latent_heads()'s first three arguments from those of what it returns."""
+    """Return the gradients of latent_heads()'s first three arguments, from the gradients of its
+    results."""
     mla, dtype = arch.mla, query.dtype
     assert mla, "the layer has latent attention"
     query = query.float() if temperature is None else query.float() * temperature[:, None, None]

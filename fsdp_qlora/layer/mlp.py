@@ -27,22 +27,22 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
 
 
-SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its matmuls slower
+SLICE_TOKENS = 4096  # tokens of a recomputed MLP at once; fewer make its matmuls slower
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MLPSublayer:
-    """One layer's MLP: forward and backward, whole or recomputed in slices; and its costs, as
-    MixerSublayer has them.
+    """The MLP of one layer: forward and backward, whole or recomputed in slices; and its costs, in
+    the same terms as MixerSublayer's.
 
-    It adds to `mid_residual`, the sum after the mixer, what it computes of `source`: that is
-    `mid_residual` too, but in a parallel layer (Cohere) the layer's own x.
+    It adds MLP(norm(source)) to `mid_residual`, the sum after the mixer. `source` is `mid_residual`
+    too, except in a parallel layer (Cohere), where it is the layer's own x.
     """
 
     arch: Architecture
-    gate_up: FusedLinear  # of an MLP without a gate: up
+    gate_up: FusedLinear  # up alone in an MLP without a gate
     down: FusedLinear
-    end: PerLayerEnd | None = None  # of layers with an input of their own: what follows the sum
+    end: PerLayerEnd | None = None  # follows the sum in layers that have an input of their own
     limit: float | None = None  # see LimitedActivation
     slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
 
@@ -53,8 +53,8 @@ class MLPSublayer:
     def forward(
         self, call: LayerCall, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMLP]:
-        """Returns mid_residual + MLP(norm(source)) of the tokens call.tokens and what `end` adds to
-        that, None without want_sum; and what backward() needs."""
+        """Return mid_residual + MLP(norm(source)) for the tokens call.tokens, after `end` if there
+        is one, None without want_sum; and what backward() needs."""
         arch, saved = self.arch, SavedMLP(source=source)
         inputs = norm_inputs(call, arch.mlp_norm, source, self.gate_up)
         saved.gate_up = lora_matmul(call, self.gate_up, inputs)
@@ -73,8 +73,8 @@ class MLPSublayer:
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
-        """Returns the gradient of `mid_residual`, which includes that of `source` through the MLP.
-        `grad` is the gradient of forward()'s sum."""
+        """Return the gradient of `mid_residual`, including the gradient of `source` through the
+        MLP. `grad` is the gradient of forward()'s sum."""
         arch, activated = self.arch, None
         if self.end:
             grad = self.end.backward(call, saved, grad)
@@ -86,10 +86,10 @@ class MLPSublayer:
         grad_activated, grad_d = lora_matmul_backward(call, self.down, saved.down_columns, upstream,
                                                       activated)
         del upstream, activated
-        # in place; gate and up as two tensors, whose columns one kernel can read and write at once
+        # in place; gate and up as two tensors, so that one kernel can read and write their columns
         parts = saved.gate_up.chunk(1 + arch.gated, -1)
         glu_backward(grad_activated, self.activation(call), None, *parts)
-        add_a_gradient(call, self.down, grad_activated, grad_d)  # it is glu()'s result by now
+        add_a_gradient(call, self.down, grad_activated, grad_d)  # now contains glu()'s result
         del grad_activated, grad_d
         inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.gate_up)
         grad_inputs, grad_d = lora_matmul_backward(call, self.gate_up, saved.columns, saved.gate_up,
@@ -100,7 +100,7 @@ class MLPSublayer:
     def forward_to_recompute(
         self, call: LayerCall, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, None]:
-        """Returns forward()'s sum of all tokens, computed a slice at a time with nothing saved; and
+        """Return forward()'s sum for all tokens, computed a slice at a time with nothing saved; and
         None, because an MLP without experts has no choice to repeat."""
         sums = []
         for tokens in token_slices(len(mid_residual), self.slice_tokens):
@@ -112,7 +112,7 @@ class MLPSublayer:
     def recomputed_backward(
         self, call: LayerCall, source: Tensor, grad: Tensor, choice: None
     ) -> Tensor:
-        """backward() of all tokens, with forward() computed again, a slice at a time."""
+        """backward() for all tokens, a slice at a time, after computing forward() again."""
         grads = []
         for tokens in token_slices(len(source), self.slice_tokens):
             call.tokens = tokens
@@ -125,8 +125,8 @@ class MLPSublayer:
         return torch.cat(grads)
 
     def activation(self, call: LayerCall) -> PairedActivation:
-        """For glu() and glu_backward(): its name, with multipliers or a limit; or xIELU's scalars
-        [4]."""
+        """Return the activation for glu() and glu_backward(): its name, with multipliers or a
+        limit; or xIELU's scalars [4]."""
         if self.arch.mlp_multipliers != 1.0:
             both = self.arch.mlp_multipliers
             inner, outer = both if isinstance(both, list) else (both, both)
@@ -141,7 +141,7 @@ class MLPSublayer:
         """Values saved for backward, if nothing is recomputed."""
         hidden, arch = self.arch.hidden_size, self.arch
         values = self.gate_up.out_features + self.gate_up.padded_columns + self.down.padded_columns
-        values += hidden * (not arch.parallel)  # there its source is attention's
+        values += hidden * (not arch.parallel)  # a parallel layer's x is counted with the mixer
         values += self.end.saved_values if self.end else 0
         return values + hidden * (arch.mlp_post_norm is not None)
 
@@ -152,22 +152,22 @@ class MLPSublayer:
         reuse_dequantized = plan.reuse_dequantized and recomputed
         n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
         up_weights, down_weights = (weight_bytes(x, item, reuse_dequantized) for x in (up, down))
-        # first the gradient of what the gate returned, with down's weight; then that of the inputs
+        # first the gradient of glu()'s result, with down's weight; then the gradient of the inputs
         first = n * (down.width + hidden) * item + down_weights
         second = n * up.width * (2 - recomputed) * item + up_weights
         if reuse_dequantized:
             first, second = first + up_weights, second + down_weights
         of_end = self.end.live_bytes(n, item, reuse_dequantized) if self.end else 0
         total = max(first, second, of_end)
-        total += 2 * n_tokens * hidden * item  # the sum's, and finished slices'
+        total += 2 * n_tokens * hidden * item  # gradients: of the sum, and of finished slices
         if recomputed:
             columns = up.padded_columns + down.padded_columns
             total += n * (up.out_features + up.width + columns) * item
             total += n * self.end.saved_values * item if self.end else 0
         return total
 
-    choice_values = 0  # per token, see MoESublayer
-    product_speed = 1  # of its matmuls, relative to large ones
+    choice_values = 0  # values per token, see MoESublayer
+    product_speed = 1  # speed of its matmuls, relative to large ones
 
     @property
     def token_weights(self) -> int:
@@ -176,7 +176,7 @@ class MLPSublayer:
 
     @property
     def recomputed_weights(self) -> int:
-        """Weights that recomputed_backward() multiplies again: without an end never down's."""
+        """Weights that recomputed_backward() multiplies again; down's only if there is an `end`."""
         return self.token_weights if self.end else self.gate_up.n_weights
 
     @property
@@ -188,6 +188,6 @@ class MLPSublayer:
 
 
 def token_slices(n: int, most: int) -> list[slice]:
-    """Even slices of n tokens, each at most `most`."""
+    """Cut n tokens into even slices of at most `most` each."""
     size = math.ceil(n / math.ceil(n / most))
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]

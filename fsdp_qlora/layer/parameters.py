@@ -23,20 +23,20 @@ from fsdp_qlora.quant.blocks import Nested, NF4Blocks
 class ParameterLayout:
     """The contents of a layer's three parameters."""
 
-    fused_linears: tuple[FusedLinear, ...]  # of `nf4` and `adapter`
+    fused_linears: tuple[FusedLinear, ...]  # slices of `nf4` and `adapter`
     # {name in the layer: (slice of `vectors`, shape)} of norms and biases
     vectors: dict[str, tuple[slice, tuple[int, ...]]]
     small_tensors: dict[str, tuple[int, ...]]  # {name in the layer: shape}
-    n_blocks: int  # of `nf4`
+    n_blocks: int  # blocks of `nf4`
     n_vectors: int  # values of `vectors`
     n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
-    scaling: float  # of B @ A
-    dropout: float  # on the adapters' input
+    scaling: float  # factor of B @ A
+    dropout: float  # probability, for the adapters' inputs
     dora: bool
 
     @functools.cached_property
     def linears(self) -> list[LinearSlices]:
-        """The LinearSlices of each linear."""
+        """The LinearSlices of all fused linears."""
         return [linear for fused in self.fused_linears for linear in fused.linears]
 
     @property
@@ -46,13 +46,13 @@ class ParameterLayout:
 
     @functools.cached_property
     def n_nested(self) -> int:
-        """Values of its Nested: those of all blocks' scales, an offset and a table of each linear.
-        """
+        """Number of values of the layer's Nested: second-level scales of all blocks, and an offset
+        and a table for each linear."""
         of_blocks = [linear.nested.stop - linear.nested.start for linear in self.linears]
         return sum(n + (1 + 256) * (n > 0) for n in of_blocks)
 
     def adapter_parts(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
-        """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
+        """Return {(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
         parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}
         for linear in self.linears:
             if linear.columns:
@@ -67,19 +67,19 @@ class ParameterLayout:
 
 class LayerParameters(nn.Module):
     """The tensors of one layer: `nf4`, the weights of all linears; `vectors`, norms and biases;
-    `adapter`, which alone is trained; and the small ones that every rank has whole."""
+    `adapter`, the only trainable one; and small tensors that every rank has whole."""
 
     def __init__(self, arch: Architecture, spec: ParameterLayout, index: int, plan: Plan) -> None:
         super().__init__()
         self.arch, self.spec, self.index, self.plan = arch, spec, index, plan
         self.saves = plan.saves(index)
-        # the layer whose keys and values it reads; None: it has its own
+        # index of the layer whose keys and values it reads; None: it has its own
         self.kv_source = arch.kv_sources[index]
         self.is_kv_source = index in arch.kv_sources
         assert not arch.parallel or self.saves in ("all", "input"), "such a layer's MLP reads x"
         self.nested: Nested | None = None  # whole on every rank
         self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
-        self.balance: Tensor | None = None  # of its experts in this step, see add_balance()
+        self.balance: Tensor | None = None  # sums over this step's micro-batches, see add_balance()
         # DoRA: {adapted linear's name: norms of the rows of W, fp32}
         self.weight_norms: dict[str, Tensor] = {}
 
@@ -91,7 +91,7 @@ class LayerParameters(nn.Module):
             return nn.Parameter(make(n, device="meta"), requires_grad=trained)
 
         dtype = getattr(torch, plan.compute_dtype)
-        # while the model loads, this rank's shard; while a layer works, the whole (FSDP2's hooks)
+        # this rank's shard while the model loads; gathered by FSDP2's hooks while the layer runs
         self.nf4 = parameter(spec.n_blocks, 1, functools.partial(
             NF4Blocks.zeros, n_scales=spec.n_scales))
         self.vectors = parameter(spec.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))

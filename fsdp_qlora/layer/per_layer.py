@@ -23,15 +23,15 @@ def gate_inputs(out: Tensor, gates: Tensor, inputs: Tensor, activation: str) -> 
 
 @elementwise
 def gate_inputs_backward(grad: Tensor, gates: Tensor, inputs: Tensor, activation: str) -> Tensor:
-    """The gradient of gates from that of gate_inputs()'s result."""
+    """Return the gradient of gates, from the gradient of gate_inputs()'s result."""
     slope = activation_pair(activation)[1]
     return slope(grad.float() * inputs.float(), gates.float()).to(grad.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerLayerEnd:
-    """The end of one layer's MLP sublayer: x + norm(out(activation(gate(x)) * input)), forward and
-    backward; and its costs, as MLPSublayer has them."""
+    """The end of one layer's MLP sublayer, x + norm(out(activation(gate(x)) * input)): forward and
+    backward, and its costs, in the same terms as MLPSublayer's."""
 
     arch: Architecture
     gate: FusedLinear
@@ -49,20 +49,20 @@ class PerLayerEnd:
     def forward(
         self, call: LayerCall, x: Tensor, saved: SavedEnd, want_sum: bool
     ) -> Tensor | None:
-        """Returns the sum, None without want_sum; adds to `saved` what backward() needs."""
+        """Return the sum, None without want_sum. Adds to `saved` what backward() needs."""
         inputs, saved.end_x = widen(x, self.gate), x
         saved.end_gates = lora_matmul(call, self.gate, inputs)
         saved.end_columns = last_columns(inputs, self.gate)
         activated = x.new_empty(len(x), self.out.width)
         self._activate(call, saved, activated[:, : self.out.in_features])
-        # the site is the MLP's: no such family has dropout of its own
+        # uses the MLP's dropout site: no family with this end has dropout of its own
         out, saved.end_branch = add_branch(call, x, self.out, activated, MLP_SITE,
                                           self.norm, want_sum)
         saved.end_out_columns = last_columns(activated, self.out)
         return out
 
     def backward(self, call: LayerCall, saved: SavedEnd, grad: Tensor) -> Tensor:
-        """The gradient of x from that of the sum."""
+        """Return the gradient of x from the gradient of the sum."""
         upstream = branch_gradient(
             call, saved.end_branch, grad, self.norm, MLP_SITE)
         saved.end_branch = None
@@ -88,7 +88,7 @@ class PerLayerEnd:
         return 2 * self.arch.hidden_size + self.gate.out_features + columns
 
     def live_bytes(self, n: int, item: int, reuse_dequantized: bool) -> int:
-        """Peak bytes of backward() of n tokens, besides what is saved."""
+        """Peak bytes of backward() for n tokens, besides what is saved."""
         values = 2 * self.arch.hidden_size + 2 * self.out.width + self.gate.width
         weights = [weight_bytes(fused, item, reuse_dequantized) for fused in self.fused_linears]
         return n * values * item + sum(weights)
@@ -99,5 +99,5 @@ class PerLayerEnd:
 
     @property
     def elementwise_values(self) -> int:
-        """Counted, not measured."""
+        """Values that elementwise work reads or writes; counted, not measured."""
         return 12 * self.arch.hidden_size + 9 * self.gate.out_features

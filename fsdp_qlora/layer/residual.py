@@ -18,7 +18,8 @@ from fsdp_qlora.layer.saved import SavedInputs
 
 
 def norm_inputs(call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear) -> Tensor:
-    """A new [n, fused.width] with the norm of x [n, in] in its first columns; x without a norm."""
+    """Return a new tensor [n, fused.width] with the norm of x [n, in] in its first columns; with x
+    itself if `name` is None."""
     if name is None:
         return widen(x, fused)
     arch, inputs = call.arch, x.new_empty(len(x), fused.width)
@@ -28,7 +29,7 @@ def norm_inputs(call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear
 
 
 def normed(call: LayerCall, name: str, x: Tensor) -> Tensor:
-    """The norm of x [n, hidden]."""
+    """Return the norm of x [n, hidden]."""
     arch, out = call.arch, torch.empty_like(x)
     normalize(out, x, call.vector(name), call.vector(name, "bias"), arch.norm, arch.norm_eps,
               evaluation=call.evaluation)
@@ -38,9 +39,9 @@ def normed(call: LayerCall, name: str, x: Tensor) -> Tensor:
 def save_inputs(
     call: LayerCall, saved: SavedInputs, inputs: Tensor, fused: FusedLinear | None
 ) -> None:
-    """Set saved.inputs and saved.columns, what backward needs of `inputs`, which norm_inputs()
-    returned. lora_matmul() has filled their last columns for `fused`; None: it has not. The normed
-    inputs are cheap to make again, so they are saved only if backward is running."""
+    """Set saved.inputs and saved.columns from `inputs`, norm_inputs()'s result. `fused`: the
+    FusedLinear for which lora_matmul() has filled their last columns; None: no columns are filled.
+    The normed inputs are cheap to recompute, so they are saved only while backward is running."""
     saved.inputs = inputs if call.is_backward else None
     saved.columns = last_columns(inputs, fused) if fused else None
 
@@ -48,7 +49,7 @@ def save_inputs(
 def normed_inputs(
     call: LayerCall, saved: SavedInputs, name: str | None, x: Tensor, fused: FusedLinear
 ) -> Tensor:
-    """The norm of x [n, in]: saved.inputs or, where that is None, made again."""
+    """Return the norm of x [n, in]: saved.inputs or, if that is None, computed again."""
     inputs = norm_inputs(call, name, x, fused) if saved.inputs is None else saved.inputs
     return inputs[:, : fused.in_features]
 
@@ -56,7 +57,7 @@ def normed_inputs(
 def norm_gradient(
     call: LayerCall, name: str | None, x: Tensor, grad: Tensor, residual: Tensor
 ) -> Tensor:
-    """Returns `residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
+    """Return `residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
     if name is None:
         return residual + grad
     return norm_backward(x, grad, residual, call.vector(name), call.arch.norm, call.arch.norm_eps)
@@ -66,7 +67,7 @@ def add_branch(
     call: LayerCall, x: Tensor | None, fused: FusedLinear, inputs: Tensor, site: int,
     post_norm: str | None, want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """end_branch() of the matmul of `inputs`, which is not computed where neither the sum nor the
+    """end_branch() of the matmul of `inputs`. The matmul is skipped if neither the sum nor the
     norm's backward needs it."""
     if not (want_sum or post_norm):
         fill_columns(call, fused, inputs)  # backward reads them
@@ -78,9 +79,9 @@ def end_branch(
     call: LayerCall, x: Tensor | None, branch: Tensor, post_norm: str | None, site: int,
     want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns x + multiplier * norm(branch), None without want_sum; and the branch, which backward
-    reads if there is a norm, None where it was added without one. Both after the model's own
-    dropout of the branch."""
+    """Apply the model's own dropout to the branch, and add it to x. Returns x + multiplier *
+    norm(branch), None without want_sum; and the branch after dropout, which the norm's backward
+    reads, None if it was added without a norm."""
     arch = call.arch
     added = branch = call.drop(branch, arch.residual_dropout, site)
     if not want_sum:
@@ -95,14 +96,14 @@ def end_branch(
 
 
 def last_columns(inputs: Tensor, fused: FusedLinear) -> Tensor:
-    """A copy of the columns of lora_matmul()'s inputs that backward reads besides x."""
+    """Return a copy of the columns of lora_matmul()'s inputs that backward reads besides x."""
     return inputs[:, fused.in_features :].clone()
 
 
 def branch_gradient(
     call: LayerCall, branch: Tensor | None, grad: Tensor, post_norm: str | None, site: int
 ) -> Tensor:
-    """The gradient of end_branch()'s branch, from `grad`, that of the sum."""
+    """Return the gradient of end_branch()'s branch, from `grad`, the gradient of the sum."""
     arch = call.arch
     if arch.residual_multiplier != 1:
         grad = grad * arch.residual_multiplier
@@ -113,6 +114,6 @@ def branch_gradient(
 
 
 def weight_bytes(fused: FusedLinear, item: int, reuse_dequantized: bool) -> int:
-    """Bytes of the dequantized weights of a FusedLinear that are alive at once."""
+    """Return the bytes of a FusedLinear's dequantized weights that are alive at once."""
     sizes = [one.out_features for one in fused.splits]
     return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * item

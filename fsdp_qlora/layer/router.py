@@ -18,22 +18,22 @@ from fsdp_qlora.pretrained.architecture import MoE
 
 @dataclasses.dataclass
 class Routing:
-    """Where the tokens of a micro-batch go: n tokens, k experts each, n * k rows sorted by expert.
-    """
+    """The experts of the tokens of a micro-batch: n tokens, k experts each, n * k rows sorted by
+    expert."""
 
     scores: Tensor  # fp32 [n, experts]
-    chosen: Tensor  # int64 [n, k], experts
-    weights: Tensor  # fp32 [n, k], of these experts' outputs
-    token: Tensor  # int64 [n * k], of each row
-    expert: Tensor  # int64 [n * k], of each row
-    token_rows: Tensor  # int64 [n, k], of each token
-    row_weights: Tensor  # fp32 [n * k], of each row
+    chosen: Tensor  # int64 [n, k], the experts of each token
+    weights: Tensor  # fp32 [n, k], factors of these experts' outputs
+    token: Tensor  # int64 [n * k], the token of each row
+    expert: Tensor  # int64 [n * k], the expert of each row
+    token_rows: Tensor  # int64 [n, k], the rows of each token
+    row_weights: Tensor  # fp32 [n * k], the weight of each row
     ends: Tensor  # int32 [experts], where each expert's rows end
-    bounds: list[int] | None  # 0 and `ends` on the host, where it needs them
+    bounds: list[int] | None  # [0, *ends] on the host; None where it is not needed
 
     @property
     def choice(self) -> tuple[Tensor, list[int] | None]:
-        """What a recomputation must not decide again: chosen as int16, and bounds."""
+        """The decisions that a recomputation must repeat: `chosen` as int16, and `bounds`."""
         return self.chosen.to(torch.int16), self.bounds
 
 
@@ -41,9 +41,9 @@ def route(
     call: LayerCall, x: Tensor, choice: tuple[Tensor, list[int] | None] | None = None,
     needs_bounds: bool = False
 ) -> Routing:
-    """The Routing of x [n, hidden]; `choice` is that of an earlier one of the same tokens. With
-    needs_bounds it waits for the GPU, unless `choice` has them. With ExpertNorms x is not normed.
-    """
+    """Return the Routing of x [n, hidden]. `choice`: the choice of an earlier Routing of the same
+    tokens. With needs_bounds this waits for the GPU, unless `choice` has the bounds. With
+    ExpertNorms, x is not normed."""
     moe: MoE = call.arch.moe
     tensors = call.layer.small_tensors
     if moe.norms:
@@ -80,19 +80,19 @@ def route(
 
 @elementwise
 def router_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """The router's inputs, from x [n, hidden], see ExpertNorms."""
+    """Return the router's inputs, from x [n, hidden], see ExpertNorms."""
     return norm_of(x, None, "rms", eps) * scale.to(x.dtype) * x.shape[1] ** -0.5
 
 
 @elementwise
 def router_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """The gradient of x from that of router_norm()."""
+    """Return the gradient of x from the gradient of router_norm()'s result."""
     grad = grad.float() * scale.float() * x.shape[1] ** -0.5
     return norm_grad_of(grad, x, None, "rms", eps).to(x.dtype)
 
 
 def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
-    """Factor of the weights of the chosen experts: a number, or fp32 [n, k]."""
+    """Return the factor of the chosen experts' weights: a number, or fp32 [n, k]."""
     moe: MoE = call.arch.moe
     if not moe.expert_scale:
         scale: float = moe.scale
@@ -100,19 +100,19 @@ def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
     return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
 
 
-BALANCE = "load_balancing_loss", "busiest_expert"  # of metrics.jsonl
+BALANCE = "load_balancing_loss", "busiest_expert"  # keys in metrics.jsonl
 
 
 def add_balance(layer: LayerParameters, routing: Routing, n_unpadded: Tensor) -> None:
     """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, which is 1 if all
     experts get the same number of tokens; the busiest expert's share of the tokens, times the
-    number of experts; and 1 for this micro-batch. Only the first n_unpadded, int64 [1], of its
-    tokens count; a micro-batch of padding alone adds 0. These numbers are logged, nothing is
-    trained by them."""
+    number of experts; and 1, to count this micro-batch. Only its first n_unpadded tokens count,
+    int64 [1]; a micro-batch of padding alone adds 0. The numbers are logged only, not trained on.
+    """
     n, n_experts = routing.scores.shape
     counted = torch.arange(n, device=n_unpadded.device) < n_unpadded
-    before = F.pad((routing.token < n_unpadded).cumsum(0), (1, 0))[routing.ends]
-    tokens = before.diff(prepend=before.new_zeros(1))  # of each expert
+    rows_before = F.pad((routing.token < n_unpadded).cumsum(0), (1, 0))[routing.ends]
+    tokens = rows_before.diff(prepend=rows_before.new_zeros(1))  # of each expert
     shares = tokens / tokens.sum()
     probabilities = counted.float() @ routing.scores
     probabilities /= probabilities.sum()
@@ -123,8 +123,8 @@ def add_balance(layer: LayerParameters, routing: Routing, n_unpadded: Tensor) ->
 
 
 def take_balance(layers: Iterable[LayerParameters], device: torch.device) -> Tensor:
-    """Returns the sums of add_balance() over all layers, fp64 [3], and sets them to 0; empty
-    without experts."""
+    """Return the sums of add_balance() over all layers, fp64 [3], and reset them to 0. Without
+    experts, return an empty tensor."""
     sums = [layer.balance for layer in layers if layer.balance is not None]
     if not sums:
         return torch.zeros(0, dtype=torch.float64, device=device)
@@ -135,7 +135,7 @@ def take_balance(layers: Iterable[LayerParameters], device: torch.device) -> Ten
 
 
 def best_experts(scores: Tensor, moe: MoE) -> Tensor:
-    """The top_k experts of each token, int64 [n, k], by scores [n, experts]."""
+    """Return the top_k experts of each token, int64 [n, k], by scores [n, experts]."""
     if moe.n_groups > 1:
         groups = scores.unflatten(1, (moe.n_groups, -1))
         best = groups.topk(moe.group_best, -1)[0].sum(-1).topk(moe.top_groups, -1)[1]
@@ -147,8 +147,8 @@ def best_experts(scores: Tensor, moe: MoE) -> Tensor:
 def chosen_weights(
     scores: Tensor, chosen: Tensor, moe: MoE
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The weights of the chosen experts before scaling, fp32 [n, k], their scores, and the sum
-    [n, 1] by which these are divided, None where they are not."""
+    """Return the weights of the chosen experts before scaling, fp32 [n, k]; their scores; and the
+    sum [n, 1] by which the scores are divided, None if they are not."""
     picked, total = scores.gather(1, chosen), None
     if moe.normalized:
         total = picked.sum(-1, keepdim=True) + moe.sum_eps
@@ -156,8 +156,8 @@ def chosen_weights(
 
 
 def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of route()'s x [n, hidden] through the weights, from theirs, fp32 [n, k]. Only
-    with ExpertNorms x itself is read, else its dtype."""
+    """Return the gradient of route()'s x [n, hidden] through the weights, from `grad`, the gradient
+    of the weights, fp32 [n, k]. x is read only with ExpertNorms; else only its dtype is."""
     moe: MoE = call.arch.moe
     chosen = routing.chosen
     _, picked, total = chosen_weights(routing.scores, chosen, moe)

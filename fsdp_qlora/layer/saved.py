@@ -16,88 +16,88 @@ from fsdp_qlora.layer.router import Routing
 
 @dataclasses.dataclass
 class SavedInputs:
-    """What save_inputs() saves of the inputs of a sublayer's first matmul."""
+    """The inputs of a sublayer's first matmul, as saved by save_inputs()."""
 
-    inputs: Tensor = None  # normed; None: normed_inputs() makes them again
-    columns: Tensor = None  # their last columns, which hold d, see lora_matmul.py
+    inputs: Tensor = None  # normed; None: normed_inputs() computes them again
+    columns: Tensor = None  # their last columns, which contain d, see lora_matmul.py
 
 
 @dataclasses.dataclass
 class SavedMixing:
-    """What a token mixer saves: of its inputs, and of the matmul that follows it."""
+    """A token mixer's inputs, and inputs of the matmul that follows it."""
 
-    projected: Tensor = None  # [n, projected_width], what in_proj gave for this mixer
-    out_columns: Tensor = None  # as SavedInputs.columns, of the matmul after the mixer
+    projected: Tensor = None  # [n, projected_width], in_proj's outputs for this mixer
+    out_columns: Tensor = None  # like SavedInputs.columns, for the matmul after the mixer
 
 
 @dataclasses.dataclass
 class SavedAttention(SavedMixing):
     heads: list[Tensor] = None  # query, key and value, leaves of autograd's graph of the kernel
-    attended: Tensor = None  # [n, heads, head_dim], what the kernel gave
+    attended: Tensor = None  # [n, heads, head_dim], the kernel's output
 
 
 @dataclasses.dataclass
 class SavedMLA(SavedAttention):
-    q_latent: Tensor = None  # before their norms
+    q_latent: Tensor = None  # both latents are before their norms
     kv_latent: Tensor = None
-    q_columns: Tensor = None  # as SavedInputs.columns
+    q_columns: Tensor = None  # like SavedInputs.columns
     kv_columns: Tensor = None
 
 
 @dataclasses.dataclass
 class SavedGraph(SavedMixing):
-    """Of a mixer whose backward is autograd's."""
+    """What a mixer with autograd's backward saves."""
 
-    start: Any = None  # the edge of the graph where the gradient of `projected` comes out
-    mixed: Tensor = None  # [n, width], what the mixer gave
+    start: Any = None  # the graph's edge at which autograd returns the gradient of `projected`
+    mixed: Tensor = None  # [n, width], the mixer's output
 
 
 @dataclasses.dataclass
 class SavedMixer(SavedInputs):
-    """Of a MixerSublayer."""
+    """What a MixerSublayer saves."""
 
-    x: Tensor = None  # [n, hidden], what the sublayer read
-    branch: Tensor = None  # [n, hidden], what it adds, before its norm
+    x: Tensor = None  # [n, hidden], the sublayer's input
+    branch: Tensor = None  # [n, hidden], the branch before its norm
     mixers: list[SavedMixing] = None  # one for each of MixerSublayer.paths
 
 
 @dataclasses.dataclass
 class SavedEnd:
-    """Of a PerLayerEnd."""
+    """What a PerLayerEnd saves."""
 
     end_x: Tensor = None
     end_gates: Tensor = None
     end_branch: Tensor = None
-    end_columns: Tensor = None  # as SavedInputs.columns, of gate and of out
+    end_columns: Tensor = None  # both: like SavedInputs.columns, for `gate` and for `out`
     end_out_columns: Tensor = None
 
 
 @dataclasses.dataclass
 class SavedMLP(SavedInputs, SavedEnd):
-    """Of an MLPSublayer."""
+    """What an MLPSublayer saves."""
 
-    source: Tensor = None  # [n, hidden], what its norm read
+    source: Tensor = None  # [n, hidden], the input of its norm
     gate_up: Tensor = None  # [n, gate and up]
-    branch: Tensor = None  # [n, hidden], what it adds, before its norm
-    down_columns: Tensor = None  # as SavedInputs.columns
+    branch: Tensor = None  # [n, hidden], the branch before its norm
+    down_columns: Tensor = None  # like SavedInputs.columns
 
 
 @dataclasses.dataclass
 class SavedMoE(SavedInputs):
-    """Of an MoESublayer."""
+    """What a MoESublayer saves."""
 
-    source: Tensor = None  # [n, hidden], what its norm read
-    branch: Tensor = None  # [n, hidden], what it adds, before its norm
+    source: Tensor = None  # [n, hidden], the input of its norm
+    branch: Tensor = None  # [n, hidden], the branch before its norm
     routing: Routing = None
-    gate_ups: list[Tensor] | None = None  # of each ExpertChunk; None: they are computed again
-    given: Tensor = None  # [n, hidden], what the experts gave, before a norm of their own
-    # of the shared expert
+    gate_ups: list[Tensor] | None = None  # one per ExpertChunk; None: they are computed again
+    given: Tensor = None  # [n, hidden], the experts' output, before a norm of their own
+    # for the shared expert
     shared_gate_up: Tensor = None
-    down_columns: Tensor = None  # as SavedInputs.columns
-    shared_given: Tensor = None  # what it gave, before a norm of its own
-    shared_out: Tensor = None  # what it gave, before the factor of its gate
+    down_columns: Tensor = None  # like SavedInputs.columns
+    shared_given: Tensor = None  # its output, before a norm of its own
+    shared_out: Tensor = None  # its output, before the factor of its gate
     shared_factor: Tensor = None
-    # of the latent space, see ExpertLatent
+    # for the latent space, see ExpertLatent
     latent: Tensor = None
-    entry_columns: Tensor = None  # as SavedInputs.columns
+    entry_columns: Tensor = None  # like SavedInputs.columns
     exit_inputs: Tensor = None

@@ -33,7 +33,7 @@ from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
 from fsdp_qlora.pretrained.tensor_names import renamed
 from fsdp_qlora.ranks import all_gather, explain, is_rank_0, log, raise_on_all_ranks
 
-# settings of adapter_config.json: the flags that give the same
+# {setting of adapter_config.json: the flag that sets it}
 SETTING_FLAGS = {"r": "--lora_rank", "lora_alpha": "--lora_alpha", "use_dora": "--adapter",
                  "use_rslora": "--adapter"}
 
@@ -41,8 +41,8 @@ SETTING_FLAGS = {"r": "--lora_rank", "lora_alpha": "--lora_alpha", "use_dora": "
 def resolve_target_modules(
     arch: Architecture, config: Config, base_name: str,
 ) -> tuple[LoraConfig, list[str]]:
-    """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
-    ValueError."""
+    """Return PEFT's LoraConfig, and the names, within a layer, of the linears that get an adapter.
+    Raises ValueError."""
     words = requested_words(arch, config)
     log(f"adapter: {config.adapter} on {', '.join(words)}")
     adapted = arch.adapted(config.target_modules)
@@ -62,8 +62,9 @@ def resolve_target_modules(
 
 
 def check_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
-    """Raise ValueError for a rank that no adapted linear can use, and say which cannot use all of
-    it: PEFT takes any, but no change of a linear has a higher rank than its smaller side."""
+    """Raise ValueError for a rank that no adapted linear can use, and log the linears that cannot
+    use all of it. PEFT accepts any rank, but no change of a linear has a higher rank than its
+    smaller side."""
     sides = {x.name.rsplit(".", 1)[-1]: min(x.out_features, x.in_features)
              for x in arch.all_linears() if x.name in adapted}
     if rank > (most := max(sides.values())):
@@ -76,12 +77,12 @@ def check_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
 
 
 def requested_words(arch: Architecture, config: Config) -> list[str]:
-    """The words of --target_modules, each of which names linears of the model, with all-linear
-    replaced by the names that it stands for. Raises ValueError for other words."""
+    """Return the words of --target_modules, each of which names linears of the model; all-linear is
+    replaced by the names that it means. Raises ValueError for other words."""
     experts, names, default = arch.experts(), arch.adaptable(), arch.adapted(["all-linear"])
     short = sorted({name.rsplit(".", 1)[-1] for name in default})
     others = [name for name in names if name not in default]
-    of_experts = {name.rsplit(".", 1)[-1] for name in experts}
+    expert_names = {name.rsplit(".", 1)[-1] for name in experts}
     choices = ", ".join([*short, *others, *["experts"] * bool(experts), "all-linear"])
     words = list(dict.fromkeys(name for word in config.target_modules for name in (
         short if word == "all-linear" else [word])))
@@ -89,14 +90,14 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
         if word == "experts" and experts:
             continue
         found = [name for name in names if f".{name}".endswith(f".{word}")]
-        if word in of_experts:
+        if word in expert_names:
             raise ValueError(f"--target_modules {word}: PEFT takes this for all experts, whose name"
                              f" is experts here; there are {choices}")
         if not found:
             raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
                              f" there are {choices}")
         ends = {name.rsplit(".", 1)[-1] for name in found}
-        if ends & of_experts and arch.moe and arch.moe.adapters == "modules":
+        if ends & expert_names and arch.moe and arch.moe.adapters == "modules":
             log(f"--target_modules {word}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
                 " reads them by their names")
     return words
@@ -105,8 +106,8 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
 def peft_targets(
     arch: Architecture, config: Config, words: list[str],
 ) -> tuple[list[str] | str, dict[str, Any]]:
-    """PEFT's target_modules for requested_words(), and what else its LoraConfig needs for experts.
-    Raises ValueError."""
+    """Return PEFT's target_modules for requested_words(), and the other settings that its
+    LoraConfig needs for experts. Raises ValueError."""
     targets, settings = words, {}
     if "experts" in words:
         refuse_expert_adapters(arch, config)
@@ -119,13 +120,13 @@ def peft_targets(
                 " that with Mxfp4Config(dequantize=True), or merge, to bf16")
     if arch.module_prefix == "model." or not targets:
         return targets, settings
-    # a vision tower may have linears of the same names
+    # a vision tower may have linears with the same names
     either = "|".join(re.escape(target) for target in targets)
     return rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})", settings
 
 
 def refuse_expert_adapters(arch: Architecture, config: Config) -> None:
-    """Raise ValueError if experts cannot have the adapters that the flags ask for."""
+    """Raise ValueError if the adapters that the flags request are not possible on experts."""
     if config.adapter == "dora" or config.lora_dropout:
         raise ValueError("--target_modules experts: their adapters have neither DoRA nor dropout,"
                          " here as in PEFT")
@@ -138,11 +139,11 @@ def refuse_expert_adapters(arch: Architecture, config: Config) -> None:
 
 
 class Adapter:
-    """This rank's shard of all layers' adapters, one fp32 vector [layers x n_own]: `weights`, and
-    its gradient, `grad`.
+    """This rank's shard of all layers' adapters, in one fp32 vector [layers x n_own]: `weights`,
+    and its gradient `grad`.
 
-    One tensor instead of a thousand makes the optimizer one kernel and its state pageable. Layers
-    compute with views of it. A shard has whole blocks of the optimizer's 8-bit state, so that the
+    With one tensor instead of a thousand, the optimizer is one kernel and its state is pageable.
+    Layers compute with views of it. A shard has whole blocks of the optimizer's 8-bit state, so the
     state is the same vector on any number of GPUs, only cut at other places.
     """
 
@@ -150,12 +151,12 @@ class Adapter:
         self.arch, self.layers, self.group = model.arch, model.layers, model.group
         self.shard, self.shards = model.shard, model.shards
         rank = model.layers[0].spec.fused_linears[0].lora_rank
-        self.expert_parts = expert_parts(self.arch, rank)  # which files have stacked
+        self.expert_parts = expert_parts(self.arch, rank)  # the ones that PEFT's files stack
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         self.weights = nn.Parameter(torch.zeros(len(self.layers) * self.n_own, device=device))
         self.weights.grad = self.grad = torch.zeros_like(self.weights)
-        # each layer's `adapter` and its gradient are views of these two: what backward adds there
-        # is in weights.grad, and what the optimizer changes is in the layers
+        # each layer's `adapter` and its gradient are views of these two, so that backward adds to
+        # weights.grad and the optimizer changes the layers' adapters
         views = self.by_layer(self.weights.data), self.by_layer(self.weights.grad)
         for layer, weights, grad in zip(self.layers, *views):
             set_local(layer, "adapter", weights)
@@ -168,32 +169,32 @@ class Adapter:
         return tensor.view(len(self.layers), -1)
 
     def name(self, i: int, linear: str, key: str) -> str:
-        """PEFT's name of a part of the adapter of layer i, see peft_name()."""
+        """Return PEFT's name of a part of layer i's adapter, see peft_name()."""
         return peft_name(self.arch, i, linear, key)
 
     def names(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        """{PEFT's name: (slice of layer i's adapter, shape)}."""
+        """Return {PEFT's name: (slice of layer i's adapter, shape)}."""
         return layer_names(self.arch, i, self.layers[i].spec)
 
     def set_layer(self, i: int, values: dict[str, torch.Tensor]) -> None:
-        """Set the values of layer i to those of {PEFT's name: whole tensor}."""
+        """Set the adapter of layer i from {PEFT's name: whole tensor}."""
         whole = torch.zeros(self.shards, self.n_own)
         for name, (where, _) in self.names(i).items():
             whole.view(-1)[where] = values[name].reshape(-1)
         self.by_layer(self.weights.data)[i] = whole[self.shard]
 
     def initialize(self, config: Config) -> None:
-        """Set the values of --init_adapter, or PEFT's initial ones: A is random, the same on any
-        number of ranks; B is zero; DoRA's magnitudes are the norms of the base weights' rows. All
-        ranks must call this."""
+        """Load --init_adapter, or set PEFT's initial values: A is random, the same on any number of
+        ranks; B is zero; DoRA's magnitudes are the norms of the base weights' rows. All ranks must
+        call this."""
         specs = [layer.spec for layer in self.layers]
         with raise_on_all_ranks():
-            given = read_adapter(config, self.arch, specs) if config.init_adapter else None
+            loaded = read_adapter(config, self.arch, specs) if config.init_adapter else None
         for i, layer in enumerate(self.layers):
-            self.set_layer(i, given or self.initial_values(i, layer, config.seed))
+            self.set_layer(i, loaded or self.initial_values(i, layer, config.seed))
 
     def initial_values(self, i: int, layer: DecoderLayer, seed: int) -> dict[str, torch.Tensor]:
-        """{PEFT's name: tensor} of layer i."""
+        """Return the initial {PEFT's name: tensor} of layer i."""
         values = {}
         for (linear, key), (_, shape) in layer.spec.adapter_parts().items():
             name = self.name(i, linear, key)
@@ -206,16 +207,16 @@ class Adapter:
         return values
 
     def gather(self, vector: torch.Tensor) -> Iterator[torch.Tensor | None]:
-        """Yield each layer's whole part of a vector that is sharded as `weights` is: on rank 0 on
-        its CPU, on other ranks None. All ranks must call this, and exhaust it."""
+        """Yield each layer's whole part of a vector that is sharded like `weights`: a CPU tensor on
+        rank 0, None on other ranks. All ranks must call this, and exhaust it."""
         for own in self.by_layer(vector):
             if self.shards > 1:  # clone, because NCCL must not read paged memory
                 own = all_gather(own.clone(), self.group).view(-1)
             yield own.cpu() if is_rank_0() else None
 
     def gather_weights(self) -> dict[str, torch.Tensor]:
-        """{name in PEFT's files: whole fp32 tensor on the CPU} on rank 0, {} on others. All ranks
-        must call this."""
+        """Return {name in PEFT's files: whole fp32 tensor on the CPU} on rank 0, {} on other ranks.
+        All ranks must call this."""
         weights = {}
         for i, whole in enumerate(self.gather(self.weights.data)):
             if is_rank_0():
@@ -224,26 +225,27 @@ class Adapter:
         return weights
 
     def largest(self) -> float:
-        """The largest magnitude of all weights. All ranks must call this."""
+        """Return the largest magnitude of all weights. All ranks must call this."""
         return float(all_gather(self.weights.detach().abs().max()).max())
 
 
 def sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """{name: tensor} of the optimizer's state that is sharded as its one vector of weights is: with
-    a value for each weight, or bitsandbytes' scales of blocks of weights."""
+    """Return {name: tensor} of the part of the optimizer's state that is sharded like the weights:
+    one value per weight, or bitsandbytes' scales of blocks of weights."""
     (weights,) = optimizer.param_groups[0]["params"]
     state = optimizer.state[weights]
-    found = {name: value for name, value in state.items() if name.startswith("absmax")
-             or torch.is_tensor(value) and value.numel() == weights.numel()}
-    others = state.keys() - found.keys() - {"step", "qmap1", "qmap2"}  # the run's; constants
+    sharded = {name: value for name, value in state.items() if name.startswith("absmax")
+               or torch.is_tensor(value) and value.numel() == weights.numel()}
+    # `step` is the run's, the qmaps are constants
+    others = state.keys() - sharded.keys() - {"step", "qmap1", "qmap2"}
     assert not others, f"checkpoints would lose the optimizer's {', '.join(sorted(others))}"
-    return found
+    return sharded
 
 
 def optimizer_state_bytes(
     make_optimizer: Callable[[nn.Parameter, Config], torch.optim.Optimizer], config: Config,
 ) -> float:
-    """The bytes of the optimizer's state for each weight that must be in the GPU's memory."""
+    """Return the bytes of optimizer state per weight that must be in GPU memory."""
     weights = nn.Parameter(torch.zeros(4 * STATE_BLOCK))
     weights.grad = torch.zeros_like(weights)
     optimizer = make_optimizer(weights, config)
@@ -256,14 +258,14 @@ def optimizer_state_bytes(
 def layer_names(
     arch: Architecture, i: int, spec: LayerSpec,
 ) -> dict[str, tuple[slice, tuple[int, ...]]]:
-    """{PEFT's name: (slice of layer i's adapter, shape)}."""
+    """Return {PEFT's name: (slice of layer i's adapter, shape)}."""
     return {peft_name(arch, i, *part): where for part, where in spec.adapter_parts().items()}
 
 
 def check_origin(config: Config, base_sha256: str,
                  tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Raise ValueError if the run that --init_adapter comes from had another base model than that
-    of the digest, "": not known; say it if it had another chat template. Rank 0 only."""
+    """Raise ValueError if the run that --init_adapter comes from had another base model than
+    `base_sha256` ("": not known); log a line if it had another chat template. Rank 0 only."""
     directory = Path(str(config.init_adapter))
     saved_config = next((found for place in (directory, directory.resolve().parent)
                          if (found := read_json(place / "train_config.json", {}))), {})
@@ -286,8 +288,8 @@ def check_origin(config: Config, base_sha256: str,
 
 def read_adapter(config: Config, arch: Architecture,
                  specs: Sequence[LayerSpec]) -> dict[str, torch.Tensor]:
-    """{PEFT's name: fp32 tensor} of --init_adapter. Raises ValueError unless it is an adapter of
-    the same form as this run's, whose layers have these `specs`."""
+    """Return {PEFT's name: fp32 tensor} of --init_adapter. Raises ValueError unless it has the form
+    of this run's adapter, whose layers have these `specs`."""
     directory = Path(str(config.init_adapter))
     with explain(f"--init_adapter {directory}"):
         path, file = (directory / name for name in ADAPTER_FILES)
@@ -312,7 +314,7 @@ def read_adapter(config: Config, arch: Architecture,
 
 
 def lora_settings(arch: Architecture, config: Config) -> LoraConfig:
-    """PEFT's settings that say what the values of an adapter mean."""
+    """Return the PEFT settings that determine the meaning of an adapter's values."""
     rank, alpha = config.lora_rank, config.lora_alpha
     adapted = arch.adapted(config.target_modules)
     return LoraConfig(r=rank, lora_alpha=alpha, use_rslora=config.adapter == "rslora",

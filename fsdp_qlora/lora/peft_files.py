@@ -23,8 +23,8 @@ from fsdp_qlora.pretrained.reader import FLOATS, Stored, read_tensor, tensors_of
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 IGNORED = set("""lora_dropout target_modules exclude_modules peft_version task_type revision
     base_model_name_or_path inference_mode auto_mapping layers_pattern megatron_core
-    qalora_group_size eva_config""".split())  # of adapter_config.json: they change no value
-# of init_lora_weights: PiSSA, OLoRA and others train on a changed base, these do not
+    qalora_group_size eva_config""".split())  # settings of adapter_config.json that change no value
+# values of init_lora_weights that leave the base unchanged, unlike PiSSA, OLoRA and others
 PLAIN_INITS = True, False, None, "gaussian", "eva", "orthogonal"
 
 
@@ -32,11 +32,11 @@ def open_adapter(
     directory: Path, wanted: LoraConfig, shapes: Mapping[str, tuple[int, ...]], source: str,
     flags: Mapping[str, str] | None = None,
 ) -> dict[str, Stored]:
-    """Returns {name: Stored} of the tensors of an adapter.
+    """Return {name: Stored} of the tensors of an adapter.
 
-    Raises ValueError unless its settings are those of `wanted`, and its tensors have these names
-    and shapes and only finite numbers. `source` asks for that; `flags` {setting: the flag that
-    gives the same}.
+    Raises ValueError unless its settings match `wanted`, and its tensors have these names and
+    shapes and only finite numbers. `source` names what requires that, for errors; `flags` is
+    {setting: the flag that sets it}.
     """
     path, file = (directory / name for name in ADAPTER_FILES)
     check_settings(path, read_json(path), wanted.to_dict(), source, flags or {})
@@ -57,10 +57,10 @@ def open_adapter(
 
 def check_settings(path: Path, settings: Mapping[str, Any], wanted: Mapping[str, Any], source: str,
                    flags: Mapping[str, str]) -> None:
-    """Raise ValueError if settings of adapter_config.json give the tensors another meaning than
-    `wanted`, or name more than adapters of linears."""
-    found = {**LoraConfig().to_dict(), **settings}
-    for key, value in found.items():
+    """Raise ValueError if the settings of an adapter_config.json give the tensors another meaning
+    than `wanted`, or name more than adapters of linears."""
+    all_settings = {**LoraConfig().to_dict(), **settings}
+    for key, value in all_settings.items():
         here = wanted.get(key)
         value, here = (sorted(x, key=str) if isinstance(x, (list, set)) else x
                        for x in (value, here))
@@ -75,11 +75,11 @@ def check_settings(path: Path, settings: Mapping[str, Any], wanted: Mapping[str,
 
 @dataclasses.dataclass(frozen=True)
 class LinearAdapter:
-    """The adapter of one linear, in a file."""
+    """The adapter of one linear in PEFT's files."""
 
     read: Callable[[str, str], torch.Tensor]  # (name, device) -> a tensor of the file
     parts: list[FilePart]  # A, B and, with DoRA, magnitudes
-    scaling: float  # of B @ A
+    scaling: float  # factor of B @ A
 
     def tensors(self, device: str) -> list[torch.Tensor]:
         return [self.read(part.name, device)[part.index] for part in self.parts]
@@ -88,21 +88,21 @@ class LinearAdapter:
 def open_linear_adapters(
     directory: Path, lora: LoraConfig, parts: Mapping[str, list[FilePart]], source: str
 ) -> dict[str, LinearAdapter]:
-    """{name of a linear: its LinearAdapter}, from the FileParts of each linear, to be merged.
-    Raises ValueError as open_adapter() does, and for an adapter that is not trained."""
-    shapes = {part.name: part.shape for its in parts.values() for part in its}
+    """Return {name of a linear: its LinearAdapter} for a merge, from the FileParts of each linear.
+    Raises ValueError as open_adapter() does, and for an untrained adapter."""
+    shapes = {part.name: part.shape for file_parts in parts.values() for part in file_parts}
     stored = open_adapter(directory, lora, shapes, source)
     if not any(read_tensor(x, name).any() for name, x in stored.items() if "lora_B" in name):
         raise ValueError(f"{directory / ADAPTER_FILES[1]}: is empty or untrained: lora_B is all 0")
-    # cached, as one tensor may have all experts
+    # cached, because one tensor may contain all experts
     read = functools.lru_cache(4)(lambda name, device: read_tensor(stored[name], name, device))
     scaling = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
-    return {name: LinearAdapter(read, its, scaling) for name, its in parts.items()}
+    return {name: LinearAdapter(read, file_parts, scaling) for name, file_parts in parts.items()}
 
 
 def write_adapter(directory: Path, weights: dict[str, torch.Tensor],
                   lora_config: LoraConfig) -> None:
-    """The adapter in PEFT's format. Rank 0 only."""
+    """Write the adapter in PEFT's format. Rank 0 only."""
     write_whole(directory / "adapter_model.safetensors", weights)
     settings = {key: sorted(value) if isinstance(value, set) else value
                 for key, value in lora_config.to_dict().items()} | {"inference_mode": True}

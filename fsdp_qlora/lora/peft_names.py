@@ -14,44 +14,44 @@ from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.tensor_names import renamed
 
 
-Index = EllipsisType | slice | tuple[Any, ...]  # of a part of a tensor
+Index = EllipsisType | slice | tuple[Any, ...]  # selects a part of a tensor
 
 
 class FilePart(NamedTuple):
-    """A part of an adapter, in PEFT's files."""
+    """A part of an adapter in PEFT's files."""
 
-    name: str  # of the tensor there
-    shape: tuple[int, ...]  # of the tensor there
-    index: Index = ...  # of the part in it
+    name: str  # name of the tensor in the file
+    shape: tuple[int, ...]  # shape of that tensor
+    index: Index = ...  # selects the part of that tensor
 
 
 Parts = dict[str, FilePart]  # see expert_parts()
 
 
 def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
-    """PEFT's name of a part of a linear's adapter. A single expert is named as in the released
-    files of its family."""
+    """Return PEFT's name of a part of a linear's adapter. A single expert has the name used in the
+    released files of its family."""
     renames = arch.moe.renames if arch.moe else ()
     stem = f"base_model.model.{arch.module_prefix}layers.{layer}"
     return f"{stem}.{renamed(linear, renames)}.{key}"
 
 
 def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, kind: str,
-               of_experts: Parts) -> list[FilePart]:
-    """The FileParts of A, B and DoRA's magnitudes of a Linear's adapter; `of_experts`: see
-    expert_parts()."""
+               parts_of_experts: Parts) -> list[FilePart]:
+    """Return the FileParts of A, B and DoRA's magnitudes of a Linear's adapter. `parts_of_experts`:
+    the result of expert_parts()."""
     n_out, n_in = linear.out_features, linear.in_features
     shapes: dict[str, tuple[int, ...]] = {
         "lora_A.weight": (rank, n_in), "lora_B.weight": (n_out, rank)}
     shapes |= {"lora_magnitude_vector": (n_out,)} if kind == "dora" else {}
     names = {peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
-    return [of_experts.get(name, FilePart(name, shape)) for name, shape in names.items()]
+    return [parts_of_experts.get(name, FilePart(name, shape)) for name, shape in names.items()]
 
 
 def as_saved(arch: Architecture, settings: Mapping[str, Any],
              names: Iterable[str]) -> Architecture:
-    """`arch` with MoE.adapters in the form in which an adapter with these settings and names of
-    tensors is saved, which may not be today's."""
+    """Return `arch` with the MoE.adapters form in which an adapter with these settings and tensor
+    names was saved; that may be an older form."""
     if not arch.moe:
         return arch
     form = "modules"
@@ -62,9 +62,9 @@ def as_saved(arch: Architecture, settings: Mapping[str, Any],
 
 def expert_settings(arch: Architecture, rank: int, alpha: int,
                     adapted: Collection[str]) -> dict[str, Any]:
-    """The settings of PEFT's LoraConfig for the experts among the linears `adapted`, if PEFT adapts
-    one parameter of all experts. The adapter of gate and up together has the ranks of both, and
-    twice alpha, so that the scale is the same."""
+    """Return the settings of PEFT's LoraConfig for the experts among the linears `adapted`, if PEFT
+    adapts one parameter of all experts. The adapter of gate and up together has the ranks of both
+    and twice alpha, so that the scale is unchanged."""
     if not arch.moe or arch.moe.adapters == "modules" or not {*adapted} & {*arch.experts()}:
         return {}
     stem, n = arch.moe.experts, arch.moe.n_experts
@@ -77,22 +77,23 @@ def expert_settings(arch: Architecture, rank: int, alpha: int,
 
 
 def expert_parts(arch: Architecture, rank: int) -> Parts:
-    """{peft_name() of A or B of an expert's linear: its FilePart} if PEFT's files have one
-    A and one B for all experts: this expert's part is at `index`. In A an expert has consecutive
-    rows, in B every n-th column. In A and B of gate and up together, gate has the first half of an
-    expert's ranks and up the second; B is 0 where the outputs of one meet the ranks of the other.
-    Of two experts, a and b, with rank 2, gate and up together:
+    """Return {peft_name() of A or B of an expert's linear: its FilePart}, if PEFT's files have one
+    A and one B for all experts; `index` then selects this expert's part.
+
+    In A an expert has consecutive rows, in B every n-th column. In A and B of gate and up together,
+    gate has the first half of an expert's ranks and up the second; B is 0 where the outputs of one
+    meet the ranks of the other. For two experts, a and b, with rank 2, gate and up together:
 
         A [8, in]      rows, one below the other: a.gate a.gate a.up a.up b.gate b.gate b.up b.up
         B [2 out, 8]   columns     a b a b | a b a b      (a's first, b's first, a's second, ..)
                        gate's out  g g g g | 0 0 0 0
                        up's out    0 0 0 0 | u u u u
     """
-    found: Parts = {}
+    parts: Parts = {}
     for layer, routed in enumerate(arch.layer_routed):
         if not (routed and arch.moe) or arch.moe.adapters != "stacked":
             continue
-        # PEFT wraps the module of all experts once for down_proj, within that for the other
+        # PEFT wraps the experts' module once for down_proj, and inside that for gate and up
         for end, linears in (".base_layer", arch.expert_gate_up), ("", arch.expert_down):
             n, n_out = arch.moe.n_experts, linears[0].out_features
             whole, n_columns = arch.moe.experts + end, rank * len(linears)
@@ -104,20 +105,21 @@ def expert_parts(arch: Architecture, rank: int) -> Parts:
                      slice(rank * i, rank * (i + 1))),
                     ("lora_B.weight", (n_out * len(linears) // n, n_columns),
                      (slice(n_out * k, n_out * (k + 1)), columns))):
-                    found[peft_name(arch, layer, linear.name, key)] = FilePart(
+                    parts[peft_name(arch, layer, linear.name, key)] = FilePart(
                         peft_name(arch, layer, whole, key), shape, index)
-    return found
+    return parts
 
 
 def stack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, torch.Tensor]:
-    """{name in PEFT's files: tensor} out of {peft_name(): tensor}; `parts`: see expert_parts()."""
-    found = {}
+    """Return {name in PEFT's files: tensor} from {peft_name(): tensor}; `parts`: see
+    expert_parts()."""
+    stacked = {}
     for name, tensor in tensors.items():
         stored, shape, index = parts.get(name, FilePart(name, tensor.shape))
-        if stored not in found:
-            found[stored] = tensor.new_zeros(shape)
-        found[stored][index] = tensor
-    return found
+        if stored not in stacked:
+            stacked[stored] = tensor.new_zeros(shape)
+        stacked[stored][index] = tensor
+    return stacked
 
 
 def unstack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, torch.Tensor]:

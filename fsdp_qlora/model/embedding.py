@@ -16,30 +16,30 @@ from fsdp_qlora.ranks import all_gather
 try:
     import triton
     import triton.language as tl
-except ImportError:  # comes with torch on CUDA alone
+except ImportError:  # Triton comes with CUDA builds of torch only
     triton = None
 
 
-CHUNK_BYTES = 256 * 2**20  # of logits alive at once, and of embeddings before their sum
+CHUNK_BYTES = 256 * 2**20  # bytes of logits alive at once, and of embeddings before their sum
 
 
 if triton:
 
     @triton.jit
     def look_up_kernel(ids, table, out, first, n_rows, width, COLUMNS: tl.constexpr):
-        """Rows `ids` - first of `table` [n_rows, width]; 0 for those that it does not have."""
+        """Rows `ids` - first of `table` [n_rows, width]; 0 for rows that are not in the table."""
         token = tl.program_id(0).to(tl.int64)
         row = tl.load(ids + token) - first
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        there = (column < width) & (row >= 0) & (row < n_rows)
-        values = tl.load(table + row * width + column, there, 0.0)
+        in_table = (column < width) & (row >= 0) & (row < n_rows)
+        values = tl.load(table + row * width + column, in_table, 0.0)
         tl.store(out + token * width + column, values, column < width)
 
 
 def look_up(ids: Tensor, table: Tensor, first: int) -> Tensor:
-    """Embeddings [n, hidden] of ids [n] from `table` [rows, hidden], whose first row is of id
-    `first`; 0 for ids that it does not have. The GPU reads a table in pinned host memory directly.
-    """
+    """Return the embeddings [n, hidden] of ids [n] from `table` [rows, hidden], whose first row
+    belongs to id `first`; 0 for ids that are not in the table. The GPU reads a table in pinned host
+    memory directly."""
     if table.is_cpu and ids.is_cuda:
         out = torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=ids.device)
         grid = (len(ids), ceil_div(table.shape[1], 1024))
@@ -51,7 +51,8 @@ def look_up(ids: Tensor, table: Tensor, first: int) -> Tensor:
 
 
 def embed(model: ModelParameters, ids: Tensor) -> Tensor:
-    """Embeddings [n, hidden] of ids [n]. All ranks of the group must call this, with the same n."""
+    """Return the embeddings [n, hidden] of ids [n]. All ranks of the group must call this, with the
+    same n."""
     out = look_up_sharded(model, ids, model.embedding)
     arch, multiplier = model.arch, model.arch.embedding_multiplier
     if arch.embedding_norm:
@@ -64,12 +65,12 @@ def embed(model: ModelParameters, ids: Tensor) -> Tensor:
 
 
 def look_up_sharded(model: ModelParameters, ids: Tensor, table: Tensor) -> Tensor:
-    """Rows [n, width] of ids [n] of a table, of which this rank has the rows model.own_rows. All
-    ranks of the group must call this, with the same n.
+    """Return the rows [n, width] of ids [n] from a table of which this rank has the rows
+    model.own_rows. All ranks of the group must call this, with the same n.
 
-    Only ids are gathered: each rank looks the tokens of all ranks up among its own rows, and each
-    gets the sum for its tokens, in which one term is not zero. Of a Llama-3-70B that is 0.1 GB for
-    4,096 tokens on 2 GPUs, instead of a weight of 2.1 GB.
+    Only ids are gathered. Each rank looks up the tokens of all ranks among its own rows, and gets
+    the sum over ranks for its own tokens, in which one term is not zero. For Llama-3-70B that moves
+    0.1 GB for 4,096 tokens on 2 GPUs, instead of a weight of 2.1 GB.
     """
     shards, first = model.shards, model.own_rows.start
     if shards == 1:

@@ -14,29 +14,29 @@ from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.model.model import Model
 
 
-MAX_GRAPHS = 64  # each takes some GPU memory beside torch's, which the plan does not count
+MAX_GRAPHS = 64  # each needs some GPU memory outside torch, which the plan does not count
 
 
 class Graphs:
-    """The CUDA graphs of a model, one for each shape of a micro-batch."""
+    """The CUDA graphs of a model, one for each shape of micro-batch."""
 
     def __init__(
         self, model: Model, compute_loss: Callable[[Model, MicroBatch], tuple[Tensor, Tensor]]
     ) -> None:
-        """compute_loss(model, micro-batch) returns the loss and the sums of a micro-batch."""
+        """`compute_loss(model, micro_batch)` returns the loss and the sums of a micro-batch."""
         self.model, self.compute_loss, self.pool = model, compute_loss, None
-        # {shape: (graph, MicroBatch, factor, sums)}; None: no graph, seen once so far
+        # {shape: (graph, MicroBatch, factor, sums)}; None: no graph for this shape yet
         self.captured: dict[tuple, Any] = {}
 
     def replay(self, batch: MicroBatch, loss_weight: float) -> Tensor | None:
-        """Backward of `loss_weight` times the loss of a micro-batch, by a graph. Returns the sums
-        of compute_loss().
+        """Run backward of `loss_weight` times the loss of a micro-batch by replaying its graph.
+        Returns the sums of compute_loss(), or None if the caller must run without a graph.
 
-        A shape is captured when it comes a second time: kernels are compiled and chosen outside of
-        a capture. Returns None where the caller must do without a graph.
+        A shape is captured when it occurs for the second time, because kernels are compiled and
+        chosen outside of a capture.
         """
         tensors = batch_tensors(batch)
-        is_fixed_len = batch.kernels is self.model.kernels.fixed_len  # for which attention differs
+        is_fixed_len = batch.kernels is self.model.kernels.fixed_len  # attention is another kernel
         lengths = batch.lengths if is_fixed_len else ()
         shape = lengths, batch.longest, *(tensor.shape for tensor in tensors)
         if self.captured.get(shape) is None:
@@ -53,9 +53,9 @@ class Graphs:
         return sums.clone()
 
     def capture(self, batch: MicroBatch) -> tuple[torch.cuda.CUDAGraph, MicroBatch, Tensor, Tensor]:
-        """A graph, and the tensors that it reads and writes: the MicroBatch, the factor on the
-        loss, the sums."""
-        # fla keeps what it made of bounds that it has seen, by the tensor's identity
+        """Return a graph, and the tensors that it reads and writes: the MicroBatch, the factor of
+        the loss, the sums."""
+        # fla caches what it derives from cu_seqlens by the identity of the tensor, so copy it
         static = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens.clone())
         factor = torch.ones((), device=self.model.device)
         graph = torch.cuda.CUDAGraph()
@@ -64,11 +64,11 @@ class Graphs:
             (loss * factor).backward()
         self.pool = self.pool or graph.pool()
         static.ropes, static.masks, static.layer_inputs = None, {}, None
-        torch.cuda.empty_cache()  # what ran without a graph used this
+        torch.cuda.empty_cache()  # frees memory used by the run without a graph
         return graph, static, factor, sums
 
 
 def batch_tensors(batch: MicroBatch) -> list[Tensor]:
-    """All tensors of a MicroBatch and its Answers."""
+    """Return all tensors of a MicroBatch and its Answers."""
     fields = [*vars(batch).values(), *(vars(batch.answers).values() if batch.answers else ())]
     return [value for value in fields if isinstance(value, Tensor)]

@@ -23,13 +23,13 @@ from fsdp_qlora.ranks import all_gather
 
 
 def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tensor:
-    """The model's logits, fp32: scaled and, where `cap` is not None, capped."""
+    """Return the model's logits, fp32: scaled and, if `cap` is not None, capped."""
     logits = logits.float() * multiplier
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
-    """The most probable next token after each of `states` [n, hidden], which are normed, int64 [n].
+    """Return the most probable next token after each of the normed `states` [n, hidden], int64 [n].
     All ranks of the group must call this, with the same states."""
     logits = scaled_logits(
         states @ model.head.t(), model.arch.logits_multiplier, model.arch.logits_softcap)
@@ -44,7 +44,7 @@ def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
 def logits_statistics(
     logits: Tensor, targets: Tensor, multiplier: float, cap: float | None
 ) -> Tensor:
-    """For logits [n, columns], fp32 [3, n]: the maximum of each row, the sum of exp(logit -
+    """Return fp32 [3, n] for logits [n, columns]: the maximum of each row, the sum of exp(logit -
     maximum), and the logit in column `targets`, 0 where that is -1."""
     logits = scaled_logits(logits, multiplier, cap)
     top = logits.amax(-1)
@@ -57,8 +57,9 @@ def logits_gradient(
     logits: Tensor, log_sum: Tensor, targets: Tensor, absent: Tensor, multiplier: float,
     cap: float | None
 ) -> Tensor:
-    """The gradient of the cross-entropies [n, columns]: probabilities, minus 1 at the target; 0 for
-    tokens that are `absent` from the loss. log_sum [n] is over the whole vocabulary."""
+    """Return the gradient of the cross-entropies [n, columns]: probabilities, minus 1 at the
+    target; 0 for tokens that are `absent` from the loss. log_sum [n] is over the whole vocabulary.
+    """
     capped = scaled_logits(logits, multiplier, cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
     hit = (columns[None] == targets[:, None]).float()
@@ -69,14 +70,14 @@ def logits_gradient(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Final norm, head and cross-entropy: from the last layer's outputs [tokens, hidden] to the
-    loss of each of this rank's trained tokens, MicroBatch.labels, fp64 [labels], 0 for padding.
+    """Final norm, lm_head and cross-entropy: from the last layer's outputs [tokens, hidden] to the
+    loss of each of this rank's tokens in the loss, MicroBatch.labels, fp64 [labels], 0 for padding.
 
     Each rank computes the logits of all ranks' tokens for its own rows of the vocabulary; for the
-    softmax the ranks exchange three numbers a token. The head is never gathered, and the whole
-    logits never exist (in fp32 2.1 GB for 4,096 tokens and a vocabulary of 128k). As the head is
-    frozen, only the gradient of x is needed: forward computes it for a weight of 1, a chunk of
-    tokens at a time, and backward multiplies each token's row by the gradient of its loss.
+    softmax the ranks exchange three numbers per token. The lm_head is never gathered, and the full
+    logits never exist (2.1 GB in fp32 for 4,096 tokens and a vocabulary of 128k). Because the
+    lm_head is frozen, only the gradient of x is needed: forward computes it for a weight of 1, a
+    chunk of tokens at a time, and backward multiplies each token's row by the gradient of its loss.
     """
 
     @staticmethod
@@ -86,7 +87,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         def gather(tensor: Tensor) -> Tensor:
             return all_gather(tensor, model.group) if shards > 1 else tensor[None]
 
-        change = arch.logits_multiplier, arch.logits_softcap
+        logits_args = arch.logits_multiplier, arch.logits_softcap
         evaluation = not ctx.needs_input_grad[0]
         token_losses = torch.empty(len(batch.labels), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
@@ -101,31 +102,31 @@ class LinearCrossEntropy(torch.autograd.Function):
             labels = all_labels[:, chunk].flatten()
             absent, targets = labels < 0, labels - model.own_rows.start
             targets = targets.where((targets >= 0) & (targets < len(weight)) & ~absent, -1)
-            statistics = logits_statistics(logits, targets, *change, any_rows=True)
+            statistics = logits_statistics(logits, targets, *logits_args, any_rows=True)
             statistics = gather(statistics)
             top, total, target_logit = statistics.unbind(1)  # each [shards, n]
-            top_of_all = top.amax(0)
-            log_sum = top_of_all + ((top - top_of_all).exp() * total).sum(0).log()
+            global_top = top.amax(0)
+            log_sum = global_top + ((top - global_top).exp() * total).sum(0).log()
             losses = (log_sum - target_logit.sum(0)).masked_fill(absent, 0)
             token_losses[chunk] = losses.view(shards, -1)[model.shard]
             if evaluation:
                 continue
             grad = logits_gradient(
-                logits, log_sum, targets, absent, *change, any_rows=True)
+                logits, log_sum, targets, absent, *logits_args, any_rows=True)
             grad = fp32_product(grad, weight)
             if shards > 1:
                 whole, grad = grad, grad.new_empty(len(grad) // shards, grad.shape[1])
                 dist.reduce_scatter_tensor(grad, whole, group=model.group)
             grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
                                  any_rows=True)
-            grad_x.index_add_(0, batch.trained_at[chunk], grad)  # padding adds 0 to token 0
+            grad_x.index_add_(0, batch.trained_at[chunk], grad)  # padding: adds 0 to token 0
         ctx.grad_x, ctx.batch = grad_x, batch
         return token_losses
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None]:
         grad_x, batch, ctx.grad_x = ctx.grad_x, ctx.batch, None
-        # padding is at token 0, to which it adds 0
+        # padded labels point to token 0 and add 0 to it
         weights = grad_losses.float().masked_fill(batch.labels < 0, 0)
-        of_tokens = weights.new_zeros(len(grad_x)).index_add_(0, batch.trained_at, weights)
-        return grad_x.mul_(of_tokens[:, None]), None, None
+        token_weights = weights.new_zeros(len(grad_x)).index_add_(0, batch.trained_at, weights)
+        return grad_x.mul_(token_weights[:, None]), None, None

@@ -41,17 +41,17 @@ from fsdp_qlora.ranks import all_gather, is_rank_0, log_each_rank, raise_on_all_
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What train_config.json says of the weights that were loaded."""
+    """The facts about the loaded weights that train_config.json records."""
 
-    sums: dict[str, str]  # {name in files: content_sum() as hex}: they tell one base from another
-    prequantized: bool  # whether the files are in 4 bits
+    sums: dict[str, str]  # {name in files: content_sum() as hex}, to tell one base from another
+    prequantized: bool  # True if the files are in 4 bits
     n_parameters: int
 
 
 def load_model(model: Model, base: Path, model_config: transformers.PretrainedConfig,
                config: Config) -> Loaded:
-    """Give the model all of its frozen weights, this rank's part of them, from the files in `base`;
-    raises ValueError where one is not finite. All ranks must call this."""
+    """Load this rank's part of all frozen weights from the files in `base`. Raises ValueError if
+    one is not finite. All ranks must call this."""
     assert config.max_seq_len, "read_model_config() fills it in"
     arch, device, nf4_states = model.arch, model.device, {}
     dtype = getattr(torch, config.compute_dtype)
@@ -80,7 +80,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
 
     fill_model(model, names, read_checked, nf4_states)
     with raise_on_all_ranks():
-        reader.close()  # raises its error: until here all ranks go on
+        reader.close()  # raises the reader's error; until here all ranks go on
         are_finite = torch.stack(list(finite.values())).tolist()
         if not all(are_finite):
             damaged = list(finite)[are_finite.index(False)]
@@ -90,7 +90,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     model.frequencies = [
         (f.to(device), factor) for f, factor in
         (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
-    torch.cuda.empty_cache()  # what loading used and training would use in other sizes
+    torch.cuda.empty_cache()  # training needs blocks of other sizes than loading
     seconds, grown = time.monotonic() - started, (host_memory()[1] - memory_before[0]) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
     log_each_rank(f"weights loaded in {seconds:.2f} s", f"{n_bytes / size:.2f} {unit} at"
@@ -105,9 +105,10 @@ def fill_model(
     model: Model, names: TensorNames, read: Callable[[str], torch.Tensor],
     nf4_states: dict[str, dict[str, Any]],
 ) -> None:
-    """Give the model its embedding, layers, norm and head. read(name) returns this rank's rows of a
-    tensor, flat; each is read once, in the order of weight_requests(), but MXFP4 first in a layer.
-    `nf4_states` is what check_files() returns. All ranks of model.group must call this."""
+    """Set the model's embedding, layers, norm and lm_head. read(name) returns this rank's rows of a
+    tensor, flat; each tensor is read once, in the order of weight_requests(), except that MXFP4
+    comes first in a layer. `nf4_states` is check_files()'s result. All ranks of model.group must
+    call this."""
     plan, device, dtype = model.plan, model.device, getattr(torch, model.plan.compute_dtype)
 
     def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
@@ -124,9 +125,9 @@ def fill_model(
             read, names.of_model(linear.name), linear, nf4_states, dtype, device)
         model.per_layer_norm = read(
             names.of_model(arch.per_layer.projection_norm)).to(device, dtype)
-    # Allocate the 4-bit weights before anything temporary: else gaps between them would stay. FSDP2
+    # Allocate the 4-bit weights before anything temporary, else gaps between them would stay. FSDP2
     # sees them as QUANT_STORAGE, bf16. If it copied them as bf16, without the hooks of NF4Blocks,
-    # the words that are NaN in bf16, 0.08 % of all, would be changed without an error.
+    # the 0.08 % of words that are NaN in bf16 would be changed without an error.
     shards = [None if plan.offload_params else zero_shard(model, i, device)
               for i in range(len(model.layers))]
     quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
@@ -141,7 +142,7 @@ def fill_model(
 
 
 def zero_shard(model: Model, i: int, device: torch.device) -> NF4Blocks:
-    """Zeros for this rank's blocks of layer i."""
+    """Return zeros for this rank's blocks of layer i."""
     layer: DecoderLayer = model.layers[i]
     own: NF4Blocks = local_part(layer.nf4)
     return own.zeros_on(device, QUANT_STORAGE)
@@ -151,8 +152,9 @@ def fill_layer(
     model: Model, i: int, shard: NF4Blocks, names: TensorNames, read: Callable[[str], torch.Tensor],
     nf4_states: dict[str, dict[str, Any]],
 ) -> None:
-    """Give layer i its 4-bit weights, written into `shard`, NF4Blocks of zeros on the device; its
-    norms and biases; and the router of its experts. All ranks of model.group must call this."""
+    """Set layer i's 4-bit weights, written into `shard`, NF4Blocks of zeros on the device; its
+    norms and biases; and its small tensors, such as the experts' router. All ranks of model.group
+    must call this."""
     device, dtype = shard.device, getattr(torch, model.plan.compute_dtype)
     layer: DecoderLayer = model.layers[i]
     own_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
@@ -179,10 +181,10 @@ def quantize(
     NF4Blocks of zeros. Linears that are in NF4 in the files (in `nf4_states`) keep their bytes.
     Returns the layer's Nested. All ranks of the group must call this.
 
-    `own_linears` are (OwnBlocks, name in files), one a linear. Blocks of 64 weights are quantized
-    independently, so they get the bytes that they would have in the whole tensor. The second level
-    subtracts the mean absmax of the whole linear: all ranks gather the absmax, 4 bytes for 64
-    weights, and compute the same second level.
+    `own_linears` are (OwnBlocks, name in files), one per linear. Blocks of 64 weights are quantized
+    independently, so they get the same bytes as in the whole tensor. The second level subtracts the
+    mean absmax of the whole linear: all ranks gather the absmax, 4 bytes per 64 weights, and
+    compute the same second level.
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
     nested, codebook = {}, dynamic_map(shard.device)  # {name: its part of each field of Nested}
@@ -198,7 +200,7 @@ def quantize(
     all_absmax = all_gather(absmax, model.group).view(-1) if model.shards > 1 else absmax
     for own, name in own_linears:
         if name not in nf4_states:
-            # a tensor of its own: how a sum is rounded depends on where a tensor begins
+            # a tensor of its own, because the rounding of a sum depends on where a tensor begins
             whole = all_absmax[own.linear.blocks].clone()
             whole -= (offset := whole.mean())
             codes, state = bnb.functional.quantize_blockwise(
@@ -215,7 +217,7 @@ def copy_mxfp4(
     own_linears: list[tuple[OwnBlocks, str]], shard: NF4Blocks, read: Callable[[str], torch.Tensor],
 ) -> list[tuple[OwnBlocks, str]]:
     """Copy this rank's blocks of the linears that are in MXFP4 in the files into `shard`. Returns
-    the other linears; both lists are of (OwnBlocks, name in files)."""
+    the other linears. Both lists contain (OwnBlocks, name in files)."""
     for own, name in own_linears:
         if own.linear.mxfp4:
             first = own.weights.start // BLOCK  # read() returns whole rows
@@ -231,8 +233,8 @@ def copy_nf4(
     state: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. `state`: the
-    JSON object that bitsandbytes stored with it. Returns (absmax, offset, code values) of the
-    linear for Nested."""
+    JSON object that bitsandbytes stored with it. Returns the linear's (absmax, offset, code values)
+    for Nested."""
     codes = read(name)
     shard.packed[own.local].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
     shard.scales[own.local, 0] = read(f"{name}.absmax")
@@ -243,8 +245,8 @@ def copy_nf4(
 def weight_rows(
     read: Callable[[str], torch.Tensor], names: TensorNames, name: str, rows: range,
 ) -> torch.Tensor:
-    """The requested `rows` of a linear's weight, flat. If it is in FP8 or INT4: times its scales,
-    see scaled_weight()."""
+    """Return the requested `rows` of a linear's weight, flat. In FP8 or INT4 they are multiplied by
+    their scales, see scaled_weight()."""
     value = read(name)
     if name not in names.scaled:
         return value
@@ -258,7 +260,7 @@ def quantized_values(
     read: Callable[[str], torch.Tensor], name: str, linear: Linear,
     states: dict[str, dict[str, Any]], dtype: torch.dtype, device: torch.device,
 ) -> torch.Tensor:
-    """A whole linear outside of the layers, [out, in], with the values that its NF4 has."""
+    """Return a whole linear outside of the layers, [out, in], with the values that its NF4 has."""
     shape = linear.out_features, linear.in_features
     weight = whole_tensor(read, name, states, dtype).to(device, dtype).view(shape)
     if name in states:
@@ -270,8 +272,8 @@ def whole_tensor(
     read: Callable[[str], torch.Tensor], name: str, states: dict[str, dict[str, Any]],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A whole tensor, flat. If it is in NF4 in the files, see check_files(): dequantized by
-    bitsandbytes to `dtype`."""
+    """Return a whole tensor, flat. A tensor that is in NF4 in the files, see check_files(), is
+    dequantized to `dtype` by bitsandbytes."""
     if name not in states:
         return read(name)
     codes = read(name)

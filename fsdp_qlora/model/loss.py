@@ -24,13 +24,13 @@ from fsdp_qlora.kernels.micro_batch import Answers, MicroBatch
 from fsdp_qlora.ranks import all_gather
 
 
-# Each returns the loss of each row [rows], and the rewards [rows, answers] that are logged. They
-# are as TRL 1.16 has them.
+# Each function returns the loss of each row [rows], and the rewards [rows, answers] that are
+# logged, both as in TRL 1.16.
 
 
 def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Direct preference optimization; with --label_smoothing cDPO, for which so many of the pairs
-    are labeled the wrong way round."""
+    """Direct preference optimization; with --label_smoothing it is cDPO, which assumes that this
+    fraction of the pairs has swapped labels."""
     rewards: torch.Tensor = config.beta * (answers.logps - answers.reference)
     margins = rewards[:, 0] - rewards[:, 1]
     wrong = config.label_smoothing
@@ -38,7 +38,7 @@ def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ipo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Identity preference optimization: the margin per token is to be 1 / (2 beta)."""
+    """Identity preference optimization: the target of the margin per token is 1 / (2 beta)."""
     scores = answers.logps - answers.reference
     margins = (scores / answers.n_trainable_tokens).diff(dim=1)[:, 0].neg()
     return (margins - 1 / (2 * config.beta)) ** 2, config.beta * scores
@@ -51,22 +51,22 @@ def simpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """ORPO: the cross-entropy of the chosen documents, prompts included, whose mean is over the
-    tokens of the step, and beta times the log of the odds of chosen to rejected."""
+    """ORPO: the cross-entropy of the chosen documents, prompts included, averaged over the tokens
+    of the step, minus beta times the log-sigmoid of the log odds ratio of chosen to rejected."""
     assert answers.logps is not None, "read_answers() has set it"
-    logps = answers.logps.clamp(max=-1e-12)  # of a certain answer the odds are infinite
+    logps = answers.logps.clamp(max=-1e-12)  # the odds of a certain answer would be infinite
     odds = logps - torch.log(-torch.expm1(logps))
     ratio = F.logsigmoid(odds[:, 0] - odds[:, 1])
     cross_entropy = (answers.prompt_losses[:, 0]
                      - answers.logps[:, 0] * answers.n_trainable_tokens[:, 0])
-    # the mean over rows of this is the mean over tokens
+    # the mean of this over rows is the mean over tokens
     cross_entropy = cross_entropy * answers.rows_per_token
     return cross_entropy - config.beta * ratio, config.beta * logps
 
 
 def kto(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """KTO: good answers are to be above the step's estimate of the KL divergence, bad ones below.
-    """
+    """KTO: the rewards of good answers should be above the step's estimate of the KL divergence,
+    those of bad answers below it."""
     rewards: torch.Tensor = config.beta * (answers.logps - answers.reference)
     above = rewards - config.beta * answers.kl
     losses = torch.where(answers.desirable, config.desirable_weight * above.neg().sigmoid(),
@@ -76,18 +76,18 @@ def kto(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """One of --loss."""
+    """The record of one --loss."""
 
-    function: Callable | None  # as above; None: the mean over the tokens in the loss
-    flags: tuple[str, ...] = ("beta",)  # of the flags that are of some losses alone, those it reads
-    n_answers: int = 2  # of a row
+    function: Callable | None  # one of the above; None: the mean over the tokens in the loss
+    flags: tuple[str, ...] = ("beta",)  # the loss-specific flags that it reads
+    n_answers: int = 2  # per row
     has_reference: bool = True  # reads Answers.reference
     per_token: bool = False  # reads mean log-probabilities
     trains_prompt: bool = False  # reads Answers.prompt_losses of chosen answers, rows_per_token
 
     @property
     def is_unpaired(self) -> bool:
-        """Whether a row has one answer, good or bad, whose reward is compared with Answers.kl."""
+        """True if a row has one answer, good or bad, whose reward is compared with Answers.kl."""
         return self.function is not None and self.n_answers == 1
 
 
@@ -98,43 +98,44 @@ LOSSES = {
     "simpo": Loss(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
     "orpo": Loss(orpo, has_reference=False, per_token=True, trains_prompt=True),
     "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), n_answers=1)}
-# {name in metrics.jsonl, TRL's: the answers that it is the mean over}. preference_loss() sums them
-# in this order: of --loss sft the first alone, of pairs all but the last
+# {name in metrics.jsonl, which is TRL's: the answers that it averages over}. The sums have this
+# order: --loss sft has the first only, pairs have all but the last
 METRICS = {
     "loss": "all", "rewards/chosen": "good", "rewards/rejected": "bad", "rewards/accuracies": "all",
     "logps/chosen": "good", "logps/rejected": "bad", "kl": "all"}
 
 
 class DocumentSums(torch.autograd.Function):
-    """The sum of the token losses [n] of each document of a micro-batch, fp64 [documents]; where a
-    loss also reads prompts, of its answer and of its prompt, see MicroBatch.loss_bounds."""
+    """Sums the token losses [n] of each document of a micro-batch: fp64 [documents]. If a loss also
+    reads prompts, there are two sums per document, of its answer and of its prompt, see
+    MicroBatch.loss_bounds."""
 
     @staticmethod
     def forward(ctx: Any, token_losses: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         ctx.batch = batch
-        # not index_add_() into documents: on a GPU its order, and so the sum, would vary
+        # not index_add_() into documents: on a GPU its order would vary, and so would the sum
         return torch.segment_reduce(token_losses, "sum", offsets=batch.loss_bounds, unsafe=True)
 
     @staticmethod
     def backward(ctx: Any, grad_sums: torch.Tensor) -> tuple[torch.Tensor, None]:
         bounds, n = ctx.batch.loss_bounds, len(ctx.batch.labels)
         numbers = torch.arange(n, device=grad_sums.device)
-        sum_of = torch.searchsorted(bounds, numbers, right=True) - 1  # of each token
-        # padding is behind the last sum: it takes any gradient, which LinearCrossEntropy ignores
+        sum_of = torch.searchsorted(bounds, numbers, right=True) - 1  # each token's sum
+        # padding is after the last sum: its gradient does not matter, LinearCrossEntropy ignores it
         return grad_sums[sum_of.clamp(max=len(grad_sums) - 1)], None
 
 
 def sum_documents(token_losses: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """See DocumentSums."""
+    """Return the sums of each document's token losses, see DocumentSums."""
     sums: torch.Tensor = DocumentSums.apply(token_losses, batch)
     return sums
 
 
 def preference_loss(token_losses: torch.Tensor, batch: MicroBatch,
                     config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of a micro-batch of preference rows, a sum over its rows, and this rank's share of
-    the sums that metrics are the means of, see METRICS, from the losses of this rank's tokens. All
-    ranks must call this."""
+    """Return the loss of a micro-batch of preference rows, summed over its rows, and this rank's
+    share of the sums from which the mean metrics are computed, see METRICS. `token_losses` are
+    those of this rank's tokens. All ranks must call this."""
     assert batch.answers, "there are no preference rows"
     # every rank computes all rows of the micro-batch; autograd stops at the documents of others
     kind = LOSSES[config.loss]
@@ -154,18 +155,18 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch,
             (is_right & is_row).sum().double(), (logps * good).sum(), (logps * bad).sum()]
     if kind.is_unpaired:
         sums.append(answers.kl * is_row.sum())
-    # unlike the sum of token losses, which is of this rank's own, every rank has these of all rows
+    # divided, because every rank has these sums over all rows, not over its own only
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 
 def read_answers(answers: Answers, document_losses: torch.Tensor, kind: Loss) -> Answers:
-    """The Answers with their log-probabilities, of the losses of all ranks' documents. All ranks
-    must call this."""
+    """Return the Answers with the log-probabilities of all ranks' documents, from
+    `document_losses`, this rank's. All ranks must call this."""
     sums = gather_documents(document_losses)
     if kind.trains_prompt:
         sums, prompts = sums.view(-1, 2).unbind(1)
         answers = dataclasses.replace(answers, prompt_losses=prompts[answers.documents])
-    n_trainable_tokens = answers.n_trainable_tokens.clamp(min=1)  # of padding
+    n_trainable_tokens = answers.n_trainable_tokens.clamp(min=1)  # 0 in padding
     logps = -sums[answers.documents]
     if kind.per_token:
         logps = logps / n_trainable_tokens
@@ -173,8 +174,8 @@ def read_answers(answers: Answers, document_losses: torch.Tensor, kind: Loss) ->
 
 
 def gather_documents(document_losses: torch.Tensor) -> torch.Tensor:
-    """The losses [n] of every rank's documents, [ranks x n]; a gradient reaches this rank's own.
-    All ranks must call this."""
+    """Return the losses [n] of every rank's documents, [ranks x n]; only this rank's own have a
+    gradient. All ranks must call this."""
     if dist.get_world_size() == 1:
         return document_losses
     parts = [*all_gather(document_losses.detach())]

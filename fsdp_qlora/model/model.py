@@ -26,8 +26,9 @@ from fsdp_qlora.ranks import RunError, log_each_rank
 
 
 class Model(ModelParameters):
-    """The forward of a MicroBatch returns the token losses of this rank, see LinearCrossEntropy;
-    without wants_loss what the head reads, [tokens, hidden]."""
+    """The model's parameters and its forward. The forward of a MicroBatch returns this rank's token
+    losses, see LinearCrossEntropy; without wants_loss, the inputs of the lm_head [tokens, hidden].
+    """
 
     def forward(self, batch: MicroBatch, wants_loss: bool = True) -> Tensor:
         x, arch = self.hidden(batch), self.arch
@@ -39,7 +40,7 @@ class Model(ModelParameters):
         return normed
 
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """What the last layer returns, [tokens, hidden]."""
+        """Return the last layer's output [tokens, hidden]."""
         x, dropout = embed(self, batch.input_ids), self.arch.embedding_dropout
         if self.arch.per_layer:
             batch.layer_inputs = per_layer_inputs(self, batch.input_ids, x)
@@ -48,7 +49,8 @@ class Model(ModelParameters):
         batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
                        for index in (None, *range(len(self.arch.ropes)))}
         batch.masks = {}
-        shared_kv: dict[int | None, list[Tensor]] = {None: []}  # of the layers that share theirs
+        # {index of a layer: the keys and values that it shares; [] if it shares none}
+        shared_kv: dict[int | None, list[Tensor]] = {None: []}
         for layer in self.layers:
             x, *shared_kv[layer.index] = layer(x, batch, *shared_kv[layer.kv_source])
         return x
@@ -56,7 +58,7 @@ class Model(ModelParameters):
 
 @torch.no_grad()
 def measure_weight_norms(model: Model) -> None:
-    """For DoRA: compute the norms of the rows of all adapted weights, fp32. Raises RunError if a
+    """Compute, for DoRA, the norms of the rows of all adapted weights, fp32. Raises RunError if a
     row is 0. All ranks must call this."""
     for layer in model.layers:
         with gathered(layer):
@@ -67,7 +69,7 @@ def measure_weight_norms(model: Model) -> None:
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     for linear in fused.adapted:
                         name, its = linear.name, norms[linear.outputs]
-                        if not its.all():  # PEFT, too, would compute NaN
+                        if not its.all():  # PEFT would compute NaN, too
                             raise RunError(
                                 f"--adapter dora: row {int(its.argmin())} of {name} in layer"
                                 f" {layer.index} is all 0, and DoRA divides by its norm: use"
@@ -77,8 +79,8 @@ def measure_weight_norms(model: Model) -> None:
 
 
 def verify_model(model: Model, plan: Plan) -> None:
-    """Assert that loading and sharding left what they should; print the bytes per rank. All ranks
-    must call this."""
+    """Assert that loading and sharding were complete, and log the bytes per rank. All ranks must
+    call this."""
     n_bytes = collections.Counter()
     for i, layer in enumerate(model.layers):
         for name, p in layer.named_parameters():

@@ -13,13 +13,13 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 
 def per_layer_inputs(model: ModelParameters, ids: Tensor, embeddings: Tensor) -> Tensor:
-    """The inputs of all layers [n, layers, size] of tokens `ids` [n] with these embeddings. All
-    ranks of the group must call this, with the same n."""
+    """Return the inputs of all layers [n, layers, size] for tokens `ids` [n] with these embeddings.
+    All ranks of the group must call this, with the same n."""
     arch, record = model.arch, model.arch.per_layer
     assert record, "the family has them"
     shape = arch.n_layers, record.size
     looked_up = look_up_sharded(model, ids, model.per_layer_table)
-    # the factor is rounded to the table's dtype, as that of the embedding is
+    # the factor is rounded to the table's dtype, like the embedding's factor
     looked_up.mul_(torch.tensor(record.size**0.5, dtype=looked_up.dtype))
     projected = embeddings @ model.per_layer_projection.t()
     return add_inputs(projected.unflatten(1, shape), looked_up.unflatten(1, shape),
@@ -28,6 +28,6 @@ def per_layer_inputs(model: ModelParameters, ids: Tensor, embeddings: Tensor) ->
 
 @elementwise
 def add_inputs(projected: Tensor, looked_up: Tensor, weight: Tensor, arch: Architecture) -> Tensor:
-    """What per_layer_inputs() returns, of its two parts."""
+    """Combine the two parts of per_layer_inputs()'s result."""
     projected = norm_of(projected * arch.hidden_size**-0.5, weight, arch.norm, arch.norm_eps)
     return (projected + looked_up) * 2**-0.5

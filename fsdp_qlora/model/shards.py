@@ -24,7 +24,8 @@ from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter. (DTensor.to_local() records autograd, which takes 5 us.)"""
+    """Return this rank's shard of a parameter. (DTensor.to_local() records autograd, which takes 5
+    us.)"""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
@@ -32,14 +33,14 @@ def set_local(module: nn.Module, name: str, local: Tensor) -> None:
     """Replace a meta parameter by this rank's values."""
     old = getattr(module, name)
     if isinstance(old, DTensor):
-        # as FSDP2 does it; DTensor.from_local would move an offloaded shard to the GPU
+        # the way FSDP2 does it; DTensor.from_local would move an offloaded shard to the GPU
         local = DTensor(local, old._spec, requires_grad=False)
     setattr(module, name, nn.Parameter(local, requires_grad=old.requires_grad))
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnBlocks:
-    """The NF4 blocks of one linear that this rank keeps; perhaps none."""
+    """The NF4 blocks of one linear that this rank stores; perhaps none."""
 
     linear: LinearSlices
     blocks: slice  # counted from the linear's first block
@@ -47,7 +48,7 @@ class OwnBlocks:
 
     @property
     def rows(self) -> range:
-        """The rows of the weight in which these blocks lie."""
+        """The rows of the weight that contain these blocks."""
         n_out, n_in = self.linear.out_features, self.linear.in_features
         stop = min(math.ceil(self.blocks.stop * BLOCK / n_in), n_out)
         return range(self.blocks.start * BLOCK // n_in, stop)
@@ -60,28 +61,28 @@ class OwnBlocks:
 
 
 def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
-    """The OwnBlocks of each of a layer's linears, for the rank that has this shard.
+    """Return the OwnBlocks of each linear of a layer, for the rank with this shard.
 
-    The linears lie end to end, and the whole is cut into equal shards: of a Llama-3-8B shared by
-    two, rank 0 has q, k, v, o, gate and a seventh of up, rank 1 the rest of up and down. Of a
-    linear in other shards alone the slices are empty. FSDP2 cuts at the same places, because
-    DecoderLayer pads its parameters to shards of one size.
+    The linears lie end to end, and the whole is cut into equal shards. In a Llama-3-8B shared by
+    two ranks, rank 0 has q, k, v, o, gate and a seventh of up, rank 1 the rest of up and down. The
+    slices are empty for a linear that is in other shards only. FSDP2 cuts at the same places,
+    because LayerParameters pads its parameters to shards of one size.
     """
     n = len(local_part(layer.nf4))
-    first, found = shard * n, []
+    first, own = shard * n, []
     for linear in layer.spec.linears:
         whole = linear.blocks
         start, stop = (min(max(i, whole.start), whole.stop) for i in (first, first + n))
         blocks = slice(start - whole.start, stop - whole.start)
-        found.append(OwnBlocks(linear, blocks, slice(start - first, stop - first)))
-    return found
+        own.append(OwnBlocks(linear, blocks, slice(start - first, stop - first)))
+    return own
 
 
 def weight_requests(
     model: ModelParameters, names: TensorNames, nf4_states: Collection[str]
 ) -> list[Request]:
-    """The Requests for all that this rank reads, in the order in which it is used. `nf4_states`:
-    the names of the weights that are in NF4 in the files, see check_files()."""
+    """Return the Requests for all that this rank reads, in the order of use. `nf4_states`: the
+    names of the weights that are in NF4 in the files, see check_files()."""
     arch, table = model.arch, (model.arch.vocab_size, model.arch.hidden_size)
     requests = [Request(names.embedding, table, model.own_rows)]
     if arch.per_layer:
@@ -106,8 +107,9 @@ def weight_requests(
 
 
 def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool) -> list[Request]:
-    """The Requests for this rank's blocks of a linear: whole rows, in FP8, INT4, MXFP4 with their
-    scales; in NF4 the packed codes, their scales, and all of these scales' second level."""
+    """Return the Requests for this rank's blocks of a linear: whole rows, in FP8, INT4 and MXFP4
+    with their scales; in NF4 the packed codes, their scales, and the whole second level of these
+    scales."""
     linear, blocks = own.linear, own.blocks
     n_out, n_in = linear.out_features, linear.in_features
     if linear.mxfp4:
@@ -132,7 +134,7 @@ def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool)
 
 
 def whole_requests(name: str, shape: tuple[int, ...], in_nf4: bool = False) -> list[Request]:
-    """The Requests for a tensor that each rank reads whole."""
+    """Return the Requests for a tensor that each rank reads whole."""
     if in_nf4:
         keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
         return [Request(key, (1,), range(1)) for key in keys]
@@ -141,7 +143,7 @@ def whole_requests(name: str, shape: tuple[int, ...], in_nf4: bool = False) -> l
 
 @contextlib.contextmanager
 def gathered(layer: nn.Module) -> Iterator[None]:
-    """In the `with` body the layer's parameters are whole. All ranks must call this."""
+    """Gather the layer's parameters for the `with` body. All ranks must call this."""
     if isinstance(layer, FSDPModule):
         layer.unshard()
     yield
@@ -150,7 +152,8 @@ def gathered(layer: nn.Module) -> Iterator[None]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free all that FSDP2 has gathered for a forward alone: the adapter will change."""
+    """Free what FSDP2 has gathered for a forward without a backward, because the adapter will
+    change."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()

@@ -20,39 +20,39 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import BLOCK
 
 
-SAVES = "all", "mlp", "mid_residual", "input"  # what a layer may save, see LayerFunction
+SAVES = "all", "mlp", "mid_residual", "input"  # values of layer.saves, see LayerFunction
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTotals:
-    """What the planner needs to know of a model's layers. Counts are sums over all layers unless
-    the comment says otherwise."""
+    """Totals of a model's layers that the planner needs. Counts are sums over all layers unless the
+    comment says otherwise."""
 
-    kinds: tuple[LayerSpec, ...]  # the different ones
-    # {what a layer saves: values per token of the first 0, 1, 2, .. layers}
+    kinds: tuple[LayerSpec, ...]  # the different LayerSpecs
+    # {one of SAVES: values per token that the first 0, 1, 2, .. layers save}
     saved_values: dict[str, list[int]]
     nf4_bytes: int
     largest_nf4: int  # bytes of one layer
     small: int  # values of the tensors that every rank has whole, see small_tensors()
     nested: int  # fp32 values of the second level of 4-bit scales, which every rank has whole
     vectors: int  # values of norms and biases
-    largest_vectors: int
-    adapter: int  # values of one layer, the same for all
-    weights: int  # how many
-    # that one token is multiplied by; those of slow matmuls count more, see LayerSpec
+    largest_vectors: int  # values of one layer
+    adapter: int  # values of one layer, the same for all layers
+    weights: int  # number of weights
+    # weights that one token is multiplied by; those of slow matmuls count more, see LayerSpec
     token_weights: float
-    # {what a layer keeps: weights that backward multiplies by once more, if all layers keep that};
-    # here each counts as one, in slow products too: Fit was fitted to that
+    # {one of SAVES: weights that backward multiplies by once more, if all layers save that}; here
+    # the weights of slow matmuls do not count more, because Fit was fitted without that
     recomputed_weights: dict[str, float]
     mlp_values: int  # values per token that the MLP of a layer saves, at most
     # values of a token's queries in a layer, mean over the layers; those of wide heads count more
     mean_query_width: float
-    elementwise_values: int  # by elementwise work, per token
+    elementwise_values: int  # values per token that elementwise work reads or writes
 
 
 @functools.lru_cache(8)
 def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
-    """The LayerTotals of these LayerSpecs, a tuple."""
+    """Return the LayerTotals of these LayerSpecs, a tuple."""
     def running_sum(saves: str) -> list[int]:
         values = {spec: spec.saved_values(saves) for spec in set(specs)}
         return list(itertools.accumulate((values[x] for x in specs), initial=0))
@@ -77,25 +77,25 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         mean_query_width=sum(
             x.mixer.query_width * (FIT.wide_heads if x.mixer.arch.head_dim > 256 else 1)
             for x in specs) / len(specs),
-        elementwise_values=sum(half.elementwise_values for spec in specs
-                               for half in (spec.mixer, spec.mlp)))
+        elementwise_values=sum(sublayer.elementwise_values for spec in specs
+                               for sublayer in (spec.mixer, spec.mlp)))
 
 
 def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...]) -> Plan:
-    """The plan with its `memory` and `host_bytes`."""
+    """Return the plan with its `memory` and `host_bytes`."""
     item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
     layers, value_bytes = count_layers(specs), plan.micro_batch_tokens * item
-    adapter = layers.adapter * 4  # of one layer, in fp32
+    adapter = layers.adapter * 4  # bytes of one layer's adapter in fp32
     table = arch.vocab_size * arch.hidden_size * item / shards
-    # values of a token's inputs of all layers, see PerLayerInputs
+    # values of all layers' own inputs for a token, see PerLayerInputs
     layer_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
-    # of the tables that no product reads, which can be on the host
+    # bytes of the tables that no matmul reads, which can be in CPU RAM
     looked_up = table * (not arch.tied) + arch.vocab_size * layer_inputs * item / shards
     saved = saved_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
-    # beside x and its gradient: a chunk of logits, its gradient, and a quarter more; where that is
-    # not one kernel, four tensors in fp32 (20 bytes with both), or the head and its product in fp32
-    # beside rows of x
+    # besides x and its gradient: a chunk of logits, its gradient, and a quarter more. If that is
+    # not one kernel: four tensors in fp32 (20 bytes with these two), or the lm_head and its product
+    # in fp32 with rows of x
     n_rows = min(plan.micro_batch_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
     n_logits = n_rows * arch.vocab_size
     of_logits = 2.5 * item * n_logits
@@ -112,33 +112,33 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
         "kept by recomputed layers": recomputed,
         "kept by other layers": others,
-        # and keys and values that others read, their gradients, and one layer's gradients of them
-        "inputs of all layers": (layer_inputs + 3 * lent_values(arch)) * value_bytes,
+        # and shared keys and values, their gradients, and one layer's gradients of them
+        "inputs of all layers": (layer_inputs + 3 * shared_kv_values(arch)) * value_bytes,
         "live layer or head": head if plan.graphs else max(live, head),
-        # FSDP2 has copies of it for the sum over ranks
+        # FSDP2 copies it for the sum over ranks
         "one layer's adapter gradient": adapter * (3 if plan.uses_fsdp else 1),
         "gathered weights": gathered_bytes(plan, layers, item),
         "DoRA": dora_bytes(plan, specs)}
-    if plan.graphs:  # evaluations run beside them
+    if plan.graphs:  # besides the memory above, which evaluations need
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
     host = looked_up * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
-    if plan.offload_activations:  # all but what the last layer puts: it is taken back first
+    if plan.offload_activations:  # all but the last put(), which stays on the GPU
         last = layers.mlp_values if plan.n_mlp_saved else arch.hidden_size
         host += max(0, saved[0] - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
 
 
-def lent_values(arch: Architecture) -> int:
-    """Values per token of the keys and values that layers read of others."""
+def shared_kv_values(arch: Architecture) -> int:
+    """Return the values per token of shared keys and values."""
     kv_to_share = [arch.layer_heads[i] for i in {*arch.kv_sources} - {None}]
     return sum(2 * heads.n_kv * heads.dim for heads in kv_to_share)
 
 
 def saved_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int, int]:
-    """The bytes that the recomputed layers and the others keep. `value_bytes`: the bytes of one
-    value of each token of a micro-batch."""
-    def of_layers(start: int, stop: int) -> int:  # all of which keep the same
+    """Return the bytes that the recomputed layers save, and those that the other layers save.
+    `value_bytes`: the bytes of one value for each token of a micro-batch."""
+    def of_layers(start: int, stop: int) -> int:  # all of these layers save the same
         values = layers.saved_values[plan.saves(start)]
         return (values[stop] - values[start]) * value_bytes
 
@@ -150,15 +150,15 @@ def saved_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int,
 def activation_peak(
     plan: Plan, layers: LayerTotals, value_bytes: int, hidden: int,
 ) -> tuple[int, int, int]:
-    """The bytes on the GPU when activations take most: what recomputed layers keep, what others
-    keep, and what a layer's backward takes besides. Layers that keep the same are next to one
-    another, and backward frees what the others keep first."""
+    """Return the bytes on the GPU when activations need most: those saved by recomputed layers,
+    those saved by other layers, and those that a layer's backward needs besides. Layers with the
+    same layer.saves are adjacent, and backward frees what the other layers save first."""
     recomputed, others = saved_bytes(plan, layers, value_bytes)
     peaks = []
     for saves in {plan.saves(i) for i in (0, max(0, plan.recomputed - 1), plan.n_layers - 1)}:
         live = max(spec.live_bytes(plan, saves) for spec in layers.kinds)
         on_gpu = recomputed
-        if plan.offload_activations:  # x, and twice what OffloadedActivations gets after it
+        if plan.offload_activations:  # x, and twice the size of the put() that follows it
             second = layers.mlp_values if saves == "mlp" else hidden
             on_gpu = min(recomputed, value_bytes * (hidden + 2 * second))
         peaks.append((on_gpu, others if saves == "all" else 0, live))
@@ -166,25 +166,26 @@ def activation_peak(
 
 
 def gathered_bytes(plan: Plan, layers: LayerTotals, item: int) -> int:
-    """The bytes of weights that FSDP2 has gathered, and of adapters in the compute dtype."""
+    """Return the bytes of weights that FSDP2 has gathered, and of adapters in the compute dtype."""
     one = layers.adapter * item
     every = plan.n_layers * one
     if plan.uses_fsdp:
         one += layers.largest_nf4 + layers.largest_vectors * item
         every += layers.nf4_bytes + layers.vectors * item
         if not plan.reshard_after_forward:
-            return every + one  # of all layers until their backward, and one more
-    return 2 * one  # of a layer and the next one
+            return every + one  # all layers stay until their backward, and one more
+    return 2 * one  # a layer and the next one
 
 
 def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
-    """The bytes of the norms of all rows of weights, and of outputs that backward recomputes."""
+    """Return the bytes of the norms of all rows of weights, and of outputs that backward
+    recomputes."""
     if not specs[0].dora:
         return 0
     widths = [fused.out_features for spec in specs for fused in spec.fused_linears]
     n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
     if plan.saves(plan.n_layers - 1) in ("mid_residual", "input"):
-        # no layer's MLP has all tokens at once
+        # every layer's MLP runs in slices of tokens
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
     return 4 * sum(widths) + (item + 8) * n * max(widths)
@@ -194,9 +195,9 @@ def predict_time(
     plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...], machine: Machine,
     mean_document_tokens: float,
 ) -> Plan:
-    """The plan with its `token_seconds`, the predicted time of one GPU for a token. In the rows
-    that Fit names its tokens/s are 0.94 to 1.18 times those measured: good enough to compare plans
-    on H100s and H200s. On other GPUs nothing was compared."""
+    """Return the plan with its `token_seconds`, the predicted time of one GPU per token. For the
+    rows that Fit names, the predicted tokens/s are 0.94 to 1.18 times the measured ones: good
+    enough to compare plans on H100s and H200s. Other GPUs were not compared."""
     layer = layer_seconds(plan, arch, count_layers(specs), machine, mean_document_tokens)
     seconds = layer.total(plan.graphs) * arch.n_layers + head_seconds(plan, arch, machine)
     return dataclasses.replace(plan, token_seconds=seconds / plan.micro_batch_tokens)
@@ -204,43 +205,43 @@ def predict_time(
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The constants of predict_time(), fitted to the tokens/s of the rows of benchmarks/RESULTS.md
-    that tests/test_memory.py compares, on H100s and H200s. Not fitted are those that are called
-    "counted", which follows from what is computed, or "measured" by themselves. "Launches" are in
-    units of Machine.launch, the host's seconds for one kernel."""
+    """Constants of predict_time(), fitted to the tokens/s of the rows of benchmarks/RESULTS.md that
+    tests/test_memory.py compares, on H100s and H200s. Not fitted are the constants marked
+    "counted", which follow from what is computed, or "measured", each by itself. "Launches" are in
+    units of Machine.launch, the CPU's seconds for one kernel."""
 
-    # shares of what measure_machine() finds
-    sustained: float = 0.77  # of its FLOP/s, over whole steps
-    dequantizing: float = 0.65  # of its bandwidth, while weights are dequantized; measured, twice
-    # work of attention in units of its forward: that has 2 products, backward has 5; counted
+    # fractions of the speeds that measure_machine() finds
+    sustained: float = 0.77  # of the FLOP/s, over whole steps
+    dequantizing: float = 0.65  # of the bandwidth, while weights are dequantized; measured, twice
+    # work of attention in units of its forward, which has 2 matmuls; backward has 5; counted
     attention_passes: float = 3.5
-    # times as long by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192
-    # tokens of Gemma 4 31B (H100), forward and backward
+    # slowdown by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192 tokens
+    # of Gemma 4 31B (H100), forward and backward
     wide_heads: float = 11
-    # bytes that plain torch moves for each score of attention, in both passes; the second with
-    # dropout. From one row each
+    # bytes that plain torch moves for each score of attention, in both passes, without and with
+    # dropout; from one row each
     score_bytes: float = 170
     dropped_score_bytes: float = 640
-    # share of a recomputed layer's weights that is dequantized a third time
+    # fraction of a recomputed layer's weights that is dequantized a third time
     dequantized_again: float = 1
-    held_dequantized_again: float = 0.5  # the same with reuse_dequantized
+    held_dequantized_again: float = 0.5  # with reuse_dequantized
     # launches of a layer in both passes
     launches: float = 100  # of any layer
     recomputed_launches: float = 80  # more if it is recomputed
     fsdp_launches: float = 40  # more with FSDP2
     routed_launches: float = 40  # more if it has experts
-    recurrence_launches: float = 200  # more if it has a mixer with a state; that of a delta net
+    recurrence_launches: float = 200  # more if its mixer has a state; fitted to a delta net
     range_launches: float = 30  # more for each range of experts
     recomputed_range_launches: float = 15  # more for each range if it is recomputed
-    # of one product of an expert's rows where experts are multiplied one by one; measured: the time
-    # of torch.mm in a loop on a host alone, as no GPU that needs it was there
+    # per matmul of an expert's rows, if experts are multiplied one by one; measured: the time of
+    # torch.mm in a loop on a CPU alone, because no GPU that needs it was available
     expert_launches: float = 0.3
-    # both with several ranges of experts; the rows of MoE models to which they are fitted have 4
+    # these two apply to several ranges of experts; the MoE rows to which they are fitted have 4
     range_copies: float = 4  # times that a row of an expert's input or output is read or written
     range_wait_launches: float = 30  # a pass waits for the GPU this long, in launches
-    # share of the shorter of computing and both copies that is lost when they overlap
+    # fraction of the shorter of computing and both copies that is lost when they overlap
     copy_disturbance: float = 0.1
-    head_flops: float = 4  # for each logit and hidden value: 2 products of 2; counted
+    head_flops: float = 4  # per logit and hidden value: 2 matmuls of 2; counted
     logits_passes: float = 5  # times that a logit is read or written
 
 
@@ -249,18 +250,18 @@ FIT = Fit()
 
 @dataclasses.dataclass(frozen=True)
 class LayerSeconds:
-    """The predicted time of a mean layer for one micro-batch, in parts; some of them overlap."""
+    """Predicted time of a mean layer for one micro-batch, in parts, some of which overlap."""
 
-    compute: float  # of products and memory, in both passes
-    forward: float  # the part of `compute` that forward takes
-    gathers: float  # of weights, in both passes
-    copies: float  # to the host in forward; as much comes back in backward
-    launches: float  # of the host, for all kernels
-    waits: float  # for ranges of experts
+    compute: float  # matmuls and memory traffic, in both passes
+    forward: float  # forward's part of `compute`
+    gathers: float  # gathers of weights, in both passes
+    copies: float  # copies to CPU RAM in forward; backward copies as much back
+    launches: float  # CPU time for all kernels
+    waits: float  # waiting for the GPU with ranges of experts
 
     def total(self, graphs: bool) -> float:
-        """The seconds of the layer."""
-        # NCCL's kernels delay the products, copies from the host hardly do
+        """Return the seconds of the layer."""
+        # NCCL's kernels delay the matmuls; copies to and from CPU RAM hardly do
         layer = sum(max(work + self.gathers / 2, self.copies)
                     for work in (self.forward, self.compute - self.forward))
         layer = max(layer, 0 if graphs else self.launches)
@@ -271,18 +272,18 @@ def layer_seconds(
     plan: Plan, arch: Architecture, layers: LayerTotals, machine: Machine,
     mean_document_tokens: float,
 ) -> LayerSeconds:
-    """The LayerSeconds of the mean of all layers."""
+    """Return the LayerSeconds of the mean of all layers."""
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
     n_layers = arch.n_layers
     weights, token_weights = layers.weights / n_layers, layers.token_weights / n_layers
-    again = (plan.recomputed - plan.n_mlp_saved) / n_layers  # the share that is recomputed whole
+    again = (plan.recomputed - plan.n_mlp_saved) / n_layers  # fraction that is recomputed whole
     weights_again = (again * layers.recomputed_weights[plan.saves(0)]
                      + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
     flops = 2 * n * (2 * token_weights + weights_again)
     context = min(n, mean_document_tokens)
     flops += 2 * n * FIT.attention_passes * context * layers.mean_query_width
-    # each use of a weight: 4 bits are read, a number is written; once in forward, in backward, and
-    # for a share of the recomputed layers' weights
+    # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
+    # once more for a fraction of the recomputed layers' weights
     share = FIT.held_dequantized_again if plan.reuse_dequantized else FIT.dequantized_again
     uses = 2 * weights + again * share * token_weights
     moved = (uses * (0.5 + item) / FIT.dequantizing
@@ -291,15 +292,15 @@ def layer_seconds(
         of_score = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
         moved += n * context * arch.n_heads * of_score
     routed, waits = sum(arch.layer_routed) / n_layers, 0.0
-    if arch.moe and plan.expert_ranges > 1:  # their rows are copied
+    if arch.moe and plan.expert_ranges > 1:  # the experts' rows are copied
         width = arch.expert_gate_up[0].in_features
         moved += routed * FIT.range_copies * n * arch.moe.top_k * width * item
-    if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # they are waited for
+    if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
     compute = flops / (FIT.sustained * machine.flops) + moved / machine.bandwidth
     gathered, shards = layers.nf4_bytes / n_layers + layers.adapter * item, plan.shard_group_size
     gathers = gathered * (shards - 1) / shards / machine.link
-    # each way: activations go to the host in forward and come back in backward, weights come twice
+    # each way: activations go to CPU RAM in forward and come back in backward; weights come twice
     copies = plan.offload_params * gathered / shards
     copies += plan.offload_activations * saved_bytes(plan, layers, n * item)[0] / n_layers
     forward = compute * token_weights / (2 * token_weights + weights_again)
@@ -318,7 +319,7 @@ def layer_seconds(
 
 
 def head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
-    """The predicted time of the head and the loss for one micro-batch."""
+    """Return the predicted time of the lm_head and the loss for one micro-batch."""
     item = getattr(torch, plan.compute_dtype).itemsize
     logits = plan.micro_batch_tokens * arch.vocab_size
     speed = FIT.sustained * machine.flops

@@ -9,16 +9,16 @@ from fsdp_qlora.planner.machine import Machine, rounded
 
 
 class GPUSpec(NamedTuple):
-    """Speeds are NVIDIA's: of the data sheets of A100, L40S, H100, H200 (SXM where there is one)
-    and HGX B200, and of the whitepapers on GA102, Ada and RTX Blackwell."""
+    """Speeds of a GPU according to NVIDIA: the data sheets of A100, L40S, H100, H200 (SXM where it
+    exists) and HGX B200, and the whitepapers on GA102, Ada and RTX Blackwell."""
 
     size: int  # GB, as it is sold
     free: float  # GiB that CUDA and NCCL leave: what torch reports, less 1.2 to 2
-    flops: float  # TFLOP/s of dense products in bf16 with sums in fp32; of GeForce half of fp16's
+    flops: float  # TFLOP/s of dense bf16 matmuls with fp32 sums; for GeForce half of fp16's
     bandwidth: float  # GB/s of its memory
-    link: float  # GB/s that it receives from the other cards: by NVLink, else by its bus
-    bus: float  # GB/s between card and host, each way: PCIe 4.0, or 5.0, x16
-    groups: bool = False  # whether torch has grouped products for it, see why_no_grouped_mm()
+    link: float  # GB/s received from the other GPUs: by NVLink, else by its bus
+    bus: float  # GB/s between GPU and CPU RAM, each way: PCIe 4.0 or 5.0, x16
+    groups: bool = False  # True if torch has grouped matmuls for it, see why_no_grouped_mm()
 
 
 GPU_SPECS = {
@@ -30,15 +30,15 @@ GPU_SPECS = {
     "H100": GPUSpec(80, 77.5, 989, 3350, 450, 64, groups=True),
     "H200": GPUSpec(141, 138, 989, 4800, 450, 64, groups=True),
     "B200": GPUSpec(180, 176, 2250, 7700, 900, 64, groups=True)}
-# The shares of these speeds that measure_machine() finds on H100s and H200s. No other GPU was
-# there to be measured: for all others the same is assumed.
+# The fractions of these speeds that measure_machine() finds on H100s and H200s. Other GPUs were not
+# available; the same fractions are assumed for them.
 FLOPS, BANDWIDTH, LINK, BUS = 0.81, 0.85, 0.67, 0.78
-HOST_GIB = 120  # of host memory for each GPU
+HOST_GIB = 120  # CPU RAM per GPU
 
 
 def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
-    """The number of GPUs, their name and the GPUSpec of --plan_for: 4x4090; of 2x24GB the slowest
-    of that size. Raises ValueError."""
+    """Return the number of GPUs, their name and their GPUSpec from --plan_for, such as 4x4090; for
+    2x24GB, the slowest GPU of that size. Raises ValueError."""
     match = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip().lower())
     count, name = match.groups() if match else (None, "")
     names = {key.lower(): key for key in GPU_SPECS}
@@ -53,7 +53,7 @@ def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
 
 
 def gpu_machine(gpu: GPUSpec) -> Machine:
-    """What measure_machine() would find on a machine with this GPU."""
+    """Return the Machine that measure_machine() would find with this GPU."""
     flops, bandwidth, link, bus = (rounded(share * unit * speed) for share, unit, speed in (
         (FLOPS, 1e12, gpu.flops), (BANDWIDTH, 1e9, gpu.bandwidth), (LINK, 1e9, gpu.link),
         (BUS, 1e9, gpu.bus)))

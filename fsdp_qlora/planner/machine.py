@@ -17,25 +17,26 @@ from fsdp_qlora.ranks import gather_objects
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a plan is made for, besides the number of GPUs and the memory of each."""
+    """The speeds and limits that a plan depends on, besides the number of GPUs and the memory of
+    each."""
 
-    flops: float  # a second, of large products in the compute dtype
-    bandwidth: float  # bytes a second, of the GPU's memory
-    link: float  # bytes a second that a GPU receives in an all-gather
-    host: float = 2e10  # bytes a second between host and GPU, each way
-    launch: float = 40e-6  # seconds of the host for a kernel, Python around it included
-    host_bytes: float = math.inf  # free host memory for each process
-    why_no_triton: str = ""  # why no kernel reads an embedding in host memory; "" if one does
+    flops: float  # FLOP/s of large matmuls in the compute dtype
+    bandwidth: float  # bytes/s of the GPU's memory
+    link: float  # bytes/s that a GPU receives in an all-gather
+    host: float = 2e10  # bytes/s between CPU RAM and GPU, each way
+    launch: float = 40e-6  # CPU seconds per kernel, including Python
+    host_bytes: float = math.inf  # free CPU RAM per process
+    why_no_triton: str = ""  # why no kernel can read an embedding in CPU RAM; "" if one can
     why_no_grouped: str = ""  # why experts are multiplied one by one; "" if they are not
 
 
 def rounded(figure: float) -> float:
-    """A speed, rounded to one of ten steps a decade, so that another run finds the same plan."""
+    """Round a speed to one of ten steps per decade, so that another run finds the same plan."""
     return float(f"{10 ** (round(10 * math.log10(figure)) / 10):.2g}")
 
 
 def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
-    """This Machine, by rank 0's measurements. All ranks must call this."""
+    """Measure this Machine, by rank 0. All ranks must call this."""
     facts = {"host_bytes": min(gather_objects(host_share())), "why_no_triton": why_no_triton(),
              "why_no_grouped": why_no_grouped_mm(dtype, device)}
     if device.type == "cpu":

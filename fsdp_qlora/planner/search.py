@@ -33,20 +33,21 @@ from fsdp_qlora.pretrained.architecture import Architecture, Mamba2
 from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 
-SPARE, AMPLE_SPARE = 0.07, 0.1  # shares that a plan must, and should, leave free, GAPS included
+# fractions of the memory that a plan must, and should, leave free, GAPS included
+SPARE, AMPLE_SPARE = 0.07, 0.1
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
 HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What a run gives its processes to do, as far as the plan depends on it."""
+    """The work of a run that the plan depends on."""
 
-    tokens: int  # the most in one of the first 200 steps, over all processes
-    # the fewest tokens that a micro-batch must hold: those of the longest document, or pair
+    tokens: int  # maximum per step of the first 200 steps, over all processes
+    # the fewest tokens that a micro-batch must fit: those of the longest document, or pair
     longest: int
     mean_document_tokens: float
-    uneven: bool  # whether training rows differ in length or in their number of trained tokens
+    uneven: bool  # True if training rows differ in length or in their number of tokens in the loss
     world_size: int
     device: torch.device
     plain_attention: bool = False
@@ -58,7 +59,7 @@ class Workload:
 def possible_plans(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
 ) -> Iterator[Plan]:
-    """All plans that the flags allow."""
+    """Yield all plans that the flags allow."""
     longest, world_size = workload.longest, workload.world_size
     groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
     groups = [config.shard_group_size] if config.shard_group_size else groups
@@ -66,29 +67,29 @@ def possible_plans(
     counts = counts.get(config.recompute) or [int(config.recompute)]
     if config.micro_batch_tokens:
         sizes = [config.micro_batch_tokens]
-    else:  # by factors of 2 up to what a step has for each process
+    else:  # by factors of 2, up to the tokens of a step per process
         sizes = [max(longest, math.ceil(workload.tokens / world_size))]
         while sizes[0] > longest:
             sizes.insert(0, max(longest, math.ceil(sizes[0] / 2)))
         sizes = sorted({n if n == longest else round_up(n, workload.device) for n in sizes})
-    save_mid_residual = (False,) if arch.parallel else (True, False)  # there the MLP reads x
+    save_mid_residual = (False,) if arch.parallel else (True, False)  # parallel: the MLP reads x
     # (save_mid_residual, reuse_dequantized)
-    of_recomputed = list(itertools.product(save_mid_residual, (True, False)))
+    recompute_options = list(itertools.product(save_mid_residual, (True, False)))
     n_experts = arch.moe.n_experts if arch.moe else 1
     ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
-    # if all layers are recomputed, they can also keep what their MLP needs, in host memory
+    # if all layers are recomputed, they can also save what their MLP needs, in CPU RAM
     can_save_mlp = (config.offload_activations and config.recompute == "auto"
                     and not arch.moe and not arch.parallel)
     for shards, micro_batch_tokens, n in itertools.product(groups, sizes, counts):
-        if shard_range(arch.vocab_size, shards - 1, shards):  # else a process has no rows
+        if shard_range(arch.vocab_size, shards - 1, shards):  # else a process has no rows of it
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
             mlp_counts = range(n + 1) if can_save_mlp and n == arch.n_layers else (0,)
-            for reshard, (mid_residual, hold), n_mlp_saved, n_ranges in itertools.product(
-                reshards, of_recomputed if n else of_recomputed[-1:], mlp_counts, ranges
+            for reshard, (mid_residual, reuse), n_mlp_saved, n_ranges in itertools.product(
+                reshards, recompute_options if n else recompute_options[-1:], mlp_counts, ranges
             ):
                 plan = Plan(
                     config.compute_dtype, arch.n_layers, shards, reshard, micro_batch_tokens, n,
-                    save_mid_residual=mid_residual, reuse_dequantized=hold,
+                    save_mid_residual=mid_residual, reuse_dequantized=reuse,
                     offload_activations=config.offload_activations,
                     offload_params=config.offload_params, n_mlp_saved=n_mlp_saved,
                     expert_ranges=n_ranges, plain_attention=workload.plain_attention,
@@ -101,8 +102,8 @@ def choose_plan(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
     limit: int, machine: Machine,
 ) -> Plan:
-    """The plan to run within `limit` bytes of each GPU, 0: what the host has; raises ValueError
-    with what would help."""
+    """Return the plan to run within `limit` bytes per GPU, 0: within the memory of the host. Raises
+    ValueError with what would help."""
     refuse_flags(config, arch, workload)
     plan = find_plan(config, arch, specs, workload, limit, machine)
     is_by_host = workload.device.type == "cpu" and not limit
@@ -110,8 +111,8 @@ def choose_plan(
         check_plan(plan, config, arch, specs, workload, limit, machine)
     if workload.device.type == "cpu":
         check_host(plan, machine)
-    # micro-batches have several shapes if the rows have, or if a step's last micro-batches hold
-    # fewer rows
+    # micro-batches have several shapes if the rows do, or if a step's last micro-batches have fewer
+    # rows
     n_rows = workload.world_size * (plan.micro_batch_tokens // workload.longest)
     uneven_micro_batches = workload.uneven or config.batch_size % n_rows > 0
     bound = machine.host_bytes if is_by_host else limit
@@ -119,7 +120,7 @@ def choose_plan(
 
 
 def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None:
-    """Raise ValueError for flags that no plan for this model and these rows can have."""
+    """Raise ValueError for flags that no plan for this model and these rows can satisfy."""
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
     if config.micro_batch_tokens and config.micro_batch_tokens < workload.longest:
@@ -132,7 +133,7 @@ def find_plan(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
     limit: int, machine: Machine,
 ) -> Plan:
-    """The best plan, without CUDA graphs; where none fits the smallest one."""
+    """Return the best plan, without CUDA graphs; if none fits, the smallest one."""
     bound: float = limit
     if workload.device.type == "cpu" and not limit:
         bound = machine.host_bytes
@@ -144,21 +145,21 @@ def affordable_plans(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
     limit: float, machine: Machine,
 ) -> list[Plan]:
-    """The possible plans that do not pin too much host memory. If none of all leaves SPARE of
-    `limit`, all have the embedding on the host, where that can be."""
+    """Return the possible plans that do not pin too much CPU RAM. If none of them leaves SPARE of
+    `limit`, all plans get the embedding in CPU RAM, where that is possible."""
     plans = list(possible_plans(config, arch, specs, workload))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {config.shard_group_size} processes: use a smaller --shard_group_size")
     if not any(plan.fits(limit, SPARE) for plan in plans) and workload.device.type == "cuda" \
             and (arch.per_layer or not arch.tied) and not machine.why_no_triton:
-        # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
+        # same results, at the cost of a copy of the tokens' rows for each micro-batch
         plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, specs)
                  for plan in plans]
     runnable = [plan for plan in plans if plan.fits_both(limit, machine.host_bytes)]
     roomy = [plan for plan in runnable if plan.fits(limit, SPARE)]
     needed = min(plan.host_bytes for plan in roomy or runnable or plans)
-    # beyond what is needed, host memory is pinned for speed alone
+    # beyond what is needed, CPU RAM is pinned only for speed
     allowed = min(needed + HOST_SPARE, max(needed, machine.host_bytes / 2))
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
@@ -167,10 +168,10 @@ def pick_plan(
     plans: list[Plan], arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
     limit: float, machine: Machine,
 ) -> Plan:
-    """The plan to run, of those that leave SPARE of the memory, `limit` bytes, free.
+    """Return the plan to run, among those that leave SPARE of the memory, `limit` bytes, free.
 
-    Of the plans that are as fast as the fastest, by SAME_TIME, the preferred one that leaves
-    AMPLE_SPARE is chosen, else the smallest. If no plan leaves SPARE, the smallest one is chosen.
+    Among the plans that are as fast as the fastest, by SAME_TIME, it is the preferred one that
+    leaves AMPLE_SPARE, else the smallest. If no plan leaves SPARE, it is the smallest plan.
     """
     smallest = min(plans, key=lambda plan: plan.bytes)
     fitting = [p for p in plans if p.fits(limit, SPARE)]
@@ -188,11 +189,12 @@ def use_graphs(
     plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...], machine: Machine, limit: float,
     workload: Workload, uneven_micro_batches: bool,
 ) -> Plan:
-    """The plan, with CUDA graphs where the host is slower than the GPU, or why they are not used.
+    """Return the plan, with CUDA graphs if the CPU is slower than the GPU, or with the reason why
+    they are not used.
 
-    Graphs never free their memory. If micro-batches have several shapes, it has gaps, and
+    Graphs never free their memory. If micro-batches have several shapes, that memory has gaps, and
     micro-batches without a graph need memory of their own: graph_room is 2 micro-batches. If all
-    micro-batches have one shape, the memory of what ran before the capture is free again.
+    micro-batches have one shape, the memory of the runs before the capture is free again.
     """
     graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_micro_batches else 0)
     graphed = predict_memory(graphed, arch, specs)
@@ -213,13 +215,13 @@ class DoesNotFit(ValueError, MemoryError):
     cause it, and a MemoryError for the exit code, see raise_on_all_ranks()."""
 
     def __init__(self, message: str, flags: str = "", plan: Plan | None = None) -> None:
-        """`flags`: with these it fits, as `plan`; "": nothing was found."""
+        """`flags`: the run fits with these flags, as `plan`; "": no such flags were found."""
         super().__init__(message)
         self.flags, self.plan = flags, plan
 
 
 def check_host(plan: Plan, machine: Machine) -> None:
-    """Raise DoesNotFit if a plan for a CPU, which has only host memory, does not fit."""
+    """Raise DoesNotFit if a plan for a CPU, which has only CPU RAM, does not fit."""
     needed = plan.bytes + plan.host_bytes
     if needed > (1 - GAPS) * machine.host_bytes:
         raise DoesNotFit(
@@ -257,11 +259,11 @@ def way_out(
     plan: Plan, config: Config, arch: Architecture, specs: tuple[LayerSpec, ...],
     workload: Workload, limit: int, machine: Machine,
 ) -> tuple[str, Plan]:
-    """What helps where `plan` does not fit: the fewest flags of those that were not given, in the
-    order in which to try them, and the plan with them; all flags, where none of them suffices."""
+    """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
+    them, that the user has not set, and the plan with them; all flags if they do not suffice."""
     flags, n = "", workload.longest
     shorter: dict[str, Any] = {"micro_batch_tokens": n}
-    if plan.micro_batch_tokens <= n:  # a micro-batch has the longest row alone: shorter rows
+    if plan.micro_batch_tokens <= n:  # a micro-batch is the longest row alone: shorten the rows
         shorter = {"micro_batch_tokens": config.micro_batch_tokens and n // 2,
                    "max_seq_len": min(n, config.max_seq_len or n) // 2}
     for tried in ({"recompute": "all"}, {"offload_activations": True}, {"offload_params": True},
@@ -284,8 +286,8 @@ def way_out(
 
 
 def longest_in_a_micro_batch(rows: Rows, world_size: int) -> int:
-    """The fewest tokens that a micro-batch must hold for these Rows: those of the longest document
-    or, if one process has both answers of a pair, of the longest pair."""
+    """Return the fewest tokens that a micro-batch must fit for these Rows: those of the longest
+    document or, if one process has both answers of a pair, of the longest pair."""
     n_joined = rows.n_answers if world_size == 1 else 1
     longest = int(rows.lengths.view(-1, n_joined).sum(1).max())
     return max(longest, longest_in_a_micro_batch(rows.mismatched, world_size)) if rows.mismatched \
@@ -297,13 +299,13 @@ def describe_workload(
     device: torch.device, why_no_capture: str, plain_attention: bool = False,
     state_bytes: float = 0.0, plain_recurrence: bool = False,
 ) -> Workload:
-    """What a run on the rows of this source gives its processes to do."""
+    """Return the Workload of a run on the rows of this source."""
     rows = source.rows
     longest = max(longest_in_a_micro_batch(r, world_size) for r in (rows, eval_rows) if r)
     uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_scored()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
-    of_rows = rows.lengths.view(-1, rows.n_answers).sum(1)
-    tokens = max(int(of_rows[source.indices(s)].sum()) for s in steps)
+    row_lengths = rows.lengths.view(-1, rows.n_answers).sum(1)
+    tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
     return Workload(tokens, longest, float(rows.lengths.float().mean()), uneven, world_size, device,
                     plain_attention, plain_recurrence, why_no_capture, state_bytes)
 
@@ -312,7 +314,7 @@ def why_no_capture(
     arch: Architecture, machine: Machine, plain_attention: bool = False,
     plain_recurrence: bool = False,
 ) -> str:
-    """Why CUDA graphs cannot capture a layer; "" if they can."""
+    """Return why CUDA graphs cannot capture a layer, or ""."""
     if plain_attention:
         return "attention runs in plain torch"
     if plain_recurrence:
@@ -327,18 +329,18 @@ def agree_on_plan(
     eval_rows: Rows | None, limit: int, device: torch.device, kernels: Kernels,
     state_bytes: float = 0.0,
 ) -> Plan:
-    """The plan of this run, rank 0's on all ranks. All ranks must call this."""
+    """Return the plan of this run, rank 0's on all ranks. All ranks must call this."""
     machine = measure_machine(getattr(torch, config.compute_dtype), device)
     if device.type == "cuda":  # so that reported peaks are those of training
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     plain = any(document_attention in pair.values() for pair in kernels)
-    of_plain_torch = {recurrence.plain for recurrence in RECURRENCES.values()}
-    plain_recurrence = any(of_plain_torch & {*of_kind.values()} for of_kind in kernels)
+    plain_recurrences = {recurrence.plain for recurrence in RECURRENCES.values()}
+    plain_recurrence = any(plain_recurrences & {*by_type.values()} for by_type in kernels)
     workload = describe_workload(config, source, eval_rows, dist.get_world_size(), device,
                              why_no_capture(arch, machine, plain, plain_recurrence), plain,
                              state_bytes, plain_recurrence)
     with raise_on_all_ranks():
         plan = choose_plan(config, arch, specs, workload, limit, machine)
-    # what the host has free differs between nodes, so all take rank 0's plan
+    # free CPU RAM differs between nodes, so all ranks use rank 0's plan
     return Plan(**gather_objects(dataclasses.asdict(plan))[0])

@@ -25,12 +25,12 @@ QUANT_STORAGE = torch.bfloat16
 class NF4Blocks(torch.Tensor):
     """Storage of 4-bit weights: n blocks of 64 weights each.
 
-    For FSDP2 it is a tensor [n] of QUANT_STORAGE. It holds two uint8 tensors, which the two hooks
-    let FSDP2 gather as bytes: `packed` [n, 32], the 4-bit codes, the first of a byte in its high
-    half; `scales` [n, 1], the 8-bit code of a block's absmax. If a layer has linears in MXFP4,
-    `scales` is [n, 2]: a block is two blocks of MXFP4, with an exponent each; in NF4 the second
-    scale is 0. With --offload_params both tensors are in pinned host memory, and a gather starts
-    with their copy to the GPU, on FSDP2's stream and thus one layer ahead. (FSDP2's
+    For FSDP2 it is a tensor [n] of QUANT_STORAGE. It contains two uint8 tensors, which the two
+    hooks let FSDP2 gather as bytes: `packed` [n, 32], the 4-bit codes, a byte's first code in its
+    high half; and `scales` [n, 1], the 8-bit code of a block's absmax. If a layer has linears in
+    MXFP4, `scales` is [n, 2]: a block is two blocks of MXFP4, with an exponent each; in NF4 the
+    second scale is 0. With --offload_params both tensors are in pinned host memory, and a gather
+    starts with their copy to the GPU, on FSDP2's stream and thus one layer ahead. (FSDP2's
     CPUOffloadPolicy would also move the adapter, its gradients and the optimizer to the CPU.)
     """
 
@@ -58,7 +58,7 @@ class NF4Blocks(torch.Tensor):
         return cls(packed, scales, dtype=quant_storage)
 
     def zeros_on(self, device: torch.device, quant_storage: torch.dtype) -> NF4Blocks:
-        """The same number of blocks, all zeros."""
+        """Return the same number of blocks on `device`, all zeros."""
         return NF4Blocks.zeros(len(self), device, self.scales.shape[1], quant_storage)
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ class NF4Blocks(torch.Tensor):
     def __torch_dispatch__(
         cls, func: torch._ops.OpOverload, _: Any, args: tuple, kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """What FSDP2 and DTensor do to a parameter: all of it acts on whole blocks."""
+        """The operations of FSDP2 and DTensor on a parameter; all of them act on whole blocks."""
         aten, op = torch.ops.aten, func.overloadpacket
         inner = [args[0].packed, args[0].scales]
         kwargs = {k: v for k, v in (kwargs or {}).items() if k not in ("dtype", "layout")}
@@ -82,7 +82,7 @@ class NF4Blocks(torch.Tensor):
         if op is aten.new_zeros:
             (n,) = args[1]
             return cls(*(t.new_zeros(n, t.shape[1], **kwargs) for t in inner))
-        if op in (aten.view, aten.as_strided):  # FSDP2 asks only for the shape that it has
+        if op in (aten.view, aten.as_strided):  # FSDP2 only requests the shape that it has
             assert args[1] in ([-1], list(args[0].shape)), f"{func} of NF4Blocks to {args[1:]}"
             return cls(*inner, device=args[0].device if offloaded else None)
         if op in (aten.detach, aten.slice):
@@ -94,11 +94,11 @@ class NF4Blocks(torch.Tensor):
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...],
         module: torch.nn.Module, mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], int]:
-        """FSDP2 calls it before a gather. Returns (the tensors to gather, metadata)."""
+        """Hook that FSDP2 calls before a gather. Returns (the tensors to gather, metadata)."""
         packed = self.packed.to(self.device, non_blocking=True)
         scales = self.scales.to(self.device, non_blocking=True)
-        # FSDP2 passes the mesh of the shards alone, without its replicas
-        if mesh.size() == 1:  # one rank's FSDP2 takes the first of several tensors only
+        # FSDP2 passes the mesh of the shards only, without replicas
+        if mesh.size() == 1:  # with one rank, FSDP2 uses only the first of several tensors
             return (torch.cat([packed.view(-1), scales.view(-1)]),), scales.shape[1]
         return (packed, scales), scales.shape[1]
 
@@ -110,8 +110,8 @@ class NF4Blocks(torch.Tensor):
         self, outputs: tuple[torch.Tensor, ...], n_scales: int, param_dtype: torch.dtype, *,
         out: NF4Blocks | None = None,
     ) -> tuple[NF4Blocks, tuple[torch.Tensor, ...]] | None:
-        """FSDP2 calls it with the gathered tensors. Returns (the whole NF4Blocks, the tensors that
-        FSDP2 frees with it); None if `out` already holds them."""
+        """Hook that FSDP2 calls with the gathered tensors. Returns (the whole NF4Blocks, the
+        tensors that FSDP2 frees with it); None if `out` already contains them."""
         packed, scales = outputs if len(outputs) == 2 else outputs[0].split(
             [outputs[0].numel() // (BLOCK // 2 + n_scales) * n for n in (BLOCK // 2, n_scales)])
         if out is None:
@@ -122,11 +122,11 @@ class NF4Blocks(torch.Tensor):
 
 @dataclasses.dataclass
 class Nested:
-    """The second level of quantization of a layer's linears: turns 8-bit codes into absmax.
+    """The second level of quantization of a layer's linears, which turns 8-bit codes into absmax.
 
-    It takes 4 bytes for 16,384 weights, so every rank has all of it.
+    It needs 4 bytes per 16,384 weights, so every rank has all of it.
     """
 
     absmax: torch.Tensor  # fp32 [blocks / 256], one linear after the other
     offsets: torch.Tensor  # fp32 [linears], the mean absmax of each
-    code_values: torch.Tensor  # fp32 [linears, 256], what the 8-bit codes mean
+    code_values: torch.Tensor  # fp32 [linears, 256], values of the 8-bit codes

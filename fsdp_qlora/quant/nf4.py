@@ -16,46 +16,46 @@ from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
 try:
     import triton
     import triton.language as tl
-except ImportError:  # comes with torch on CUDA alone
+except ImportError:  # Triton comes with CUDA builds of torch only
     triton = None
 
 
-LORA_COLUMNS = 64  # an adapter's columns of a product are padded to whole cache lines
+LORA_COLUMNS = 64  # adapters' columns of a matmul are padded to a multiple, whole cache lines
 
 
 def ceil_div(n: int, size: int) -> int:
-    """How many pieces of this size n values have."""
+    """Return n / size, rounded up."""
     return -(-n // size)
 
 
 @functools.lru_cache(None)
 def dynamic_map(device: torch.device) -> torch.Tensor:
-    """The 256 values of bitsandbytes' 8-bit code, fp32."""
+    """Return the 256 values of bitsandbytes' 8-bit code, fp32."""
     return bnb.functional.create_dynamic_map().to(device)
 
 
 @functools.lru_cache(None)
 def nf4_code(device: torch.device) -> torch.Tensor:
-    """The 16 values of NF4, fp32."""
+    """Return the 16 values of NF4, fp32."""
     return bnb.functional.get_4bit_type("nf4", device=device)
 
 
 @functools.lru_cache(None)
 def mxfp4_code(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 16 values of MXFP4's codes, and the 256 of its scales, fp32."""
+    """Return the 16 values of MXFP4's codes, and the 256 values of its scales, fp32."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     powers = 2.0 ** torch.arange(-127, 129)  # on the CPU, where they are exact
     return torch.cat([values, -values]).to(device), powers.to(device)
 
 
 def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The weights fp32 [n, 2, 32] of n blocks in MXFP4, as NF4Blocks stores them."""
-    code, of_scales = mxfp4_code(packed.device)
+    """Return the weights fp32 [n, 2, 32] of n blocks in MXFP4, as NF4Blocks stores them."""
+    code, scale_values = mxfp4_code(packed.device)
     values = code[torch.stack([packed >> 4, packed & 15], -1).int()]
-    return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * of_scales[scales.int()][..., None]
+    return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * scale_values[scales.int()][..., None]
 
 
-FIELDS = 7  # of a row of linears_table()
+FIELDS = 7  # columns of linears_table()
 TILE_BLOCKS = 64  # blocks that one program of dequantize_kernel writes
 
 
@@ -74,7 +74,7 @@ def launch_dequantize(
         LINEARS=n_linears, EQUAL=equal, MXFP4=in_mxfp4, N_SCALES=scales.shape[1],
         BLOCKS=TILE_BLOCKS, BLOCK=BLOCK, NESTED_BLOCK=NESTED_BLOCK, COLUMNS=LORA_COLUMNS,
         FIELDS=FIELDS, num_warps=4,
-        enable_fp_fusion=False)  # bitsandbytes rounds between a scale's product and offset
+        enable_fp_fusion=False)  # bitsandbytes rounds between multiplying a scale and adding offset
 
 
 if triton:
@@ -87,9 +87,9 @@ if triton:
         BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
         FIELDS: tl.constexpr,
     ):
-        """See dequantize(). The first n_tiles programs write BLOCKS blocks of W each, the others
-        64 rows and COLUMNS columns of B each. `table` is linears_table(); what 8-bit scales mean is
-        in code_values, [linears, 256] or in MXFP4 [256]."""
+        """Kernel of dequantize(). The first n_tiles programs write BLOCKS blocks of W each, the
+        others 64 rows and COLUMNS columns of B each. `table` is linears_table(); code_values has
+        the values of 8-bit scales, [linears, 256], or [256] in MXFP4."""
         tile = tl.program_id(0)
         stride = n_in + n_columns
         if tile < n_tiles:
@@ -102,7 +102,7 @@ if triton:
                 for i in tl.static_range(1, LINEARS):
                     linear += (block >= tl.load(table + i * FIELDS)).to(tl.int32)
             fields = table + linear * FIELDS
-            block_of = block.to(tl.int32) - tl.load(fields)  # counted from the linear's first
+            block_of = block.to(tl.int32) - tl.load(fields)  # counted from the linear's first block
             first, last = tl.load(fields + 1), tl.load(fields + 6)
             byte_of = tl.arange(0, BLOCK // 2)[None, :]
             byte = block[:, None] * (BLOCK // 2) + byte_of
@@ -122,8 +122,8 @@ if triton:
             low = tl.load(code + (codes & 15)) * factor
             values = tl.interleave(high, low).to(out.dtype.element_ty)
             weight = block_of[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            row = weight // n_in  # of the linear
-            if n_in % BLOCK == 0:  # then a block lies in one row: fewer divisions
+            row = weight // n_in  # row of the linear
+            if n_in % BLOCK == 0:  # a block is in one row: fewer divisions
                 row = (block_of * BLOCK // n_in)[:, None] + tl.zeros([1, BLOCK], tl.int32)
             target = first.to(tl.int64)[:, None] * stride + weight + row * n_columns
             inside = inside[:, None] & (first[:, None] + row < last[:, None])
@@ -137,11 +137,11 @@ if triton:
         adapter, table, out, tile, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
         EQUAL: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr,
     ):
-        """64 rows and COLUMNS columns of B, see dequantize_kernel()."""
+        """Write 64 rows and COLUMNS columns of B, see dequantize_kernel()."""
         row = tile // (n_columns // COLUMNS) * 64 + tl.arange(0, 64)
         column = tile % (n_columns // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
         linear = tl.zeros([64], tl.int32)
-        if EQUAL:  # then its linears have as many outputs each, too
+        if EQUAL:  # then the linears also have equally many outputs
             linear = tl.minimum(row // (n_rows // LINEARS), LINEARS - 1).to(tl.int32)
         else:
             for i in tl.static_range(1, LINEARS):
@@ -158,7 +158,7 @@ if triton:
 
 @functools.lru_cache(None)
 def why_no_triton() -> str:
-    """Why Triton's kernels cannot be used on this machine; "" if they can. Triton compiles at the
+    """Return why Triton's kernels cannot be used on this machine, or "". Triton compiles at the
     first use, which needs a C compiler and Python's headers."""
     if not torch.cuda.is_available():
         return "there is no GPU"
@@ -172,14 +172,14 @@ def why_no_triton() -> str:
     mx_scales = (torch.arange(2048, device="cuda") % 128 + 64).to(torch.uint8).view(-1, 2)
     mx_code, mx_powers = mxfp4_code(cuda)
     same = []
-    for is_mx, scales, of_scales, code, want in (
+    for is_mx, scales, scale_values, code, want in (
         (False, state.absmax.view(-1, 1), nested.code, nf4_code(cuda),
          bnb.functional.dequantize_4bit(packed.view(-1, 1), state)),
         (True, mx_scales, mx_powers, mx_code, mxfp4_values(packed, mx_scales).to(weight.dtype))):
         out = torch.empty_like(weight)
         try:
             launch_dequantize(
-                packed, scales, nested.absmax, state.offset, of_scales, code, weight, table, out,
+                packed, scales, nested.absmax, state.offset, scale_values, code, weight, table, out,
                 256, 16, n_linears=1, equal=0, in_mxfp4=is_mx)
         except Exception as e:
             return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"

@@ -17,7 +17,7 @@ from fsdp_qlora.ranks import raise_on_all_ranks
 
 @dataclasses.dataclass(frozen=True)
 class BaseModel:
-    """A base model without its weights, which may not be fetched yet."""
+    """A base model without its weights, which may not be downloaded yet."""
 
     directory: Path
     config: transformers.PretrainedConfig
@@ -39,8 +39,8 @@ def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
 
 
 def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[Path, str]:
-    """The directory of the model's weights, fetched if they must be, and the digest by which a
-    resumed run recognizes them; "" in a dry run, which does without."""
+    """Return the directory of the model's weights, downloaded if necessary, and the digest by which
+    a resumed run recognizes them. The digest is "" in a dry run without weights."""
     if config.random_weights:
         return base, text_digest(str(base))
     if is_dry and not any(base.glob("*.safetensors")):

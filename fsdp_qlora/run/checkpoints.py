@@ -42,10 +42,10 @@ MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base 
     "target_modules", "init_adapter", "max_seq_len", "batch_size", "seed", "loss", "beta",
     "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
 SCHEDULE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
-            "max_grad_norm")  # flags that it can change, which is said
-# of each weight of the adapter: itself, and AdamW's state in 8 bits with a scale for 256 of each
+            "max_grad_norm")  # flags that it can change; each change is logged
+# bytes per weight of the adapter: in fp32, and AdamW's two 8-bit states with an fp32 scale per 256
 CHECKPOINT_BYTES = 4 + 2 * (1 + 4 / 256)
-# of a disk that is full, damaged or gone, or is another run's now; what else a save raises is a bug
+# errors of a disk that is full, damaged, gone or another run's by now; any other error is a bug
 DISK_ERRORS = OSError, SafetensorError
 
 
@@ -56,17 +56,17 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
                      state_by_layer: dict[str, list[torch.Tensor]],
                      merge_check: dict[str, torch.Tensor]) -> None:
-    """Write checkpoint-<step>, whole or not at all, from the gathered {PEFT's name: tensor} and
-    sharded_state() {name: a tensor for each layer}, and from MergeCheck.states(). Raises
-    DISK_ERRORS, also where the directory is not this run's any more. Rank 0 only.
+    """Write checkpoint-<step> completely or not at all, from the gathered {PEFT's name: tensor},
+    from sharded_state() as {name: a tensor per layer}, and from MergeCheck.states(). Raises
+    DISK_ERRORS, also if the directory is no longer this run's. Rank 0 only.
 
-    Everything goes into a hidden directory, which gets its name when all is written, synced and
-    listed with its SHA-256: a directory with the right name is a whole checkpoint.
+    Everything goes into a hidden directory, which is renamed when all files are written, synced and
+    listed with their SHA-256. So a directory with the right name is a complete checkpoint.
     """
     run.status.check_lock()
     final = checkpoint_path(run.directory, step)
     hidden = run.directory / f".{final.name}.part"
-    remove_at_once(hidden)  # of a save that failed
+    remove_at_once(hidden)  # left by a save that failed
     tensors = *weights.values(), *merge_check.values(), *itertools.chain(*state_by_layer.values())
     needed = 2**20 + sum(tensor.nbytes for tensor in tensors)
     if (free := shutil.disk_usage(run.directory).free) < needed:
@@ -87,24 +87,24 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
             "files": {name: digest(hidden / name) for name in names}}
         state["sha256"] = text_digest(state)
         write_whole(hidden / "checkpoint.json", json.dumps(state, indent=2))
-        remove_at_once(final)  # something else of that name
+        remove_at_once(final)  # anything else with that name
         os.replace(hidden, final)
         sync_file(run.directory)
     except Exception:
-        remove_at_once(hidden)  # its room may be what is missing
+        remove_at_once(hidden)  # to free the space, which may be what is missing
         raise
 
 
 def check_room(config: Config, directory: Path, specs: Sequence[LayerSpec]) -> None:
-    """Raise ValueError if the disk has no room for the adapter and one checkpoint, which is all
-    that a run must write; say it if it has none for as many as --keep_checkpoints keeps. Rank 0
-    only."""
+    """Raise ValueError if the disk has no room for the adapter and one checkpoint, the least that a
+    run must write; log a line if it has none for as many as --keep_checkpoints keeps. Rank 0 only.
+    """
     n_weights = sum(math.prod(shape) for spec in specs
                     for _, shape in spec.adapter_parts().values())
     adapter, checkpoint = 4 * n_weights, CHECKPOINT_BYTES * n_weights + 2**20
-    there = len(checkpoints_of(directory))
-    # the best one, and the one that is being written, besides
-    wanted = adapter + checkpoint * max(1, config.keep_checkpoints + 2 - there)
+    n_existing = len(checkpoints_of(directory))
+    # plus 2: the best checkpoint, and the one that is being written
+    wanted = adapter + checkpoint * max(1, config.keep_checkpoints + 2 - n_existing)
     free = shutil.disk_usage(directory).free
     sizes = (f"{wanted / 2**30:.2f} GiB for the adapter and checkpoints, and {free / 2**30:.2f} are"
              " free")
@@ -116,12 +116,12 @@ def check_room(config: Config, directory: Path, specs: Sequence[LayerSpec]) -> N
 
 def load_checkpoint(path: Path, adapter: Adapter,
                     optimizer: torch.optim.Optimizer) -> Progress:
-    """Set the adapter and the optimizer's state to those of a checkpoint, which any number of ranks
-    may have saved. Returns the progress until then. Raises ValueError where another optimizer has
-    saved it."""
+    """Load the adapter and the optimizer's state from a checkpoint, which may come from any number
+    of ranks. Returns the Progress saved in it. Raises ValueError if it was saved by another
+    optimizer."""
     saved = json.loads((path / "checkpoint.json").read_text())
-    # an optimizer makes its state in its first step: here with gradients of 0, and all that this
-    # changes, the count of steps included, is set below
+    # an optimizer creates its state in its first step. Here that step has gradients of 0, and all
+    # that it changes, including the step count, is set below
     optimizer.step()
     stored, own_state = load_file(path / "optimizer.safetensors"), sharded_state(optimizer)
     if stored.keys() != own_state.keys():
@@ -129,11 +129,11 @@ def load_checkpoint(path: Path, adapter: Adapter,
                          f" one wants {', '.join(sorted(own_state))}")
     for name, value in own_state.items():
         own = adapter.by_layer(value)
-        missing = own.shape[1] * adapter.shards - stored[name].shape[1]  # below 0: padding to cut
+        missing = own.shape[1] * adapter.shards - stored[name].shape[1]  # < 0: padding to cut
         whole = F.pad(stored[name], (0, missing))
         own.copy_(whole.unflatten(1, (adapter.shards, -1))[:, adapter.shard])
     state = optimizer.state[adapter.weights]
-    if "step" in state:  # a number or a tensor, which is 1 by now; added to, it keeps its kind
+    if "step" in state:  # 1 by now, a number or a tensor: += keeps its type
         state["step"] += saved["step"] - 1
     weights = unstack_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
     for i in range(len(adapter.layers)):
@@ -142,8 +142,8 @@ def load_checkpoint(path: Path, adapter: Adapter,
 
 
 def remove_at_once(path: Path) -> None:
-    """Delete a file, link or directory. It is renamed first, so that its path is free even if that
-    takes long or is interrupted. Rank 0 only."""
+    """Delete a file, link or directory. It is renamed first, so that its path is free even if the
+    deletion takes long or is interrupted. Rank 0 only."""
     if path.is_symlink() or path.exists():
         aside = path.with_name(f".checkpoint-{time.time_ns()}.old")
         os.replace(path, aside)
@@ -151,15 +151,16 @@ def remove_at_once(path: Path) -> None:
 
 
 def checkpoints_of(directory: Path) -> list[tuple[int, Path]]:
-    """[(step, path)] of all that is named like a checkpoint, the newest first. Rank 0 only."""
+    """Return [(step, path)] of everything that is named like a checkpoint, the latest first. Rank 0
+    only."""
     found = [(int(match[1]), path) for path in directory.iterdir()
              if (match := re.fullmatch(r"checkpoint-(\d{6,18})", path.name))]
     return sorted(found, reverse=True)
 
 
 def drop_checkpoints(run: Run, step: int) -> None:
-    """Remove checkpoints that --keep_checkpoints does not keep, if the newest is whole. Rank 0
-    only."""
+    """Remove the checkpoints that exceed --keep_checkpoints, if the latest one is complete. The
+    best one stays. Rank 0 only."""
     try:
         older = [(s, path) for s, path in checkpoints_of(run.directory) if s < step]
         older = [path for s, path in older[run.config.keep_checkpoints - 1 :]
@@ -173,8 +174,9 @@ def drop_checkpoints(run: Run, step: int) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What checkpoint.json holds. Raises ValueError unless it and all files that it lists have the
-    SHA-256 with which they were written; OSError where that cannot be told now."""
+    """Return the contents of checkpoint.json. Raises ValueError unless it and all files that it
+    lists still have the SHA-256 with which they were written, or OSError if that cannot be checked
+    now."""
     try:
         state = read_json(path / "checkpoint.json")
         if state.pop("sha256") != text_digest(state):
@@ -187,15 +189,16 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError,
             TypeError, AttributeError) as e:
         raise ValueError(f"{path}, which is not whole: {e}")
-    except OSError as e:  # it may be whole
+    except OSError as e:  # the checkpoint may be complete
         raise OSError(f"{path} cannot be read now: {e}; it stays as it is: try the same command"
                       " again")
     return state
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-    """The path and the state of a run's newest whole checkpoint, or None, None. Prints which it
-    skips; raises ValueError if all are damaged, OSError if one cannot be read. Rank 0 only."""
+    """Return the path and the state of a run's latest complete checkpoint, or (None, None). Logs
+    the damaged ones that it skips. Raises ValueError if all are damaged, OSError if one cannot be
+    read. Rank 0 only."""
     broken = []
     for _, path in checkpoints_of(directory):
         try:
@@ -209,7 +212,7 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
 
 
 def find_checkpoint(config: Config, directory: Path, digests: dict[str, str | None]) -> int:
-    """The step of the newest whole checkpoint in --output_dir, 0 if there is none. Raises
+    """Return the step of the latest complete checkpoint in --output_dir, 0 if there is none. Raises
     ValueError if the run there has other flags, data or base model. Rank 0 only."""
     path, state = newest_checkpoint(directory)
     saved_config = state or read_json(directory / "train_config.json", {})
@@ -239,7 +242,8 @@ def find_checkpoint(config: Config, directory: Path, digests: dict[str, str | No
 
 def compared_flags(
         config: Config, saved_config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The flags of the run that `saved_config` describes, and of this one, as JSON has them."""
+    """Return the flags of the run that `saved_config` describes, and of this run, both as JSON
+    values."""
     before, now = saved_config.get("config", {}), as_json(dataclasses.asdict(config))
     before, now = ({**flags, "target_modules": sorted(flags.get("target_modules", ()))}
                    for flags in (before, now))
@@ -248,8 +252,8 @@ def compared_flags(
 
 def refuse_other_run(config: Config, directory: Path, digests: dict[str, str | None],
                      saved_config: dict[str, Any]) -> None:
-    """Raise ValueError if the run that `saved_config` describes cannot go on as this one: it has
-    other flags, data or base model."""
+    """Raise ValueError if the run that `saved_config` describes cannot continue as this one,
+    because it has other flags, data or base model."""
     before, now = compared_flags(config, saved_config)
     changed = [f"--{name} {before.get(name)}, not {now[name]}" for name in MUST_MATCH
                if before.get(name) != now[name]]
@@ -266,16 +270,16 @@ def refuse_other_run(config: Config, directory: Path, digests: dict[str, str | N
 
 def check_run(config: Config, directory: Path, digests: dict[str, str | None],
               saved_config: dict[str, Any]) -> None:
-    """For a dry run: raise ValueError if the run in --output_dir, which `saved_config` describes,
-    could not go on as this one. Rank 0 only."""
+    """Raise ValueError if the run in --output_dir, which `saved_config` describes, could not
+    continue as this one. For a dry run. Rank 0 only."""
     if saved_config:
         base = digests["base_sha256"] or saved_config.get("base_sha256")
         refuse_other_run(config, directory, {**digests, "base_sha256": base}, saved_config)
 
 
 def set_aside(directory: Path, step: int) -> None:
-    """Rename what is named like a checkpoint of a later step than the one to resume from: else
-    --keep_checkpoints would count it, or it would come back."""
+    """Rename everything that is named like a checkpoint later than `step`, from which the run
+    resumes. Otherwise --keep_checkpoints would count it, or a later start would resume from it."""
     for later, path in checkpoints_of(directory):
         if later > step:
             with contextlib.suppress(OSError):
@@ -284,8 +288,8 @@ def set_aside(directory: Path, step: int) -> None:
 
 def agree_on_digests(config: Config, rows: Rows, eval_rows: Rows | None,
                      base_sha256: str) -> dict[str, str | None]:
-    """The digests of rows and base model, which must be the same on all ranks and at a resume. All
-    ranks must call this."""
+    """Return the digests of rows and base model, which must be the same on all ranks and when
+    resuming. All ranks must call this."""
     digests = {"data_sha256": rows.sha256(), "base_sha256": base_sha256,
                "eval_sha256": eval_rows.sha256() if eval_rows else None}
     flags = {"data_sha256": "dataset", "base_sha256": "model", "eval_sha256": "eval_dataset"}
@@ -300,9 +304,10 @@ def agree_on_digests(config: Config, rows: Rows, eval_rows: Rows | None,
 
 def save_adapter(run: Run, weights: dict[str, torch.Tensor],
                  merge_check: dict[str, torch.Tensor]) -> None:
-    """Write the trained adapter in PEFT's format and what MergeCheck.states() gives, and their
-    SHA-256 into train_config.json; if --output_dir cannot be written or is lost, the adapter beside
-    it or in the system's temporary directory, and OSError says where. Rank 0 only."""
+    """Write the trained adapter in PEFT's format and MergeCheck.states()'s tensors, and their
+    SHA-256 into train_config.json. If --output_dir cannot be written or is lost, write the adapter
+    beside it or into the system's temporary directory, and raise OSError that names the place. Rank
+    0 only."""
     try:
         write_results(run, weights, merge_check)
         return
@@ -322,8 +327,8 @@ def save_adapter(run: Run, weights: dict[str, torch.Tensor],
 
 def write_results(run: Run, weights: dict[str, torch.Tensor],
                   merge_check: dict[str, torch.Tensor]) -> None:
-    """Write the adapter and the probe into the run's directory, and their SHA-256 into its
-    train_config.json. Raises DISK_ERRORS, also where the directory is lost. Rank 0 only."""
+    """Write the adapter and the merge check into the run's directory, and their SHA-256 into its
+    train_config.json. Raises DISK_ERRORS, also if the directory is lost. Rank 0 only."""
     run.status.check_lock()
     write_adapter(run.directory, weights, run.lora_config)
     write_whole(run.directory / PROBE_FILE, merge_check)
@@ -335,16 +340,16 @@ def write_results(run: Run, weights: dict[str, torch.Tensor],
 
 def save_elsewhere(run: Run, weights: dict[str, torch.Tensor],
                    place: Path | None) -> tuple[Path | None, str]:
-    """Write the adapter into a new directory in `place`, None: in the system's temporary one.
-    Returns the directory, or None and why it could not be written. Rank 0 only."""
-    made = None
-    try:  # the prefix is short, as a name has at most 255 bytes
-        made = Path(tempfile.mkdtemp(prefix=f"{run.directory.name[:50]}-adapter-", dir=place))
-        write_adapter(made, weights, run.lora_config)
-        return made, ""
+    """Write the adapter into a new directory in `place`; None: in the system's temporary directory.
+    Returns the new directory, or None and why it could not be written. Rank 0 only."""
+    new = None
+    try:  # the prefix is cut, because a name has at most 255 bytes
+        new = Path(tempfile.mkdtemp(prefix=f"{run.directory.name[:50]}-adapter-", dir=place))
+        write_adapter(new, weights, run.lora_config)
+        return new, ""
     except DISK_ERRORS as e:
         with contextlib.suppress(OSError):
-            if made:
-                made.rmdir()  # if nothing could be written
-        where = made or place
+            if new:
+                new.rmdir()  # works only if nothing was written
+        where = new or place
         return None, f"{where}: {e}" if where else str(e)

@@ -19,7 +19,7 @@ from fsdp_qlora.ranks import log, on_rank_0
 
 
 def make_demo(config: Config, directory: Path) -> None:
-    """Write the demo's model and data, unless they are there from an earlier start. All ranks must
+    """Write the demo's model and data, unless an earlier start has written them. All ranks must
     call this."""
     log("No --model: training the built-in demo, a small Llama with random weights"
         + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
@@ -32,8 +32,8 @@ def make_demo(config: Config, directory: Path) -> None:
 
 
 def write_demo(directory: Path, loss: str = "sft") -> None:
-    """Write a Llama of 2.6 M parameters with its tokenizer, and the instructions: with right
-    answers, for preferences also with wrong ones. Rank 0 only."""
+    """Write a Llama of 2.6 M parameters, its tokenizer and the instructions: with right answers,
+    for preference losses also with wrong ones. Rank 0 only."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -71,8 +71,8 @@ def write_demo(directory: Path, loss: str = "sft") -> None:
 
 
 def unpaired(row: dict[str, str], loss: str, i: int) -> dict[str, Any]:
-    """The i-th of the demo's rows for a preference loss: its answer beside a wrong one, or one
-    of them in turn."""
+    """Return the demo's i-th row for a preference loss: a pair of its answer and a wrong one or,
+    for an unpaired loss, one of the two in turn."""
     right = row["completion"]
     number = int(right.split()[-1].rstrip("."))
     wrong = f"The answer is {number + (-1, 1, 2, -2)[i % 4]}."

@@ -37,10 +37,10 @@ from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status
 
 
-PROBE_FILE = "probe.safetensors"  # what the model gives for a few rows, see MergeCheck
-# what a run writes when it ends, by the name of its SHA-256 in train_config.json
+PROBE_FILE = "probe.safetensors"  # inputs of the lm_head for a few rows, see MergeCheck
+# {name of the SHA-256 in train_config.json: a file that a run writes when it ends}
 RESULTS = {"adapter_sha256": "adapter_model.safetensors", "probe_sha256": PROBE_FILE}
-MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value, as a regex
+MERGEABLE = {  # keys of train_config.json that a merge needs: a regex that their JSON must match
     "base_model": '".+"', "probe_input_ids": r"\[(\[\d[\d, ]*\](, )?)+\]",
     "config.lora_rank": r"[1-9]\d{0,8}", "config.lora_alpha": r"[1-9]\d{0,8}",
     "config.adapter": '"(lora|rslora|dora)"', "config.random_weights": "false",
@@ -55,10 +55,11 @@ MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value
 
 @contextlib.contextmanager
 def open_output(config: Config, user_config: Config, status: Status) -> Iterator[tuple[Path, bool]]:
-    """Yields the output directory, locked, and whether the run in it is complete.
+    """Yield the output directory, locked, and whether the run in it is complete.
 
-    What this start has made is removed again, and nothing else, if the run ends by a RunError
-    before train_config.json is written. All ranks must call this and must see the directory.
+    If the run ends by a RunError before train_config.json is written, everything that this start
+    has made is removed again, and nothing else. All ranks must call this and must see the
+    directory.
     """
     directory = Path(config.output_dir or "")
 
@@ -83,7 +84,7 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
         if is_rank_0() and made and not (is_begun or status.has_lost_directory()):
             for name in ("status.json", *["demo"] * (not config.model), ".lock"):
                 remove(directory / name)
-            with contextlib.suppress(OSError):  # somebody's files, or another run beside it
+            with contextlib.suppress(OSError):  # not empty: other files, or another run
                 for path in made:
                     os.rmdir(path)
         raise
@@ -91,8 +92,8 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
 
 def claim_directory(config: Config, directory: Path, saved_config: dict[str, Any],
                     status: Status) -> tuple[str, list[str]]:
-    """Make and lock the directory; `saved_config` is its train_config.json, {} without. Returns who
-    holds it, as .lock says, and the directories that were made. Raises ValueError. Rank 0 only."""
+    """Make and lock the directory. `saved_config`: its train_config.json, or {}. Returns the lock's
+    holder, as in .lock, and the directories that were made. Raises ValueError. Rank 0 only."""
     made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
     if not saved_config:
         refuse_inputs(config, directory)
@@ -106,9 +107,9 @@ def claim_directory(config: Config, directory: Path, saved_config: dict[str, Any
 
 def find_run(config: Config, user_config: Config, directory: Path,
              saved_config: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the run that `saved_config` describes is this one and complete, and whether
-    status.json may be written, as no other run's is there. Of one that is not complete, what is
-    half written is removed. Raises ValueError where the directory cannot be used. Rank 0 only."""
+    """Return whether the run that `saved_config` describes is this one and complete; and whether
+    status.json may be written, because it is not another run's. If the run is not complete,
+    incomplete files are removed. Raises ValueError if the directory cannot be used. Rank 0 only."""
     used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
     if used and not saved_config or saved_config and config.resume == "never":
         way_out = ("resume it by --resume must" if saved_config else "begin with its adapter by"
@@ -119,7 +120,7 @@ def find_run(config: Config, user_config: Config, directory: Path,
     state = read_json(directory / "status.json", {}).get("state")
     is_complete = is_own and state == "complete" and has_adapter(directory, saved_config)
     if not is_complete:
-        for torn in directory.glob(".checkpoint-*"):  # of a run that ended while saving
+        for torn in directory.glob(".checkpoint-*"):  # left by a run that ended while saving
             shutil.rmtree(torn, ignore_errors=True)
         for torn in directory.glob(".status.*"):
             torn.unlink()
@@ -127,7 +128,7 @@ def find_run(config: Config, user_config: Config, directory: Path,
 
 
 def refuse_inputs(config: Config, directory: Path) -> None:
-    """Raise ValueError if what a run reads is the directory that it would write to."""
+    """Raise ValueError if --output_dir is also an input of the run."""
     for flag in "model", "dataset", "eval_dataset":
         values = getattr(config, flag) or ()
         for value in [values] if isinstance(values, str) else values:
@@ -137,8 +138,8 @@ def refuse_inputs(config: Config, directory: Path) -> None:
 
 
 def has_adapter(directory: Path, saved_config: dict[str, Any]) -> bool:
-    """Whether a run's adapter is there, and is what train_config.json, `saved_config`, says that it
-    was when it was written; says if it is another."""
+    """Return True if a run's adapter exists and has the SHA-256 that its train_config.json,
+    `saved_config`, records. Logs a line if it has another one."""
     adapter = directory / "adapter_model.safetensors"
     if not all((directory / name).is_file() for name in ADAPTER_FILES):
         return False
@@ -150,14 +151,14 @@ def has_adapter(directory: Path, saved_config: dict[str, Any]) -> bool:
 
 
 def lock(path: Path, directory: Path) -> tuple[int, str]:
-    """Lock the file `path` until it is closed, and write into it who holds it. Returns its
-    descriptor and that text; raises ValueError where another process uses the directory. flock
-    works between nodes on NFS 4 and on Lustre with -o flock. Rank 0 only."""
+    """Lock the file `path` until it is closed, and write into it which process has locked it.
+    Returns its descriptor and that text. Raises ValueError if another process uses the directory.
+    flock works between nodes on NFS 4 and on Lustre with -o flock. Rank 0 only."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        time.sleep(0.1)  # the other process may just have begun, and writes who it is
+        time.sleep(0.1)  # the other process may have just begun, and is still writing the text
         holder = os.pread(fd, 200, 0).decode(errors="replace")
         os.close(fd)
         raise ValueError(f"--output_dir {directory}: in use by {holder or 'a process that begins'}:"
@@ -174,37 +175,37 @@ def lock(path: Path, directory: Path) -> tuple[int, str]:
 
 
 def open_partial(output: Path) -> tuple[Path, int]:
-    """The hidden directory that becomes `output` once all is written, empty, and the descriptor of
-    its .lock, which this process holds. Raises ValueError."""
+    """Return an empty hidden directory that becomes `output` once everything is written, and the
+    descriptor of its .lock, which this process has locked. Raises ValueError."""
     target = output.resolve()
     if target.is_mount():
         raise ValueError(f"--output_dir {output}: is a mount point; name a new one in it")
-    partial, is_held = target.with_name(f".{target.name}.partial"), False
-    while not is_held:
-        if partial.is_symlink():  # it would lead to files that are not of a merge
+    partial, is_locked = target.with_name(f".{target.name}.partial"), False
+    while not is_locked:
+        if partial.is_symlink():  # would lead to files that no merge has written
             partial.unlink()
         with contextlib.suppress(FileExistsError):
             partial.mkdir(parents=True)
         with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
             fd, _ = lock(path := partial / ".lock", output)
-            is_held = os.path.samestat(os.stat(path), os.fstat(fd))
-    for old in {*partial.iterdir()} - {path}:  # of a process that died
+            is_locked = os.path.samestat(os.stat(path), os.fstat(fd))
+    for old in {*partial.iterdir()} - {path}:  # left by a process that died
         remove(old)
     return partial, fd
 
 
 @dataclasses.dataclass
 class NewDirectory:
-    """A directory that new_directory() makes."""
+    """A directory made by new_directory()."""
 
     path: Path
-    is_whole: bool = False  # whether it stays where what follows fails
+    is_whole: bool = False  # True: keep it even if a later step fails
 
 
 @contextlib.contextmanager
 def new_directory(output: Path) -> Iterator[NewDirectory]:
-    """Yields a hidden, locked NewDirectory, which becomes `output` when the `with` body ends. Where
-    that raises, it is removed, unless it is whole."""
+    """Yield a hidden, locked NewDirectory, which becomes `output` when the `with` body ends. If the
+    body raises, it is removed, unless is_whole is set."""
     partial, lock_fd = open_partial(output)
     new = NewDirectory(partial)
     with os.fdopen(lock_fd):
@@ -218,23 +219,23 @@ def new_directory(output: Path) -> Iterator[NewDirectory]:
             if not new.is_whole:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        finally:  # not before: another merge would take the directory for that of a dead one
+        finally:  # not before: another merge would think that this one has died
             (new.path / ".lock").unlink(missing_ok=True)
     sync_file(new.path.parent)
 
 
 def flags_of(user_config: Config) -> dict[str, Any]:
-    """The flags that decide what a run does."""
+    """Return the flags that decide what a run does."""
     flags = dataclasses.asdict(user_config)
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
 def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
                  template_date: str, versions: dict[str, str]) -> None:
-    """Write train_config.json, which has all that a merge needs. Rank 0 only.
+    """Write train_config.json, which has everything that a merge needs. Rank 0 only.
 
-    Of a run that goes on, what it has of the start before is kept: the SHA-256 of an adapter that
-    is there, and the versions by which the steps so far were done.
+    A resumed run keeps two things from before: the SHA-256 of an existing adapter, and the library
+    versions with which the earlier steps were trained.
     """
     run.status.check_lock()
     config, path = run.config, run.directory / "train_config.json"
@@ -276,15 +277,15 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
 
 
 def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Write the tokenizer, if there is one, and generation_config.json, by which generation stops
+    """Write the tokenizer, if there is one, and generation_config.json, which makes generation stop
     where a turn ended in training. Rank 0 only."""
     if not tokenizer:
         return
-    # not at once into the run's directory: it would write what a link leads to
+    # not directly into the run's directory, because writing would follow links
     remove(hidden := directory / ".tokenizer.part")
     hidden.mkdir()
     write_tokenizer(hidden, base, tokenizer)
-    # of an earlier start; and a directory replaces only an empty one
+    # left by an earlier start; a directory can only replace an empty one
     remove(directory / "additional_chat_templates")
     for name in {"chat_template.jinja", "chat_template.json"} - {*os.listdir(hidden)}:
         remove(directory / name)
@@ -301,31 +302,32 @@ def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFa
 
 
 def find_train_config(directory: Path) -> Path:
-    """The train_config.json of a run, or of the run that a checkpoint is in; perhaps not there."""
+    """Return the path of the train_config.json of a run, or of the run that contains a checkpoint;
+    it may not exist."""
     path = directory / "train_config.json"
     return path if path.is_file() else directory.resolve().parent / path.name
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """What a merge takes of a run."""
+    """The part of a run that a merge needs."""
 
-    config: dict[str, Any]  # of train_config.json, as the next four
+    config: dict[str, Any]  # from train_config.json, like the next four
     quantization: dict[str, Any]
     base_model: str
     base_sha256: str | None
     asked: list[dict[str, Any]]  # see how_to_ask()
     probe: Path | None  # PROBE_FILE; None: there is nothing to compare with
     probe_input_ids: list[list[int]]
-    tokenizer: list[Path]  # files that are taken where the base has none
+    tokenizer: list[Path]  # files to use if the base has none
     extras: list[Path]  # files that replace the base's
-    template: Path | None  # the file of --chat_template
-    losses: list[float]  # of each step until the adapter was saved
+    template: Path | None  # the chat template of --chat_template
+    losses: list[float]  # one for each step until the adapter was saved
 
 
 def read_run(directory: Path) -> TrainedRun:
-    """The run in a directory, or the run that a checkpoint is in. Raises ValueError for what is not
-    as it was written and for what a merge cannot take."""
+    """Return the run in a directory, or the run that contains a checkpoint. Raises ValueError if a
+    file has changed since it was written, or if a merge does not support the run."""
     path = find_train_config(directory)
     needed = [path, *(directory / name for name in (*ADAPTER_FILES, PROBE_FILE))]
     missing = [p.name for p in needed if not p.is_file()]
@@ -370,8 +372,8 @@ def read_run(directory: Path) -> TrainedRun:
 
 
 def losses_of(directory: Path, last_step: float = math.inf) -> list[float]:
-    """The loss of each step until `last_step` that metrics.jsonl of a run has; [] if it cannot be
-    read."""
+    """Return the losses of the steps until `last_step` from a run's metrics.jsonl; [] if it cannot
+    be read."""
     with contextlib.suppress(OSError):
         return [record["loss"] for record in read_records(directory / "metrics.jsonl")
                 if isinstance(record.get("loss"), float) and record["step"] <= last_step]
@@ -379,7 +381,7 @@ def losses_of(directory: Path, last_step: float = math.inf) -> list[float]:
 
 
 def merge_command(directory: Path, script: Path) -> str:
-    """The command that merges the adapter of a run of `script`."""
+    """Return the command that merges the adapter of a run of `script`."""
     merge = script.with_name("merge_adapters.py")
     merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone
     found, python = shutil.which("python"), os.path.relpath(sys.executable)

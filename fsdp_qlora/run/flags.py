@@ -31,12 +31,12 @@ EXAMPLES = """examples:
 """
 GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapter",
           "micro_batch_tokens": "memory and speed"}  # the first flag of each group in --help
-SWITCHED = "true", "false", "yes", "no", "on", "off", "1", "0"  # values of switches elsewhere
+SWITCHED = "true", "false", "yes", "no", "on", "off", "1", "0"  # values of switches in other tools
 
 
 def answer_at_once(argv: list[str]) -> None:
-    """End this process where --help, --version or a wrong flag ends it: before torch is imported,
-    which takes seconds. Not under torchrun, where all ranks end together."""
+    """Exit here for --help, --version or a wrong flag, before torch is imported, which takes
+    seconds. Does nothing under torchrun, where all ranks end together."""
     if "RANK" in os.environ:
         return
     try:
@@ -47,7 +47,7 @@ def answer_at_once(argv: list[str]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """A parser of the fields of Config that raises ValueError where argparse would exit."""
+    """Return a parser of the fields of Config that raises ValueError where argparse would exit."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--flag value ...]", description=DESCRIPTION, epilog=EXAMPLES,
         allow_abbrev=False, formatter_class=functools.partial(
@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     for f in dataclasses.fields(Config):
         if f.name in GROUPS:
             group = parser.add_argument_group(GROUPS[f.name])
-        kind = [*typing.get_args(types[f.name]), types[f.name]][0]  # of "int | None" int
+        kind = [*typing.get_args(types[f.name]), types[f.name]][0]  # int for "int | None"
         options = dict(f.metadata, default=f.default)
         choices = options.pop("choices", ())
         if choices:
@@ -87,8 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_value(name: str, kind: Any, choices: Sequence[str], text: str) -> Any:
-    """The value that `text` is for flag `name`: one of `choices`, or of a `kind`. What is none is
-    refused with what it may be, and what was probably meant."""
+    """Return the value of flag `name` for `text`: one of `choices`, or of type `kind`. The error
+    for any other text names what is accepted and what was probably meant."""
     wanted, meant = "", ""
     if choices and text not in choices:
         wanted = f"one of {', '.join(choices)}"
@@ -113,7 +113,7 @@ def parse_value(name: str, kind: Any, choices: Sequence[str], text: str) -> Any:
 
 
 def meant_number(text: str, kind: Any) -> str:
-    """The number that is written as people or C do, 4k, 10%, 24GB, 16.0 or 2e-4f, or ""."""
+    """Return the number in a text such as 4k, 10%, 24GB, 16.0 or 2e-4f, or ""."""
     match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)([kf%]|gi?b)?", text.lower())
     with contextlib.suppress(ValueError):
         if match:
@@ -123,21 +123,21 @@ def meant_number(text: str, kind: Any) -> str:
 
 
 def print_on_rank_0(message: str, file: Any = None) -> None:
-    """In place of argparse's own, for --help and --version."""
+    """Replaces argparse's function that prints --help and --version."""
     if os.environ.get("RANK", "0") == "0":
         print(message, end="", flush=True)
 
 
 def parse_flags(argv: Sequence[str] | None = None) -> Config:
-    """The flags as a Config: those of --config, or of the run that is resumed, and then those of
-    the command line. Raises ValueError."""
+    """Return the flags as a Config: from --config, or from the run to resume, overridden by the
+    command line. Raises ValueError."""
     parser = make_parser()
     argv = list(sys.argv[1:] if argv is None else argv)
 
     def parse(argv: list[str]) -> dict[str, Any]:
         values, unknown = parser.parse_known_args(argv)
         if unknown:
-            # a flag with its value, as torchtune's lr=1e-4; else a value without a flag
+            # flags, also torchtune's lr=1e-4; the other words are values without a flag
             flags = [word.partition("=")[0] for word in unknown if word[0] == "-" or "=" in word]
             if not flags:
                 is_switch = {word.lower() for word in unknown} <= {*SWITCHED}
@@ -166,8 +166,8 @@ def parse_flags(argv: Sequence[str] | None = None) -> Config:
 
 
 def refuse_unknown(where: str, flags: list[str]) -> NoReturn:
-    """Raise ValueError for flags that are none, with what to give instead: what is known of other
-    tools' flags, or the flag that is spelled like it. `where` they stand: "--config FILE: "."""
+    """Raise ValueError for unknown flags, with what to use instead: the answer for another tool's
+    flag, or the flag with a similar spelling. `where` the flags are: "--config FILE: "."""
     names, told = [f"--{f.name}" for f in dataclasses.fields(Config)], []
     for flag in dict.fromkeys(flags):
         flag = f"--{flag.lstrip('-')}"
@@ -185,12 +185,13 @@ def refuse_unknown(where: str, flags: list[str]) -> NoReturn:
 
 
 def read_flags(path: Path) -> list[str]:
-    """The command line that a YAML or JSON file of flags stands for. Raises ValueError."""
+    """Return the command line that is equivalent to a YAML or JSON file of flags. Raises
+    ValueError."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            # its own takes the last of two alike
+            # SafeLoader would silently use the last of two equal keys
             names = [key.value for key, _ in node.value]
             for name in names:
                 if names.count(name) > 1:

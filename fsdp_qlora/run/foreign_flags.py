@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-# An answer, and below it the names that get it, patterns too. The first that matches counts.
+# An answer, and below it the names or patterns that get it. The first match counts.
 PEERS = """
 give --model, a Hub id or a directory; the model's own tokenizer is used
     model_name_or_path model_name base_model pretrained_model_name_or_path model_id checkpointer
@@ -300,7 +300,7 @@ not supported; only text is trained
 """
 
 
-# What other tools call a value of a flag: {flag: {their value: ours}}.
+# {flag: {another tool's value: this project's}}
 VALUES = {
     "adapter": {"qlora": "lora", "qdora": "dora", "peft": "lora"},
     "attn": {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "eager": "sdpa"},
@@ -313,20 +313,21 @@ VALUES = {
 
 @functools.cache
 def read_peers() -> list[tuple[str, str]]:
-    """[(name or pattern, answer)] of PEERS."""
+    """Return [(name or pattern, answer)] of PEERS."""
     entries = (entry.partition("\n") for entry in PEERS.strip().split("\n\n"))
     return [(name, answer) for answer, _, names in entries for name in names.split()]
 
 
 def peer_answer(name: str) -> str:
-    """What to do instead of another tool's flag of this name; "" of an unknown one."""
+    """Return what to do instead of using another tool's flag of this name; "" for an unknown name.
+    """
     word = name.lstrip("-").replace("-", "_").lower()
     return next((answer for theirs, answer in read_peers() if fnmatchcase(word, theirs)), "")
 
 
 def peer_value(flag: str, text: str, values: Sequence[str]) -> str:
-    """Which of a flag's values is meant by another tool's word for it, a part of it, or a slip; ""
-    if none is."""
+    """Return the value of a flag that is meant by another tool's word for it, a part of it, or a
+    misspelling; "" if none is."""
     word = text.lower()
     if meant := VALUES.get(flag, {}).get(word):
         return meant

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Returns the exit code of the rank that ended first for a reason of its own; 0: of all."""
+    """Run torchrun. Returns the exit code of the rank that ended first for a reason of its own; 0
+    if all succeeded."""
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, pass_on)
-    logging.disable(logging.ERROR)  # what torchrun tells of ranks that end
+    logging.disable(logging.ERROR)  # hides torchrun's messages about ranks that end
     try:
         run(parse_args(["--signals_to_handle=SIGQUIT", *sys.argv[1:]]))
     except ChildFailedError as e:
@@ -46,7 +47,7 @@ def main() -> int:
 
 
 def pass_on(number: int, _: FrameType | None) -> None:
-    """Send a signal to all ranks; without ranks, end."""
+    """Send a signal to all ranks; if there are no ranks, end."""
     me = os.getpid()
     ranks = Path(f"/proc/{me}/task/{me}/children").read_text().split()
     for rank in map(int, ranks):
@@ -57,15 +58,16 @@ def pass_on(number: int, _: FrameType | None) -> None:
 
 
 def explain(failures: dict[int, ProcessFailure]) -> int:
-    """Say why a run has ended, {rank: how it failed}, if no rank has. Returns the exit code."""
+    """Print why a run has ended, if no rank has. `failures`: {rank: how it failed}. Returns the
+    exit code."""
     def order(rank: int) -> tuple[bool, int]:
-        # causes come first
+        # failures before ranks that only stopped
         return failures[rank].exitcode == EXIT_RESUMABLE, failures[rank].timestamp
 
     rank = min(failures, key=order)
     failure = failures[rank]
     code, name = failure.exitcode, failure.signal_name()
-    if os.path.isfile(failure.error_file):  # tell_torchrun()'s: the rank has printed why
+    if os.path.isfile(failure.error_file):  # written by tell_torchrun(): the rank has printed why
         return code
     if -code in SIGNALS:
         print_error(f"stopped: {name} before training began; the same command resumes it")

@@ -35,20 +35,20 @@ from fsdp_qlora.ranks import log
 from fsdp_qlora.run.state import Run
 
 
-LOG_SECONDS = 2  # between lines of steps in the log
-HIGH_RATE = 0.02  # --learning_rate above it gets a line
-SHOWN_TOKENS = {True: 60, False: 30}  # of the first row's long parts, trained or not, at each end
+LOG_SECONDS = 2  # between two step lines in the log
+HIGH_RATE = 0.02  # a higher --learning_rate is commented on in the log
+SHOWN_TOKENS = {True: 60, False: 30}  # {in the loss?: tokens shown at each end of a long part}
 
 
 class MetricsWriter:
-    """metrics.jsonl, the tracker that --report_to names, and a progress bar. Rank 0 only."""
+    """Writer of metrics.jsonl, the tracker of --report_to, and a progress bar. Rank 0 only."""
 
     def __init__(self, run: Run, start_step: int) -> None:
-        """Of a run that is resumed after step `start_step`, only earlier records stay."""
+        """Start after step `start_step`; later records of an earlier start are removed."""
         self.max_steps, self.status = run.config.max_steps, run.status
         self.place = place_of(run.device)
-        self.first: tuple[int, float] | None = None  # step of this start, and when it was done
-        self.pace: float | None = None  # seconds for each step since, with evaluations and saves
+        self.first: tuple[int, float] | None = None  # first step of this start, and when it ended
+        self.pace: float | None = None  # seconds per step since, evaluations and saves included
         self.path = run.directory / "metrics.jsonl"
         evaluated = run.progress.evaluated or 0
         write_whole(self.path, earlier_records(self.path, start_step, evaluated))
@@ -59,8 +59,8 @@ class MetricsWriter:
         self.track, self.close_tracker = trackers[self.name](run, start_step)
 
     def write(self) -> None:
-        """Append what is unwritten. What the disk does not accept is kept for the next time, and
-        written over what it accepted of it."""
+        """Append the unwritten lines. If the disk does not accept all of them, they are kept and
+        written again next time, over the part that it accepted."""
         try:
             self.status.check_lock()
             file, written = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), 0
@@ -78,7 +78,7 @@ class MetricsWriter:
             self.is_failing = True
 
     def record(self, record: dict[str, Any]) -> None:
-        """Log a step or an evaluation."""
+        """Write the record of a step or an evaluation."""
         self.unwritten += json.dumps(record).encode() + b"\n"
         self.write()
         try:
@@ -89,14 +89,14 @@ class MetricsWriter:
             self.track = None
 
     def step(self, record: dict[str, Any]) -> None:
-        """Log a step; print it unless another has just been printed."""
+        """Write the record of a step, and log it unless another step was logged just before."""
         self.record(record)
         step, now, max_steps = record["step"], time.monotonic(), self.max_steps
-        self.first = self.first or (step, now)  # it compiles, too
+        self.first = self.first or (step, now)  # not counted: this step also compiles
         if step > self.first[0]:
             self.pace = (now - self.first[1]) / (step - self.first[0])
         with contextlib.suppress(OSError):  # the terminal may be gone
-            if self.bar is None:  # its rate is to be without the first step's compiling
+            if self.bar is None:  # created now: its rate excludes the first step's compiling
                 self.bar = tqdm(initial=step, total=max_steps, unit="step", disable=None)
             else:
                 self.bar.update()
@@ -122,18 +122,18 @@ class MetricsWriter:
 
 
 def place_of(device: torch.device) -> str:
-    """What speeds are per: a GPU, or a process where there is none."""
+    """Return what speeds are per: "GPU", or "process" where there is none."""
     return "GPU" if device.type == "cuda" else "process"
 
 
 def describe_time(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03."""
+    """Return seconds as hours, minutes and seconds: 1:02:03."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 def log_extension(config: Config, start_step: int, last_rate: float, next_rate: float) -> None:
-    """Print what becomes of the rate where a complete run goes on."""
+    """Print how the learning rate changes when a complete run continues."""
     log(f"the run was complete after {start_step} steps and goes on to {config.max_steps}: the"
         f" learning rate was {last_rate:.1e} and is {next_rate:.1e} now; a new run with"
         " --init_adapter would begin with a warm-up")
@@ -144,12 +144,12 @@ def log_parameters(config: Config, n_trainable: int, n_frozen: int) -> None:
 
 
 def describe_steps(config: Config) -> str:
-    """What a dry run says of the run."""
+    """Return the length of the run, for a dry run."""
     return f"the run has {config.max_steps:,} steps of {config.batch_size:,} rows"
 
 
 def log_steps(run: Run) -> None:
-    """Print what the loop is about to do."""
+    """Print what the training loop is about to do."""
     config, rows, n = run.config, run.rows, dist.get_world_size()
     epochs = config.max_steps * config.batch_size / len(rows)
     longest = rows.lengths.view(-1, rows.n_answers).sum(1).max()
@@ -172,24 +172,24 @@ def log_evaluation(step: int, metrics: dict[str, float], samples: list[dict[str,
 
 
 def log_sample(sample: dict[str, str]) -> None:
-    """Print one of sample_answers()."""
+    """Print one result of sample_answers()."""
     answer, wanted = (beginning(sample[key], 300) for key in ("answer", "wanted"))
     log(f"sample: {ending(sample['prompt'], 150)!r} -> {answer!r}, wanted {wanted!r}")
 
 
 def beginning(text: str, n: int) -> str:
-    """A text's first n characters, with a mark where more follow."""
+    """Return a text's first n characters, with a mark if more follow."""
     return text if len(text) <= n else f"{text[:n]} [..]"
 
 
 def ending(text: str, n: int) -> str:
-    """A text's last n characters, with a mark where more precede them."""
+    """Return a text's last n characters, with a mark if more precede them."""
     return text if len(text) <= n else f"[..] {text[-n:]}"
 
 
 def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
-    """What a record of metrics has besides the loss, for a line of the log; "" of a step of
-    supervised fine-tuning."""
+    """Return the metrics of a record besides the loss, for a log line; "" for a step of supervised
+    fine-tuning."""
     found = {key.removeprefix(prefix): value for key, value in record.items()
              if key.startswith(prefix)}
     parts = [f"perplexity {found['perplexity']:.2f}"] if "perplexity" in found else []
@@ -206,8 +206,8 @@ def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
 
 
 def earlier_records(path: Path, start_step: int, evaluated: int) -> str:
-    """The lines of metrics.jsonl up to `start_step`, of evaluations up to step `evaluated`, each
-    step once."""
+    """Return the lines of metrics.jsonl for steps up to `start_step` and for evaluations up to step
+    `evaluated`, each step once."""
     lines = {}
     for record in read_records(path) if start_step and path.is_file() else []:
         is_evaluation = "eval_loss" in record
@@ -218,10 +218,10 @@ def earlier_records(path: Path, start_step: int, evaluated: int) -> str:
 
 def tensorboard(
         run: Run, start_step: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
-    """A function that tracks a record, and one that closes the tracker."""
+    """Return a function that tracks a record, and a function that closes the tracker."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # its thread would print a traceback of a full disk, which the next add_scalar() raises
+    # on a full disk its thread would print a traceback; the next add_scalar() raises the error
     threading.excepthook = lambda hook: (
         isinstance(hook.exc_value, OSError) or threading.__excepthook__(hook))
     board = SummaryWriter(run.directory / "tensorboard", purge_step=start_step + 1)
@@ -238,7 +238,8 @@ def tensorboard(
 
 def wandb_run(
         run: Run, start_step: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
-    """The same functions for Weights & Biases; raises ValueError if it cannot be reached."""
+    """Return the functions of tensorboard() for Weights & Biases. Raises ValueError if it cannot be
+    reached."""
     import wandb
 
     path = run.directory.resolve()
@@ -258,7 +259,7 @@ def wandb_run(
 
 
 def draw_losses(directory: Path) -> None:
-    """Draw loss.png from metrics.jsonl. Rank 0 only."""
+    """Plot metrics.jsonl as loss.png. Rank 0 only."""
     try:
         from matplotlib.figure import Figure
 
@@ -273,7 +274,7 @@ def draw_losses(directory: Path) -> None:
         losses.legend()
         rates.set_xlabel("optimizer step")
         part = directory / ".loss.png.part"
-        part.unlink(missing_ok=True)  # matplotlib would write what a link leads to
+        part.unlink(missing_ok=True)  # matplotlib would follow a link
         figure.savefig(part, format="png", dpi=120)
         put_in_place(part, directory / "loss.png")
     except Exception as e:
@@ -283,8 +284,8 @@ def draw_losses(directory: Path) -> None:
 def log_startup(
         user_config: Config, config: Config, plan: Plan, kernels: Kernels,
         limit: int, device: torch.device, versions: dict[str, str]) -> None:
-    """Print what this run is, before it begins: what it has chosen for flags that were not given,
-    on what it runs, and the plan."""
+    """Print the run before it begins: the values chosen for omitted flags, versions and GPUs, and
+    the plan."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
     chosen = {name: value for name, value in vars(config).items()
               if value != vars(user_config)[name]}
@@ -312,7 +313,7 @@ def log_startup(
 
 
 def log_plan_elsewhere(user_config: Config, config: Config, plan: Plan, limit: int) -> None:
-    """Print the answer of --plan_for, where the plan fits."""
+    """Print the answer to --plan_for, if the plan fits."""
     world_size, gpu, _ = parse_gpus(config.plan_for or "")
     lengths = "" if config.dataset else f" of {config.max_seq_len:,} tokens"
     log(f"planned by data sheets for {world_size} x {gpu} with {HOST_GIB} GiB of host memory for"
@@ -326,8 +327,8 @@ def log_plan(
     user_config: Config, plan: Plan, limit: int, world_size: int, place: str = "GPU",
     resident: float = 0,
 ) -> None:
-    """Print the plan: the memory that it is predicted to take, and how the work is laid out.
-    `resident`: bytes that the process has already, on a CPU, where they count."""
+    """Print the plan: its predicted memory, and how the work is distributed. `resident`: bytes that
+    the process uses already, which count on a CPU."""
     notes = {
         describe_copies(user_config, plan, world_size): True,
         f"micro-batches of at most {plan.micro_batch_tokens:,} tokens, packed end to end": True,
@@ -352,7 +353,7 @@ def log_plan(
 
 
 def describe_copies(user_config: Config, plan: Plan, n: int) -> str:
-    """On which of `n` processes the model is, and who has decided that."""
+    """Return how the model is distributed over `n` processes, and who decided that."""
     shards = plan.shard_group_size
     if n == 1:
         return "the model on one process"
@@ -366,9 +367,9 @@ def describe_copies(user_config: Config, plan: Plan, n: int) -> str:
 
 
 def log_examples(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) -> None:
-    """Print the first row as the model sees it, or `n` rows of the whole data set, with what is not
-    trained in brackets, if there is a tokenizer; of preferences both answers, or whether its answer
-    is good."""
+    """Print the first row as the model sees it, or `n` rows spread over the data set, with what is
+    not in the loss in brackets. Prints both answers of a pair, and whether an unpaired answer is
+    good. Does nothing without a tokenizer."""
     if not tokenizer:
         return
     for row in range(0, len(rows), math.ceil(len(rows) / n)):
@@ -382,9 +383,9 @@ def log_examples(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int =
 
 def show_document(ids: torch.Tensor, labels: torch.Tensor,
                   tokenizer: PreTrainedTokenizerFast) -> str:
-    """The text of a document, with what is not trained in brackets. Of a long one the first and the
-    last parts, and of a long part how it begins and ends: where training begins and that it ends
-    with the closing token is what a reader wants to see."""
+    """Return the text of a document, with what is not in the loss in brackets. A long document is
+    cut to its first and last parts, and a long part to its beginning and end, because a reader
+    wants to see where the loss begins and that it ends with the closing token."""
     all_ids, shown, start = ids.tolist(), [], 0
     for is_trained, part in itertools.groupby((labels != IGNORE).tolist()):
         stop = start + len(list(part))
@@ -405,21 +406,22 @@ def show_document(ids: torch.Tensor, labels: torch.Tensor,
 
 
 def decode(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The text of ids[start:stop]. A part by itself may lose the space that it begins with."""
+    """Return the text of ids[start:stop]. Decoded alone, a part may lose the space with which it
+    begins."""
     before = ids[max(0, start - 8) : start]
     whole: str = tokenizer.decode(before + ids[start:stop])
     return whole[len(tokenizer.decode(before)) :]
 
 
 def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
-    """Print the answer of --random_weights, if there are records of steps: how fast, how much is
-    computed, how much memory."""
+    """Print the answer of --random_weights, if there are records of steps: speed, FLOP/s and
+    memory."""
     if not records:
         return
     arch, plan, layers = run.model.arch, run.plan, run.model.layers
     rates = sorted(r["tokens_per_second_per_gpu"] for r in records[2:] or records[-1:])
     rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
-    # forward 2 and backward 2 operations a weight and token, recomputation 2 more
+    # per weight and token: 2 operations in forward, 2 in backward, 2 more if recomputed
     weights = sum(layer.spec.token_weights() for layer in layers)
     again = sum(layer.spec.recomputed_weights(layer.saves) for layer in layers)
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12

@@ -23,11 +23,11 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
 
 
-PROBE_ROWS, PROBE_TOKENS = 4, 64  # the first rows, and of each the first tokens
+PROBE_ROWS, PROBE_TOKENS = 4, 64  # the first rows, and the first tokens of each
 
 
 class MergeCheck:
-    """A few rows, and what the head reads of them in the model without the adapter."""
+    """The first tokens of a few rows, and the lm_head's inputs for them without the adapter."""
 
     def __init__(self, rows: Rows) -> None:
         documents = rows.as_documents()
@@ -37,33 +37,34 @@ class MergeCheck:
         self.without_adapter = torch.empty(0)  # until begin()
 
     def begin(self, model: Model, adapter: Adapter) -> None:
-        """Note what the model gives without the adapter. All ranks must call this."""
+        """Record the lm_head's inputs without the adapter. All ranks must call this."""
         with no_adapter(adapter):
             self.without_adapter = self.states(model)["with_adapter"]
 
     @torch.no_grad()
     def states(self, model: Model) -> dict[str, torch.Tensor]:
-        """What the head reads of all tokens, one row after the other, [tokens, hidden] on the CPU:
-        {"with_adapter", as it is now, "without_adapter"}. All ranks must call this.
+        """Return the lm_head's inputs for all tokens, one row after the other, [tokens, hidden] on
+        the CPU: {"with_adapter": as it is now, "without_adapter": from begin()}. All ranks must
+        call this.
 
         Each rank computes the same rows. Nothing is compiled for them: that would take longer than
-        all else, and could change the kernels of training and evaluation.
+        everything else, and could change the kernels of training and evaluation.
         """
-        found, rows = {}, self.rows
+        state_of_row, rows = {}, self.rows
         with torch.compiler.set_stance("force_eager"):
             for micro_step in pack_rows(rows.lengths.tolist(), 1, model.plan.micro_batch_tokens):
                 micro_batch = make_micro_batch(rows, micro_step, 0, None, model)
                 states = model(micro_batch, wants_loss=False).cpu().split(micro_batch.lengths)
-                found.update(zip(micro_step[0], states))  # padding is after the rows
+                state_of_row.update(zip(micro_step[0], states))  # padding is after the rows
         reshard_all(model)
-        now = torch.cat([found[i] for i in range(len(rows))])
+        now = torch.cat([state_of_row[i] for i in range(len(rows))])
         return {"with_adapter": now, "without_adapter": self.without_adapter}
 
 
 @contextlib.contextmanager
 def no_adapter(adapter: Adapter) -> Iterator[None]:
-    """In the `with` body the adapter does nothing: B is 0, and DoRA's magnitudes are the norms of
-    the weights' rows."""
+    """Disable the adapter in the `with` body: B is 0, and DoRA's magnitudes are the norms of the
+    weights' rows."""
     weights = adapter.weights.data.clone()
     for i, layer in enumerate(adapter.layers):
         values = {}
@@ -79,8 +80,8 @@ def no_adapter(adapter: Adapter) -> Iterator[None]:
 def trained_logits(
     file: Path, head: torch.Tensor, arch: Architecture
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
-    vocabulary] on the CPU, from what training has recorded, the head's inputs."""
+    """Return the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
+    vocabulary] on the CPU, from the lm_head's inputs that training has recorded in `file`."""
     inputs = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
               for name, stored in tensors_of(file).items()}
     plain, trained = (
@@ -91,6 +92,7 @@ def trained_logits(
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, rows: list[list[int]]) -> torch.Tensor:
-    """transformers' logits of these rows, fp32 [tokens of all rows, vocabulary] on the CPU."""
+    """Return transformers' logits of these rows, fp32 [tokens of all rows, vocabulary] on the CPU.
+    """
     inputs = [torch.tensor([row], device=model.device) for row in rows]
     return torch.cat([model(input_ids).logits[0].float().cpu() for input_ids in inputs])

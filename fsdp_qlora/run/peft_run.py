@@ -30,8 +30,8 @@ from fsdp_qlora.run.directory import TrainedRun
 def open_peft_run(
     adapter_dir: Path, base_model: str
 ) -> tuple[TrainedRun, Base, dict[str, LinearAdapter]]:
-    """The run, the base and the adapter, for a merge that cannot be checked: that the base was
-    loaded by transformers with load_in_4bit, from bf16, is taken on trust."""
+    """Return the run, the base and the adapter for a merge that cannot be checked: that
+    transformers loaded the base with load_in_4bit, from bf16, is taken on trust."""
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
     settings, stored = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
     directory = model_directory(base_model, "weights", "--base_model")
@@ -56,7 +56,7 @@ def open_peft_run(
         if settings["use_dora"]:
             parts[name].append(FilePart(f"{stem}.lora_magnitude_vector", (n_out,)))
     linears = [*in_4bit.values()]
-    if parts.keys() & others.values():  # then it was loaded with them
+    if parts.keys() & others.values():  # then the base was loaded with these linears
         if not all(others.values()):
             raise ValueError(f"--base_model {directory}: its tensors outside the text model have"
                              " other names than transformers: use the adapter unmerged")
@@ -85,20 +85,21 @@ def linears_in_4bit(
     directory: Path, config: transformers.PreTrainedConfig, auto_class: Any,
     files: dict[str, Stored],
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns {bare_name() of a linear: its tensor's name in the files} of those that transformers
-    quantizes with load_in_4bit, in the text model and outside of it, where the name may be "", not
-    found. Raises ValueError for a mixture, of which that depends on the version of transformers."""
+    """Return {bare_name() of a linear: its tensor's name in the files} for the linears that
+    transformers quantizes with load_in_4bit, in the text model and outside of it, where the name is
+    "" if it is not found. Raises ValueError for a mixture of experts, because what is quantized
+    then depends on the version of transformers."""
     with explain(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):
             model = auto_class.from_config(config, dtype=torch.bfloat16)
         quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
             transformers.BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False)
         quantizer.preprocess_model(model, device_map=None)
-        of_text = {*model.get_decoder().modules()}
+        text_modules = {*model.get_decoder().modules()}
     stored = {bare_name(name).removesuffix(".weight"): name for name in files}
     in_text, outside = dict[str, str](), dict[str, str]()
     for name, module in model.named_modules():
-        if module in of_text and not isinstance(module, nn.Conv1d):
+        if module in text_modules and not isinstance(module, nn.Conv1d):
             for key, weight in module.named_parameters(name, recurse=False):
                 if weight.dim() == 3:
                     raise ValueError(
@@ -107,16 +108,16 @@ def linears_in_4bit(
                         " tell: use it unmerged, or train with train_fsdp_qlora.py")
         if isinstance(module, bnb.nn.Linear4bit):
             bare = bare_name(name)
-            if bare not in stored and module in of_text:
+            if bare not in stored and module in text_modules:
                 raise ValueError(f"--base_model {directory}: has no {name}.weight, which"
                                  " transformers makes of other tensors and quantizes: use the"
                                  " adapter unmerged")
-            (in_text if module in of_text else outside)[bare] = stored.get(bare, "")
+            (in_text if module in text_modules else outside)[bare] = stored.get(bare, "")
     return in_text, outside
 
 
 def template_beside(adapter_dir: Path) -> Path | None:
-    """Returns the file with the chat template that is saved with an adapter, as TRL does it."""
+    """Return the file with the chat template that is saved with an adapter, as TRL saves it."""
     for name in "chat_template.jinja", "tokenizer_config.json":
         path = adapter_dir / name
         if path.is_file() and (path.suffix == ".jinja" or isinstance(
@@ -126,7 +127,7 @@ def template_beside(adapter_dir: Path) -> Path | None:
 
 
 def bare_name(name: str) -> str:
-    """A name without the prefixes of PEFT and of multimodal models."""
+    """Return a name without the prefixes of PEFT and of multimodal models."""
     return re.sub(r"^(base_model\.model\.)?((model|language_model)\.)*", "", name)
 
 

@@ -27,7 +27,7 @@ from fsdp_qlora.run.status import Status
 
 def answer_plan_for(user_config: Config, state_bytes: float, status: Status) -> None:
     """Print the plan of the run on the GPUs that --plan_for names, for the rows of --dataset if
-    there are any. All ranks must call this."""
+    there is one. All ranks must call this."""
     with raise_on_all_ranks():
         config = resolve_config(user_config, dist.get_world_size())
     status.enter("model")
@@ -46,9 +46,9 @@ def answer_plan_for(user_config: Config, state_bytes: float, status: Status) -> 
 
 def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None = None,
                    eval_rows: Rows | None = None) -> tuple[Config, Plan, int]:
-    """The plan of a run on the GPUs that --plan_for names, for these rows or for some of
-    --max_seq_len tokens, which is filled in, and the bytes of each GPU. Of the model only
-    config.json is read. Raises ValueError."""
+    """Return the Config with --max_seq_len filled in, the plan of a run on the GPUs that --plan_for
+    names, and the bytes of each GPU. Without `rows` it plans for rows of --max_seq_len tokens.
+    Reads only config.json of the model. Raises ValueError."""
     world_size, _, gpu = parse_gpus(config.plan_for or "")
     limit, machine = int((config.memory_limit_gib or gpu.free) * 2**30), gpu_machine(gpu)
     base = model_directory(config.model or "", "config")

@@ -18,14 +18,14 @@ from fsdp_qlora.run.flags import parse_value
 
 
 def save_interval(config: Config) -> tuple[int, float]:
-    """--save_every as (steps, seconds) between checkpoints; (0, inf): only at the end."""
+    """Return --save_every as (steps, seconds) between checkpoints; (0, inf): only at the end."""
     if config.save_every.endswith("m"):
         return 0, 60 * int(config.save_every[:-1]) or math.inf
     return int(config.save_every), math.inf
 
 
 def check_combinations(config: Config) -> None:
-    """Raise ValueError for a loss that there is not, and for flags that do not go together."""
+    """Raise ValueError for an unknown loss, and for flags that cannot be combined."""
     try:
         parse_value("loss", str, [*LOSSES], config.loss)
     except argparse.ArgumentTypeError as e:
@@ -54,7 +54,8 @@ def check_combinations(config: Config) -> None:
 
 
 def resolve_config(config: Config, world_size: int) -> Config:
-    """The Config with what follows from the flags alone filled in. Raises ValueError."""
+    """Return the Config with everything filled in that follows from the flags alone. Raises
+    ValueError."""
     if config.plan_for:
         world_size = parse_gpus(config.plan_for)[0]
     for name, value in vars(config).items():
@@ -114,7 +115,8 @@ def resolve_config(config: Config, world_size: int) -> Config:
 
 
 def resolve_steps(config: Config, n_rows: int) -> Config:
-    """The Config with what follows from the number of rows filled in, in steps."""
+    """Return the Config with --max_steps and --eval_every filled in, in steps, from the number of
+    rows."""
     steps = config.max_steps or math.ceil(config.num_epochs * n_rows / config.batch_size)
     every = math.ceil(steps / 10) if config.eval_every is None else config.eval_every
     return dataclasses.replace(config, max_steps=steps, eval_every=every)

@@ -13,10 +13,10 @@ from fsdp_qlora.run.flags import parse_flags
 
 
 def before_imports() -> None:
-    """Answer --help, --version and a wrong flag; then say that libraries are being imported."""
+    """Answer --help, --version and a wrong flag; then print that libraries are being imported."""
     gc.disable()  # until main(): collections would take a fifth of the time of all imports
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until watch_process(): no traceback of an import
-    for name in "stdout", "stderr":  # it may be closed; a row may have what it cannot show
+    for name in "stdout", "stderr":  # may be closed, or unable to encode the text of a row
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))  # noqa: SIM115
         getattr(sys, name).reconfigure(errors="backslashreplace")
     if "RANK" not in os.environ:  # under torchrun all ranks end together, in main()
@@ -26,13 +26,14 @@ def before_imports() -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):  # it may be closed
+        with contextlib.suppress(OSError):  # stderr may be closed
             print("importing torch, transformers, peft, bitsandbytes", file=sys.stderr, flush=True)
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit at once. Not by sys.exit(): with torch 2.13 and gloo, one exit in ten aborts in a C++
-    thread's destructor ("terminate called without an active exception"), when all is written."""
+    """Exit at once, when everything is written. sys.exit() is not used because with torch 2.13 and
+    gloo one exit in ten aborts in a C++ thread's destructor ("terminate called without an active
+    exception")."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -26,40 +26,40 @@ from fsdp_qlora.run.status import Status
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run has come. It is saved in checkpoints."""
+    """The progress of a run, saved in checkpoints."""
 
-    evaluated: int | None = None  # the step after which it was evaluated last
-    best_loss: float | None = None  # the lowest of evaluations
+    evaluated: int | None = None  # step of the last evaluation
+    best_loss: float | None = None  # lowest loss of all evaluations
     best_step: int | None = None
-    first_loss: float | None = None  # of training
-    lowest_loss: float | None = None
+    first_loss: float | None = None  # training loss of the first step
+    lowest_loss: float | None = None  # lowest training loss after the warm-up
     init_adapter: str | None = None  # digest of --init_adapter's file, for DPO's reference
 
 
 @dataclasses.dataclass
 class Run:
-    """What finetune() has built and what the steps change."""
+    """Everything that finetune() has built, and the state that the steps change."""
 
     config: Config
-    plan: Plan  # what is sharded, recomputed, offloaded
+    plan: Plan  # what is sharded, recomputed and offloaded
     status: Status  # signals, deadlines, status.json
     directory: Path
     device: torch.device
-    source: RowSource  # of the rows of a step
-    eval_rows: Rows | None  # to evaluate on
+    source: RowSource  # chooses the rows of a step
+    eval_rows: Rows | None  # None: no evaluation
     tokenizer: PreTrainedTokenizerFast | None  # None: there is no text
-    digests: dict[str, str | None]  # of rows and base model, for checkpoints
+    digests: dict[str, str | None]  # digests of rows and base model, for checkpoints
     lora_config: LoraConfig
     model: Model
     adapter: Adapter
     optimizer: PagedAdamW8bit
     merge_check: MergeCheck
     graphs: Graphs | Literal[False]
-    # all below changes
+    # the fields below change during training
     progress: Progress = dataclasses.field(default_factory=Progress)
-    saved_step: int = 0  # of the newest checkpoint
-    save_due: float = math.inf  # by the clock
-    step_start: float = 0.0  # by the clock
+    saved_step: int = 0  # step of the latest checkpoint
+    save_due: float = math.inf  # time.monotonic() of the next timed checkpoint
+    step_start: float = 0.0  # time.monotonic() at the start of the step
     # the next step's rows and micro-batches
     prefetched: tuple[Rows, list[MicroBatch]] | None = None
 

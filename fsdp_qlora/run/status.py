@@ -48,56 +48,58 @@ from fsdp_qlora.ranks import (
     print_error, tell_torchrun, this_rank)
 
 
-ACTIONS = (None, "save", "stop")  # of one rank to all; the last has precedence
+ACTIONS = (None, "save", "stop")  # that a rank can request of all; the last has precedence
 LOST = "another process of this run has ended"
 LOST_DIRECTORY = (".lock is not this run's any more: the directory was moved, removed or taken by"
                   " another run, and this one writes nothing more there")
-FIRST_STEP_SECONDS = 180  # at most, as it compiles, too
-LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
+FIRST_STEP_SECONDS = 180  # upper bound; the first step also compiles
+LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # for prctl(2)
 
 
 class Status:
-    """What this process does, for status.json, and what its main thread and its watching thread
-    tell each other. One per call of main(), made by watch_process()."""
+    """The state of this process: what it is doing, for status.json, and what its main thread and
+    its watching thread tell each other. watch_process() makes one per call of main()."""
 
     def __init__(self) -> None:
         self.phase = "flags"  # a key of EXITS
-        self.directory: Path | None = None  # of the run; None: not known yet
-        self.may_write = False  # whether status.json is of a run with these flags
-        self.lock_fd: int | None = None  # of the directory's .lock; None: not held
-        # of .lock, as this process saw it when rank 0 had locked it
+        self.directory: Path | None = None  # the run's directory; None: not known yet
+        self.may_write = False  # True: status.json belongs to a run with these flags
+        self.lock_fd: int | None = None  # descriptor of the directory's .lock; None: not locked
+        # stat of .lock, as this process saw it after rank 0 had locked it
         self.lock: os.stat_result | None = None
         self.step = 0
         self.max_steps: int | None = None
-        self.longest_step = 0.0  # seconds, of this start
+        self.longest_step = 0.0  # seconds, since this start
         self.max_minutes: float | None = None  # --max_minutes and --step_timeout_minutes
         self.step_timeout_minutes: float | None = None
-        self.checkpoint: str | None = None  # name of the newest
+        self.checkpoint: str | None = None  # name of the latest checkpoint
         self.plan: Plan | None = None  # None: not known yet
         self.where = "outside of the steps (loading or saving)"
         self.how_to_resume = "the same command resumes it"
         self.started, self.parent, self.pid = time.monotonic(), os.getppid(), os.getpid()
-        self.deadline = math.inf  # by the clock; after it the process counts as frozen
+        self.deadline = math.inf  # time.monotonic() after which the process counts as frozen
         self.stop_reason: str | None = None
-        self.signal_time = -math.inf  # by the clock
+        self.signal_time = -math.inf  # time.monotonic() of the last signal
         self.is_ending, self.has_said_end, self.end_lock = False, False, threading.Lock()
 
     def begin(self, config: Config, start_step: int) -> None:
-        """From here on it is known that the run in the directory is the one of these flags."""
+        """Record that the run in the directory has these flags, and where it starts."""
         self.may_write, self.max_steps, self.step = True, config.max_steps, start_step
         self.max_minutes, self.step_timeout_minutes = (
             config.max_minutes, config.step_timeout_minutes)
 
     def enter(self, phase: str) -> None:
-        """Begin a phase of the run: it decides the exit code of an error and what a signal does."""
+        """Begin a phase of the run, which decides the exit code of an error and what a signal does.
+        """
         self.phase = phase
         self.write(phase)
 
     def write(self, state: str, code: int | None = None, message: str = "") -> None:
-        """Replace status.json. Rank 0, and other ranks with an exit code.
+        """Replace status.json. Only rank 0 does this, or a rank with an exit code.
 
-        `state`: the phase of a run that goes on (a key of EXITS), else stopped, failed, complete.
-        Until the flags are known to be those of the run in the directory, only a stop is written.
+        `state`: the phase of a run that continues (a key of EXITS), else stopped, failed or
+        complete. Until the run in the directory is known to have these flags, only a stop is
+        written.
         """
         may_write = self.may_write or code == EXIT_RESUMABLE
         if self.directory is None or not may_write or not (is_rank_0() or code):
@@ -116,8 +118,8 @@ class Status:
                 replace_text(path, json.dumps(content, indent=2) + "\n")
 
     def has_lost_directory(self) -> bool:
-        """Whether .lock is not the file any more that rank 0 has locked: somebody has moved or
-        removed the directory, or .lock, and another run may be there."""
+        """Return True if .lock is no longer the file that rank 0 has locked: the directory or .lock
+        was moved or removed, and another run may be there."""
         try:
             path = Path(self.directory or "", ".lock")
             return self.lock is not None and not os.path.samestat(os.lstat(path), self.lock)
@@ -127,14 +129,14 @@ class Status:
             return False
 
     def check_lock(self) -> None:
-        """Raise OSError where this run has lost its directory, in which it then writes nothing
-        more: it ends after this step."""
+        """Raise OSError if this run has lost its directory. The run then writes nothing more there
+        and ends after this step."""
         if self.has_lost_directory():
             self.stop_reason = LOST_DIRECTORY
             raise OSError(LOST_DIRECTORY)
 
     def stop_together(self, stop: RunError) -> int:
-        """Say and write down why all ranks end. Returns the exit code."""
+        """Print and record why all ranks end. Returns the exit code."""
         code, self.is_ending = EXITS[self.phase] if stop.code is None else stop.code, True
         if is_rank_0():
             self.log_end(code, str(stop))
@@ -143,7 +145,7 @@ class Status:
         return code
 
     def end_alone(self, error: Exception, device: torch.device) -> int:
-        """Say and write down what happened to this rank alone. Returns the exit code."""
+        """Print and record what happened to this rank alone. Returns the exit code."""
         self.is_ending = True
         is_lack = isinstance(error, RuntimeError) and "out of memory" in str(error)  # CUDA, NCCL
         if is_lack or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -159,44 +161,47 @@ class Status:
         return code
 
     def log_end(self, code: int, message: str) -> None:
-        """Write down and print why the run ends. Where all ranks know, only rank 0 does."""
+        """Record and print why the run ends. If all ranks know the reason, only rank 0 does this.
+        """
         line = end_line(code, message)
-        with self.end_lock:  # both threads may come here at once
-            # rank 0 may be what is lost; but where torchrun is, all ranks know
+        with self.end_lock:  # both threads may get here at once
+            # a rank prints LOST itself, because rank 0 may be the process that is lost; but if
+            # torchrun is lost, all ranks know
             is_alone = code != EXIT_RESUMABLE or (
                 message.startswith(LOST) and os.getppid() == self.parent)
             if not self.has_said_end:
                 tell_torchrun(line)
             if (is_rank_0() or is_alone) and not self.has_said_end:
-                if code:  # 0: of a dry run, which writes nothing
+                if code:  # 0: a dry run, which writes nothing
                     self.write("stopped" if code == EXIT_RESUMABLE else "failed", code, message)
                 print_error(line)
             self.has_said_end = True
 
     def leave(self, code: int, message: str) -> NoReturn:
-        """End this process now, whatever its main thread does."""
+        """End this process now, whatever its main thread is doing."""
         self.is_ending = True
         end_soon(code)
         self.log_end(code, message)
         os._exit(code)
 
     def leave_frozen(self) -> NoReturn:
-        """Write the stacks of all threads to a file and end: some rank does nothing any more."""
+        """Write the stacks of all threads to a file and end, because some rank has stopped making
+        progress."""
         end_soon(EXIT_STEP_TIMEOUT)
         path = self.directory / f"stacks-{os.environ.get('RANK', 0)}.txt"
         with contextlib.suppress(OSError), path.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        time.sleep(2)  # all ranks come here at about the same time, before torchrun ends them
+        time.sleep(2)  # let all ranks write their stacks before torchrun ends them
         self.leave(EXIT_STEP_TIMEOUT,
                    f"{this_rank()} has waited too long {self.where}: is another process"
                    f" frozen, or its node? See {self.directory}/stacks-*.txt, and"
                    " --step_timeout_minutes")
 
     def on_signal(self, name: str) -> None:
-        """Let the run save after this step and end; end it at once before training begins, or at a
-        second signal."""
+        """Let the run save after this step and end. Before training begins, or at a second signal,
+        end it at once."""
         if time.monotonic() < self.signal_time + 3:
-            return  # torchrun passes on what a terminal has sent to all
+            return  # the same signal: torchrun passes on what a terminal has sent to all
         if self.signal_time > 0 or self.phase not in ("training", "saving"):
             when = "again" if self.signal_time > 0 else "before training began"
             self.leave(EXIT_RESUMABLE, f"{name} {when}; {self.how_to_resume}")
@@ -205,15 +210,16 @@ class Status:
             print_error(f"{name}: what the run is at is finished and saved; again: it ends at once")
 
     def extend_deadline(self) -> None:
-        """Give the step or the like that begins now --step_timeout_minutes; by default 20 times the
-        longest step so far and at least 10 minutes; an hour until there is one."""
+        """Set the deadline of the step (or other work) that begins now: --step_timeout_minutes; by
+        default 20 times the longest step so far and at least 10 minutes, an hour before the first
+        step has ended."""
         seconds = max(600, 20 * (self.longest_step or FIRST_STEP_SECONDS))
         if self.step_timeout_minutes:
             seconds = 60 * self.step_timeout_minutes
         self.deadline = time.monotonic() + seconds
 
     def check_time(self) -> None:
-        """Ask to stop where --max_minutes are over, or would be after another step, or where the
+        """Request a stop if --max_minutes are over, or would be after another step, or if the
         directory is lost."""
         with contextlib.suppress(OSError):
             self.check_lock()
@@ -223,13 +229,13 @@ class Status:
 
 
 def end_line(code: int, message: str) -> str:
-    """The last line that a process prints."""
+    """Return the last line that a process prints."""
     return f"{ {0: 'done', EXIT_RESUMABLE: 'stopped'}.get(code, 'error')}: {message}"
 
 
 def may_replace(before: str | None, state: str, code: int | None, message: str) -> bool:
-    """Whether a state may replace the one `before` in status.json. Another rank may have written
-    that, and a failure may be the cause of this rank's stop."""
+    """Return True if a state may replace the state `before` in status.json, which another rank may
+    have written. A failure may be the cause of this rank's stop, so it must stay."""
     if before == "failed":
         return code != EXIT_RESUMABLE and state != "training"
     if before in ("stopped", "complete"):
@@ -238,7 +244,8 @@ def may_replace(before: str | None, state: str, code: int | None, message: str) 
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file by a text; on a full disk write over it, as the old file has a block."""
+    """Replace a file's text. If the disk is full, overwrite the old file, which has a block
+    already."""
     part = path.with_name(f".status.{os.environ.get('RANK', 0)}.{threading.get_ident()}")
     try:
         part.write_text(text)
@@ -253,7 +260,7 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def watch_process() -> Iterator[Status]:
-    """Yields a Status. While the `with` body runs, a thread watches for signals, for the end of
+    """Yield a Status. While the `with` body runs, a thread watches for signals, for the end of
     torchrun and for a step that never ends, whatever the main thread waits for."""
     status = Status()
     receive, send = socket.socketpair()
@@ -284,11 +291,11 @@ def close_lock(status: Status) -> None:
 
 
 def reset_after_fork(status: Status) -> None:
-    """In a forked process, which encodes data: end with the parent, drop its lock, take default
-    signals."""
+    """Prepare a forked process, which encodes data: end with the parent, close the parent's lock,
+    and handle signals by default."""
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         LIBC.prctl(SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != status.pid:  # the parent has ended before the kernel knew of this wish
+    if os.getppid() != status.pid:  # the parent ended before prctl() took effect
         os._exit(1)
     status.pid = os.getpid()
     close_lock(status)
@@ -301,7 +308,7 @@ def reset_after_fork(status: Status) -> None:
 def watch(receive: socket.socket, status: Status) -> None:
     """Watch this process until `receive` is closed."""
     torchrun = parent = os.getppid()
-    n_processes, n_missing, looked = 0, 0, time.monotonic()
+    n_processes, n_missing, last_look = 0, 0, time.monotonic()
     receive.settimeout(0.2)
     while True:
         reasons = []
@@ -309,9 +316,9 @@ def watch(receive: socket.socket, status: Status) -> None:
             if not (numbers := receive.recv(64)):
                 return
             reasons = [signal.Signals(n).name for n in numbers if n in SIGNALS]
-        if (gap := time.monotonic() - looked) > 5:  # the process was stopped, perhaps the whole job
+        if (gap := time.monotonic() - last_look) > 5:  # the process (or the whole job) was stopped
             status.deadline += gap
-        looked = time.monotonic()
+        last_look = time.monotonic()
         if os.getppid() != parent and "RANK" in os.environ:  # plain Python may outlive its shell
             reasons, parent = ["torchrun has ended"], os.getppid()
         if reasons and not status.is_ending:
@@ -320,18 +327,18 @@ def watch(receive: socket.socket, status: Status) -> None:
             n_now = count_siblings()
             n_processes = max(n_processes, n_now)
             n_expected = min(n_processes, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-            # where the parent is another one, all siblings are gone from it
+            # a new parent (torchrun has ended) has no siblings to count
             is_lost = n_now < n_expected and os.getppid() == torchrun
             n_missing = n_missing + 1 if is_lost else 0
-            if n_missing > 1:  # a second look, as torchrun may just be ending
-                # NCCL would wait for it
+            if n_missing > 1:  # seen twice, because torchrun may just be ending
+                # NCCL would wait for the missing process
                 status.leave(EXIT_RESUMABLE, f"{LOST}; {status.how_to_resume}")
         if time.monotonic() > status.deadline:
             status.leave_frozen()
 
 
 def count_siblings() -> int:
-    """How many processes torchrun has on this node; 0 where Linux does not tell."""
+    """Return the number of processes that torchrun has on this node; 0 if it cannot be read."""
     path = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
     with contextlib.suppress(OSError):
         return len(path.read_text().split())
@@ -339,7 +346,7 @@ def count_siblings() -> int:
 
 
 def end_soon(code: int) -> None:
-    """End this process at the latest in 15 s, whatever hangs: the disk, the terminal."""
+    """End this process in 15 s at the latest, even if the disk or the terminal hangs."""
     timer = threading.Timer(15, os._exit, [code])
     timer.daemon = True
     timer.start()
@@ -347,7 +354,8 @@ def end_soon(code: int) -> None:
 
 def out_of_memory_text(error: Exception, plan: Plan | None, device: torch.device,
                        where: str) -> str:
-    """What ran out, on the GPU or on the host, and what helps that the plan does not do already."""
+    """Return what ran out of memory, on the GPU or on the host, and what would help that the plan
+    does not do already."""
     if isinstance(error, MemoryError):
         return f"ran out of host memory: {error}; offload less"
     helps = ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]

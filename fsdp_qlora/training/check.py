@@ -39,12 +39,12 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 from fsdp_qlora.ranks import explain
 
 KERNEL_PACKAGES = "fla", "causal_conv1d"
-# tokens of two documents in one micro-batch, for longrope a long one and a short one
+# tokens of the two documents in one micro-batch; with longrope one is long and one is short
 LENGTHS = 24, 18
 CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters
-CHECKED = ("lora", False), ("dora", True)  # kind of adapter, and whether layers are recomputed
-CHECK_LIMIT = 1e-4  # of a relative difference; another order of fp32 sums causes 1e-6
-# of the relative difference between weights and their NF4: it is 0.1, with wrong weights 1.4
+CHECKED = ("lora", False), ("dora", True)  # (kind of adapter, True if layers are recomputed)
+CHECK_LIMIT = 1e-4  # relative difference; another order of fp32 sums causes 1e-6
+# relative difference between weights and their NF4; it is 0.1, and 1.4 with wrong weights
 NF4_ROUNDING = 0.2
 
 
@@ -85,13 +85,14 @@ def check_family(model_config: PreTrainedConfig, name: str) -> None:
 
 @torch.no_grad()
 def random_reference(model_config: PreTrainedConfig, generator: torch.Generator) -> nn.Module:
-    """transformers' model in fp32. Its norms and biases are random: 1 and 0 would hide mistakes."""
+    """Return transformers' model in fp32. Its norms and biases are random, because 1 and 0 would
+    hide mistakes."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         settings: dict[str, Any] = dict(dtype=torch.float32, attn_implementation="eager")
         reference = text_model(model_config, **settings).eval()
-    # Nemotron's norms multiply by 1 + weight, but transformers begins with weights of 1, not 0:
-    # attention would then be so sharp that fp32's rounding shows (3e-5)
+    # Nemotron's norms multiply by 1 + weight, but transformers initializes weights to 1, not 0.
+    # That would make attention so sharp that fp32's rounding shows (3e-5)
     too_large = describe_model(model_config).norm == "layer_plus_one"
     corrections = {n: p for n, p in reference.state_dict().items()
                    if "correction" in n or n.endswith(("expert_bias", "layer_scalar"))}
@@ -99,15 +100,15 @@ def random_reference(model_config: PreTrainedConfig, generator: torch.Generator)
         if p.dim() == 1 or p.shape[0] == 1 or name.endswith("bias"):
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
             p -= float(too_large and name.endswith("norm.weight"))
-        # a state that is forgotten within a token or two would hide mistakes, and transformers' own
-        # sums would be 1e-5 off in fp32
+        # a state that decays within a token or two would hide mistakes, and transformers' own sums
+        # would be 1e-5 off in fp32
         if name.endswith("A_log"):
             p -= 2
     return reference.requires_grad_(False)
 
 
 def text_model(model_config: PreTrainedConfig, **settings: Any) -> nn.Module:
-    """transformers' model of a text config, with its head."""
+    """Return transformers' model of a text config, with its lm_head."""
     with without_kernels():
         if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             return AutoModelForCausalLM.from_config(
@@ -117,8 +118,8 @@ def text_model(model_config: PreTrainedConfig, **settings: Any) -> nn.Module:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """In the `with` body transformers' modelling code, which takes the kernels that are installed
-    when it is imported, is imported without them: they do not work on a CPU."""
+    """Let transformers' modeling code be imported without optional kernels in the `with` body. That
+    code uses the kernels that are installed when it is imported, and they do not work on a CPU."""
     before = {name: sys.modules.get(name) for name in KERNEL_PACKAGES}
     absent: dict[str, Any] = dict.fromkeys(KERNEL_PACKAGES)  # None: import raises ImportError
     sys.modules.update(absent)
@@ -132,15 +133,16 @@ def without_kernels() -> Iterator[None]:
 
 
 def text_class(model_config: PreTrainedConfig) -> Any:
-    """transformers' class of a text model without its head. AutoModel does not know Step 3.7's."""
+    """Return transformers' class of a text model without its lm_head. AutoModel does not know Step
+    3.7's."""
     kind = type(model_config)
     module = importlib.import_module(kind.__module__.replace("configuration", "modeling"))
     return getattr(module, kind.__name__.replace("Config", "Model"))
 
 
 class TextModel(nn.Module):
-    """A text model that transformers gives a head only together with a vision tower: Qwen3-VL's,
-    Muse Glimmer's."""
+    """A text model that has an lm_head in transformers only together with a vision tower:
+    Qwen3-VL's, Muse Glimmer's."""
 
     def __init__(self, model_config: PreTrainedConfig, **settings: Any) -> None:
         super().__init__()
@@ -162,9 +164,12 @@ def plain_model(
     model_config: PreTrainedConfig, arch: Architecture, tensors: Mapping[str, torch.Tensor],
     max_seq_len: int, kind: str | None = None, recompute: bool = False,
 ) -> Model:
-    """A Model of this process alone, in fp32 on the CPU, from {name in a checkpoint: tensor}.
-    `kind` of adapter on all linears, None: no adapter; `recompute`: recompute all layers, in slices
-    of tokens, as if memory were short."""
+    """Return a Model of this process alone, in fp32 on the CPU, from {name in a checkpoint:
+    tensor}.
+
+    `kind`: the kind of adapter on all linears; None: no adapter. `recompute`: recompute all layers,
+    in slices of tokens, as if memory were short.
+    """
     config: Any = types.SimpleNamespace(
         lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0, adapter=kind or "lora")
     plan = Plan(
@@ -190,8 +195,8 @@ def plain_model(
 
 
 def plain_kernels(arch: Architecture) -> Kernels:
-    """Attention in plain torch; and mixers with a state, in chunks so small that each document has
-    several."""
+    """Return attention in plain torch; and for mixers with a state, plain torch with chunks so
+    small that each document has several."""
     kernels: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION_TYPES, document_attention)
     if mixer := mixer_with_state(arch):
         kernels["recurrence"] = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
@@ -200,8 +205,8 @@ def plain_kernels(arch: Architecture) -> Kernels:
 
 @torch.no_grad()
 def read_weights(model: Model, names: TensorNames) -> dict[str, torch.Tensor]:
-    """{transformers' name: W [out, in]} of each linear, dequantized from the model's NF4; experts
-    are one tensor, [experts, out, in]. `names`: the TensorNames of transformers' model."""
+    """Return {transformers' name: W [out, in]} of each linear, dequantized from the model's NF4;
+    experts are one tensor, [experts, out, in]. `names`: the TensorNames of transformers' model."""
     weights = {}
     if record := model.arch.per_layer:
         weights[names.of_model(record.projection)] = model.per_layer_projection
@@ -221,7 +226,8 @@ def read_weights(model: Model, names: TensorNames) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def random_adapter(model: Model, generator: torch.Generator) -> None:
-    """Give all adapters random values, DoRA's magnitudes near the norms of the weights' rows."""
+    """Set all adapters to random values, and DoRA's magnitudes near the norms of the weights' rows.
+    """
     for layer in model.layers:
         layer.adapter.normal_(0, 0.1, generator=generator)
     if model.layers[0].spec.dora:
@@ -233,7 +239,7 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
 
 
 def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """{name of a compared result: tensor} of the two documents in one micro-batch."""
+    """Return {name of a compared result: tensor} for the two documents in one micro-batch."""
     arch, documents = model.arch, ids.split(LENGTHS)
     rows = rows_of([(x, x) for x in documents])
     micro_batch = make_micro_batch(rows, [[0, 1]], 0, None, model)
@@ -251,8 +257,9 @@ def reference_results(
     reference: nn.Module, model: Model, names: TensorNames, weights: Mapping[str, torch.Tensor],
     ids: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """The same by transformers, each document alone, with the adapter added to the `weights` of
-    read_weights(); its gradient is autograd's. `names`: as for read_weights()."""
+    """Return results() computed by transformers, one document at a time, with the adapter added to
+    the `weights` of read_weights(). The adapter's gradient is autograd's. `names`: see
+    read_weights()."""
     adapters, adapted = [], {}
     for i, layer in enumerate(model.layers):
         adapters.append(layer.adapter.detach().clone().requires_grad_())
@@ -263,7 +270,7 @@ def reference_results(
                 a = adapters[i][linear.lora_a].view(CHECK_RANK, -1)
                 b = adapters[i][linear.lora_b].view(-1, CHECK_RANK)
                 weight = weight + CHECK_ALPHA / CHECK_RANK * b @ a
-            if linear.magnitude:  # DoRA's norm is a constant in PEFT, too
+            if linear.magnitude:  # like PEFT, treat DoRA's norm as a constant
                 norms = weight.detach().norm(dim=1)
                 weight = weight * (adapters[i][linear.magnitude] / norms)[:, None]
             if source := names.sources.get(name):

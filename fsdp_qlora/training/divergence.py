@@ -8,18 +8,19 @@ from collections.abc import Callable, Sequence
 from fsdp_qlora.ranks import DIVERGED, RunError
 from fsdp_qlora.run.state import Progress, Run
 
-PATIENCE = 50  # steps after the warm-up in which the loss has to come below the first step's
-LARGEST_WEIGHT = 1000  # of an adapter that learns; of one whose loss did not come below: diverged
-LAST = 0.1  # the share of a run's steps that it is judged by at its end, at least three steps
-MARGIN, SLIGHT = 0.1, 0.05  # of the first loss, or this much: the last ones may differ by chance
+PATIENCE = 50  # steps after the warm-up in which the loss must fall below the first step's loss
+LARGEST_WEIGHT = 1000  # if the loss has not, an adapter with a larger weight has diverged
+LAST = 0.1  # fraction of a run's steps that why_worse() looks at, at least three steps
+# the last losses may exceed the first by chance: by this fraction of it, or by this much
+MARGIN, SLIGHT = 0.1, 0.05
 
 
 def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progress: Progress,
                  largest_weight: Callable[[], float], saturates: bool = False) -> str:
-    """Why the run has diverged, or "". Also notes the losses in `progress`.
+    """Return why the run has diverged, or "". Also records the losses in `progress`.
 
-    `largest_weight` is a function, which is called only where the rest makes it suspicious.
-    `saturates`: the loss is a preference loss, whose gradient is 0 where rewards are high enough.
+    `largest_weight` is called only if the rest is suspicious. `saturates`: the loss is a preference
+    loss, whose gradient is 0 where rewards are high enough.
     """
     if progress.first_loss is None:
         progress.first_loss = loss
@@ -39,7 +40,7 @@ def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progr
 
 
 def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
-    """Raise RunError where the run has diverged, before the update. All ranks must call this."""
+    """Raise RunError if the run has diverged, before the update. All ranks must call this."""
     warmup = run.config.warmup_fraction * run.config.max_steps
     why = why_diverged(step, loss, norm, warmup, run.progress, run.adapter.largest,
                        saturates=run.config.loss != "sft")
@@ -56,8 +57,9 @@ def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
 def why_worse(losses: Sequence[float]) -> str:
     """Return one line if a run's losses, one for each step, ended above where they began; else "".
 
-    The first step's is that of the model before training. Since each step has other rows, the mean
-    of the last ones must be above it by a margin, wider in a short run, and nine of ten of them.
+    The first step's loss is that of the model before training. Because each step has other rows,
+    the mean of the last losses must exceed it by a margin, which is wider in a short run, and nine
+    of ten of them must exceed it.
     """
     n = len(losses)
     if n < 2:

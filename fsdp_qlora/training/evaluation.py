@@ -18,9 +18,9 @@ from fsdp_qlora.run.status import Status
 
 def evaluation_batches(rows: Rows, batch_size: int, status: Status,
                        must_begin: bool = False) -> Iterator[tuple[torch.Tensor, Rows]]:
-    """Yield the numbers of a few of these rows after the other, and the Rows of them. Ends early if
-    the run was asked to stop; `must_begin`: after the first. All ranks must call this, and use all
-    of it."""
+    """Yield (indices, their Rows) for a few of these rows after the other. Ends early if the run
+    was asked to stop; with `must_begin` not before the first. All ranks must call this, and exhaust
+    it."""
     for numbers in torch.arange(len(rows)).split(max(64, batch_size)):
         status.check_time()
         if any(gather_objects(status.stop_reason)) and not must_begin:
@@ -32,8 +32,8 @@ def evaluation_batches(rows: Rows, batch_size: int, status: Status,
 
 def evaluation_micro_batches(
         model: Model, batch: Rows) -> Iterator[tuple[MicroBatch, list[list[int]]]]:
-    """Yield this rank's MicroBatch of each micro-batch of a few Rows, and the micro-batch. All
-    ranks must call this, and use all of it."""
+    """Yield this rank's MicroBatch of each micro-step of a few Rows, and the micro-step. All ranks
+    must call this, and exhaust it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for micro_step in pack_rows(
             batch.lengths.tolist(), world_size, model.plan.micro_batch_tokens, batch.n_answers):
@@ -42,12 +42,12 @@ def evaluation_micro_batches(
 
 @torch.no_grad()
 def document_losses(model: Model, batch: Rows) -> torch.Tensor:
-    """The sum of the token losses of each document of a few Rows, fp64 [documents], the same on all
-    ranks. All ranks must call this."""
+    """Return the sum of the token losses of each document of a few Rows, fp64 [documents], the same
+    on all ranks. All ranks must call this."""
     losses = torch.zeros(len(batch.lengths), dtype=torch.float64, device=model.device)
     for micro_batch, micro_step in evaluation_micro_batches(model, batch.as_documents()):
         sums = sum_documents(model(micro_batch), micro_batch)
-        of_ranks = gather_documents(sums).view(len(micro_step), -1)
-        for documents, found in zip(micro_step, of_ranks):
-            losses[documents] = found[: len(documents)]
+        rank_sums = gather_documents(sums).view(len(micro_step), -1)
+        for documents, document_sums in zip(micro_step, rank_sums):
+            losses[documents] = document_sums[: len(documents)]
     return losses

@@ -16,13 +16,13 @@ from fsdp_qlora.training.divergence import why_worse
 
 
 def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
-    """End a run after `step`, as it was asked to; `cut_short`: its evaluation was; `is_first`: this
-    start has trained no step. All ranks must call this."""
+    """End a run that was asked to stop, after `step`. `cut_short`: its evaluation did not finish;
+    `is_first`: no step was trained since this start. All ranks must call this."""
     why = next(filter(None, gather_objects(run.status.stop_reason)))
     if is_first and cut_short and why.startswith("--max_minutes"):
         raise RunError(f"{why} before the evaluation after step {step} was done, and so it would go"
                        " again: give more, or evaluate fewer rows", EXITS["flags"])
-    if why == LOST_DIRECTORY:  # this saves elsewhere, says where, and ends the run
+    if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.states(run.model), causes=DISK_ERRORS)
     newest = checkpoint_path(run.directory, run.saved_step).name
@@ -36,7 +36,7 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
 
 
 def log_finish(run: Run, script: Path) -> None:
-    """Print what a complete run leaves, and write it to status.json. All ranks must call this."""
+    """Print what a complete run leaves, and write status.json. All ranks must call this."""
     directory = run.directory
     if run.saved_step < run.config.max_steps:
         log("the checkpoint of the last step could not be saved, but its adapter is; the newest"

@@ -30,31 +30,31 @@ from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 
 
 REFERENCE_FILE = "reference.safetensors"
-SAVE_SECONDS = 60  # between two parts of it
+SAVE_SECONDS = 60  # between two saves of an incomplete file
 
 
 def find_reference(run: Run) -> None:
-    """Give the run's rows their `reference`: what its directory has, and for rows that it lacks
-    what the model gives with the adapter of before the first step. All ranks must call this."""
+    """Set `reference` of the run's rows: from the file in its directory and, for rows that the file
+    lacks, computed by the model with the adapter from before step 1. All ranks must call this."""
     if not run.rows.kind.has_reference:
         return
     steps = range(1, run.config.max_steps + 1)
     drawn = torch.cat([run.source.indices(step) for step in steps]).unique()
-    needed = {"train": (run.rows, drawn)}  # {name in the file: (Rows, the numbers of some)}
+    needed = {"train": (run.rows, drawn)}  # {name in the file: (Rows, indices of those needed)}
     if run.eval_rows:
         needed["eval"] = run.eval_rows, torch.arange(len(run.eval_rows))
     if run.rows.mismatched:
-        needed |= {f"{name}_mismatched": (rows.mismatched, numbers)
-                   for name, (rows, numbers) in needed.items()}
-    found = {name: torch.full((len(rows.lengths),), math.nan, dtype=torch.float64)
-             for name, (rows, _) in needed.items()}  # NaN: not known yet
+        needed |= {f"{name}_mismatched": (rows.mismatched, indices)
+                   for name, (rows, indices) in needed.items()}
+    references = {name: torch.full((len(rows.lengths),), math.nan, dtype=torch.float64)
+                  for name, (rows, _) in needed.items()}  # NaN: not known yet
     if not run.saved_step:
         run.progress.init_adapter = on_rank_0(identify_model, run)["init_adapter"]
-    on_rank_0(read_reference, run, found)
-    for values in found.values():
+    on_rank_0(read_reference, run, references)
+    for values in references.values():
         dist.broadcast(values, 0)
-    measure(run, needed, found)
-    known = {name: dataclasses.replace(rows, reference=found[name])
+    measure(run, needed, references)
+    known = {name: dataclasses.replace(rows, reference=references[name])
              for name, (rows, _) in needed.items()}
     run.source.rows = dataclasses.replace(
         known["train"], mismatched=known.get("train_mismatched"))
@@ -64,39 +64,39 @@ def find_reference(run: Run) -> None:
 
 
 def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
-            found: dict[str, torch.Tensor]) -> None:
-    """Fill in what is needed and not found yet; once a minute and at the end it is written, and a
-    run that is stopped meanwhile goes on there. All ranks must call this."""
+            references: dict[str, torch.Tensor]) -> None:
+    """Compute the references that are needed and still NaN. The file is written once a minute and
+    at the end; a run that is stopped meanwhile continues from it. All ranks must call this."""
     missing = {}
-    for name, (rows, numbers) in needed.items():
-        is_missing = found[name].isnan().view(len(rows), -1).any(1)
-        missing[name] = numbers[is_missing[numbers]]
+    for name, (rows, indices) in needed.items():
+        is_missing = references[name].isnan().view(len(rows), -1).any(1)
+        missing[name] = indices[is_missing[indices]]
     if not any(map(len, missing.values())):
         return
     log("reference: the log-probabilities before the first step of"
         f" {describe_missing(missing, needed)}")
     started = saved = time.monotonic()
-    if run.saved_step:  # of a run that goes on with more rows, or whose file is lost
+    if run.saved_step:  # a resumed run has more rows now, or has lost its file
         if why := on_rank_0(why_no_start, run):
             raise RunError(why, EXITS["checkpoint"])
         weights = run.adapter.weights.data.clone()
         run.adapter.initialize(run.config)
-    is_first = True  # else a run that is stopped at once would never get ahead
-    for name, numbers in ((name, numbers) for name, numbers in missing.items() if len(numbers)):
+    is_first = True  # else a run that is always stopped at once would never make progress
+    for name, indices in ((name, indices) for name, indices in missing.items() if len(indices)):
         rows, _ = needed[name]
-        for which, batch in evaluation_batches(
-                rows.select(numbers), run.config.batch_size, run.status, must_begin=is_first):
+        for part, batch in evaluation_batches(
+                rows.select(indices), run.config.batch_size, run.status, must_begin=is_first):
             is_first = False
-            documents = rows.documents_of(numbers[which])
-            found[name][documents] = -document_losses(run.model, batch).cpu()
+            documents = rows.documents_of(indices[part])
+            references[name][documents] = -document_losses(run.model, batch).cpu()
             if is_rank_0() and time.monotonic() > saved + SAVE_SECONDS:
-                write_reference(run, found)
+                write_reference(run, references)
                 saved = time.monotonic()
     reshard_all(run.model)
     if run.saved_step:
         run.adapter.weights.data.copy_(weights)
     if is_rank_0():
-        write_reference(run, found)
+        write_reference(run, references)
     if why := next(filter(None, gather_objects(run.status.stop_reason)), None):
         raise RunError(f"{why}, before the reference was complete; what there is of it is in"
                        f" {REFERENCE_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
@@ -105,7 +105,7 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
 
 def describe_missing(missing: dict[str, torch.Tensor],
                      needed: dict[str, tuple[Rows, torch.Tensor]]) -> str:
-    """What is measured, in pairs, or in answers where each is judged by itself."""
+    """Return text on what is computed, counted in pairs or, for an unpaired loss, in answers."""
     texts = []
     for name, purpose in (("train", "to train on"), ("eval", "to evaluate on")):
         if n := len(missing.get(name, ())):
@@ -113,14 +113,14 @@ def describe_missing(missing: dict[str, torch.Tensor],
             others = f" (of {len(rows):,}: the others are known, or no step draws them)"
             texts.append(f"{n:,} {'pairs' if rows.n_answers == 2 else 'answers'} {purpose}"
                          f"{others if n < len(rows) else ''}")
-    if n := sum(len(numbers) for name, numbers in missing.items() if name.endswith("mismatched")):
+    if n := sum(len(indices) for name, indices in missing.items() if name.endswith("mismatched")):
         texts.append(f"{n:,} answers after the prompts of others, for the KL divergence")
     return " and ".join(texts)
 
 
 def values_of_all(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
-    """What Answers hold of all of these Rows, those of a step or an evaluation, for losses that
-    read it. `batches` yields the Rows a few at a time. All ranks must call this."""
+    """Return the fields of Answers that depend on all of these Rows (a step's or an evaluation's),
+    if the loss reads any. `batches` yields the Rows a few at a time. All ranks must call this."""
     if rows.kind.is_unpaired:
         return {"kl": estimate_kl(model, batches, len(rows))}
     if rows.kind.trains_prompt:
@@ -131,9 +131,9 @@ def values_of_all(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str
 
 
 def estimate_kl(model: Model, batches: Iterable[Rows], n_rows: int) -> torch.Tensor | None:
-    """KTO's estimate of the KL divergence from the reference, fp64 []: the mean log-ratio of these
-    rows' prompts with the answers of others, at least 0. None if the run was asked to stop. All
-    ranks must call this."""
+    """Return KTO's estimate of the KL divergence from the reference, fp64 []: the mean log-ratio of
+    these rows' prompts with answers of other rows, at least 0. None if the run was asked to stop.
+    All ranks must call this."""
     ratios = []
     for other in (batch.mismatched for batch in batches):
         if other:
@@ -145,48 +145,50 @@ def estimate_kl(model: Model, batches: Iterable[Rows], n_rows: int) -> torch.Ten
 
 
 def why_no_start(run: Run) -> str:
-    """Why the adapter with which a resumed run began cannot be had again, or "". Rank 0 only."""
+    """Return why the adapter with which a resumed run began cannot be loaded again, or "". Rank 0
+    only."""
     if run.progress.init_adapter == identify_model(run)["init_adapter"]:
         return ""
     return (f"--init_adapter {run.config.init_adapter}: is not there or has changed since this run"
             " began, and the reference of some rows must be computed with it")
 
 
-def read_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
-    """Fill in what the run's file has of `found`, if it is whole and of this data and model. Rank 0
-    only."""
+def read_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
+    """Fill `references` from the run's file, if the file is undamaged and belongs to this data and
+    model. Rank 0 only."""
     path, settings = run.directory / REFERENCE_FILE, identify_model(run)
     try:
         with safe_open(path, "pt") as file:
-            said = file.metadata() or {}
-            kept = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = file.metadata() or {}
+            stored = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError):
         return
-    adapter, content = (said.pop(key, None) for key in ("init_adapter", "content"))
-    if content != settings["content"] or said != {
-            "format": "pt", **{name: tensor_digest(values) for name, values in kept.items()}}:
+    adapter, content = (metadata.pop(key, None) for key in ("init_adapter", "content"))
+    if content != settings["content"] or metadata != {
+            "format": "pt", **{name: tensor_digest(values) for name, values in stored.items()}}:
         log(f"{path} is damaged, or of other rows or another model: it is computed again")
         return
     if adapter != settings["init_adapter"] and not run.saved_step:
         return  # the run begins with another adapter now
-    for name, values in kept.items():
-        if name in found and len(values) == len(found[name]):
-            found[name].copy_(values)
+    for name, values in stored.items():
+        if name in references and len(values) == len(references[name]):
+            references[name].copy_(values)
 
 
-def write_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
-    """Write what is known of the reference, with digests of it and of what it is of. If that fails,
-    training goes on without the file. Rank 0 only."""
-    digests = {name: tensor_digest(values) for name, values in found.items()}
+def write_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
+    """Write the references known so far, with digests of them and of the data and model that they
+    belong to. If that fails, training goes on without the file. Rank 0 only."""
+    digests = {name: tensor_digest(values) for name, values in references.items()}
     try:
         run.status.check_lock()
-        write_whole(run.directory / REFERENCE_FILE, found, {**identify_model(run), **digests})
+        write_whole(run.directory / REFERENCE_FILE, references, {**identify_model(run), **digests})
     except (OSError, SafetensorError) as e:
         log(f"{REFERENCE_FILE} could not be written: {e}; a resumed run computes it again")
 
 
 def identify_model(run: Run) -> dict[str, str]:
-    """Digests of the rows and the base model, and of the adapter that the run begins with."""
+    """Return digests of the rows and the base model together, and of the adapter that the run
+    begins with."""
     adapter = Path(run.config.init_adapter or "") / "adapter_model.safetensors"
     return {"content": text_digest(run.digests),
             "init_adapter": digest(adapter) if adapter.is_file() else "none"}

@@ -26,15 +26,16 @@ from fsdp_qlora.run.status import Status
 
 
 SAMPLE_TOKENS = 64  # in an answer, at most
-N_SAMPLES, SHARE = 2, 0.01  # how many where --eval_samples is left out, and their share of the time
-LONGEST_TEXT = 1000  # characters of a prompt, its end, and of what was wanted
+N_SAMPLES, SHARE = 2, 0.01  # without --eval_samples: how many, and their fraction of training time
+LONGEST_TEXT = 1000  # characters shown of the end of a prompt, and of the wanted answer
 
 
 def sample_answers(model: Model, tokenizer: PreTrainedTokenizerFast | None, rows: Rows | None,
                    config: Config, status: Status, pace: float | None) -> list[dict[str, str]]:
-    """{"prompt", "answer", "wanted"}, texts with their special tokens, of the first held-out rows;
-    [] if the run was asked to stop, or where nobody asked for samples and they would take too long.
-    `pace`: rank 0's seconds for a step so far, None: not known yet. All ranks must call this."""
+    """Return [{"prompt", "answer", "wanted"}] of the first held-out rows, as texts with special
+    tokens; [] if the run was asked to stop, or if samples were not requested and would take too
+    long. `pace`: rank 0's seconds per step so far; None: not known yet. All ranks must call this.
+    """
     n, budget = config.eval_samples, math.inf
     if n is None:
         n, budget = N_SAMPLES, SHARE * (pace or 0) * (config.eval_every or config.max_steps or 1)
@@ -50,15 +51,16 @@ def sample_answers(model: Model, tokenizer: PreTrainedTokenizerFast | None, rows
 
 
 def choose_prompts(rows: Rows, n: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The first n different prompts of good answers, and what is wanted after each, as tokens. Of a
-    row that is trained from its beginning the prompt is its first half, 32 tokens at most."""
+    """Return the first n different prompts of good answers, and the wanted answers to them, as
+    tokens. If a row is in the loss from its beginning, its prompt is its first half, 32 tokens at
+    most."""
     documents = rows.as_documents()
     prompts: list[list[int]] = []
     wanted: list[list[int]] = []
     for i in rows.desirable.nonzero().view(-1)[: 10 * n].tolist():
         ids, labels = (tensor.tolist() for tensor in documents.tokens(i))
         n_prompt = int(documents.prompt_lengths[i])
-        if n_prompt < 2:  # BOS alone asks nothing
+        if n_prompt < 2:  # BOS alone is not a prompt
             n_prompt = max(1, min(32, len(ids) // 2))
         end = next((k for k in range(n_prompt, len(ids)) if labels[k] == IGNORE), len(ids))
         if ids[:n_prompt] not in prompts:
@@ -68,15 +70,15 @@ def choose_prompts(rows: Rows, n: int) -> tuple[list[list[int]], list[list[int]]
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # for so few tokens compiling would take longest
+@torch.compiler.set_stance("force_eager")  # compiling would take longer than these few tokens
 def write_answers(model: Model, status: Status, prompts: list[list[int]], closing: set[int],
                   budget: float) -> list[list[int]]:
-    """The tokens that the model writes after each prompt, up to the first one of `closing`; [] if
-    the run was asked to stop, or where they would take longer than rank 0's `budget`, in seconds.
-    All ranks must call this, and each computes the same."""
+    """Return the tokens that the model generates after each prompt, up to the first one in
+    `closing`; [] if the run was asked to stop, or if this would take longer than rank 0's `budget`,
+    in seconds. All ranks must call this, and each computes the same."""
     rooms = [min(SAMPLE_TOKENS, model.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
-    # what stands behind an answer's last token does not change it, as attention is causal: so the
-    # shape of a micro-batch stays
+    # pad to the final length, so that the shape of a micro-batch stays the same; attention is
+    # causal, so tokens after an answer's end do not change it
     padded = [prompt + [0] * room for prompt, room in zip(prompts, rooms)]
     rows, answers = rows_of([(ids, ids) for ids in padded]), [[] for _ in prompts]
     micro_steps = pack_rows(rows.lengths.tolist(), 1, model.plan.micro_batch_tokens)
@@ -89,18 +91,18 @@ def write_answers(model: Model, status: Status, prompts: list[list[int]], closin
             status.extend_deadline()
             last = [ends[i] - rooms[i] + len(answers[i]) - 1 for i in waiting]
             states = model(micro_batch, wants_loss=False)[last]
-            for i, place, token in zip(waiting, last, best_tokens(model, states).tolist()):
+            for i, position, token in zip(waiting, last, best_tokens(model, states).tolist()):
                 answers[i].append(token)
                 if len(answers[i]) < rooms[i]:
-                    micro_batch.input_ids[place + 1] = token
+                    micro_batch.input_ids[position + 1] = token
             waiting = [i for i in waiting
                        if len(answers[i]) < rooms[i] and answers[i][-1] not in closing]
             expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(micro_steps)
-            is_second = max(map(len, answers)) == 2  # the first takes longer than all others
+            is_second = max(map(len, answers)) == 2  # the first token takes longer than the others
             state = waiting, expected > budget and is_second, status.stop_reason
-            # rank 0 decides: another copy of the model may round in another way
-            (waiting, is_dear, _), *_ = states = gather_objects(state)
-            if is_dear or any(reason for *_, reason in states):
+            # rank 0 decides, because another copy of the model may round differently
+            (waiting, is_too_slow, _), *_ = states = gather_objects(state)
+            if is_too_slow or any(reason for *_, reason in states):
                 reshard_all(model)
                 return []
     reshard_all(model)

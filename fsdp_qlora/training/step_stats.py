@@ -17,15 +17,15 @@ from fsdp_qlora.ranks import all_gather
 
 
 class StepStats(NamedTuple):
-    """What all ranks know at the end of a step, in fp64."""
+    """Statistics of a step that all ranks know at its end, in fp64."""
 
     grad_norm: torch.Tensor  # [], of the whole gradient, before it is clipped
-    action: torch.Tensor  # [], the highest pending_action() of a rank
+    action: torch.Tensor  # [], the maximum of all ranks' pending_action()
     sums: torch.Tensor  # [k], over all ranks, see compute_loss()
-    balance: torch.Tensor  # [2], how even experts are used, see BALANCE; [0] without experts
+    balance: torch.Tensor  # [2], how evenly experts are used, see BALANCE; [0] without experts
 
     def on_host(self) -> StepStats:
-        """The same on the CPU, by one copy."""
+        """Copy all fields to the CPU, by one copy."""
         values = torch.cat([number.view(-1) for number in self]).cpu()
         parts = values.split([number.numel() for number in self])
         return StepStats(*(part.view_as(number) for part, number in zip(parts, self)))
@@ -33,9 +33,9 @@ class StepStats(NamedTuple):
 
 def gather_step_stats(model: Model, adapter: Adapter, local_sums: torch.Tensor,
                       action: int) -> StepStats:
-    """The StepStats, from this rank's sums and action, by one exchange and without waiting for
-    the GPU. All ranks must call this."""
-    square = adapter.grad.norm().double() ** 2  # of this rank's part of the gradient
+    """Return the StepStats, from this rank's sums and action, by one exchange and without waiting
+    for the GPU. All ranks must call this."""
+    square = adapter.grad.norm().double() ** 2  # for this rank's part of the gradient
     local = (square[None], torch.full_like(local_sums[:1], action), local_sums,
              take_balance(model.layers, model.device))
     squares, actions, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
@@ -45,8 +45,8 @@ def gather_step_stats(model: Model, adapter: Adapter, local_sums: torch.Tensor,
 
 
 def mean_metrics(sums: Sequence[float], rows: Rows, prefix: str = "") -> dict[str, float]:
-    """{name of a metric: its mean}, from the sums of compute_loss() over all of these Rows. Of
-    KTO the means over good answers, or over bad ones, are left out where there are none."""
+    """Return {name of a metric: its mean}, from the sums of compute_loss() over all of these Rows.
+    With KTO, the means over good or over bad answers are left out if there are none."""
     n_good = int(rows.desirable.sum())
     counts = {"all": rows.num_items_in_batch, "good": n_good, "bad": len(rows.desirable) - n_good}
     means = {prefix + name: total / counts[answers]

@@ -19,14 +19,15 @@ from fsdp_qlora.model.model import Model
 from fsdp_qlora.ranks import all_gather, log, raise_on_all_ranks
 
 
-ZERO, SMALL = 1e-3, 0.1  # of the median over all tokens; random and trained rows are above 0.3
-VALUES_AT_ONCE = 2**22  # labels or values looked at at once
+ZERO, SMALL = 1e-3, 0.1  # times the median over all tokens; random and trained rows are above 0.3
+VALUES_AT_ONCE = 2**22  # labels or weights that are read at once
 
 
 def check_untrained_tokens(
         model: Model, rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Raise RunError if a token that ends answers in training has a row of zeros in the head, and
-    log which other trained tokens the head has never learned. All ranks must call this."""
+    """Raise RunError if a token that ends answers in training has a row of zeros in the lm_head,
+    and log the other tokens in the loss that the lm_head has never learned. All ranks must call
+    this."""
     if not tokenizer:
         return
     counts = count_trained(rows, model.arch.vocab_size)
@@ -52,7 +53,7 @@ def check_untrained_tokens(
 
 
 def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
-    """[vocabulary], how often each token is trained."""
+    """Return how often each token is in the loss, [vocabulary]."""
     counts = np.zeros(vocab_size, np.int64)
     for labels in rows.labels:
         for start in range(0, len(labels), VALUES_AT_ONCE):
@@ -62,13 +63,13 @@ def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
 
 
 def untrained_rows(model: Model) -> tuple[set[int], dict[int, str]]:
-    """The tokens whose rows of the head are zero; and others that were never trained, with what
-    tells so: {token: words}. All ranks of model.group must call this."""
+    """Return the tokens whose rows of the lm_head are zero; and other tokens that were never
+    trained, {token: the evidence in words}. All ranks of model.group must call this."""
     vocab_size, head = model.arch.vocab_size, model.head
     size = math.ceil(vocab_size / model.shards)
 
     def gather(own: torch.Tensor) -> torch.Tensor:
-        """[vocabulary, ..] of this rank's [rows, ..], on the host."""
+        """Return [vocabulary, ..] on the CPU from every rank's own rows [rows, ..]."""
         own = F.pad(own, (0, 0) * (own.dim() - 1) + (0, size - len(own)))
         return (all_gather(own, model.group).flatten(0, 1) if model.shards > 1 else own)[
             :vocab_size].cpu()
@@ -78,10 +79,10 @@ def untrained_rows(model: Model) -> tuple[set[int], dict[int, str]]:
     mean = (all_gather(total, model.group).sum(0) if model.shards > 1 else total) / vocab_size
     norms = gather(torch.cat([part.float().norm(dim=1) for part in parts]))
     distances = gather(torch.cat([(part.float() - mean).norm(dim=1) for part in parts]))
-    # 16 bytes of a row tell it from all others, unless both are as they were made
+    # the first 16 bytes of a row differ from those of all other rows, unless both are untrained
     keys = gather(head[:, : 16 // head.itemsize].contiguous().view(torch.int64))
-    _, which, n_alike = keys.unique(dim=0, return_inverse=True, return_counts=True)
-    n_alike, zero = n_alike[which], norms <= ZERO * norms.median()
+    _, group, n_alike = keys.unique(dim=0, return_inverse=True, return_counts=True)
+    n_alike, zero = n_alike[group], norms <= ZERO * norms.median()
     others = {}
     for name, sizes in ("the mean of all rows", distances), ("a tiny row", norms):
         small = sizes < SMALL * sizes.median()
