@@ -80,8 +80,8 @@ def test_plan_for_other_cards_is_for_the_rows_of_the_data_set(base, run_main):
     assert code == 0, err
     code, short, err = run_main(*flags, "--dataset", base / "rows.jsonl", "--eval_dataset", 0.5)
     assert code == 0, err
-    assert "12 rows, 12 messages" in short and "evaluation: " in short
-    micro_batches = [int(re.search("micro-batches of at most ([0-9,]+)", out)[1].replace(",", ""))
+    assert "data: 12 sequences, " in short and "(12 messages; " in short and "eval data: " in short
+    micro_batches = [int(re.search("micro-batches of up to ([0-9,]+)", out)[1].replace(",", ""))
             for out in (full, short)]
     assert micro_batches[1] < micro_batches[0] and ": 16 sequences per step, " in short
 

@@ -235,7 +235,7 @@ def test_row_is_cut_at_the_longest_length(n):
 
 
 @pytest.mark.parametrize("by, verdict", [
-    (0.0, "fine"), (0.19, "fine"), (0.21, "not fine"), (0.99, "not fine"), (1.01, None),
+    (0.0, "ok"), (0.19, "ok"), (0.21, "warning"), (0.99, "warning"), (1.01, None),
     (NAN, None)])  # fmt: skip
 @pytest.mark.parametrize("effect, why", [(0.09, "too small"), (0.11, "must be another")])
 def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, monkeypatch):
@@ -284,7 +284,8 @@ def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, caps
     with one_process():
         log_startup(chosen, chosen, plan_of(3 * GIB), {}, 0, device, {})
     assert "defaults:" not in capsys.readouterr().out  # of a run all of whose flags were given
-    peak, own = map(float, re.search(r"peak (\S+) GiB per process: the process so far (\S+), ", out).groups())
+    peak, own = map(float, re.search(
+        r"peak (\S+) GiB per process: the process so far (\S+), ", out).groups())  # fmt: skip
     assert own > 0.1 and abs(peak - own - 3) < 0.02
 
 

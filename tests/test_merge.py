@@ -356,7 +356,7 @@ def test_run_that_ended_worse_than_it_began_is_not_fine(
     losses = [1.0] * 5 + [9.0] * 3
     lines = [json.dumps({"step": i, "loss": loss}) for i, loss in enumerate(losses, 1)]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, "torn"]))
-    for step, begins in (4, "not checked: "), (8, "warning: the loss ended at 9, above the initial 1;"):
+    for step, begins in (4, "not checked: "), (8, "warning: the loss ended at 9, above the "):
         run = tmp_path / "run" / f"checkpoint-{step:06d}"
         merge_adapters.main(merge_command(run, tmp_path / f"out-{step}", "--no-check")[2:])
         assert capsys.readouterr().out.splitlines()[-1].startswith(begins)
