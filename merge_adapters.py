@@ -142,19 +142,19 @@ def merge(args: argparse.Namespace) -> None:
     with new_directory(output) as new:
         write_merged(new.path, output, base, adapter, run, device)
         new.is_whole = True
-        verdict = "not checked: whether the merged model gives what was trained is not known"
+        verdict = "not checked: whether the merged model matches the trained one is not known"
         if args.check and run.probe and not args.allow_other_base:
             verdict = check(base, run.probe, new.path, run.probe_input_ids, device)
             if verdict.startswith("not fine") and not base.arch.moe:  # why: docs/serving.md
                 verdict += UNMERGED.format(base.auto_class.__name__, base.directory, adapter_dir)
         require(before and os.path.samestat(before, adapter_file.stat()),
-                f"{adapter_dir}: has got another adapter meanwhile: merge again")
+                f"{adapter_dir}: the adapter has changed meanwhile. Merge again")
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
     asked = {json.dumps(way["chat_template_kwargs"]): way["answers"] for way in run.asked}
     if how := how_to_ask(asked):
         print(how)
     if why := why_worse(run.losses):
-        verdict = f"not fine: {why}; {re.sub('^(not )?fine: ', '', verdict)}"
+        verdict = f"warning: {why}; {re.sub('^(ok|warning): ', '', verdict)}"
     print(verdict)
 
 
@@ -183,8 +183,8 @@ def read_base(name: str, quantization: dict[str, Any]) -> Base:
         arch, files = describe_model(model_config), weight_files(directory)
         names = tensor_names(arch, files)
         nf4_states = check_files(files, names, model_config, dtype)
-        require(in_4bit == bool(nf4_states), f"is {'' if nf4_states else 'not '}quantized already;"
-                " with --base_model name the one that was trained on")
+        require(in_4bit == bool(nf4_states), f"is {'' if nf4_states else 'not '}quantized already."
+                                             " With --base_model name the one in training")
         is_multimodal = text_config(model_config) is not model_config
         tensors, paths = merged_tensors(files, names, nf4_states, is_multimodal)
     return Base(directory, files, names, nf4_states, tensors, paths, AUTO_CLASSES[is_multimodal],
@@ -194,7 +194,7 @@ def read_base(name: str, quantization: dict[str, Any]) -> Base:
 def check_base(base: Base, run: TrainedRun, allow_other: bool) -> None:
     """Raise ValueError unless the base is the one that the run was trained on."""
     if allow_other:
-        print("WARNING: --allow_other_base: the base may be another one: nothing will be compared")
+        print("warning: --allow_other_base: the base may be another one: nothing will be compared")
         base.sums = {}
     elif run.base_sha256:
         require(base_digest(base.directory) == run.base_sha256,
@@ -226,7 +226,7 @@ def log_base(base: Base, n_adapted: int) -> None:
     linears, used = base.names.linears, {*base.tensors, *base.names.shapes}
     unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
     others = f"; {len(unused)} tensors are not used, as {unused[0]}" if unused else ""
-    print(f"base model {base.directory}: {len(linears)} linears in 4 bits, {n_adapted} with an"
+    print(f"base model {base.directory}: {len(linears)} 4-bit linears, {n_adapted} with an"
           f" adapter{others}")
     if n := sum(x.out_features * x.in_features for x in linears.values() if x.mxfp4):
         print(f"experts in MXFP4, {17 * n / 32 / 2**30:.3g} GiB, are written as bf16,"
@@ -251,15 +251,15 @@ def write_merged(partial: Path, output: Path, base: Base, adapter: dict[str, Lin
     """Write the merged model into `partial`, which will be renamed to `output`, and print how much
     rounding to bf16 changes it. Raises ValueError if the disk has no room."""
     gib, free = base.n_bytes / 2**30, shutil.disk_usage(partial).free / 2**30
-    require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, {free:.1f} are free")
+    require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, but {free:.1f} are free")
     rounding = Rounding()
     with tqdm(base.tensors, "merge", unit="tensor", disable=None) as names:  # off in a pipe
         tensors = (merged_tensor(name, base, adapter, device, rounding) for name in names)
         write_files(partial, base, tensors, run)
     share = math.sqrt(rounding.error / max(rounding.effect, sys.float_info.min))
-    print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounding to bf16 moves the"
-          f" weights by {share:.4f} of what the adapter adds to them, in random"
-          " directions that mostly cancel out; the check tells how much reaches the logits")
+    print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounding to bf16 moves the weights by"
+          f" {share:.4f} of what the adapter adds to them, in random directions that mostly cancel"
+          " out; the check measures the effect on the logits")
 
 
 def merged_tensor(name: str, base: Base, adapter: dict[str, LinearAdapter], device: str,
@@ -372,17 +372,19 @@ def check(base: Base, merge_check: Path, merged_dir: Path, rows: list[list[int]]
         effect, error = (trained - plain).norm(), merged - trained
     agree = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
     error, effect = float(error.norm() / effect), float(effect / trained.norm())
-    print(f"check: the adapter moves the 4-bit model's logits by {effect:.1%} of their norm; the"
-          f" merged model's are {error:.4f} of that away; {agree:.2%} of greedy tokens agree")
+    print(f"check: merged and trained logits differ by {100 * error:.2f} % of the adapter's effect,"
+          f" which is {100 * effect:.1f} % of the logits' norm; {100 * agree:.2f} % of greedy"
+          " tokens agree")
     why = ("the adapter's effect is too small for bf16: train longer; on a dense model it can be"
            " used unmerged" if effect < 0.1 else
            "the base, the device or a version must be another than in training")
-    require(error <= FAILED_ERROR, "the merged model does not agree with what was trained, it is"
-            f" {error:.2f} of the adapter's effect away: {why}; left in {merged_dir}")  # NaN too
+    require(error <= FAILED_ERROR, "the merged model does not match the trained one, it differs by"
+                                   f" {error:.2f} of the adapter's effect: {why}; left in"
+                                   f" {merged_dir}")  # NaN too
     if error > LARGE_ERROR:
-        return f"not fine: the merged model loses {error:.0%} of the adapter's effect: {why}"
-    return (f"fine: the merged model gives what was trained, to {error:.1%} of the adapter's effect"
-            " on the logits")
+        return f"warning: the merged model loses {100 * error:.0f} % of the adapter's effect: {why}"
+    return (f"ok: the merged model matches the trained one, to {100 * error:.1f} % of the adapter's"
+            " effect on the logits")
 
 
 def read_head(base: Base, device: str) -> torch.Tensor:

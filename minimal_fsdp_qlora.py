@@ -357,8 +357,9 @@ def verify(model: PeftModel) -> None:
     assert len(trained) == 2 * len(adapted) and all(".lora_" in name for name in trained), (
         f"{len(trained)} tensors are trained, for LoRA on {len(adapted)} linears")
     shards = [p.to_local() for p in model.parameters()]
-    log(f"model: {sum(p.numel() for p in trained.values()):,} trainable parameters; each rank holds"
-        f" {sum(p.nbytes for p in shards) / 2**30:.2f} GiB of the model on {shards[0].device.type}")
+    log(f"model: {sum(p.numel() for p in trained.values()):,} trainable parameters;"
+        f" {sum(p.nbytes for p in shards) / 2**30:.2f} GiB of the model per rank, on"
+        f" {shards[0].device.type}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -403,9 +404,10 @@ def train(
         optimizer.zero_grad()  # else this gradient would use memory during the next step
         n_tokens = sum(len(ids) for ids, _ in batch) / dist.get_world_size()
         unit = "GPU" if device.type == "cuda" else "process"
-        log(f"step {step:5}/{args.max_steps} loss {loss:7.4f} lr {lr:.1e} grad {norm:6.3f}"
-            f" {n_tokens / (time.perf_counter() - started):7,.0f} tok/s/{unit}"
-            f" {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+        width = len(str(args.max_steps))
+        log(f"step {step:{width}}/{args.max_steps} | loss {loss:7.4f} | lr {lr:.1e} | grad_norm"
+            f" {norm:6.3f} | {n_tokens / (time.perf_counter() - started):6,.0f} tok/s/{unit}"
+            f" | {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB")
 
 
 def micro_batches(batch: list[Row], args: argparse.Namespace) -> Iterator[list[Row]]:
@@ -522,8 +524,8 @@ def read_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> l
         fail(f"--dataset {args.dataset}: no token to train on in {len(sequences)} rows")
     n_cut = sum(len(ids) > args.max_seq_len for ids, _ in sequences)
     n_epochs = args.max_steps * args.batch_size / len(rows)
-    log(f"data: {len(rows):,} rows of {len(sequences):,} have something to train on, {n_cut:,} are"
-        f" cut; {n_epochs:.2f} epochs")
+    log(f"data: {len(rows):,} of {len(sequences):,} sequences have tokens to train on, {n_cut:,}"
+        f" are truncated; {n_epochs:.2f} epochs")
     order = []
     for epoch in range(math.ceil(n_epochs)):
         order += random.Random(epoch).sample(rows, len(rows))

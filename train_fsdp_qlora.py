@@ -164,8 +164,10 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
     with open_output(config, user_config, status) as (directory, is_complete):
         if is_complete:
-            log(f"already complete: {directory}; nothing was touched")
+            log(f"{directory} is already complete; nothing to do. To train further: --init_adapter"
+                f" {directory} and a new --output_dir")
             return
+        log(f"output: {directory}")
         limit = limit_memory(config, device)
 
         # 2. Model and data: find what is wrong with them before any weight is downloaded or read
@@ -235,7 +237,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         on_rank_0(describe_run, run, user_config, base_dir, loaded, template_date, VERSIONS)
         on_rank_0(save_tokenizer, directory, base_dir, tokenizer)
         verify_model(model, plan)
-        logs.log_parameters(config, adapter.n_trainable, loaded.n_parameters)
+        logs.log_parameters(adapter.n_trainable, loaded.n_parameters)
 
         # 7. Loop and save
         status.enter("training")
@@ -274,7 +276,7 @@ def start_adapter(run: Run, start_step: int) -> None:
     path = checkpoints.checkpoint_path(run.directory, start_step)
     with raise_on_all_ranks():
         run.progress = checkpoints.load_checkpoint(path, run.adapter, run.optimizer)
-    log(f"resumed from {path}: {start_step} of {run.config.max_steps} steps are done")
+    log(f"resumed from {path} at step {start_step} of {run.config.max_steps}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -289,7 +291,8 @@ def join_processes() -> torch.device:
     if "RANK" not in os.environ:  # plain `python`, a run of one process
         options.update(store=dist.HashStore(), rank=0, world_size=1)
     elif lacks := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
-        fail_before_init(f"RANK is set, {' and '.join(sorted(lacks))} not: start it by torchrun")
+        fail_before_init(f"RANK is set, but not {' and '.join(sorted(lacks))}. Start it with"
+                         " torchrun")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             fail_before_init(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()}"
@@ -334,7 +337,7 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
 
     has_flash = device.type == "cuda" and is_flash_attn_2_available()
     if config.attn == "flash_attention_2" and not has_flash:
-        raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
+        raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU."
                          " `make flash-attn` builds it, or use --attn sdpa")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     has_kernels = capability >= (8, 0) and config.compute_dtype == "bfloat16"
@@ -592,7 +595,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple
     seconds = clock() - started
     samples = sample_answers(run.model, run.tokenizer, run.eval_rows, run.config, run.status,
                              writer.pace if writer else None)
-    logs.log_evaluation(step, metrics, samples, is_best and step > 0)
+    logs.log_evaluation(step, run.config.max_steps, metrics, samples, is_best and step > 0)
     if writer:
         assert run.eval_rows, "it was evaluated"
         n_tokens = int(run.eval_rows.n_trainable_tokens.sum())
@@ -674,12 +677,12 @@ def save_checkpoint(run: Run, step: int) -> None:
                   causes=checkpoints.DISK_ERRORS)
     except RunError as e:
         run.save_due = clock() + RETRY_SECONDS
-        log(f"{name} could not be saved: {e}; if training goes on, it is tried again in"
+        log(f"warning: could not save {name}: {e}. If training continues, the next attempt is in"
             f" {RETRY_SECONDS} s")
         return
     run.saved_step, run.save_due = step, clock() + save_interval(run.config)[1]
     run.status.checkpoint = name
-    log(f"{name} saved in {clock() - started:.2f} s")
+    log(f"saved {name} ({clock() - started:.1f} s)")
     run.status.write("training")
     on_rank_0(checkpoints.drop_checkpoints, run, step, causes=checkpoints.DISK_ERRORS)
 

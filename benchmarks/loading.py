@@ -103,18 +103,20 @@ def load(directory, nproc):
          "--max_seq_len", "64", "--batch_size", str(nproc), "--shard_group_size", str(nproc),
          "--lora_rank", "1"],
         stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+             "FSDP_QLORA_DEBUG": "1"},
     )  # fmt: skip
     if done.returncode:
         sys.exit(done.stdout + f"the load ended with exit code {done.returncode}")
-    (line,) = re.findall("^weights loaded in .*", done.stdout, re.M)
+    (seconds,) = re.findall("^base model loaded in (.*) s$", done.stdout, re.M)
+    (line,) = re.findall("^base model, each rank: .*", done.stdout, re.M)
     (memory,) = re.findall("^.* memory after loading, each rank: .*", done.stdout, re.M)
-    print(f"{line}\n{memory}")
+    print(f"loaded in {seconds} s\n{line}\n{memory}")
     ranks = re.findall(r"([\d.]+) ([GM])B at [\d.]+ .B/s with at most ([\d.]+) GiB", line)
     peaks = re.findall(r"([\d.]+) GiB \(peak ([\d.]+)\)", memory)
     ranks = ranks * nproc if len(ranks) == 1 else ranks  # what all say alike is said once
     return {
-        "seconds": float(re.search(r"loaded in ([\d.]+) s", line)[1]),
+        "seconds": float(seconds),
         "gb": sum(float(size) / {"G": 1, "M": 1000}[unit] for size, unit, _ in ranks),
         "host": max(float(gib) for *_, gib in ranks),
         "device": max(float(peak) - float(now) for now, peak in peaks),

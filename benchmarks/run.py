@@ -499,7 +499,7 @@ def gemm_ceiling(model, tokens):
 
 # ---- one case ----------------------------------------------------------------------------------
 
-MARKS = ("importing ", "data: ", "plan: ", "weights loaded", "steps: ", "step +1/")  # of a log
+MARKS = ("loading ", "data: ", "plan: ", "base model", "training: ", "step +1/")  # of a log
 
 
 def launch(gpus, program, log, limit, **env):
@@ -512,7 +512,8 @@ def launch(gpus, program, log, limit, **env):
     with log.open("w") as file:
         print("$", shlex.join(command), file=file, flush=True)
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file,
-                                 stderr=subprocess.STDOUT, env={**os.environ, **env})  # fmt: skip
+                                 stderr=subprocess.STDOUT,
+                                 env={**os.environ, "FSDP_QLORA_DEBUG": "1", **env})  # fmt: skip
         try:
             while code is None and (seconds := time.perf_counter() - started) < limit:
                 text = log.read_text(errors="replace") if len(reached) < len(MARKS) else ""
@@ -558,7 +559,7 @@ def number_in(pattern, text):
 def measurements(text, steps):
     """What the script printed and wrote to its metrics.jsonl."""
     speeds = [step["tokens_per_second_per_gpu"] for step in steps]
-    measured = (re.findall(r"measured: .*tokens/s.*", text) or [""])[-1]
+    measured = (re.findall(r"measured: .*tok/s.*", text) or [""])[-1]
     predicted = number_in("predicted peak N GiB", text)
     peak = number_in("peak N GiB", measured)
     if peak is None and steps:
@@ -573,7 +574,7 @@ def measurements(text, steps):
         "packing_efficiency": statistics.mean(
             step["packing_efficiency"] for step in steps) if steps else None,
         "first_step_seconds": number_in(r"reached after N s: step", text),
-        "machine": (re.findall(r"^torch \d.*; \d+ x .*", text, re.M) or [""])[0],
+        "machine": (re.findall(r"^hardware: (.*)", text, re.M) or [""])[0],
     }  # fmt: skip
 
 
@@ -614,7 +615,7 @@ def minimal_flags(chosen, gpus, scratch):
 
 def minimal_steps(text):
     """What minimal_fsdp_qlora.py prints of each step, as metrics.jsonl has it."""
-    pattern = r"^step +(\d+)/\d+ loss +(\S+) .* (\S+) tok/s/\S+ (\S+) GiB"
+    pattern = r"^step +(\d+)/\d+ \| loss +(\S+) .* (\S+) tok/s/\S+ \| +(\S+) GiB"
     names = "step", "loss", "tokens_per_second_per_gpu", "peak_memory_gib"
     steps = [{name: float(x.replace(",", "")) for name, x in zip(names, found)}
              for found in re.findall(pattern, text, re.M)]  # fmt: skip

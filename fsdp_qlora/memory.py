@@ -23,8 +23,9 @@ def limit_memory(config: Config, device: torch.device) -> int:
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
             if limit > free:
-                raise ValueError(f"--memory_limit_gib {config.memory_limit_gib}: of this GPU's"
-                                 f" {total / 2**30:.1f} GiB only {free / 2**30:.1f} are free")
+                raise ValueError(f"--memory_limit_gib {config.memory_limit_gib}: only"
+                                 f" {free / 2**30:.1f} of this GPU's {total / 2**30:.1f} GiB are"
+                                 " free")
             if limit:
                 torch.cuda.set_per_process_memory_fraction(limit / total)
             limit = limit or free

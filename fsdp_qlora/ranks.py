@@ -56,6 +56,12 @@ def log(message: str) -> None:
             sys.stdout.flush()
 
 
+def log_debug(message: str) -> None:
+    """Print what is only for a bug report or a benchmark, if FSDP_QLORA_DEBUG=1. Rank 0 only."""
+    if os.environ.get("FSDP_QLORA_DEBUG", "0") != "0":
+        log(message)
+
+
 def print_error(message: str) -> None:
     """Print one line to stderr; where there may be a progress bar, on a new line."""
     with contextlib.suppress(OSError):
@@ -172,6 +178,7 @@ def check_same(config: Config, script: Path, versions: dict[str, str]) -> None:
 
 
 def log_each_rank(what: str, text: str) -> None:
-    """Print what each rank says, once if all say the same. All ranks must call this."""
+    """Print each rank's text, once if all are the same, with FSDP_QLORA_DEBUG=1. All ranks must
+    call this."""
     texts = gather_objects(text)
-    log(f"{what}, each rank: {texts[0] if len(set(texts)) == 1 else '; '.join(texts)}")
+    log_debug(f"{what}, each rank: {texts[0] if len(set(texts)) == 1 else '; '.join(texts)}")

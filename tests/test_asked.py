@@ -75,7 +75,7 @@ def test_tokens_before_each_answer_are_those_of_the_prompt(name, thinking, qwen,
         if why := documents[0]["left_out"]:
             assert any(words in why for words in (
                 "the chat template leaves out", "the chat template fails", "mixes message",
-                "asks for an answer with")), why
+                "prompt for an answer has")), why
             continue
         ways = {way: json.loads(way) for way in documents[0]["asked"].splitlines()}
         wanted = set()
@@ -124,14 +124,14 @@ def test_answers_are_counted_by_what_they_are_asked_with(qwen, tmp_path):
     assert rows.asked == {'{"enable_thinking": false}': 3, "{}": 1}
     row = {"messages": thought, "chat_template_kwargs": {"enable_thinking": False}}
     why = refusal([write_jsonl(tmp_path / "row.jsonl", [row])], qwen)
-    assert "asks for an answer with '</think>', but begins this one with '\\nso it is" in why
+    assert "prompt for an answer has '</think>', but this answer begins with '\\nso it is" in why
 
 
 @pytest.mark.parametrize("template, why", [
     (MARKED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}"),
      "marks leave out 'The answer is 7.'"),
     (CHATML.replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\nSure: {%"),
-     "asks for an answer with 'Sure: ', but begins this one with 'The answer is 7.")],
+     "prompt for an answer has 'Sure: ', but this answer begins with 'The answer is 7.")],
     ids=["marks", "no switch"])  # fmt: skip
 def test_answer_that_cannot_be_asked_for_ends_the_run(template, why, qwen, tmp_path):
     qwen = copy.deepcopy(qwen)
@@ -215,4 +215,4 @@ def test_merged_model_answers_as_trained_when_asked_by_its_template(
         answer = ids[inputs["input_ids"].shape[1] :]
         assert tokenizer.decode(answer, skip_special_tokens=False).startswith(want.format(number))
         prompt = tokenizer.decode(inputs["input_ids"][0])
-        assert f"sample: {prompt!r} -> " in said  # which asks as a server does
+        assert f"sample: prompt   {prompt!r}\n" in said  # which asks as a server does

@@ -264,7 +264,7 @@ def test_rows_may_be_as_long_as_a_scaled_rope_allows(name, tmp_path):
     flags = {"model": str(tmp_path), "dataset": ("x.jsonl",)}
     found, _, _ = read_model_config(tmp_path, Config(**flags, max_seq_len=longest))
     assert found.max_seq_len == longest
-    with pytest.raises(ValueError, match=f"{longest + 1}: the model was made for {longest};"):
+    with pytest.raises(ValueError, match=f"{longest + 1}: the model supports up to {longest};"):
         read_model_config(tmp_path, Config(**flags, max_seq_len=longest + 1))
 
 
@@ -531,15 +531,15 @@ def test_other_number_of_layers_is_refused(start, model):
     [
         ("", ["no rows"]),
         ("\n\r\n", ["no rows"]),
-        ('{"text"\n\n{"text"\n', ["none of its 2 rows", "2 left out", "no JSON", "line 1"]),
+        ('{"text"\n\n{"text"\n', ["none of its 2 rows", "2 skipped", "not JSON", "line 1"]),
         ('{"text": "a"}\n{"question": "a"}\n', ["line 2", "question", "prompt and completion"]),
         ('\n{"prompt": 3, "completion": "a"}\n', ["none of its 1 rows", "line 2", "prompt is int"]),
         ('{"text": ["a"]}\n', ["none of its 1 rows", "line 1", "text is list"]),
         ('{"text": ""}\n{"text": ""}\n', ["none of its 2 rows", "text is empty"]),
         (json.dumps({"prompt": "a " * 99, "completion": "b"}), ["none of its 1 rows"]),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n', ["line 1", "assistant is trained"]),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', ["line 1", "no assistant message"]),
         ('{"message": [{"role": "user"}]}\n', ["has message", "--columns message=messages"]),
-        ('{"question": "", "answer": "a"}\n', ["1 left out: question is blank: nothing is asked"]),
+        ('{"question": "", "answer": "a"}\n', ["1 skipped: question is blank: nothing is asked"]),
     ],
     ids=lambda value: None if isinstance(value, list) else ascii(value)[:40],
 )
@@ -564,7 +564,7 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted(start, model, data, r
     code, out, err = start(model)
     assert code == 0, err
     (line,) = [line for line in out.splitlines() if line.startswith("data: ")]
-    assert f"{data}: 2 rows, " in line and "; 2 left out: text is empty" in line
+    assert ": 2 sequences, " in line and f"; {data}); 2 skipped: text is empty" in line
     assert all(f"({data} line {number})" in line for number in (3, 5, 6))
 
 
@@ -684,7 +684,7 @@ def test_run_is_not_overwritten(resume, finished_run):
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     refused(FLAGS, again("--resume", "never"), f"--output_dir {run}", "--resume must")
     code, out, _ = again()
-    assert code == 0 and out == f"already complete: {run}; nothing was touched\n"
+    assert code == 0 and out.startswith(f"{run} is already complete; nothing to do. ")
     after = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     assert {p for p in run.rglob("*") if before.get(p) != after.get(p)} <= {run / ".lock"}
     (run / "train_config.json").write_text('{"flags":')

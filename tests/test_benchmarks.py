@@ -119,7 +119,7 @@ def test_minimal_is_measured(name, words, tmp_path, monkeypatch):
     (row,) = bench.run_cases("minimal", [case], 0, tmp_path, 100)
     assert row["result"] == "ok", row["error"]
     log = (tmp_path / "tiny.log").read_text()
-    printed = re.findall(r"^step +\d/2 loss +(\S+) .* (\S+) tok/s", log, re.M)
+    printed = re.findall(r"^step +\d/2 \| loss +(\S+) .* (\S+) tok/s", log, re.M)
     assert [step["loss"] for step in row["steps"]] == [float(loss) for loss, _ in printed]
     assert row["tokens_per_second"] == float(printed[1][1].replace(",", ""))
     assert words in log if words else "words: " not in log
@@ -171,8 +171,8 @@ def test_shapes_are_the_published_ones(model, parameters, vocab, hidden, layers,
 def test_output_is_read():
     text = (
         "predicted peak 99.00 GiB\npredicted peak 21.00 GiB of 22.50\nstep 1\r 50%| | 1/2"
-        "\nmeasured: 1,259.5 tokens/s per GPU, 520 TFLOP/s, 71.4 % of the GEMM ceiling, peak 20.00"
-        " GiB; predicted 1,300 tokens/s\n\nreached after 3.2 s: plan: \nreached after 21.5 s: step"
+        "\nmeasured: 1,259.5 tok/s/GPU, 520 TFLOP/s, 71.4 % of the GEMM ceiling, peak 20.00"
+        " GiB; predicted 1,300 tok/s/GPU\n\nreached after 3.2 s: plan: \nreached after 21.5 s: step"
         " +1/\n"
     )
     row = bench.measurements(text, [])
@@ -223,7 +223,7 @@ def test_cases_run_and_a_bad_one_stops_none(tmp_path, monkeypatch):
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["case"] for line in lines] == ["bad", "good"]
     table = (tmp_path / "memory.md").read_text()
-    assert "2 x CPU, gloo" in table
+    assert table.startswith("CPU, 2 processes, gloo; torch ")
     cells = [line.split("|") for line in table.splitlines() if line.startswith("| ")]
     assert [row[1].strip() for row in cells] == ["case", "bad", "good"]
     assert f"{good['tokens_per_second']:,.0f}" in cells[2][4]

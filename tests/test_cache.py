@@ -170,7 +170,7 @@ def test_passing_fault_ends_one_start_alone(error, name, tokenizer, tmp_path, mo
         patch.setattr(files if name == "read_piece" else tokenization_utils_base, name, fail)
         assert str(error.args[-1]) in refusal([path], tokenizer)
     rows, line = prepare([path], tokenizer)
-    assert "left out" not in line and len(rows) >= len(NESTED)
+    assert "skipped" not in line and len(rows) >= len(NESTED)
 
 
 def test_file_rewritten_while_it_is_encoded_is_not_kept(tokenizer, tmp_path, monkeypatch):
@@ -183,7 +183,7 @@ def test_file_rewritten_while_it_is_encoded_is_not_kept(tokenizer, tmp_path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "encode_batches", rewritten)
-        assert "was rewritten while it was read" in refusal([path], tokenizer)
+        assert "has changed while it was read" in refusal([path], tokenizer)
     write_jsonl(path, [{"text": "It is 7."}])
     rows, _ = prepare([path], tokenizer)
     assert tokenizer.decode(rows.tokens(0)[0]) == "It is 7.</s>"
@@ -207,7 +207,7 @@ def test_end_of_one_encoding_process_ends_the_start(end, tokenizer, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "encode_batches", ended)
         found = refusal(paths, tokenizer)
-        assert {"SIGKILL": "ended by SIGKILL", "MemoryError": "no GiB"}[end] in found
+        assert {"SIGKILL": "killed by SIGKILL", "MemoryError": "no GiB"}[end] in found
     assert len(prepare(paths, tokenizer)[0]) == 3
 
 
@@ -242,7 +242,7 @@ def test_cache_that_cannot_be_written_is_named_and_left_empty(n_cores, tokenizer
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as if the disk were full
     try:
-        assert "File too large; make room" in refusal(paths, tokenizer)
+        assert "File too large. Free disk space" in refusal(paths, tokenizer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list((tmp_path / "cache" / "fsdp_qlora").glob("*/"))

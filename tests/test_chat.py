@@ -529,14 +529,14 @@ def test_arguments_that_are_empty_are_an_empty_object(given, as_text, tokenizer)
     (NAMED | {"arguments": "[3]"}, "the arguments of a call of add are list"),
     (NAMED | {"arguments": 3}, "the arguments of a call of add are int"),
     ({"name": "add", "input": {"a": 3}}, "a call of add has input, but no arguments"),
-    ({"arguments": {}}, "no object with a name"), ("add", "a call of a tool is str"),
-    ({"function": 3}, "no object with a name")], ids=repr)
+    ({"arguments": {}}, "must be an object with a name"), ("add", "a call of a tool is str"),
+    ({"function": 3}, "must be an object with a name")], ids=repr)
 def test_call_that_is_none_is_left_out_in_the_datas_words(call, why, tokenizer, tmp_path):
     tokenizer.chat_template = TOOLS
     answer = {"role": "assistant", "tool_calls": [call]}
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "x"}, {"messages": [ASKED[0], answer]}])
     _, line = prepare([path], tokenizer)
-    assert "1 left out: " in line and why in line and "template" not in line
+    assert "1 skipped: " in line and why in line and "template" not in line
 
 
 def test_tools_of_another_framework_are_taken(tokenizer):
@@ -547,7 +547,7 @@ def test_tools_of_another_framework_are_taken(tokenizer):
                   [{"function": json.dumps(ADD["function"])}]):  # fmt: skip
         assert forms.parse_row({"messages": ASKED, "tools": tools}, tokenizer)[1] == want
     for tools in ["add"], [{"type": "function"}], 3, [[ADD]]:
-        with pytest.raises(ValueError, match="^(a tool is no object with a name|tools is int)"):
+        with pytest.raises(ValueError, match="^(a tool must be an object with a n|tools is int)"):
             forms.parse_row({"messages": ASKED, "tools": tools}, tokenizer)
 
 
@@ -629,7 +629,7 @@ def test_row_of_which_the_template_leaves_something_out_is_refused(name, tokeniz
     path = write_jsonl(tmp_path / "data.jsonl", [{"messages": ASKED}, row])
     if what is None:
         rows, line = prepare([path], tokenizer)
-        assert len(rows) == 2 and "left out" not in line
+        assert len(rows) == 2 and "skipped" not in line
         return
     message = refusal([path], tokenizer)
     assert f"{path} line 2: the chat template leaves out " in message and what in message
@@ -644,7 +644,7 @@ def test_rows_that_the_template_raises_on_are_left_out_and_counted(tokenizer, tm
     )
     rows, line = prepare([path], tokenizer)
     assert len(rows) == 2
-    assert f"2 left out: the chat template fails: only user and assistant ({path} line 2)" in line
+    assert f"2 skipped: the chat template fails: only user and assistant ({path} line 2)" in line
 
 
 def test_conversation_without_a_template_is_refused(tokenizer, tmp_path):

@@ -43,9 +43,9 @@ def test_dry_run_shows_what_a_run_would_train_and_leaves_nothing(base, run_main,
         "--num_epochs", 2, "--max_steps", 0, "--output_dir", tmp_path / "run")
     assert code == 0, err
     assert "rows.jsonl: 12 rows, 12 messages; " in out
-    assert "the tokens before each of 16 answers are those of its prompt" in out
-    shown = re.findall(r"^(first row|row \d+): '\[not trained: ", out, re.M)
-    assert shown == ["first row", "row 4", "row 7", "row 10"]
+    assert "the tokens before each of 16 answers match its prompt" in out
+    shown = re.findall(r"^(first example|example \d+): '\[masked: ", out, re.M)
+    assert shown == ["first example", "example 4", "example 7", "example 10"]
     assert "]The answer is 7.</s>" in out and "plan: " in out
     assert err.splitlines()[-1].endswith("nothing was trained; the run has 12 steps of 2 rows")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -80,10 +80,10 @@ def test_plan_for_other_cards_is_for_the_rows_of_the_data_set(base, run_main):
     assert code == 0, err
     code, short, err = run_main(*flags, "--dataset", base / "rows.jsonl", "--eval_dataset", 0.5)
     assert code == 0, err
-    assert "12 rows, 12 messages" in short and "evaluation: " in short
-    micro_batches = [int(re.search("micro-batches of at most ([0-9,]+)", out)[1].replace(",", ""))
+    assert "data: 12 sequences, " in short and "(12 messages; " in short and "eval data: " in short
+    micro_batches = [int(re.search("micro-batches of up to ([0-9,]+)", out)[1].replace(",", ""))
             for out in (full, short)]
-    assert micro_batches[1] < micro_batches[0] and "in steps of 16 rows; nothing" in short
+    assert micro_batches[1] < micro_batches[0] and ": 16 sequences per step, " in short
 
 
 # ------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_plan_for_other_cards_is_for_the_rows_of_the_data_set(base, run_main):
 
 
 @pytest.mark.parametrize("flags, wanted", [
-    (["nowhere"], "is no adapter"), (["{run}", "--lora_rank", 5], "--lora_rank")], ids=str)
+    (["nowhere"], "is not an adapter"), (["{run}", "--lora_rank", 5], "--lora_rank")], ids=str)
 def test_adapter_that_does_not_fit_is_told_before_the_base_is_read(
         flags, wanted, base, first_run, run_main, tmp_path):  # fmt: skip
     """Here a base that cannot be read."""
@@ -138,7 +138,7 @@ def test_adapter_of_another_chat_template_is_told(base, first_run, run_main, tmp
 def test_disk_without_room_for_one_checkpoint_is_told_at_the_start(base, run_main, tmp_path):
     with small_disk(tmp_path / "small", "300k"):
         code, _, err = run_main(*flags_of(base, "--output_dir", tmp_path / "small" / "run"))
-        assert code == 7 and "for the adapter and checkpoints" in err and "make room" in err
+        assert code == 7 and "for the adapter and checkpoints" in err and "Free disk space" in err
         assert not (tmp_path / "small" / "run").exists()
 
 
@@ -149,8 +149,8 @@ def test_complete_run_that_goes_on_says_what_becomes_of_the_rate_and_of_its_merg
     (run / "merged" / "config.json").write_text("{}")
     code, out, err = run_main(*flags_of(base, "--max_steps", 8, "--output_dir", run))
     assert code == 0, err
-    assert re.search("complete after 2 steps and goes on to 8: the learning rate was 1.0e-04 and is"
-                     " 1.7e-04 now", out)
+    assert ("note: the run was complete at step 2 and now continues to step 8. Its learning rate"
+            " jumps from 1.0e-04 to 1.7e-04; ") in out  # fmt: skip
     assert f"{run}/merged is of an earlier adapter" in out
 
 

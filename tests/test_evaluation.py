@@ -145,8 +145,9 @@ def test_samples_are_what_transformers_and_peft_write(nproc, name, base, runs, r
         assert sample["wanted"] == row["completion"] + tokenizer.eos_token
         ids = tokenizer(sample["prompt"], add_special_tokens=False)["input_ids"]
         assert sample["answer"] == greedy(model, ids, tokenizer)
-        assert (f"sample: {sample['prompt']!r} -> {sample['answer'][:300]!r}, wanted"
-                f" {sample['wanted']!r}\n") in out  # fmt: skip
+        assert (f"sample: prompt   {sample['prompt']!r}\n"
+                f"sample: answer   {sample['answer'][:300]!r}\n"
+                f"sample: expected {sample['wanted']!r}\n") in out  # fmt: skip
     assert found[0]["eval_samples"] != found[4]["eval_samples"]
 
 
@@ -276,21 +277,20 @@ def test_best_evaluations_checkpoint_is_saved_and_said(base, runs, read_metrics)
     """With steps so wide that the loss falls first and rises then. Of fewer than ten steps each is
     followed by an evaluation, as nothing else is asked for."""
     directory, out = runs(1, "wide steps")
-    assert "--learning_rate 0.1 is far above" in out and " MB at " in out
+    assert "warning: --learning_rate 0.1 is very high" in out
     rows = read_rows(base / "rows.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
     longest = max(len(ids) for ids, _ in rows)
-    assert re.search(r"\nsteps: 3 of \d+ rows, .* tokens on 1 process; the longest row has"
-                     f" {longest} tokens; ", out)  # fmt: skip
-    assert "no CUDA graphs: attention runs in plain torch" in out
+    assert re.search(rf"\ntraining: 3 steps of \d+ sequences, .* epochs; the longest has {longest}"
+                     " tokens; ", out)  # fmt: skip
     found, best, saved = evaluations(read_metrics(directory)), math.inf, []
     assert [record["step"] for record in found] == [0, 1, 2, 3]
     kinds = set()
     for record in found:
         step, is_best = record["step"], record["eval_loss"] < best
         best = min(best, record["eval_loss"])
-        line = (f"evaluation after step {step}: loss {record['eval_loss']:.4f}, perplexity"
+        line = (f"eval {step}/3 | loss {record['eval_loss']:7.4f} | perplexity"
                 f" {record['eval_perplexity']:.2f}")  # fmt: skip
-        assert f"{line}{', the best so far' if is_best and step else ''}\n" in out
+        assert f"{line}{' | best so far' if is_best and step else ''}\n" in out
         if step:
             saved += [step] if is_best or step == 3 else []
             kinds.add(is_best)
@@ -300,8 +300,21 @@ def test_best_evaluations_checkpoint_is_saved_and_said(base, runs, read_metrics)
     assert state["progress"]["best_loss"] == best and state["progress"]["best_step"] == step
     kept = {int(path.name[-6:]) for path in directory.glob("checkpoint-*")}
     assert kept == {*saved[-2:]}
-    assert f"the best evaluation was after step {step}, loss {best:.4f}: " in out
+    assert f"best: step {step}, eval loss {best:.4f}, " in out
     read_checkpoint(directory / f"checkpoint-{step:06d}")  # raises if it is not whole
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_lines_for_a_bug_report_are_printed_on_request(
+        value, base, run_main, tmp_path, monkeypatch):  # fmt: skip
+    monkeypatch.setenv("FSDP_QLORA_DEBUG", value)
+    code, out, err = run_main(
+        "--model", base / "model", "--dataset", base / "rows.jsonl", "--max_steps", 1,
+        "--report_to", "none", "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == 0, err
+    for words in ("no CUDA graphs: attention runs in plain torch", " MB at ", "predicted peak",
+                  "host memory after loading, each rank: ", "weights, GiB, each rank: "):
+        assert (words in out) == (value == "1" or DEVICE == "cuda" and words == "predicted peak")
 
 
 def test_line_of_a_step_tells_how_long_the_rest_takes(tmp_path, capsys, monkeypatch):
@@ -318,10 +331,10 @@ def test_line_of_a_step_tells_how_long_the_rest_takes(tmp_path, capsys, monkeypa
     for step in range(101, 107):
         log.step({"step": step, **record})
     lines = capsys.readouterr().out.splitlines()
-    assert all(" tok/s/process 1.00 GiB" in line for line in lines)
+    assert all(" tok/s/process |  1.00 GiB" in line for line in lines)
     ends = [line.partition("1.00 GiB")[2] for line in lines]
     # no line for the first two, at 0 s
-    assert ends == [", 0:02:30 left", ", 0:01:13 left", ", 0:00:50 left", ""]
+    assert ends == [" | 2:30 left", " | 1:13 left", " | 0:50 left", ""]
     assert describe_time(3 * 3600 + 61.4) == "3:01:01" and describe_time(100 * 3600) == "100:00:00"
 
 
@@ -362,7 +375,7 @@ def test_fraction_of_the_rows_is_not_trained_on(base, runs, read_metrics):
     directory, out = runs(1, "fraction")
     rows = read_rows(base / "many.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
     n_trainable_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in rows)
-    assert "evaluation: 4 of these rows, which are not trained on\n" in out
+    assert "eval data: 4 sequences held out of the training data\n" in out
     records = read_metrics(directory)
     assert [record["step"] for record in evaluations(records)] == [0, 4, 8, 9]
     # 36 rows in 9 steps of 4: one epoch
@@ -407,7 +420,7 @@ def test_rows_that_are_the_same_are_trained_or_held_out_together(base, tmp_path,
         assert not {*train.digests.tolist()} & {*held_out.digests.tolist()}
     capsys.readouterr()
     parts(tmp_path / "eval.jsonl")
-    assert "warning: 3 of the 4 rows to evaluate on are trained on, too" in capsys.readouterr().out
+    assert "warning: 3 of the 4 evaluation rows are also trained on" in capsys.readouterr().out
 
 
 def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):

@@ -416,7 +416,7 @@ def parts_of_adapter(model, arch, what):
     ("qwen3_moe", {"lora_rank": 4}, "multiple of"), ("qwen3_moe", {"adapter": "dora"}, "DoRA"),
     ("qwen3_moe", {"lora_dropout": 0.1}, "dropout"),
     ("granitemoe", {"adapter": "rslora"}, "would count gate and up 1.41 times"),
-    ("qwen3_moe", {"target_modules": ("gate_proj",)}, "whose name is experts"),
+    ("qwen3_moe", {"target_modules": ("gate_proj",)}, "which are experts here"),
     ("qwen2_moe", {"target_modules": ("shared_expert",)},
      "there are .*v_proj, .*, mlp.shared_expert.up_proj, .*, experts, all-linear"),
     ("llama", {}, "no such linear")])  # fmt: skip
@@ -467,7 +467,7 @@ def test_log_tells_where_peft_does_not_load_a_shared_experts_adapter(
     for layer in model.layers:
         layer.adapter.normal_(generator=seed())
     lora_config, _ = resolve_target_modules(arch, config, "m")
-    says = f"--target_modules {shared}: PEFT 0.21 does not load adapters of "
+    says = f"--target_modules {shared}: PEFT 0.21 cannot load adapters on "
     assert (says in capsys.readouterr().out) == (not is_loaded)
     write_adapter(tmp_path, parts_of_adapter(model, arch, "data"), lora_config)
     peft = PeftModel.from_pretrained(reference, tmp_path)
@@ -696,9 +696,9 @@ def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_
     names = tensor_names(describe_model(config), files)
     if declared:
         check_files(files, names, config, "bfloat16")
-        assert "1 tensors of layers after the last are not read" in capsys.readouterr().out
+        assert "skipped 1 multi-token-prediction (MTP) tensors" in capsys.readouterr().out
     else:
-        with pytest.raises(ValueError, match="knows nothing of, the first is " + name):
+        with pytest.raises(ValueError, match="does not describe, the first is " + name):
             check_files(files, names, config, "bfloat16")
 
 

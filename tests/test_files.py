@@ -111,7 +111,7 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
         (tmp_path / name).mkdir()
         sources = write_kind(kind, tmp_path / name, rows)
         found, line = prepare(sources, tokenizer)
-        assert f"{len(want)} rows" in line and "left out" not in line
+        assert f"{len(want)} rows" in line and "skipped" not in line
         assert len(found) == len(want)
         for i, one in enumerate(want):
             ids, labels = (t.tolist() for t in found.tokens(i))
@@ -131,7 +131,7 @@ def test_table_is_read_whole_whatever_its_pieces(rows, monkeypatch, tokenizer, t
     assert [row for _, row in read[:-1]] == FLAT and read[-1][1]["prompt"] == "x"
     named = [where for where, _ in read]
     assert named == [f"{source} row {i}" for i in range(1, 10)]
-    assert f"; 1 left out: completion null ({source} row 9)" in prepare([source], tokenizer)[1]
+    assert f"; 1 skipped: null in completion ({source} row 9)" in prepare([source], tokenizer)[1]
 
 
 LINES = {
@@ -174,7 +174,7 @@ def test_bad_line_is_named_in_a_file_of_several_pieces(at, size, monkeypatch, to
     monkeypatch.setattr(sources, "PIECE_BYTES", size)
     monkeypatch.setattr(cache, "n_cores", lambda: 1)
     rows, line = prepare([path], tokenizer)
-    assert len(rows) == 49 and "1 left out: is no JSON" in line
+    assert len(rows) == 49 and "1 skipped: is not JSON" in line
     assert f"({path} line {at + 1})" in line
 
 
@@ -185,18 +185,18 @@ def test_several_processes_encode_a_large_file_in_its_order(tokenizer, tmp_path)
         file.write('{"text": 5}\n')
     assert path.stat().st_size > sources.PIECE_BYTES
     rows, line = prepare([path], tokenizer, max_seq_len=12)
-    assert f"1 left out: text is int, want a string ({path} line {n + 1})" in line
+    assert f"1 skipped: text is int, expected a string ({path} line {n + 1})" in line
     texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
     assert [text.split()[1] for text in texts] == [str(i) for i in range(n)]
 
 
 @pytest.mark.parametrize(
     "bad, why",
-    [(b'{"text": ', "is no JSON: "), (b'{"text"', "is no JSON: Expecting ':' delimiter"),
-     (b"nonsense", "is no JSON: "), (b"\0", "is no JSON: "),
+    [(b'{"text": ', "is not JSON: "), (b'{"text"', "is not JSON: Expecting ':' delimiter"),
+     (b"nonsense", "is not JSON: "), (b"\0", "is not JSON: "),
      (b'{"text": "\xe4"}', "is not UTF-8 (perhaps cp1252): save the file as"),
-     (b"[" * 100_000, "is no JSON: "),
-     (b"[1, 2]", "is list, want an object"), (b'"text"', "is str, want an object")],
+     (b"[" * 100_000, "is not JSON: "),
+     (b"[1, 2]", "is list, expected an object"), (b'"text"', "is str, expected an object")],
     ids=lambda value: repr(value)[:30],
 )  # fmt: skip
 def test_line_that_is_no_row_is_left_out(bad, why, tokenizer, tmp_path):
@@ -237,7 +237,7 @@ def test_text_in_another_encoding_ends_the_run(kind, packed, tokenizer, tmp_path
         with write(path, "wb") as file:
             file.write(TEXTS[kind].encode(encoding))
         rows, line = prepare([path], tokenizer)
-        assert len(rows) == 2 and "left out" not in line
+        assert len(rows) == 2 and "skipped" not in line
 
 
 @pytest.mark.parametrize("kind", TEXTS)
@@ -255,7 +255,7 @@ def test_lines_in_utf_16_behind_others_are_left_out(tokenizer, tmp_path):
     line = '{"text": "ж"}\n'
     path.write_bytes(400 * line.encode() + 2 * line.encode("utf-16-be"))
     rows, said = prepare([path], tokenizer)
-    assert len(rows) == 400 and "2 left out: is no JSON: " in said
+    assert len(rows) == 400 and "2 skipped: is not JSON: " in said
 
 
 def test_null_characters_alone_are_no_sign_of_utf_16(tokenizer, tmp_path):
@@ -315,12 +315,12 @@ def test_row_of_an_array_is_named(tokenizer, tmp_path):
         ("none/*.jsonl", "no file matches"),
         ("nothing", "no file in it ends in"),
         ("data.jsonl,part=3", "split=, name= or revision="),
-        ("data.jsonl,split=test", "what stands after the comma is for Hub ids"),
+        ("data.jsonl,split=test", "options after a comma are for Hub ids"),
         ("nothing,split=test", "no file in it ends in"),
-        ("saved,name=large", "what stands after the comma is for Hub ids"),
-        ("saved,split=test", "has no split test, but train: ,split=NAME chooses"),
+        ("saved,name=large", "options after a comma are for Hub ids"),
+        ("saved,split=test", "has no split test, only train. Choose with ,split=NAME"),
         ("empty.jsonl", "has no rows"),
-        ("broken.json", "is no JSON"),
+        ("broken.json", "is not JSON"),
         ("broken.parquet", "broken.parquet"),
         ("data.html", "neither a Hub id"),
     ],
@@ -440,9 +440,9 @@ def test_what_describes_data_in_a_directory_is_no_data(name, tokenizer, tmp_path
             text = "text\nnote\n"
         (gzip.open if file.endswith(".gz") else open)(tmp_path / file, "wt").write(text)
     rows, line = prepare([tmp_path], tokenizer)
-    assert len(rows) == 1 + len(beside) - n_aside and "left out" not in line
+    assert len(rows) == 1 + len(beside) - n_aside and "skipped" not in line
     said = capsys.readouterr().out
-    assert said.count("taken for no data: ") == (n_aside > 0)  # once, and all are named
+    assert said.count("note: skipped ") == (n_aside > 0)  # once, and all are named
     assert all(file in said for file in beside) == (n_aside > 0)
 
 
@@ -451,21 +451,21 @@ def test_table_about_data_is_no_data(tokenizer, tmp_path, capsys):
     write_jsonl(tmp_path / "data.jsonl", [{"text": "data"}])
     write_table(tmp_path / "metadata.parquet", [{"file_name": "a.png", "text": "internal note"}])
     assert len(prepare([tmp_path], tokenizer)[0]) == 1
-    assert "no data: metadata.parquet; to train it, name the file" in capsys.readouterr().out
+    assert f"note: skipped metadata.parquet in {tmp_path} (" in capsys.readouterr().out
     assert len(prepare([tmp_path / "metadata.parquet"], tokenizer)[0]) == 1
     (tmp_path / "data.jsonl").unlink()
-    assert "but for metadata.parquet, which is no data" in refusal([tmp_path], tokenizer)
+    assert "except metadata.parquet, which does not look like" in refusal([tmp_path], tokenizer)
 
 
 def test_directory_of_text_alone_is_data_but_for_its_license(tokenizer, tmp_path, capsys):
     for name in "a.txt", "b.txt", "LICENSE.txt", "readme_en.txt":
         (tmp_path / name).write_text(name)
     assert len(prepare([tmp_path], tokenizer)[0]) == 2
-    assert "LICENSE.txt, readme_en.txt; to train it, name the file" in capsys.readouterr().out
+    assert "note: skipped LICENSE.txt, readme_en.txt in " in capsys.readouterr().out
     assert len(prepare([tmp_path / "LICENSE.txt"], tokenizer)[0]) == 1
     for name in "a.txt", "b.txt":
         (tmp_path / name).unlink()
-    assert "LICENSE.txt, readme_en.txt, which is no data" in refusal([tmp_path], tokenizer)
+    assert "except LICENSE.txt, readme_en.txt, which does not" in refusal([tmp_path], tokenizer)
 
 
 def test_rows_that_are_there_twice_are_said(tokenizer, tmp_path, capsys):
@@ -483,7 +483,7 @@ def test_rows_that_are_there_twice_are_said(tokenizer, tmp_path, capsys):
 
     n, line = said(directory)
     assert n == 16
-    assert "\nrepeated: 8 of these rows are another one again, token for token\n" in line
+    assert "\nwarning: 8 duplicate rows (identical tokens)\n" in line
     assert "repeated: 8 of these rows" in said(*2 * [directory / "train.jsonl"])[1]
     assert "again" not in said(directory / "train.jsonl")[1]
     pairs = [{"prompt": "x", "chosen": "a", "rejected": other} for other in "bccd"]
@@ -507,7 +507,7 @@ def test_chat_template_that_goes_unused_is_said(tokenizer, tmp_path, capsys):
         with one_process():
             prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2020-01-31")
         said = capsys.readouterr().out
-        assert (f"chat template: not used for {n} prompts and completions" in said) == (n > 0)
+        assert (f"note: {n} prompts and completions are trained as plain text" in said) == (n > 0)
         assert ("--columns completion=response" in said) == (n > 0 and "loss" not in flags)
 
 
@@ -555,7 +555,7 @@ def test_each_line_of_a_text_file_is_a_row(tokenizer, tmp_path):
     rows, line = prepare([tmp_path / "data.txt"], tokenizer)
     texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
     assert texts == ["[a]</s>", "  b</s>", "{}</s>"]
-    assert "1 left out: is no JSON" not in line and "data.txt line 4" in line
+    assert "1 skipped: is not JSON" not in line and "data.txt line 4" in line
 
 
 @pytest.mark.parametrize("name", ["lr=1,bs=4.jsonl", "a[1].jsonl", "what?.jsonl"])
@@ -566,7 +566,7 @@ def test_name_of_a_file_is_taken_as_it_is(name, tokenizer, tmp_path):
 
 @pytest.mark.parametrize(
     "name, content, words",
-    [("bad.json", b"[1,", "bad.json row 1: is no JSON"),
+    [("bad.json", b"[1,", "bad.json row 1: is not JSON"),
      ("bad.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9], "bad.jsonl.gz line ")],
     ids=["array", "torn"],
 )  # fmt: skip
@@ -593,10 +593,10 @@ def test_all_rows_that_are_left_out_are_counted(tokenizer, tmp_path):
     path.write_bytes(b"\n".join([*map(str.encode, lines), *latin]))
     _, line = prepare([path], tokenizer)
     assert "data.jsonl: 1 rows, 1 text; " in line
-    assert f"; 4 left out: is no JSON: Invalid control character at ({path} line 2)" in line
+    assert f"; 4 skipped: is not JSON: Invalid control character at ({path} line 2)" in line
     latin = "is not UTF-8 (perhaps cp1252): save the file as UTF-8"
-    assert f"; 2 left out: {latin} ({path} line 12)" in line
-    assert line.endswith("; 3 left out for other reasons")
+    assert f"; 2 skipped: {latin} ({path} line 12)" in line
+    assert line.endswith("; 3 skipped for other reasons")
 
 
 def test_nulls_that_arrow_fills_in_are_taken_out_at_every_level():

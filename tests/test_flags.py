@@ -115,13 +115,13 @@ def test_unknown_flag_and_key_are_refused(name, tmp_path):
 
 @pytest.mark.parametrize(
     "text, wanted",
-    [("- model", "no table of flags"), ("3", "no table of flags"), ("", "no table of flags"),
+    [("- model", "must be a mapping"), ("3", "must be a mapping"), ("", "must be a mapping"),
      ("model: [", "cannot be read"), ("\0", "cannot be read"), ("batch_size: many", "batch_size"),
      ("batch_size: 1.5", "batch_size"), ("lr_schedule: wavy", "lr_schedule"),
      ("model: {a: 1}", "model is a table"), ("batch_size: [1, 2]", "arguments: 2"),
      ("dataset: [{path: a.jsonl}]", "dataset is a table"), ("{a", "cannot be read"),
-     ("target_modules: [yes, v_proj]", "True: YAML takes yes"),
-     ("seed: 1\nseed: 2", "seed is there twice"), ("config: other.yaml", "write its flags here")],
+     ("target_modules: [yes, v_proj]", "True: YAML reads yes"),
+     ("seed: 1\nseed: 2", "seed occurs twice"), ("config: other.yaml", "write its flags here")],
 )  # fmt: skip
 def test_file_of_something_else_is_refused(text, wanted, tmp_path):
     (tmp_path / "flags.yaml").write_text(text)
@@ -194,31 +194,31 @@ def test_flags_of_other_tools_are_each_answered(tmp_path):
                        ("sequence_len", "--max_seq_len")):  # fmt: skip
         assert words in found[f"--{key}"], key
     assert answers(["--model", "m", "epochs=3", "lr=1e-4"]) == {  # torchtune's
-        "--epochs": "give --num_epochs", "--lr": "give --learning_rate"}
+        "--epochs": "use --num_epochs", "--lr": "use --learning_rate"}
     assert "--attn overrides" in answers(["--attention", "sdpa"])["--attention"]
-    assert answers(["--learning-rate", "3"]) == {"--learning-rate": "do you mean --learning_rate?"}
+    assert answers(["--learning-rate", "3"]) == {"--learning-rate": "did you mean --learning_rate?"}
 
 
 def test_flags_of_torchtune_are_answered_by_the_part_that_is_known():
     found = answers(["--model", "m", "optimizer.lr=1e-4", "dataset.packed=True", "tokenizer.path=x",
                      "tokenizer.max_seq_len=9", "model.lora_rank=8", "batch_size=2"])  # fmt: skip
     assert found.pop("--dataset.packed").startswith("not needed, because rows are always packed")
-    assert found.pop("--tokenizer.path").startswith("give --model")
+    assert found.pop("--tokenizer.path").startswith("use --model")
     assert found == {
-        "--optimizer.lr": "give --learning_rate", "--batch_size": "its dashes are missing",
-        "--tokenizer.max_seq_len": "do you mean --max_seq_len?",
-        "--model.lora_rank": "do you mean --lora_rank?"}  # fmt: skip
+        "--optimizer.lr": "use --learning_rate", "--batch_size": "its dashes are missing",
+        "--tokenizer.max_seq_len": "did you mean --max_seq_len?",
+        "--model.lora_rank": "did you mean --lora_rank?"}  # fmt: skip
 
 
 def test_a_flag_is_guessed_only_if_it_is_spelled_almost_so():
     """Of the flags of other tools one that is answered wrongly is worse than one that is not."""
     for name in "num_processes", "nnodes", "master_port", "num_gpus", "enable_thinking":
-        assert "do you mean" not in answers([f"--{name}", "1"])[f"--{name}"]
+        assert "did you mean" not in answers([f"--{name}", "1"])[f"--{name}"]
     with pytest.raises(ValueError, match=r"arguments: --save_ggml \(see --help\)$"):
         parse_config(["--save_ggml", "1"])
     for name, ours in (("num_train_epoch", "num_epochs"), ("lora_alfa", "lora_alpha"),
                        ("batchsize", "batch_size")):  # fmt: skip
-        assert answers([f"--{name}", "1"]) == {f"--{name}": f"do you mean --{ours}?"}
+        assert answers([f"--{name}", "1"]) == {f"--{name}": f"did you mean --{ours}?"}
 
 
 @pytest.mark.parametrize("flag, value, meant", [
@@ -239,7 +239,7 @@ def test_wrong_value_is_answered_by_the_one_that_is_meant(flag, value, meant, tm
     for argv in [f"--{flag}", value], ["--config", str(tmp_path / "flags.yaml")]:
         with pytest.raises(ValueError, match=f"^--{flag} {re.escape(value)}: must be ") as e:
             resolve_config(parse_config(argv), 1)
-        guess = re.search(r"; do you mean (\S+)\?", str(e.value))
+        guess = re.search(r"; did you mean (\S+)\?", str(e.value))
         assert (guess and guess[1]) == meant
         assert "\n" not in str(e.value)
     if meant and flag != "resume":  # which needs a run; what is said to be meant is taken
@@ -327,7 +327,7 @@ def test_rank_without_a_meeting_point_is_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         join_processes()
     err = capsys.readouterr().err
-    assert e.value.code == 2 and err.count("\n") == 1 and "start it by torchrun" in err
+    assert e.value.code == 2 and err.count("\n") == 1 and "Start it with torchrun" in err
 
 
 @pytest.mark.parametrize("flag, code", [("--help", 0), ("--unknown", 2)])
@@ -361,8 +361,8 @@ def test_help_names_all_losses():
 
 @pytest.mark.parametrize("argv, code, words", [
     (["--help"], 0, "--max_seq_len"), (["--version"], 0, f"FSDP QLoRA {VERSION}"),
-    (["--learning_rte", "1"], 2, "do you mean --learning_rate?"),
-    (["--batch_size", "4k"], 2, "--batch_size 4k: must be a whole number; do you mean 4096?")])
+    (["--learning_rte", "1"], 2, "did you mean --learning_rate?"),
+    (["--batch_size", "4k"], 2, "--batch_size 4k: must be a whole number; did you mean 4096?")])
 def test_flags_are_answered_before_torch_is_imported(argv, code, words):
     command = [sys.executable, "-X", "importtime", ROOT / "train_fsdp_qlora.py", *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

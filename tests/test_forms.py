@@ -1,4 +1,4 @@
-"""What of a row is trained, by its form; and which rows are left out or refused.
+"""What of a row is trained, by its form; and which rows are skipped or refused.
 
 Conversations are in test_chat.py, files in test_files.py.
 """
@@ -280,9 +280,9 @@ def test_first_row_in_the_log_shows_what_is_trained_whatever_its_length(
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": TALK[1:], "tools": [ADD] * n_tools}])
     line = first_row(prepare([path], tokenizer, 9999)[0], tokenizer, capsys)
     assert line.endswith(
-        "<|im_start|>assistant\\n]The answer is 7.<|im_end|>[not trained: \\n<|im_start|>user\\n"
+        "<|im_start|>assistant\\n]The answer is 7.<|im_end|>[masked: \\n<|im_start|>user\\n"
         "And 2 times 2?<|im_end|>\\n<|im_start|>assistant\\n]It is 4.<|im_end|>'")
-    assert line.startswith("first row: '[not trained: <|im_start|>")
+    assert line.startswith("first example: '[masked: <|im_start|>")
     assert (" tokens .. " in line) == (n_tools > 0) and len(line) < 600
 
 
@@ -304,7 +304,7 @@ def test_first_row_in_the_log_shows_the_space_that_an_answer_begins_with(tmp_pat
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": " 7."}])
     rows, _ = prepare([path], tokenizer)
     log_examples(rows, tokenizer)
-    assert f"first row: '[not trained: {prompt}] 7." in capsys.readouterr().out
+    assert f"first example: '[masked: {prompt}] 7." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("template", ["$A", "<s> $A </s>"])
@@ -413,16 +413,16 @@ def test_several_forms_in_one_file_train_together(tokenizer, run_main, tiny_mode
     code, out, err = run_main(*flags, "--output_dir", tmp_path / "run", "--report_to", "none")
     assert code == 0, err
     (line,) = re.findall("^data: .*", out, re.M)
-    assert f"data.jsonl: {len(rows)} rows, " in line and "left out" not in line
+    assert f": {len(rows)} sequences, " in line and "skipped" not in line
     for form in (
         "2 text", "4 prompt and completion", "5 messages", "6 instruction and output",
         "4 conversations", "1 question and answer", "1 text (ignored: id, source)",
         "1 question and answer (ignored: text, id)",
         "1 instruction and response (ignored: category)",
     ):  # fmt: skip
-        assert f", {form}" in line or f": {form}" in line, form
+        assert f", {form}" in line or f"({form}" in line, form
     (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())
-    assert f"{record['tokens']:,} tokens, {record['trainable_tokens']:,} of them trained" in line
+    assert f"{record['tokens']:,} tokens, {record['trainable_tokens']:,} of them in the" in line
 
 
 FORMED = (  # a template whose markers are in the demo's vocabulary
@@ -479,34 +479,34 @@ def test_ids_of_another_kind_are_never_trained(row, tokenizer, tmp_path):
         ({"text": "\ud800"}, "half a character"),
         ({"prompt": "x", "completion": ["y"]}, "completion is list"),
         ({"prompt": TALK, "completion": "y"}, "completion is str"),
-        ({"prompt": ["x"], "completion": "x"}, "no object with a role"),
+        ({"prompt": ["x"], "completion": "x"}, "must be an object with a role"),
         ({"prompt": "x", "completion": None}, "completion null"),
         ({"messages": None}, "messages null"),
-        ({"messages": []}, "no message of the assistant"),
-        ({"messages": [3]}, "no object with a role"),
-        ({"messages": TALK[:2]}, "no message of the assistant"),
-        ({"messages": [*ASKED, says("user", "x"), says("assistant", " ")]}, "assistant is empty"),
+        ({"messages": []}, "no assistant message"),
+        ({"messages": [3]}, "must be an object with a role"),
+        ({"messages": TALK[:2]}, "no assistant message"),
+        ({"messages": [*ASKED, says("user", "x"), says("assistant", " ")]}, "message is empty"),
         ({"messages": [says("user", "x"), says("assistant", 0)]}, "content"),
         ({"messages": [says("user", "x"), says("assistant", {})]}, "content"),
         ({"messages": [says("user", "x"), {"role": "assistant"}]}, "no content"),
-        ({"messages": [says("user", "x"), {"content": "y"}]}, "no object with a role"),
+        ({"messages": [says("user", "x"), {"content": "y"}]}, "must be an object with a role"),
         ({"messages": [ASKED[0], says("assistant", "y", weight=0.5)]}, "weight 0.5"),
-        ({"messages": "x"}, "messages is str, want a list"),
-        ({"messages": 3}, "messages is int, want a list"),
+        ({"messages": "x"}, "messages is str, expected a list"),
+        ({"messages": 3}, "messages is int, expected a list"),
         ({"prompt": "x", "completion": " "}, "completion is empty"),
-        ({"instruction": "x", "output": ""}, "assistant is empty"),
-        ({"segments": [{"text": "x"}]}, "a segment is no object"),
+        ({"instruction": "x", "output": ""}, "an assistant message is empty"),
+        ({"segments": [{"text": "x"}]}, "a segment must be an object"),
         ({"messages": ASKED, "tools": "{"}, ""),
         ({"conversations": "x"}, "conversations is str"),
-        ({"conversations": [{"from": None, "value": "x"}]}, "no object with a role"),
+        ({"conversations": [{"from": None, "value": "x"}]}, "must be an object with a role"),
         ({"question": 3, "answer": "x"}, "question is int"),
         ({"question": " ", "answer": "x"}, "question is blank: nothing is asked"),
         ({"instruction": "", "input": " ", "output": "x"}, "instruction is blank: nothing is"),
         ({**NO_INPUT, "history": [["", "x"]]}, "a turn of history has no question, or no answer"),
         ({**NO_INPUT, "history": [["x", " "]]}, "a turn of history has no question, or no answer"),
-        ({**NO_INPUT, "history": ASKED}, "a turn of history is no list of a question and its"),
-        ({**NO_INPUT, "history": ["ab"]}, "a turn of history is no list of a question and its"),
-        (["x"], "is list, want an object"),
+        ({**NO_INPUT, "history": ASKED}, "a turn of history must be a list of a question"),
+        ({**NO_INPUT, "history": ["ab"]}, "a turn of history must be a list of a question"),
+        (["x"], "is list, expected an object"),
     ],
     ids=json.dumps,
 )
@@ -514,7 +514,7 @@ def test_row_that_cannot_be_trained_is_left_out_and_counted(row, reason, tokeniz
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
     rows, line = prepare([path], tokenizer)
     assert len(rows) == 1
-    assert re.search(rf"; 1 left out: .*{re.escape(reason)}.* \({re.escape(str(path))} line 2\)",
+    assert re.search(rf"; 1 skipped: .*{re.escape(reason)}.* \({re.escape(str(path))} line 2\)",
                      line)  # fmt: skip
 
 
@@ -548,8 +548,8 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
     rows = [{"prompt": "aaaaaaaa", "completion": "bbbb"}, {"prompt": "a" * 12, "completion": "bb"}]
     path = write_jsonl(tmp_path / "data.jsonl", [*rows, {"text": "c"}])
     found, line = prepare([path], tokenizer, max_seq_len=12)
-    assert found.lengths.tolist() == [12, 2] and "; 1 cut to 12 tokens" in line
-    assert "1 left out: none of its first 12 tokens is trained" in line and "line 2" in line
+    assert found.lengths.tolist() == [12, 2] and "; 1 truncated to 12 tokens" in line
+    assert "1 skipped: nothing to train on within its first 12 tokens" in line and "line 2" in line
     assert prepare([path], tokenizer, max_seq_len=2)[0].lengths.tolist() == [2]
     assert "none of its 3 rows can be trained on" in refusal([path], tokenizer, max_seq_len=1)
     ids, labels = (t.tolist() for t in found.tokens(0))
@@ -559,7 +559,7 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "row, wanted",
     [
-        ({"poem": "x", "title": "y"}, "poem, title, which is no form of rows. Give it the keys of"),
+        ({"poem": "x", "title": "y"}, "poem, title, which is not a supported form. Use the keys"),
         ({"poem": "x", "title": "y"}, "--columns poem=question title=answer"),
         ({"query": "x", "reply": "y"}, "has query, but not response or answer beside it"),
         ({"query": "x", "reply": "y"}, "--columns reply=response"),
@@ -623,7 +623,7 @@ LIKELY = {  # keys that no form has: (row, what is advised, the form that comes 
 @pytest.mark.parametrize("name", LIKELY)
 def test_advice_on_keys_helps_when_it_is_followed(name, tokenizer):
     row, advice, form = LIKELY[name]
-    with pytest.raises(RefusedRow, match="Give it the keys of a form: messages; text; ") as caught:
+    with pytest.raises(RefusedRow, match="Use the keys of a supported form: messages; ") as caught:
         forms.parse_row(row, tokenizer)
     said = str(caught.value).partition(" --columns renames keys, for instance: --columns ")[2]
     assert said == advice
@@ -663,9 +663,9 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
 @pytest.mark.parametrize(
     "row, words",
     [({"conversations": [{"from": "human", "value": "x"}, {"from": "critic", "value": "y"},
-                         {"from": "gpt", "value": "z"}]}, "message from 'critic'; known"),
-     ({"messages": [says("user", "x"), says("Ass istant", "y")]}, "message from 'Ass istant'; kno"),
-     ({"messages": [says("user", "x", train=True), ASKED[1]]}, "train True in a message of user"),
+                         {"from": "gpt", "value": "z"}]}, "message with role 'critic'; supp"),
+     ({"messages": [says("user", "x"), says("Ass istant", "y")]}, "role 'Ass istant'; supported"),
+     ({"messages": [says("user", "x", train=True), ASKED[1]]}, "train True in a user message"),
      ({"messages": [says("user", [{"type": "image", "text": "x"}]), ASKED[1]]},
       "'image' in the content"),
      ({"messages": [says("user", "x", name="Zoe"), ASKED[1]]}, "leaves out the name in message 1"),
@@ -673,7 +673,7 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
      ({"system": "Be long.", "messages": TALK}, "has a system message and another one"),
      ({"messages": ASKED, "tools": [ADD], "chat_template_kwargs": {"tools": []}}, "has tools in"),
      ({"messages": ASKED, "chat_template_kwargs": {"tokenize": True}}, "has tokenize in chat_"),
-     ({"prompt": "x", "completion": "y", "tools": [ADD]}, "tools, which a prompt in plain text")],
+     ({"prompt": "x", "completion": "y", "tools": [ADD]}, "tools, which a plain-text prompt")],
     ids=["role", "assistant", "user", "image", "name", "twice", "system", "tools twice",
          "variables", "tools"],
 )  # fmt: skip
@@ -727,7 +727,7 @@ def test_padding_goes_with_its_labels(names, tokenizer, tmp_path):
     excludes is not trained; a label may be another token than the one it stands at."""
     path = write_jsonl(tmp_path / "data.jsonl", [PADDED[name][0] for name in names])
     rows, line = prepare([path], tokenizer)
-    assert "1 left out: none of its tokens is trained" in line
+    assert "1 skipped: nothing to train on" in line
     want = [PADDED[name][1] for name in names if PADDED[name][1]]
     assert len(rows) == len(want)
     for i, (ids, labels) in enumerate(want):
@@ -919,7 +919,7 @@ def test_lists_may_be_text_as_python_prints_them(tokenizer):
 def test_columns_are_renamed_before_the_form_is_found(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"poem": "It is 7.", "label": 1}])
     message = refusal([path], tokenizer, columns=("label=unused",))
-    assert "has poem, unused, which is no form of rows" in message
+    assert "has poem, unused, which is not a supported form" in message
     rows, line = prepare([path], tokenizer, columns=("poem=text", "label=unused"))
     assert len(rows) == 1 and "1 text (ignored: unused)" in line
     twice = write_jsonl(path, [{"poem": "x", "text": "y"}])
@@ -951,7 +951,7 @@ def test_keys_of_messages_that_the_template_does_not_name_are_told(tokenizer):
     _, ((part,),) = forms.parse_row({"messages": talk}, tokenizer)
     assert len(part.trained) == 1
     tokenizer.chat_template = CHATML.replace("m.role }}", "m.role }}{{ m.mood }}")
-    with pytest.raises(ValueError, match="asks for an answer with 'assistant.n', but begins"):
+    with pytest.raises(ValueError, match="prompt for an answer has 'assistant.n', but this"):
         forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
     tokenizer.chat_template = CHATML.replace("m.content }}", "m.content }}{{ m.mood }}")
     form, ((part,),) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
@@ -1050,7 +1050,7 @@ def test_any_row_is_trained_or_left_out_or_refused(template, tokenizer, tmp_path
     """Whatever JSON can say: with documents of which each label is an id or -100, or a reason."""
     tokenizer.chat_template, most = TEMPLATES.get(template), 50
     path = tmp_path / "data.jsonl"
-    seen = {"kept": 0, "left out": 0, "refused": 0}
+    seen = {"kept": 0, "skipped": 0, "refused": 0}
 
     @settings(max_examples=70, derandomize=True, deadline=None, database=None,
               phases=[Phase.generate], suppress_health_check=list(HealthCheck))  # fmt: skip
@@ -1072,7 +1072,7 @@ def test_any_row_is_trained_or_left_out_or_refused(template, tokenizer, tmp_path
                 assert one["n_trainable_tokens"] == sum(label != IGNORE for label in labels[1:]) > 0
             else:
                 is_refused = one["refused"]
-                seen["refused" if is_refused else "left out"] += 1
+                seen["refused" if is_refused else "skipped"] += 1
                 assert one["left_out"].strip()
                 assert re.fullmatch(rf"{re.escape(str(path))} line [2-4]", one["where"])
 

@@ -72,7 +72,7 @@ REFUSED = {
     "tokens beside it": (["peft-tokens"], "trainable_token_indices is [3, 7]"),
     "some layers alone": (["peft-layers"], "layers_to_transform is [1]"),
     "after some tokens alone": (["peft-alora"], "alora_invocation_tokens"),
-    "no adapter": (["model"], "is no adapter"),
+    "no adapter": (["model"], "is not an adapter"),
     "no directory": (["nowhere"], "nowhere"),
 }
 

@@ -353,7 +353,7 @@ def test_training_and_merging_equal_those_of_the_original(
     for storage in "uint8", "bfloat16":
         got = run_and_merge(run_main, in_4bit(storage), tmp_path / storage, capsys)
         assert got[0][0] == losses[0]
-        assert "quantized already, loaded as it is: 21 linears" in got[1]
+        assert "already NF4, loaded as is (21 linears)" in got[1]
         assert "dequantized to" not in got[1]
         assert got[2].keys() == merged.keys()
         if DEVICE == "cpu":  # the attention's backward adds with atomics on a GPU, in any order
@@ -473,7 +473,7 @@ def refused(run_main, in_4bit, tmp_path):
         code, out, err = run_main("--model", directory, "--dataset", data, "--max_steps", 1,
                                   "--output_dir", tmp_path / "out")  # fmt: skip
         (line,) = err.strip().splitlines()
-        assert code != 0 and line.startswith("error: ") and "weights loaded" not in out
+        assert code != 0 and line.startswith("error: ") and "base model loaded" not in out
         assert all(word in line for word in words), line
 
     return run

@@ -606,14 +606,14 @@ OFFLOADED = {"offload_activations": True, "offload_params": True, "recompute": "
 @pytest.mark.parametrize(
     "limit_gib, flags, words",
     [
-        (22.5, {}, "of 22.5 GiB; --offload_activations would bring it to"),
-        (22.5, {"recompute": "none"}, "; --recompute all --offload_activations would"),
-        (60, {"recompute": "none"}, "; --recompute all would"),
-        (5, {}, "; --offload_activations --offload_params would"),
-        (1, {}, "--offload_params --micro_batch_tokens 2048 it still takes"),
+        (22.5, {}, "only 22.5 GiB per GPU are available. Add --offload_activations: "),
+        (22.5, {"recompute": "none"}, ". Add --recompute all --offload_activations: "),
+        (60, {"recompute": "none"}, ". Add --recompute all: "),
+        (5, {}, ". Add --offload_activations --offload_params: "),
+        (1, {}, "--offload_params --micro_batch_tokens 2048 it still needs"),
         (1, {"micro_batch_tokens": 2048},
-         "--offload_params --micro_batch_tokens 1024 --max_seq_len 1024 it still takes"),
-        (5, OFFLOADED, "; --micro_batch_tokens 2048 would bring it to"),
+         "--offload_params --micro_batch_tokens 1024 --max_seq_len 1024 it still needs"),
+        (5, OFFLOADED, ". Add --micro_batch_tokens 2048: "),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
@@ -623,8 +623,8 @@ def test_refusal_names_flags_that_bring_it_under(limit_gib, flags, words):
         choose("llama-2-70b", limit_gib, **flags)
     text = str(e.value)
     assert words in text
-    reached = float(re.search(r"(bring it to|still takes) ([\d.]+) GiB", text)[2])
-    assert ("use more GPUs as well" in text) == (reached > (1 - GAPS) * limit_gib)
+    reached = float(re.search(r"(Add [^:]*:|still needs) ([\d.]+) GiB", text)[2])
+    assert ("Use more GPUs as well" in text) == (reached > (1 - GAPS) * limit_gib)
     if "more GPUs" not in text:  # and with these it runs
         named = {"--offload_activations": {"offload_activations": True},
                  "--offload_params": {"offload_params": True},
@@ -680,7 +680,7 @@ def test_as_much_host_memory_as_the_gpu_needs_may_be_pinned():
     auto, every = (choose("llama-3-8b", 77.5, host_gib=120, **flags, recompute=recompute)
                    for recompute in ("auto", "all"))
     assert auto.fits(77.5 * GIB) and 48 * GIB < auto.host_bytes <= every.host_bytes
-    with pytest.raises(DoesNotFit, match="--max_seq_len 120000 would bring it to"):
+    with pytest.raises(DoesNotFit, match="Add --max_seq_len 120000: "):
         choose("llama-3-8b", 77.5, host_gib=50, **flags)  # it fits the GPU or the host, not both
     # where only the embedding on the host makes it fit, what that plan pins is needed, too
     tight = choose("llama-3-8b", 41, host_gib=120, **flags)

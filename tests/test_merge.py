@@ -350,13 +350,13 @@ def test_run_that_ended_worse_than_it_began_is_not_fine(
     merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
     *_, load, verdict = capsys.readouterr().out.splitlines()
     assert load.endswith(f'from_pretrained("{tmp_path}/out")') and (tmp_path / "out").is_dir()
-    assert re.fullmatch(r"not fine: the loss ended at [\d.]+, above the [\d.]+ at which it began;"
-                        r" the merged model gives what was trained, to [\d.]+% .*", verdict)
+    assert re.fullmatch(r"warning: the loss ended at [\d.]+, above the initial [\d.]+;"
+                        r" the merged model matches the trained one, to [\d.]+ % .*", verdict)
     # of a checkpoint only the steps until it count
     losses = [1.0] * 5 + [9.0] * 3
     lines = [json.dumps({"step": i, "loss": loss}) for i, loss in enumerate(losses, 1)]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, "torn"]))
-    for step, begins in (4, "not checked: "), (8, "not fine: the loss ended at 9, above the 1 "):
+    for step, begins in (4, "not checked: "), (8, "warning: the loss ended at 9, above the "):
         run = tmp_path / "run" / f"checkpoint-{step:06d}"
         merge_adapters.main(merge_command(run, tmp_path / f"out-{step}", "--no-check")[2:])
         assert capsys.readouterr().out.splitlines()[-1].startswith(begins)
@@ -400,7 +400,7 @@ def test_files(trained, merged):
     assert {p.name for p in trained.glob(".*")} <= {".lock"}  # which is the training's
     *_, load, verdict = merged[1].splitlines()
     assert load.endswith('AutoModelForCausalLM.from_pretrained("run/merged")')
-    assert re.fullmatch(r"fine: the merged model gives what was trained, to [\d.]+% of .*", verdict)
+    assert re.fullmatch(r"ok: the merged model matches the trained one, to [\d.]+ % of .*", verdict)
 
 
 def test_chat_template_is_that_of_training(trained, unsummed, tmp_path):
@@ -676,7 +676,7 @@ def test_too_small_an_effect_is_no_merge(qwen, tmp_path, capsys):
     with pytest.raises(SystemExit, match="1"):
         merge_adapters.main(command)
     *_, line = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: the merged model does not agree") and "too small for" in line
+    assert line.startswith("error: the merged model does not match") and "too small for" in line
     assert not (tmp_path / "out").exists() and (tmp_path / ".out.partial").is_dir()
     merge_adapters.main([*command, "--no-check"])  # starts anew
     assert (tmp_path / "out").is_dir() and not (tmp_path / ".out.partial").exists()
@@ -820,7 +820,7 @@ BAD = {
         edit_config(target_modules=["all-linear"]), "layers.0.mlp.gate_proj.lora_A.weight is miss",
     ),
     "killed run": (
-        kill_run, "no adapter_model.safetensors; name its newest checkpoint: --adapter_dir",
+        kill_run, "no adapter_model.safetensors. Use its latest checkpoint: --adapter_dir",
     ),
     "no base": (lambda run, out: (run / "train_config.json").unlink(), "has no train_config.json"),
     "no such base": (edit_json("train_config.json", base_model="/nowhere"), "--base_model"),
@@ -832,7 +832,7 @@ BAD = {
         lambda run, out: (run / "probe.safetensors").unlink(), "has no probe.safetensors",
     ),
     "probes": (edit_json("train_config.json", probe_input_ids=[[5, 999]]), "vocabulary of"),
-    "output there": (occupy, "exists already"),
+    "output there": (occupy, "already exists"),
     "output is a file": (lambda run, out: out.write_text("mine"), "Not a directory"),
     "config FIFO": (put_fifo("adapter_config.json"), "has no adapter_config.json"),
     "adapter FIFO": (put_fifo("adapter_model.safetensors"), "has no adapter_model.safetensors"),
@@ -949,7 +949,7 @@ def test_another_base_of_the_same_shapes(trained, tmp_path, capsys):
         merge_adapters.main(merge_command(run, out, "--no-check")[2:])
     (error,) = re.findall("error: .*", capsys.readouterr().err)  # behind the progress bar
     assert "layers.2.mlp.up_proj" in error
-    assert "not those of the base model trained on" in error
+    assert "not those of the base model in training" in error
     assert not out.exists() and not (tmp_path / ".out.partial").exists()
 
 
@@ -1164,7 +1164,7 @@ def test_generation_stops_where_a_turn_ends(run_main, tiny_model, tmp_path, caps
     flags += ["--output_dir", run, "--chat_template", tmp_path / "chat.jinja"]
     code, said, err = run_main(*flags, "--batch_size", 4, "--learning_rate", 0.01)
     assert code == 0, err
-    assert "generation is to stop at '<s>' too" in said
+    assert "generation also stops at '<s>', which" in said
     merge_adapters.main(merge_command(run, tmp_path / "out", "--no-check")[2:])
     tokenizer = AutoTokenizer.from_pretrained(base)
     want = [AutoConfig.from_pretrained(base).eos_token_id, tokenizer.bos_token_id]
@@ -1290,7 +1290,7 @@ def test_adapter_that_is_replaced_meanwhile_is_noticed(
         os.replace(run / "new", adapter)
 
     monkeypatch.setattr(merge_adapters, "write_files", replace_after)
-    assert "got another adapter meanwhile" in error_of(capsys, run, out)
+    assert "the adapter has changed meanwhile" in error_of(capsys, run, out)
     assert not out.exists()
 
 
@@ -1376,7 +1376,7 @@ def test_second_merge_is_refused(trained, merged, tmp_path, monkeypatch, capsys)
     merge_adapters.main(merge_command(trained, out)[2:])
     who = f"process {os.getpid()} on {os.uname().nodename} since "
     assert all(f"error: --output_dir {out}: in use by {who}" in line for line in lines[:2])
-    assert "exists already" in lines[2] and len(lines) == 3
+    assert "already exists" in lines[2] and len(lines) == 3
     files = {p.name: p.read_bytes() for p in merged[0].iterdir()}
     assert {p.name: p.read_bytes() for p in out.iterdir()} == files
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
@@ -1393,7 +1393,7 @@ def test_lock_of_a_merge_that_ends_meanwhile(trained, tmp_path, monkeypatch, cap
         flock(*args)
 
     monkeypatch.setattr(fcntl, "flock", end_of_another)
-    assert "exists already" in error_of(capsys, trained, out)
+    assert "already exists" in error_of(capsys, trained, out)
     assert (out / "model.safetensors").read_text() == "of another" and not partial.exists()
 
 
@@ -1436,7 +1436,7 @@ def test_two_merges_at_once(trained, merged, merger, tmp_path, capsys):
     who = f"process {merger.pid} on {os.uname().nodename} since "
     held = [error for error in errors if f": in use by {who}" in error]
     print(f"{n_won} merges of this process were first, of the others {len(held)} saw who was")
-    assert all("exists already" in error for error in errors if error not in held)
+    assert all("already exists" in error for error in errors if error not in held)
 
     out = tmp_path / "out"
     tell(out, "dies")
@@ -1451,7 +1451,7 @@ def test_two_merges_at_once(trained, merged, merger, tmp_path, capsys):
     assert {p.name: p.read_bytes() for p in out.iterdir()} == files
     assert not (tmp_path / ".out.partial").exists()
     lines = re.findall("error: .*", merger.stderr.read())
-    assert len(lines) == n_won and all("in use by" in s or "exists already" in s for s in lines)
+    assert len(lines) == n_won and all("in use by" in s or "already exists" in s for s in lines)
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(trained, tmp_path, monkeypatch, capsys):
@@ -1482,7 +1482,7 @@ def test_merge_that_loses_much_prints_what_uses_the_adapter_unmerged(
     monkeypatch.setattr(merge_adapters, "LARGE_ERROR", 0.0)
     merge_adapters.main(merge_command(trained, tmp_path / "out")[2:])
     warning, _, recipe = capsys.readouterr().out.partition("without merging it:\n")
-    assert "\nnot fine: the merged model loses" in warning
+    assert "\nwarning: the merged model loses" in warning
     lines = recipe.splitlines()
     names = {"transformers": transformers, "torch": torch, "peft": peft}
     exec(textwrap.dedent("\n".join(lines[:3])), names)

@@ -254,7 +254,7 @@ def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
             "--report_to", "none", "--target_modules", "q_proj", "experts", "--lora_rank", 8,
             "--eval_every", 0, "--max_seq_len", 64, "--output_dir", directory, *flags)  # fmt: skip
         assert code == 0, err
-        assert ("load that with Mxfp4Config(dequantize=True)" in out) == (name == "mxfp4")
+        assert ("Load it with Mxfp4Config(dequantize=True)" in out) == (name == "mxfp4")
         return load_file(directory / "adapter_model.safetensors")
 
     flags = "--learning_rate", 0.01, "--save_every", 1, "--max_steps", 2
@@ -332,7 +332,7 @@ def negate(pattern):
     return lambda tensors: [tensors[key].neg_() for key in tensors if re.search(pattern, key)]
 
 
-REFUSED, WARNED = "the merged model does not agree", "not fine: the merged model loses"
+REFUSED, WARNED = "the merged model does not match", "warning: the merged model loses"
 CHANGES = {
     "attention": (negate(r"layers\.1.*v_proj"), REFUSED),
     "head": (negate("lm_head"), REFUSED),

@@ -835,7 +835,7 @@ def edit_rope(model):
 )
 def test_changed_base_is_refused(change, again, cut):
     change[1](cut.parent / "model")
-    refused(again(), 7, "--output_dir run holds a run with another base model")
+    refused(again(), 7, "--output_dir run already contains a run with another base model")
     assert len(list(cut.glob("checkpoint-*"))) == 3 and not list(cut.glob("adapter_*"))
 
 
@@ -955,7 +955,7 @@ def test_adapter_whose_checkpoints_are_gone_is_not_trained_over(again, cut, comp
     for path in cut.glob("checkpoint-*"):
         shutil.rmtree(path)
     kept = {path: path.read_bytes() for path in cut.glob("[!.]*.*") if path.name != "status.json"}
-    refused(again("--max_steps", 6), 7, "holds a trained adapter, but no checkpoint")
+    refused(again("--max_steps", 6), 7, "already contains a trained adapter, but no checkpoint")
     assert all(path.read_bytes() == content for path, content in kept.items())
 
 
@@ -991,8 +991,8 @@ def test_schedule_that_differs_is_said(again):
               "weight_decay": (0.1, 0.0), "max_grad_norm": (0.5, 1.0)}  # fmt: skip
     code, out, err = again(*(x for name, (now, _) in others.items() for x in (f"--{name}", now)))
     assert code == 0, err
-    assert [line for line in out.splitlines() if line.startswith("changed: ")] == [
-        f"changed: --{name} is {now}, and was {before} until step 3"
+    assert [line for line in out.splitlines() if line.startswith("changed on resume: ")] == [
+        f"changed on resume: --{name} {before} -> {now} (from step 3)"
         for name, (now, before) in others.items()]  # fmt: skip
 
 
@@ -1028,7 +1028,7 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", close_and_fail)
         log.record({"step": 1})
-    assert "cannot be written (No space left on device)" in capsys.readouterr().out
+    assert "metrics.jsonl (No space left on device). Training continues" in capsys.readouterr().out
     path.write_text("")  # what was written is gone
     log.record({"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
@@ -1127,7 +1127,7 @@ def test_newest_checkpoints_and_the_best_are_kept(begin, tmp_path, monkeypatch):
     code, out, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 1, "--max_steps", 8,
                            "--keep_checkpoints", 3)  # fmt: skip
     assert code == 0 and kept(tmp_path / "run") == [3, 6, 7, 8], err
-    assert "the best evaluation was after step 3, loss 3.0000: run/checkpoint-000003" in out
+    assert "best: step 3, eval loss 3.0000, run/checkpoint-000003" in out
 
 
 def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_path, complete):
@@ -1157,7 +1157,7 @@ def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
 
     monkeypatch.setattr(train_fsdp_qlora, "evaluate", evaluate_signalled)
     code, out, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 0)
-    assert code == EXIT_RESUMABLE and "evaluation after step 0: loss" in out
+    assert code == EXIT_RESUMABLE and "eval 0/" in out
     assert err.startswith("stopped: SIGTERM, after step 1; checkpoint-000001 is whole")
 
 
@@ -1165,8 +1165,8 @@ def test_time_limit_below_one_evaluation_is_not_tried_for_ever(begin, tmp_path):
     flags = "--eval_dataset", "rows.jsonl", "--eval_every", 2, "--max_minutes", 0.0001
     code, _, err = begin(*flags)
     assert code == 2 and err == (
-        "error: --max_minutes 0.0001 are over before the evaluation after step 0 was done, and so"
-        " it would go again: give more, or evaluate fewer rows\n")  # fmt: skip
+        "error: --max_minutes 0.0001 are over before the evaluation after step 0 was done, and the"
+        " next start would end there, too. Use more minutes, or evaluate fewer rows\n")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -1319,7 +1319,7 @@ def test_metrics_that_cannot_be_written_to_the_end_are_told_there(begin, tmp_pat
                                          (run.directory / "metrics.jsonl").mkdir()))  # fmt: skip
     code, out, err = begin()
     assert code == 0, err
-    assert "run/metrics.jsonl: its last 3 lines are lost: Is a directory" in out
+    assert "the last 3 lines of run/metrics.jsonl are lost: Is a directory" in out
 
 
 def test_adapter_is_saved_elsewhere_from_a_directory_of_any_name(begin, tmp_path, monkeypatch):
@@ -1337,7 +1337,7 @@ def test_adapter_that_no_disk_takes_leaves_nothing_behind(tmp_path, monkeypatch)
     run = types.SimpleNamespace(directory=tmp_path / "run", status=status, lora_config=lora_config)
     weights, limits = {"x": torch.ones(9999)}, resource.getrlimit(resource.RLIMIT_FSIZE)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    for status.checkpoint, end in (None, "it is lost"), ("checkpoint-000002", "has what there is"):
+    for status.checkpoint, end in (None, "it is lost"), ("checkpoint-000002", "has the latest"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
         try:
             with pytest.raises(OSError, match=f"File too large.*File too large.*gone.*{end}$"):
@@ -1354,7 +1354,7 @@ def test_other_versions_are_told_and_the_earlier_ones_kept(again, cut, complete,
     versions = train_fsdp_qlora.VERSIONS
     edit_json(cut / "train_config.json", lambda run: run["versions"].update(torch="1.0"))
     result = again()
-    assert f"changed: torch {versions['torch']}, was 1.0 until step 3\n" in result[1]
+    assert f"changed on resume: torch 1.0 -> {versions['torch']} (from step 3)\n" in result[1]
     is_whole(result, cut, complete)
     run = read_json(cut / "train_config.json")
     assert run["versions"] == versions
@@ -1375,8 +1375,8 @@ def test_damaged_adapter_of_a_complete_run_is_saved_again(
     (run / "adapter_config.json").unlink()
     is_whole(run_main(*FLAGS), run, complete)
     before = contents(run)  # and other flags do nothing to it
-    refused(run_main(*FLAGS, "--learning_rate", 1e-3), 7, "--learning_rate 0.0002, not 0.001",
-            "all of its 5 steps are done")  # fmt: skip
+    refused(run_main(*FLAGS, "--learning_rate", 1e-3), 7, "--learning_rate 0.0002 (now 0.001)",
+            "complete run of 5 steps")  # fmt: skip
     after = contents(run)
     changed = {str(path) for path in {*before, *after} if before.get(path) != after.get(path)}
     assert changed <= {".lock", "status.json"}
@@ -1442,7 +1442,7 @@ def test_older_checkpoints_stay_where_the_newest_is_not_whole(again, cut, monkey
 
     monkeypatch.setattr(checkpoints, "write_checkpoint", write_damaged)
     code, out, err = again("--keep_checkpoints", 2)
-    assert code == 0 and "older checkpoints stay: run/checkpoint-000004, which is not" in out, err
+    assert code == 0 and "older checkpoints: run/checkpoint-000004, which is incomplete" in out, err
     assert kept(cut) == [1, 2, 3, 4, 5]
 
 
@@ -1493,10 +1493,10 @@ def fail_to_save(steps, error, monkeypatch):
 
 
 @pytest.mark.parametrize("steps, stop_at, ends", [
-    ([1, 2], 2, "no checkpoint is saved, and the same command begins anew"),
+    ([1, 2], 2, "no checkpoint is saved, and the same command starts again from the beginning"),
     ([2, 3], 3, "its checkpoint could not be saved; the same command resumes it from"
                 " checkpoint-000001"),
-    ([5], None, "the newest checkpoint: checkpoint-000004")])  # fmt: skip
+    ([5], None, "latest checkpoint: checkpoint-000004")])  # fmt: skip
 def test_end_without_its_last_checkpoint_says_so(steps, stop_at, ends, begin, monkeypatch):
     fail_to_save(steps, OSError(errno.ENOSPC, "No space left on device"), monkeypatch)
     at_step(stop_at, monkeypatch, lambda run: setattr(run.status, "stop_reason", "SIGTERM"))
@@ -1504,13 +1504,13 @@ def test_end_without_its_last_checkpoint_says_so(steps, stop_at, ends, begin, mo
     if stop_at:
         assert (code, err) == (EXIT_RESUMABLE, f"stopped: SIGTERM, after step {stop_at}; {ends}\n")
     else:
-        assert code == 0 and f"but its adapter is; {ends}\n" in out, err
+        assert code == 0 and f"but its checkpoint is not; {ends}\n" in out, err
 
 
 def test_bug_while_saving_is_no_full_disk(begin, monkeypatch):
     fail_to_save([2], KeyError("weight"), monkeypatch)
     code, out, err = begin()
-    assert code == 70 and "has a bug: KeyError: 'weight'" in err and "Traceback" in err
+    assert code == 70 and "a bug in this script: KeyError: 'weight'" in err and "Traceback" in err
     assert "could not be saved" not in out
 
 

@@ -37,7 +37,7 @@ def answer(out):
     """(GiB of each GPU, GiB of its limit, tokens/s) of the last line."""
     line = out.strip().splitlines()[-1]
     gib, limit, speed = re.fullmatch(
-        r"it fits: ([\d.]+) of ([\d.]+) GiB on each GPU, predicted ([\d,]+) tokens/s per GPU", line
+        r"fits: ([\d.]+) of ([\d.]+) GiB per GPU, predicted ([\d,]+) tok/s/GPU", line
     ).groups()  # fmt: skip
     return float(gib), float(limit), int(speed.replace(",", ""))
 
@@ -49,14 +49,14 @@ def test_answer_names_layout_memory_and_speed(run_main, directory, tmp_path, mon
     argv = "--model", directory("llama-3-70b"), "--plan_for", "2x4090"
     code, _, err = run_main(*argv)
     (line,) = err.splitlines()
-    assert code == 8 and "; --offload_activations would bring it to " in line
+    assert code == 8 and ". Add --offload_activations: " in line
     code, out, err = run_main(*argv, "--offload_activations")
     assert code == 0, err
     gib, limit, speed = answer(out)
     assert 19 < gib < limit == 22.5 and 150 < speed < 400
-    assert "2 x 4090 with 120 GiB of host memory for each, in steps of 16 rows of 2,048 tok" in out
-    assert "plan: the model sharded over 2 processes (the fastest that fits); micro-batches" in out
-    assert f"to {gib} GiB" in line and f"at {speed} tokens/s" in line
+    assert "plan for 2 x 4090 (from data sheets, not measured): 16 sequences of 2,048 tok" in out
+    assert "plan: weights sharded over 2 GPUs; micro-batches" in out
+    assert f": {gib} GiB per GPU" in line and f"predicted {speed} tok/s/GPU" in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -89,12 +89,12 @@ def test_flags_count_as_on_the_machine_itself(run_main, directory):
     argv = "--model", directory("llama-3-8b", 8), "--plan_for", "8xH100", "--max_seq_len", "4096"
     code, out, err = run_main(*argv, "--shard_group_size", "4", "--memory_limit_gib", "10")
     assert code == 0, err
-    assert "sharded over 4 processes, 2 copies (as asked); micro-batches of" in out
+    assert "sharded over 4 GPUs, 2 copies; micro-batches of" in out
     assert answer(out)[1] == 10
     code, _, err = run_main(*argv, "--shard_group_size", "3")
     assert code == 2 and "does not divide 8 processes: use one of 1, 2, 4, 8" in err
     code, _, err = run_main(*argv, "--max_seq_len", "20000", "--dataset", "rows.jsonl")
-    assert code == 3 and "the model was made for 8192" in err
+    assert code == 3 and "the model supports up to 8192" in err
 
 
 def test_of_a_hub_id_config_json_alone_is_fetched(run_main, directory, tmp_path, monkeypatch):
@@ -109,7 +109,7 @@ def test_of_a_hub_id_config_json_alone_is_fetched(run_main, directory, tmp_path,
     code, out, err = run_main("--model", "someone/model", "--plan_for", "h100")
     assert code == 0, err
     assert asked == [("someone/model", ["config.json"])]
-    assert "plan: the model on one process" in out and answer(out)[1] == 77.5
+    assert "plan: weights on one GPU" in out and answer(out)[1] == 77.5
 
 
 @pytest.mark.parametrize("text, count, name", [

@@ -506,7 +506,7 @@ def test_a_resumed_run_has_the_reference_of_the_run_before(name, trained):
     want, got = (load_file(trained(n) / "reference.safetensors") for n in (f"{loss} whole", name))
     for key, value in want.items():
         torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
-    is_computed = "reference: computed" in (trained(name) / "printed").read_text()
+    is_computed = "reference: done" in (trained(name) / "printed").read_text()
     assert is_computed == (what != "cut")
 
 
@@ -662,7 +662,7 @@ def test_a_new_loss_is_one_function_and_its_record(
     argv = [*TRAIN, *data_flags("hinge"), "--loss", "hinge", "--output_dir", "hinge"]
     code, out, err = run_main(*argv, "--beta", 0.5)
     assert code == 0, err
-    assert "first row, rejected" in out
+    assert "first example, rejected" in out
     rows = read_metrics(base / "hinge")
     of_dpo = read_metrics(trained("dpo whole"))
     assert [row.keys() for row in rows] == [row.keys() for row in of_dpo]
@@ -672,7 +672,7 @@ def test_a_new_loss_is_one_function_and_its_record(
     for row in steps:  # the hinge is convex
         assert row["loss"] >= 1 - row["rewards/margins"] - 1e-9
     code, _, err = run_main(*argv, "--beta", 0.5, "--simpo_gamma", 0.7, "--resume", "never")
-    assert code == 2 and "--simpo_gamma 0.7 is of --loss simpo, not of hinge" in err
+    assert code == 2 and "--simpo_gamma 0.7 applies to --loss simpo, not to hinge" in err
 
 
 @pytest.mark.parametrize("lost, code", [(False, 0), (True, 7)])
@@ -817,9 +817,9 @@ JUDGED = {  # name: (row, (question, answer))
                                "kto_tag": False}, TALK[1]),
 }  # fmt: skip
 WRONG = {  # name: (loss, row, the type of the error, a part of its text)
-    "rows of SFT": ("dpo", {"prompt": "a", "completion": "b"}, RefusedRow, "by --loss sft"),
+    "rows of SFT": ("dpo", {"prompt": "a", "completion": "b"}, RefusedRow, "with --loss sft"),
     "judged rows": ("dpo", {"prompt": "a", "completion": "b", "label": True}, RefusedRow,
-                    "by --loss kto"),
+                    "with --loss kto"),
     "no label": ("kto", {"prompt": "a", "completion": "b"}, RefusedRow, "wants label"),
     "no rejected": ("dpo", {"prompt": "a", "chosen": "b"}, RefusedRow, "chosen, but no rejected"),
     "no chosen": ("kto", {"prompt": "a", "rejected": "b"}, RefusedRow, "rejected, but no chosen"),
@@ -834,9 +834,9 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "one conversation": ("dpo", {"prompt": QUESTION, "chosen": [GOOD], "rejected": [ASKED, BAD]},
                          ValueError, "one answer is a whole conversation"),
     "no list": ("dpo", {"conversations": ASKED, "chosen": GOOD, "rejected": BAD}, ValueError,
-                "conversations is no list of messages"),
+                "conversations must be a list of messages"),
     "no list, judged": ("kto", {"messages": QUESTION, "label": True}, ValueError,
-                        "messages is no list of messages"),
+                        "messages must be a list of messages"),
     "a label": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, RefusedRow,
                 "--loss kto"),
     "kinds": ("dpo", {"prompt": "a", "chosen": "b", "rejected": [BAD]}, ValueError, "differ in k"),
@@ -844,11 +844,11 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
                      RefusedRow, "not in the conversation"),
     "empty": ("dpo", {"prompt": "a", "chosen": "b", "rejected": " "}, ValueError, "empty"),
     "words as labels": ("kto", {"prompt": "a", "completion": "b", "label": "good"}, RefusedRow,
-                        "label 'good': want true or false"),
+                        "label 'good', expected true or false"),
     "a score as label": ("kto", {"prompt": "a", "completion": "b", "label": 0.5}, RefusedRow,
-                         "want true or false"),
+                         "expected true or false"),
     "no question": ("dpo", {"problem": "a", "chosen": "b", "rejected": "c"}, RefusedRow,
-                    "has no question"),
+                    "no prompt, only problem"),
     "a null prompt": ("dpo", {"prompt": None, "chosen": "b", "rejected": "c"}, ValueError,
                       "prompt is null"),
     "a null answer": ("kto", {"prompt": "a", "completion": None, "label": True}, ValueError,
@@ -943,7 +943,7 @@ def test_rows_of_pairs(tokenizer, tmp_path):
                                      loss="dpo")  # fmt: skip
     assert len(rows) == 2 and len(rows.lengths) == 4
     assert ": 2 rows, 2 pairs of prompt and completion;" in line
-    assert "1 left out: none of its first 8 tokens is trained" in line
+    assert "1 skipped: nothing to train on within its first 8 tokens" in line
     assert len(rows.select(torch.tensor([1])).lengths) == 2
     assert rows.prompt_lengths[2:].tolist() == [len(tokenizer("3 plus 4 is ")["input_ids"])] * 2
 
@@ -957,7 +957,7 @@ def test_answers_with_the_same_tokens_are_left_out(tokenizer, tmp_path):
     pieces, _ = find_pieces(str(path))
     found = list(encode_pieces(pieces, tokenizer, 16, len(tokenizer), loss="dpo"))
     assert [row["kept"] for row in found] == [False, False, True, True]
-    assert found[0]["left_out"].endswith("the same tokens among the first 16")
+    assert found[0]["left_out"].endswith("the same tokens within the first 16")
 
 
 @pytest.mark.parametrize("loss, n", [("dpo", 3), ("kto", 6)])
@@ -991,7 +991,7 @@ def test_rows_of_another_loss_or_label_are_other_rows(tokenizer, tmp_path):
     with one_process():
         rows, *_ = prepare_rows(*settings, loss="kto")
         assert rows.digests[0] != rows.digests[1]
-        with pytest.raises(RunError, match="or train such rows by --loss kto"):
+        with pytest.raises(RunError, match="or train on such rows with --loss kto"):
             prepare_rows(*settings, loss="dpo")
 
 
@@ -1045,16 +1045,17 @@ def test_mismatched_rows_have_each_answer_once(tokenizer):
 
 BAD_RUNS = {  # name: (flags, rows, what stderr says)
     "one kind": (["--loss", "kto"], [{"prompt": "a", "completion": "b", "label": True}] * 4,
-                 "of 4 rows 4 have label true"),
-    "one row a step": (["--loss", "kto", "--batch_size", 1], [], "give at least 2"),
+                 "4 of 4 rows have label true"),
+    "one row a step": (["--loss", "kto", "--batch_size", 1], [], "Use at least 2"),
     "beta 0": (["--loss", "dpo", "--beta", 0], [], "--beta 0.0: must be positive"),
-    "beta of sft": (["--beta", 0.1], [], "--beta 0.1 is of --loss dpo or ipo"),
-    "margin of dpo": (["--loss", "dpo", "--simpo_gamma", 1], [], "is of --loss simpo, not of dpo"),
+    "beta of sft": (["--beta", 0.1], [], "--beta 0.1 applies to --loss dpo or ipo"),
+    "margin of dpo": (["--loss", "dpo", "--simpo_gamma", 1], [],
+                      "applies to --loss simpo, not to dpo"),
     "all alike": (["--loss", "dpo"], [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3,
-                  "none of its 3 rows can be trained on: 3 left out: both answers are the same"),
+                  "none of its 3 rows can be trained on: 3 skipped: both answers are the same"),
     "one answer": (["--loss", "ipo"], [{"prompt": "a", "chosen": "b"}], "but no rejected"),
     "sft of pairs": ([], [{"prompt": "a", "chosen": "b", "rejected": "c"}],
-                     "pairs of answers are trained by --loss dpo"),
+                     "pairs of answers need --loss dpo"),
 }  # fmt: skip
 
 
@@ -1065,7 +1066,7 @@ def test_bad_input_ends_with_one_line_before_a_weight_is_read(name, run_main, ba
     code, out, err = run_main("--model", base / "model", "--dataset", path, "--output_dir",
                               tmp_path / "run", "--report_to", "none", *flags)  # fmt: skip
     assert code in (2, 4) and text in err and err.count("\n") == 1
-    assert "weights loaded" not in out
+    assert "base model loaded" not in out
 
 
 def test_a_loss_without_slope_ends_no_run(run_main, read_metrics, base, monkeypatch):
@@ -1103,12 +1104,13 @@ def test_the_demo_learns_a_preference(run_main, tmp_path):
                               "--eval_dataset", 0.1, "--eval_every", 0,
                               "--output_dir", tmp_path / "run")  # fmt: skip
     assert code == 0, err
-    assert "first row, chosen: '[not trained: What is" in out and "first row, rejected: " in out
-    assert ("reference: the log-probabilities before the first step of 192 pairs to train on"
-            " (of 449: the others are known, or no step draws them) and 63 pairs to evaluate"
-            " on\n") in out  # fmt: skip
-    numbers = r"chosen -?[\d.]+ rejected -?[\d.]+"
-    assert re.search(f"\nstep .*, accuracy .*, rewards {numbers}, logps {numbers}, margin ", out)
+    assert "first example, chosen: '[masked: What is" in out and "first example, rejected: " in out
+    assert ("reference: computing log-probs of 192 training pairs"
+            " of 449 (the others are known, or no step uses them) and 63 evaluation pairs\n"
+            ) in out  # fmt: skip
+    numbers = r"chosen +-?[\d.]+, rejected +-?[\d.]+"
+    assert re.search(rf"\nstep .* \| margin .* \| accuracy .* % \| rewards {numbers} \| logps"
+                     rf" {numbers} \| lr ", out)  # fmt: skip
     before, after = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()
                      if "eval_loss" in line]  # fmt: skip
     assert before["eval_rewards/accuracies"] == 0  # all rewards are 0, and a tie is wrong

@@ -420,11 +420,11 @@ def test_tokens_of_a_sentencepiece_model_are_its_own(name, tmp_path, capsys):
     base = tmp_path / "base"
     model = write_sentencepiece(base, *MODELS[name])
     if IS_OLD and name != "no space before a text":
-        with pytest.raises(ValueError, match="take a newer transformers, or put a tokenizer.json"):
+        with pytest.raises(ValueError, match="use a newer transformers, or put a tokenizer.json"):
             load_tokenizer(base, config_of(base))
         return
     tokenizer = load_tokenizer(base, config_of(base))
-    assert "makes of tokenizer.model was compared with sentencepiece" in capsys.readouterr().out
+    assert "makes from tokenizer.model was compared with sentencepiece" in capsys.readouterr().out
     (saved := tmp_path / "saved").mkdir()
     write_tokenizer(saved, base, tokenizer)
     for one in tokenizer, AutoTokenizer.from_pretrained(saved):

@@ -56,8 +56,8 @@ def has_table(directory: Path) -> bool:
         if digests and all(digest(directory / name) == sha for name, sha in digests.items()):
             return True
     if directory.exists():
-        log(f"data: {directory} is not whole: an earlier start was ended or the disk has damaged"
-            " it; the rows are encoded again")
+        log(f"note: the data cache {directory} is incomplete (interrupted run, or disk error);"
+            " tokenizing again")
     return False
 
 
@@ -77,8 +77,8 @@ def write_table(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
         return write_files(directory, pieces, make_batches, settings)
     except OSError as e:
         shutil.rmtree(directory, ignore_errors=True)  # to free the space, which may be missing
-        raise OSError(f"{directory}: the encoded rows cannot be written: {e}; make room, or name"
-                      " another place in HF_DATASETS_CACHE")
+        raise OSError(f"{directory}: cannot write the data cache: {e}. Free disk space, or set"
+                      " HF_DATASETS_CACHE to another place")
 
 
 def write_files(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
@@ -107,7 +107,7 @@ def log_progress() -> Callable[[int], None]:
         n_rows, now = n_rows + more, time.monotonic()
         if now - said >= PROGRESS_SECONDS:
             said = now
-            log(f"encoding: {n_rows:,} rows in {now - started:.0f} s")
+            log(f"tokenizing: {n_rows:,} rows, {now - started:.0f} s")
 
     return count
 
@@ -147,8 +147,8 @@ def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dic
                 except (EOFError, OSError):
                     process.join()
                     number = signal.Signals(abs(process.exitcode or 0))
-                    raise ValueError(f"a process that encodes rows was ended by {number.name}: the"
-                                     " kernel does that where host memory runs out")
+                    raise ValueError(f"a process that tokenizes rows was killed by {number.name}:"
+                                     " the kernel does that where host memory runs out")
                 if kind == "rows":
                     count(value)
                 elif kind == "written":

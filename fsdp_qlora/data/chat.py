@@ -57,7 +57,7 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
     document that ends with it.
     """
     if not tokenizer.chat_template:
-        raise RefusedRow("is a conversation, but the tokenizer has no chat template: give one by"
+        raise RefusedRow("is a conversation, but the tokenizer has no chat template. Pass one with"
                          " --chat_template, or use prompt and completion")
     traits = template_traits(tokenizer, str(tokenizer.chat_template))
     cleaned = [clean_message(message, traits) for message in messages]
@@ -65,7 +65,7 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
     # before the first message there is no generation prompt
     answers = [i for i, (_, is_trained) in enumerate(cleaned) if is_trained and i > 0]
     if not answers:
-        raise ValueError("no message of the assistant is trained")
+        raise ValueError("no assistant message to train on")
     documents: list[Conversation] = []  # the longest first
     notes: dict[str, None] = {}
     for i in reversed(answers):
@@ -121,9 +121,9 @@ def closing_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
 def checked_text(value: Any, name: str) -> str:
     """Return `value` if it is text that can be encoded. Raises ValueError otherwise."""
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {type(value).__name__}, want a string")
+        raise ValueError(f"{name} is {type(value).__name__}, expected a string")
     if not value.isascii() and re.search("[\ud800-\udfff]", value):
-        raise ValueError(f"{name} has half a character (a lone surrogate of UTF-16)")
+        raise ValueError(f"{name} contains half a character (a lone UTF-16 surrogate)")
     return value
 
 
@@ -154,8 +154,8 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
         marks = marked_spans(messages, options, template, tokenizer)
     elif at is None and (closed := close_reasoning(messages[-1], prompt, text, template)):
         at, text = len(prompt), prompt + closed
-        notes.append("answers go on from the reasoning that the generation prompt opens; where a"
-                     " row has none, it is empty")
+        notes.append("answers continue the reasoning that the generation prompt opens; where a row"
+                     " has none, it is empty")
     if at is None:
         raise RefusedRow(why_otherwise(prompt, text))
     text, shift = prompt + text[at:], len(prompt) - at
@@ -190,13 +190,13 @@ def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> Answe
     spans = [(max(start, len(prompt)), end) for start, end in marks if end > len(prompt)]
     if not spans or (between := text[len(prompt) : spans[0][0]]):
         raise RefusedRow("the chat template's {% generation %} marks leave out"
-                         f" {between[:60] if spans else 'the answer'!r}, which stands behind the"
-                         " generation prompt: the model would never learn to write it; name another"
-                         " template by --chat_template")
+                         f" {(between[:60] if spans else 'the answer')!r}, which follows the"
+                         " generation prompt, so the model would never learn to write it. Use"
+                         " another template with --chat_template")
     answer = Answer(text, text[: spans[-1][1]], len(prompt), spans, "", [])
     if not answer.document.rstrip().endswith(traits.special):
-        answer.notes.append("no token that closes an answer is trained: the template's"
-                            " {% generation %} marks leave it out")
+        answer.notes.append("no token that closes an answer is trained, because the template's {%"
+                            " generation %} marks leave it out")
     return answer
 
 
@@ -206,8 +206,8 @@ def close_answer(text: str, prompt: str, content: str, eos: str, traits: Traits)
     if not traits.has_prompt and opened.strip() and prompt.endswith(opened):
         text = text.removesuffix(opened)  # Cohere's: a generation prompt that is always there
     elif not traits.has_prompt and text[len(prompt) :].partition(content or "\n")[0].strip():
-        notes.append("the assistant's header is trained, too: the chat template has no generation"
-                     " prompt")
+        notes.append("the assistant's header is trained, too, because the chat template has no"
+                     " generation prompt")
     document = text.rstrip()
     if not document.endswith(traits.special if traits.closes else eos):
         document = text + eos
@@ -237,10 +237,10 @@ def why_otherwise(prompt: str, text: str) -> str:
     """Return why an answer cannot be trained after the prompt that the model gets."""
     at = shared_length(prompt, text)
     at = max(prompt.rfind("\n", 0, at), prompt.rfind(">", 0, at)) + 1  # not within a tag
-    return (f"the chat template asks for an answer with {prompt[at:][:60]!r}, but begins this one"
-            f" with {text[at:][:60]!r}, so that what is trained is not what is asked for: change"
-            " the reasoning of the answer or chat_template_kwargs, or name another template by"
-            " --chat_template")
+    return (f"the chat template's prompt for an answer has {prompt[at:][:60]!r}, but this answer"
+            f" begins with {text[at:][:60]!r}, so the model would be trained on another prompt than"
+            " it gets in use. Change the reasoning of the answer or chat_template_kwargs, or use"
+            " another template with --chat_template")
 
 
 def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options: dict[str, Any],
@@ -264,8 +264,8 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
     at = start + n_same + (rest.index(prompt[-n_same:]) if n_same else 0)
     if n_same > len(prompt) - n_before and has_text(text[at:], content_of(messages[-1])):
         return at
-    raise RefusedRow(f"the chat template mixes message {len(messages)} with those before it:"
-                     " its tokens cannot be told")
+    raise RefusedRow(f"the chat template mixes message {len(messages)} with those before it, so its"
+                     " tokens cannot be separated")
 
 
 def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], template: str,
@@ -309,13 +309,13 @@ def clean_message(message: dict[str, Any], traits: Traits) -> tuple[dict[str, An
                                  " trained; leave it out")
         texts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("a message has content that is no text")
+            raise ValueError("the content of a message is not text")
         content = "".join(map(str, texts))
     if content is None and not calls:
         raise ValueError("a message has no content")
     text = checked_text("" if content is None else content, "content")
     if is_trained and not calls and not text.strip():
-        raise ValueError("a message of the assistant is empty")
+        raise ValueError("an assistant message is empty")
     in_parts = [{"type": "text", "text": text}] if traits.as_parts else text
     return message | {"content": in_parts}, is_trained
 

@@ -99,7 +99,7 @@ def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | 
     if len(answers) == 2 and all(np.array_equal(*(answer[key] for answer in answers))
                                  for key in keys):
         return ValueError("both answers have the same tokens"
-                          + answers[0]["cut"] * f" among the first {max_seq_len}")
+                          + answers[0]["cut"] * f" within the first {max_seq_len}")
     return None
 
 
@@ -275,6 +275,6 @@ def check_tokens(columns: dict[str, Any], max_seq_len: int, vocab_size: int) -> 
         return RefusedRow(f"has token {largest}, but the model's vocabulary ends at"
                           f" {vocab_size - 1}")
     if not columns["n_trainable_tokens"]:
-        which = f"first {max_seq_len} tokens" if columns["cut"] else "tokens"
-        return ValueError(f"none of its {which} is trained")
+        within = f" within its first {max_seq_len} tokens" if columns["cut"] else ""
+        return ValueError(f"nothing to train on{within}")
     return None

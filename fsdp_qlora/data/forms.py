@@ -40,19 +40,19 @@ LISTS = {"messages", "conversations", "segments", "input_ids", "history", "tools
          "chat_template_kwargs"}  # may be JSON text
 OPTIONAL = {key for keys in FORMS.values() for key in keys}
 REFUSED = {key: why for why, keys in {  # keys of rows and of messages
-    "pairs of answers are trained by --loss dpo, ipo, simpo, orpo or kto, else give the good ones"
+    "pairs of answers need --loss dpo, ipo, simpo, orpo or kto; for --loss sft use the good ones"
     " alone": ("chosen", "rejected", "chosen_response", "rejected_response", "preferred_output",
                "non_preferred_output"),
-    "unpaired preference data are trained by --loss kto, else give the good ones alone":
+    "unpaired preference data need --loss kto; for --loss sft use the good ones alone":
         ("label", "kto_tag"),
-    "judged steps of answers are not trained, give the good answers alone": ("completions",),
+    "step-wise labels are not supported; use the good answers alone": ("completions",),
     "only text is trained": ("image", "images", "video", "videos", "audio", "audios"),
-    "rows are packed here, give them one by one": ("position_ids", "seq_lengths"),
+    "rows are packed during training; write one sequence per row": ("position_ids", "seq_lengths"),
     "write it into the question or the answer":
         ("choices", "reflection", "corrected", "critiques", "revision"),
-    "chat templates do not know it": ("parallel_tool_calls",),
+    "chat templates do not use it": ("parallel_tool_calls",),
     "write it as tool_calls": ("function_call",),
-    "a part of an answer is trained only as segments": ("train_detail",),
+    "to train on a part of an answer, write it as segments": ("train_detail",),
     "write it as content": ("refusal",),
 }.items() for key in keys}
 
@@ -110,7 +110,7 @@ def as_object(row: Any, columns: Sequence[str]) -> dict[str, Any]:
     if isinstance(row, Exception):
         raise row
     if not isinstance(row, dict):
-        raise ValueError(f"is {type(row).__name__}, want an object")
+        raise ValueError(f"is {type(row).__name__}, expected an object")
     return rename_keys(row, dict(column.split("=") for column in columns))
 
 
@@ -136,7 +136,7 @@ def parse_object(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
         if unread := unread_keys(messages, str(tokenizer.chat_template)):
             notes.append(f"ignored in messages: {', '.join(unread)}")
         if messages and messages[0]["role"] == "assistant" and messages[0]["train"]:
-            notes.append("not trained: the assistant's first message, before which nothing stands")
+            notes.append("not trained: the assistant's first message, which has no prompt")
         rendered, more_notes = parse_chat(messages, template_options(row), tokenizer)
         notes += more_notes
         documents = [[Part(text, spans, may_begin=False, answers=answers)]
@@ -183,18 +183,18 @@ def find_form(row: dict[str, Any]) -> tuple[str, ...]:
             return form
     for form in FORMS:
         if row.keys() >= set(form):
-            raise ValueError(f"{' and '.join(key for key in form if key not in keys)} null")
+            raise ValueError(f"null in {' and '.join(key for key in form if key not in keys)}")
     listed = [key for key in row if key in keys]
     first = next((form[0] for form in FORMS if len(form) == 2 and form[0] in keys), "")
     seconds = [form[1] for form in FORMS if len(form) == 2 and form[0] == first]
-    why = (f"which has {first}, but not {' or '.join(seconds)} beside it" if first else
-           "which is no form of rows")
+    why = (f"which has {first}, but no {' or '.join(seconds)}" if first else
+           "which is not a supported form")
     names = likely_names({key: row[key] for key in listed}, first, seconds)
     renamed = " ".join(shlex.quote(f"{old}={new}") for old, new in names.items())
     raise RefusedRow(
-        f"has {', '.join(listed) or 'no keys'}, {why}. Give it the keys of a form: messages; text;"
-        " prompt and completion; instruction and output; question and answer; docs/data.md has"
-        " all." + f" --columns renames keys, for instance: --columns {renamed}" * bool(names))
+        f"has {', '.join(listed) or 'no keys'}, {why}. Use the keys of a supported form: messages;"
+        " text; prompt and completion; instruction and output; question and answer; docs/data.md"
+        " lists all." + f" --columns renames keys, for instance: --columns {renamed}" * bool(names))
 
 
 def likely_names(row: dict[str, Any], first: str, seconds: list[str]) -> dict[str, str]:
@@ -269,8 +269,8 @@ def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any
                 raise RefusedRow(f"has {key} and another key that means {name}: keep one of them")
             taken[name] = value
         elif name in OPTIONAL:
-            raise RefusedRow(f"has {key}, which means nothing beside {' and '.join(form)}: leave it"
-                             f" out, or rename it: --columns {key}=unused")
+            raise RefusedRow(f"has {key}, which has no meaning with {' and '.join(form)}. Leave it"
+                             f" out, or ignore it: --columns {key}=unused")
         else:
             ignored.append(key)
     return taken, ignored
@@ -335,8 +335,8 @@ def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
     """Return (prompt, completion) in plain text; an instruction gets Alpaca's headings."""
     taken = () if form == COMPLETION else ("input", "system")
     for key in row.keys() - {*form, *taken}:
-        raise RefusedRow(f"has {key}, which a prompt in plain text cannot take: write it as"
-                         " messages, with a --chat_template if the model has none")
+        raise RefusedRow(f"has {key}, which a plain-text prompt cannot use. Write it as messages,"
+                         " with a --chat_template if the model has none")
     if form == COMPLETION:
         return text_of(row, "prompt"), text_of(row, "completion")
     asked, answer = question_of(row, form), text_of(row, form[1])
@@ -361,7 +361,7 @@ def turns_of(history: list[Any]) -> list[tuple[str, str]]:
     turns = []
     for turn in history:
         if not isinstance(turn, list) or len(turn) != 2:
-            raise ValueError("a turn of history is no list of a question and its answer")
+            raise ValueError("a turn of history must be a list of a question and its answer")
         asked, answer = (checked_text(text, "a text of history") for text in turn)
         if is_empty(asked) != is_empty(answer):
             raise ValueError("a turn of history has no question, or no answer")
@@ -374,7 +374,7 @@ def join_segments(segments: list[Any]) -> Part:
     text, spans = "", []
     for segment in segments:
         if not isinstance(segment, dict) or segment.get("label") not in (False, True):
-            raise ValueError("a segment is no object with text, and label: true or false")
+            raise ValueError("a segment must be an object with text and label (true or false)")
         start = len(text)
         text += checked_text(segment.get("text"), "text of a segment")
         spans += [(start, len(text))] * segment["label"]
@@ -411,25 +411,25 @@ def read_message(message: Any) -> dict[str, Any]:
     """Return the message with OpenAI's keys, without nulls, and with `train`: whether it is in the
     loss."""
     if not isinstance(message, dict):
-        raise ValueError("a message is no object with a role")
+        raise ValueError("a message must be an object with a role")
     message = {key: value for key, value in message.items() if value is not None}
     for theirs, ours in ("from", "role"), ("value", "content"):
         if theirs in message and is_empty(message.get(ours)):
             message[ours] = message.pop(theirs)
     if not isinstance(message.get("role"), str):
-        raise ValueError("a message is no object with a role")
+        raise ValueError("a message must be an object with a role")
     role = re.sub(r"[ -]", "_", message["role"].strip().lower())  # also Human, function-call
     if role not in ROLES:
-        raise RefusedRow(f"has a message from {message['role']!r}; known are {', '.join(ROLES)}:"
-                         " rename the role in the row")
+        raise RefusedRow(f"has a message with role {message['role']!r}; supported are"
+                         f" {', '.join(ROLES)}. Rename the role in the row")
     refuse_keys(message, " of the messages")
     flags = {key: message.pop(key) for key in TRAINED if key in message}
     for key, flag in flags.items():
         if flag not in (0, 1):
-            raise ValueError(f"a message has {key} {flag}: want 0 or 1")
+            raise ValueError(f"a message has {key} {flag}, expected 0 or 1")
         if flag and ROLES[role] != "assistant":
-            raise RefusedRow(f"has {key} {flag} in a message of {role}: only the assistant's are"
-                             " trained; leave it out, or write the row as segments")
+            raise RefusedRow(f"has {key} {flag} in a {role} message, but only assistant messages"
+                             " are trained. Leave it out, or write the row as segments")
     if role in CALLS and is_empty(message.get("tool_calls")):
         message["tool_calls"] = message.pop("content", None)
     is_trained = ROLES[role] == "assistant" and all(flags.values())
@@ -442,7 +442,7 @@ def template_options(row: dict[str, Any]) -> dict[str, Any]:
     tools = openai_tools(row.get("tools", []))
     variables = row.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
-        raise ValueError(f"chat_template_kwargs is {type(variables).__name__}, want an object")
+        raise ValueError(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
     if own := variables.keys() & {"tools", "chat_template", "tokenize", "add_generation_prompt",
                                   "continue_final_message", "conversation", "messages"}:
         raise RefusedRow(f"has {', '.join(sorted(own))} in chat_template_kwargs: leave it out")
@@ -455,7 +455,7 @@ def text_of(row: dict[str, Any], key: str) -> str:
 
 def list_of(row: dict[str, Any], key: str) -> list[Any]:
     if not isinstance(row[key], list):
-        raise ValueError(f"{key} is {type(row[key]).__name__}, want a list")
+        raise ValueError(f"{key} is {type(row[key]).__name__}, expected a list")
     return row[key]
 
 
@@ -470,9 +470,9 @@ def checked_ids(row: dict[str, Any]) -> Ids:
             value in (0, 1) if is_mask else
             type(value) is int and (0 <= value < 2**31 or value in allowed) for value in values
         ):
-            raise ValueError(f"{key} is no list of {'0 and 1' if is_mask else 'tokens'}")
+            raise ValueError(f"{key} must be a list of {'0 and 1' if is_mask else 'tokens'}")
         if len(values) != len(row["input_ids"]):
-            raise ValueError(f"{key} and input_ids are not equally many")
+            raise ValueError(f"{key} and input_ids differ in length")
     labels = row["labels"]
     for key in row.keys() & {"completion_mask", "assistant_masks"}:
         labels = [label if chosen else IGNORE for label, chosen in zip(labels, row[key])]

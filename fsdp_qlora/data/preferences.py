@@ -41,9 +41,10 @@ def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequ
         return parse_pair(row, *found[0], tokenizer)
     if found:
         return parse_labeled(row, found[0][0], tokenizer)
-    wanted = "label, true or false," if is_unpaired else "chosen and rejected"
-    raise RefusedRow(f"has {', '.join(row) or 'no keys'}; --loss {loss} wants {wanted} beside what"
-                     " is answered: rename keys by --columns OLD=NEW, or train such rows by --loss "
+    wanted = "label (true or false)" if is_unpaired else "chosen and rejected"
+    raise RefusedRow(f"has {', '.join(row) or 'no keys'}; --loss {loss} needs {wanted} as well as a"
+                     " prompt. Rename keys with --columns OLD=NEW, or train on such rows with"
+                     " --loss "
                      + ("kto" if row.keys() & {*LABELS} else "sft"))
 
 
@@ -70,8 +71,8 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
     (name, chosen), (_, rejected) = (
         parse_object(one, tokenizer, form, is_one_text, trains_history=False) for one in rows)
     if len(chosen) + len(rejected) > 2:  # the template rewrites answers when more messages follow
-        raise ValueError("to this chat template an answer of several messages is several documents:"
-                         " give all but the last message in the prompt")
+        raise ValueError("this chat template makes several sequences of an answer of several"
+                         " messages. Write all but the last message in the prompt")
     if chosen == rejected:
         raise ValueError("both answers are the same")
     return f"pairs of {name}", chosen + rejected, [True, False]
@@ -87,7 +88,7 @@ def parse_labeled(row: dict[str, Any], label: str,
         read = {"true": True, "1": True, "false": False, "0": False}
         is_good = read.get(is_good.lower(), is_good)
     if is_good not in (True, False):  # 1 and 0 equal these
-        raise RefusedRow(f"has {label} {is_good!r}: want true or false")
+        raise RefusedRow(f"has {label} {is_good!r}, expected true or false")
     form = None
     given = {key: value for key, value in row.items() if key != label}
     row = {key: value for key, value in given.items() if value is not None}
@@ -104,9 +105,9 @@ def parse_labeled(row: dict[str, Any], label: str,
         form = find_form(given)
     name, documents = parse_object(row, tokenizer, form, trains_history=False)
     if len(documents) > 1:
-        raise ValueError("to this chat template an answer of several messages is several documents:"
-                         " give all but the last message in the prompt")
-    return f"judged {name}", documents, [bool(is_good)]
+        raise ValueError("this chat template makes several sequences of an answer of several"
+                         " messages. Write all but the last message in the prompt")
+    return f"unpaired {name}", documents, [bool(is_good)]
 
 
 def ask(row: dict[str, Any],
@@ -122,7 +123,8 @@ def ask(row: dict[str, Any],
     row = without_blank_questions(row)
     answers = [read_list_text("completion", answer) for answer in answers]
     if {type(answer) for answer in answers} not in ({str}, {list}, {dict}):
-        raise ValueError("an answer is no text, message or list of messages, or two differ in kind")
+        raise ValueError("an answer must be a text, a message or a list of messages, and two"
+                         " answers of the same kind")
     if isinstance(answers[0], dict):
         answers = [[answer] for answer in answers]
     is_whole = are_conversations(answers)
@@ -150,8 +152,8 @@ def ask(row: dict[str, Any],
             return [{**row, answered: answer} for answer in answers], (asked, answered), False
     n = shared_question(answers, is_whole)
     if not n:
-        raise RefusedRow(f"has no question beside its answers, only {', '.join(row) or 'them'}:"
-                         " name its key by --columns OLD=prompt, or give an empty prompt")
+        raise RefusedRow(f"has answers, but no prompt, only {', '.join(row) or 'them'}. Name its"
+                         " key with --columns OLD=prompt, or write an empty prompt")
     rows = [{**row, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
     return rows, COMPLETION, isinstance(answers[0], str)
 
@@ -164,8 +166,8 @@ def shared_question(answers: list[Any], is_whole: bool) -> int:
     shortest = min(map(len, answers))
     n = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), shortest)
     if n == shortest:
-        raise ValueError("one answer is the beginning of the other, and nothing tells where their"
-                         " question ends: write it in a key of its own, prompt")
+        raise ValueError("one answer is the beginning of the other, so where their prompt ends is"
+                         " unknown. Write it in a key of its own, prompt")
     if is_whole and (role := next((read_message(answer[n])["role"] for answer in answers
                                    if read_message(answer[n])["role"] != "assistant"), None)):
         raise ValueError(f"the two conversations differ in message {n + 1}, of {role}, before their"
@@ -189,7 +191,7 @@ def list_of_messages(row: dict[str, Any], key: str) -> list[Any]:
     """Remove the conversation in this key from the row, and return it."""
     messages = read_list_text(key, row.pop(key))
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{key} is no list of messages")
+        raise ValueError(f"{key} must be a list of messages")
     return messages
 
 

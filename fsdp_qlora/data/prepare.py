@@ -41,7 +41,7 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     """Return the Rows to train on, and the Rows to evaluate on or None. All ranks must call this.
     """
     if config.random_weights and not config.dataset:
-        log(f"data: {config.batch_size} rows of random tokens")
+        log(f"data: {config.batch_size} sequences of random tokens")
         return with_mismatched(random_rows(vocab_size, config), config), None
     settings: tuple[Any, ...] = (tokenizer, config.max_seq_len, vocab_size, template_date,
                                  config.columns or (), config.loss)
@@ -49,14 +49,14 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     rows, line, renamed = prepare_rows(sources, *settings)
     log(f"data: {line}")
     if n_answers := sum(rows.asked.values()):
-        log(f"chat template: the tokens before each of {n_answers:,} answers are those of its"
-            f" prompt; {how_to_ask(rows.asked) or 'ask by it as it is'}")
+        log(f"chat template: the tokens before each of {n_answers:,} answers match its prompt;"
+            f" {how_to_ask(rows.asked) or 'ask by it as it is'}")
     if config.dataset and (n_repeated := rows.n_repeated()):
-        log(f"repeated: {n_repeated:,} of these rows are another one again, token for token")
+        log(f"warning: {n_repeated:,} duplicate rows (identical tokens)")
     if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:
         way = "--columns completion=response" if rows.n_answers == 1 else "write them as messages"
-        log(f"chat template: not used for {rows.n_plain // rows.n_answers:,} prompts and"
-            f" completions, which are plain text; for that {way}")
+        log(f"note: {rows.n_plain // rows.n_answers:,} prompts and completions are trained as plain"
+            f" text, without the chat template. To use it: {way}")
     eval_rows, fraction = None, None
     if config.eval_dataset:
         try:
@@ -64,11 +64,11 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
         except ValueError:
             eval_rows, line, also = prepare_rows(
                 config.eval_dataset, *settings, flag="--eval_dataset")
-            log(f"evaluation: {line}")
+            log(f"eval data: {line}")
             is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.n_answers)
             if n_trained := int(is_trained.any(1).sum()):
-                log(f"warning: {n_trained:,} of the {len(eval_rows):,} rows to evaluate on are"
-                    " trained on, too, token for token: their loss says nothing of new rows")
+                log(f"warning: {n_trained:,} of the {len(eval_rows):,} evaluation rows are also"
+                    " trained on (identical tokens): their loss says nothing about new rows")
             renamed |= also
     for column in config.columns or ():
         if (key := column.split("=")[0]) not in renamed:
@@ -77,9 +77,9 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
         rows, eval_rows = hold_out(rows, fraction, config)
     n_good = int(rows.desirable.sum())
     if rows.kind.is_unpaired and n_good in (0, len(rows)):
-        raise RunError(f"--loss {config.loss} learns from good answers beside bad ones, and of"
-                       f" {len(rows):,} rows {n_good:,} have label true: --loss sft trains good"
-                       " answers alone")
+        raise RunError(f"--loss {config.loss} needs good and bad answers, but {n_good:,} of"
+                       f" {len(rows):,} rows have label true. For good answers alone use --loss"
+                       " sft")
     return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
 
 
@@ -100,11 +100,11 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()
     if not 0 < n < len(sources) or len(values) > 1:
-        raise RunError(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)} rows"
-                       ": give one fraction between 0 and 1, or files")
+        raise RunError(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)} rows; must be"
+                       " one fraction between 0 and 1, or files")
     order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
     held_out = torch.isin(groups[:: rows.n_answers], sources[order[:n]])
-    log(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")
+    log(f"eval data: {held_out.sum():,} sequences held out of the training data")
     train, evaluation = (rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
     return train, evaluation
 
@@ -117,7 +117,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
     name = " ".join(sources)
     with raise_on_all_ranks():
         if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no EOS token, and generation would never stop: name"
+            raise ValueError("the tokenizer has no EOS token, so generation would never stop. Name"
                              " it as eos_token in tokenizer_config.json beside tokenizer.json"
                              " (create the file if there is none)")
         settings: dict[str, Any] = {
@@ -134,7 +134,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
                 raise ValueError(f"{flag} {name}: has no rows")
             parts = write_table(directory, pieces, encode_batches, **settings)
             if contents != pieces_of_all(sources, is_silent=True)[1]:
-                raise ValueError(f"{flag} {name}: was rewritten while it was read: start again")
+                raise ValueError(f"{flag} {name}: has changed while it was read. Start again")
             write_whole(directory / PARTS, json.dumps(parts))
     with raise_on_all_ranks():
         table = read_table(directory)
@@ -149,7 +149,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
             raise ValueError(f"{name}: none of its {len(table['kept'])} rows can be trained on:"
                              f" {describe_left_out(table)}")
         renamed = {key for keys in counts_of(table["renamed"]) for key in json.loads(keys)}
-        return rows, f"{name}: {describe_rows(rows, table, max_seq_len)}", renamed
+        return rows, describe_rows(rows, table, max_seq_len, name), renamed
 
 
 def pieces_of_all(sources: Sequence[str],
@@ -160,19 +160,20 @@ def pieces_of_all(sources: Sequence[str],
     return [piece for pieces, _ in results for piece in pieces], [digests for _, digests in results]
 
 
-def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int) -> str:
-    """Return text on what became of the rows of read_table(): the Rows, and what was cut or left
-    out."""
+def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str) -> str:
+    """Return text on the rows of read_table(), from the files `name`: how many there are, and how
+    many were truncated or skipped."""
     forms = counts_of(table["form"].filter(table["kept"])).items()
     n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
-    parts = [f"{len(rows):,} rows, "
-             + ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms),
-             f"{rows.lengths.sum():,} tokens, {rows.n_trainable_tokens.sum():,} of them trained"]
+    counted = ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms)
+    parts = [f"{len(rows):,} {'pairs' if rows.n_answers == 2 else 'sequences'},"
+             f" {rows.lengths.sum():,} tokens, {rows.n_trainable_tokens.sum():,} of them in the"
+             f" loss ({counted}; {name})"]
     if rows.kind.is_unpaired:
         good = rows.desirable
         parts.append(f"{good.sum():,} good answers, {(~good).sum():,} bad ones")
     if n_cut:
-        parts.append(f"{n_cut:,} cut to {max_seq_len} tokens")
+        parts.append(f"{n_cut:,} truncated to {max_seq_len} tokens")
     return "; ".join(filter(None, [*parts, describe_left_out(table)]))
 
 
@@ -183,9 +184,9 @@ def describe_left_out(table: pyarrow.Table) -> str:
     counts.pop("", None)
     for reason in sorted(counts, key=lambda reason: counts[reason], reverse=True)[:5]:
         first = table["where"][table["left_out"].index(reason).as_py()]
-        parts.append(f"{counts.pop(reason):,} left out: {reason} ({first})")
+        parts.append(f"{counts.pop(reason):,} skipped: {reason} ({first})")
     if counts:
-        parts.append(f"{sum(counts.values()):,} left out for other reasons")
+        parts.append(f"{sum(counts.values()):,} skipped for other reasons")
     return "; ".join(parts)
 
 

@@ -80,8 +80,8 @@ def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list
         is_whole = not path.is_dir() or saved_kind(path) == "Dataset"
         allowed = set() if is_whole else {"split"}
         if path.exists() and options.keys() - allowed:
-            raise ValueError(f"{source}: what stands after the comma is for Hub ids, and"
-                             " split= for directories: name the files you want")
+            raise ValueError(f"{source}: options after a comma are for Hub ids, and split= for"
+                             " directories. Name the files you want")
         for file in find_files(path, options.get("split"), is_silent):
             if file.is_file() and file_kind(file) in KINDS and file_kind(file) != ".parquet":
                 check_text(file)
@@ -125,7 +125,7 @@ def read_piece(piece: Piece) -> Iterator[tuple[str, Any]]:
             except UnicodeDecodeError:
                 rows = [RefusedRow(NOT_UTF_8)]
             except (ValueError, RecursionError) as e:
-                rows = [RefusedRow(f"is no JSON: {e}")]
+                rows = [RefusedRow(f"is not JSON: {e}")]
         for number, row in enumerate(rows, 1):
             yield f"{piece.name} row {number}", row
     else:
@@ -150,7 +150,7 @@ def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
                 row = ValueError(NOT_UTF_8)
             except (ValueError, RecursionError) as e:
                 # without the column, so that equal errors are counted together
-                row = ValueError(f"is no JSON: {getattr(e, 'msg', e)}")
+                row = ValueError(f"is not JSON: {getattr(e, 'msg', e)}")
             yield f"{piece.name} line {number}", row
 
 
@@ -162,7 +162,7 @@ def split_options(source: str) -> tuple[str, dict[str, str]]:
     name, *options = source.split(",")
     options = dict(option.partition("=")[::2] for option in options)
     if not options.keys() <= {"split", "name", "revision"}:
-        raise ValueError(f"{source}: after a comma stands split=, name= or revision=")
+        raise ValueError(f"{source}: expected split=, name= or revision= after a comma")
     return name, options
 
 
@@ -184,9 +184,11 @@ def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
         files = [file for file in files if file_kind(file) != ".txt"]
     if not files:
         raise ValueError(f"{path}: no file in it ends in {', '.join(KINDS)}"
-                         + f", but for {name_some(path, aside)}, which is no data" * bool(aside))
+                         + f", except {name_some(path, aside)}, which does not look like data"
+                         * bool(aside))
     if aside and not is_silent:
-        log(f"{path}: taken for no data: {name_some(path, aside)}; to train it, name the file")
+        log(f"note: skipped {name_some(path, aside)} in {path} (does not look like data). To use"
+            " such a file, name it")
     return choose_split(path, files, split, is_silent)
 
 
@@ -211,11 +213,11 @@ def choose_split(path: Path, files: list[Path], split: str | None, is_silent: bo
         chosen = [file for file in files if names[file] in ("train", None)]
     found = ", ".join(sorted({name or "no split" for name in names.values()}))
     if not chosen:
-        raise ValueError(f"{path}: none of its {len(files)} files is of {split or 'train'}, but of"
-                         f" {found}: choose by ,split=NAME or name the files")
+        raise ValueError(f"{path}: none of its {len(files)} files is of split {split or 'train'},"
+                         f" only of {found}. Choose with ,split=NAME or name the files")
     if len(chosen) < len(files) and not is_silent:
-        log(f"{path}: {len(chosen)} of {len(files)} files are read, those of {split or 'train'};"
-            f" there are {found}, and ,split=NAME chooses")
+        log(f"note: using split {split or 'train'} of {path}: {len(chosen)} of {len(files)} files;"
+            f" there are {found}. Choose with ,split=NAME")
     return chosen
 
 
@@ -325,8 +327,8 @@ def open_table(source: str, path: Path, options: dict[str, str], content: str | 
             if isinstance(table, datasets.Dataset):
                 return table
             if split not in table:
-                raise ValueError(f"has no split {split}, but {', '.join(table)}: ,split=NAME"
-                                 " chooses")
+                raise ValueError(f"has no split {split}, only {', '.join(table)}. Choose with"
+                                 " ,split=NAME")
             return table[split]
         if content and path.is_file() and file_kind(path) in TABLE_KINDS:
             return load_table_file(path, content)

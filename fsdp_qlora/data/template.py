@@ -73,7 +73,7 @@ def read_template(path: Path) -> str:
     if isinstance(template, dict):
         template = template.get("chat_template")
     if not isinstance(template, str):
-        raise ValueError("it is JSON without a chat_template, or with several: give one of them")
+        raise ValueError("it is JSON without a chat_template, or with several. Use one of them")
     return template
 
 

@@ -66,8 +66,8 @@ def make_tokenizer(directory: Path, model: str) -> PreTrainedTokenizerFast:
         raise ValueError(f"{directory}: has no tokenizer.json")
     if found[0] == "tokenizer.model" and not importlib.util.find_spec("sentencepiece"):
         # transformers' error names tiktoken, which cannot read this file
-        raise ValueError(f"{directory}: has a tokenizer.model and no tokenizer.json, which takes a"
-                         " package to read: pip install sentencepiece")
+        raise ValueError(f"{directory}: has a tokenizer.model and no tokenizer.json, which needs a"
+                         " package: pip install sentencepiece")
     where = {} if Path(model).is_dir() else {"revision": directory.name, "local_files_only": True}
     with explain(f"{directory}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -79,11 +79,11 @@ def make_tokenizer(directory: Path, model: str) -> PreTrainedTokenizerFast:
         tokenizer = like_sentencepiece(directory, tokenizer, model_file)
         compared = "was compared with sentencepiece"
     if tokenizer.eos_token is None:
-        raise ValueError(f"{directory}: {found[0]} does not say which token is EOS, and generation"
-                         ' would never stop: write {"eos_token": "..."} into a'
+        raise ValueError(f"{directory}: {found[0]} does not say which token is EOS, so generation"
+                         ' would never stop. Write {"eos_token": "..."} into a'
                          " tokenizer_config.json there")
-    log(f"tokenizer: there is no tokenizer.json; what transformers {transformers.__version__} makes"
-        f" of {found[0]} {compared}")
+    log(f"note: no tokenizer.json; the tokenizer that transformers {transformers.__version__} makes"
+        f" from {found[0]} {compared}")
     return tokenizer
 
 
@@ -115,7 +115,7 @@ def like_sentencepiece(directory: Path, tokenizer: PreTrainedTokenizerFast,
         f"{directory}: there is no tokenizer.json, and of {text[:60]!r} transformers"
         f" {transformers.__version__} makes {general.convert_ids_to_tokens(got)[:8]},"
         f" tokenizer.model {model_file.id_to_piece(want)[:8]}: "
-        + ("take a newer transformers" if is_legacy else
+        + ("use a newer transformers" if is_legacy else
            'set "legacy": true in tokenizer_config.json')
         + ", or put a tokenizer.json there that makes the same")
 
@@ -268,7 +268,7 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         if other_tokens(directory, tokenizer)[1] is not None:
             why += ", and AutoTokenizer still does, for this type of model: load it by this class"
     if text is not None or named not in (None, NEW_NAME):
-        log(f"tokenizer: trained as tokenizer.json has it, saved as {PLAIN_CLASS}: {why}")
+        log(f"note: tokenizer saved as {PLAIN_CLASS}, because {why}")
 
 
 def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str | None]:

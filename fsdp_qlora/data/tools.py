@@ -30,7 +30,7 @@ def read_list(values: Any, what: str) -> list[Any]:
     values = read_value(values) if isinstance(values, str) else values
     values = {dict: [values], type(None): []}.get(type(values), values)
     if not isinstance(values, list):
-        raise ValueError(f"{what} is {type(values).__name__}, want a list of objects")
+        raise ValueError(f"{what} is {type(values).__name__}, expected a list of objects")
     return [read_value(value) if isinstance(value, str) else value for value in values]
 
 
@@ -41,7 +41,7 @@ def openai_tools(tools: Any) -> list[dict[str, Any]]:
         function = tool.get("function", tool) if isinstance(tool, dict) else tool
         function = read_value(function) if isinstance(function, str) else function
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError("a tool is no object with a name")
+            raise ValueError("a tool must be an object with a name")
         outer = tool if "function" in tool else {}
         results.append({"type": "function", **outer, "function": function})
     return results
@@ -53,7 +53,7 @@ def openai_calls(calls: Any, as_text: bool) -> list[dict[str, Any]]:
     results = []
     for call in read_list(calls, "tool_calls"):
         if not isinstance(call, dict):
-            raise ValueError(f"a call of a tool is {type(call).__name__}, want an object with a"
+            raise ValueError(f"a call of a tool is {type(call).__name__}, expected an object with a"
                              " name and arguments")
         outer = {key: call[key] for key in call if key in OUTER or "function" in call}
         function = outer.pop("function", {key: call[key] for key in call if key not in OUTER})
@@ -61,7 +61,7 @@ def openai_calls(calls: Any, as_text: bool) -> list[dict[str, Any]]:
         if isinstance(function, str):  # only its name
             function = {"name": function}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError("a call of a tool is no object with a name and arguments")
+            raise ValueError("a call of a tool must be an object with a name and arguments")
         for key in outer.keys() & {*ARGUMENTS}:  # beside function, not in it
             function = {**function, f"{key} beside function": outer.pop(key)}
         results.append({"type": "function", **outer, "function": with_arguments(function, as_text)})
@@ -85,8 +85,8 @@ def with_arguments(function: dict[str, Any], as_text: bool) -> dict[str, Any]:
     arguments = read_value(given.strip() or "{}") if isinstance(given, str) else given
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of a call of {name} are {type(arguments).__name__}, want"
-                         " an object, or one as JSON text")
+        raise ValueError(f"the arguments of a call of {name} are {type(arguments).__name__},"
+                         " expected an object, or one as JSON text")
     if as_text:
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             if isinstance(json.loads(given), dict):

@@ -343,7 +343,7 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
     except Exception as e:  # Triton's and fla's errors have no common class
         return f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
     worst = max(float((got - want).norm() / want.norm()) for got, want in pairs)
-    return "" if worst < 0.05 else f"it is {100 * worst:.0f} % off here"
+    return "" if worst < 0.05 else f"its result is {100 * worst:.0f} % off here"
 
 
 def choose_recurrence(
@@ -359,8 +359,8 @@ def choose_recurrence(
     rule = recurrence.plain
     if device.type == "cuda" and compute_dtype == "bfloat16":
         if why := why_no_fla(mixer, device):
-            log(f"slower: {type(mixer).__name__} runs in plain torch, as flash-linear-attention's"
-                f" kernels (`pip install fla-core einops`) are not used: {why}")
+            log(f"warning: slow path for {type(mixer).__name__}: plain PyTorch instead of"
+                f" flash-linear-attention ({why}). Try: pip install fla-core einops")
         else:
             rule = recurrence.fla
     for kind in kernels:

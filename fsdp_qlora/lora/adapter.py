@@ -33,7 +33,8 @@ from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
 from fsdp_qlora.pretrained.tensor_names import renamed
 from fsdp_qlora.ranks import all_gather, explain, is_rank_0, log, raise_on_all_ranks
 
-# {setting of adapter_config.json: the flag that sets it}
+KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the log
+# settings of adapter_config.json: the flags that give the same
 SETTING_FLAGS = {"r": "--lora_rank", "lora_alpha": "--lora_alpha", "use_dora": "--adapter",
                  "use_rslora": "--adapter"}
 
@@ -44,7 +45,8 @@ def resolve_target_modules(
     """Return PEFT's LoraConfig, and the names, within a layer, of the linears that get an adapter.
     Raises ValueError."""
     words = requested_words(arch, config)
-    log(f"adapter: {config.adapter} on {', '.join(words)}")
+    log(f"adapter: {KINDS[config.adapter]}, rank {config.lora_rank}, alpha {config.lora_alpha}, on"
+        f" {' '.join(words)}")
     adapted = arch.adapted(config.target_modules)
     check_rank(arch, config.lora_rank, adapted)
     targets, settings = peft_targets(arch, config, words)
@@ -72,8 +74,8 @@ def check_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
                          f" as the smaller side of none is longer; use at most {most}; 8 to 64 are"
                          " usual")
     if small := [f"{name} ({side})" for name, side in sorted(sides.items()) if rank > side]:
-        log(f"--lora_rank {rank} is more than the smaller side of {', '.join(small)}: what is above"
-            " adds nothing there")
+        log(f"note: --lora_rank {rank} is more than the smaller side of {', '.join(small)}; the"
+            " part above adds nothing there")
 
 
 def requested_words(arch: Architecture, config: Config) -> list[str]:
@@ -91,15 +93,15 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
             continue
         found = [name for name in names if f".{name}".endswith(f".{word}")]
         if word in expert_names:
-            raise ValueError(f"--target_modules {word}: PEFT takes this for all experts, whose name"
-                             f" is experts here; there are {choices}")
+            raise ValueError(f"--target_modules {word}: PEFT uses this name for all experts, which"
+                             f" are experts here; choose from {choices}")
         if not found:
             raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
-                             f" there are {choices}")
+                             f" choose from {choices}")
         ends = {name.rsplit(".", 1)[-1] for name in found}
         if ends & expert_names and arch.moe and arch.moe.adapters == "modules":
-            log(f"--target_modules {word}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
-                " reads them by their names")
+            log(f"warning: --target_modules {word}: PEFT 0.21 cannot load adapters on {found[0]};"
+                " vLLM reads them by their names")
     return words
 
 
@@ -116,8 +118,8 @@ def peft_targets(
         settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
         targets = sorted({*words} - {"experts"} | (set() if settings else leaves))
         if arch.expert_down[0].mxfp4:
-            log("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: load"
-                " that with Mxfp4Config(dequantize=True), or merge, to bf16")
+            log("warning: --target_modules experts: PEFT 0.21 finds no experts in an MXFP4 model."
+                " Load it with Mxfp4Config(dequantize=True), or merge, to bf16")
     if arch.module_prefix == "model." or not targets:
         return targets, settings
     # a vision tower may have linears with the same names
@@ -276,13 +278,13 @@ def check_origin(config: Config, base_sha256: str,
                          " adapter merged into it without --init_adapter")
     named = read_json(directory / "adapter_config.json", {}).get("base_model_name_or_path")
     if not saved_config and named and Path(named).name != Path(str(config.model)).name:
-        log(f"--init_adapter {directory}: names {named} as its base model, this run trains on"
+        log(f"note: --init_adapter {directory}: names {named} as its base model, this run trains on"
             f" {config.model}: are they the same?")
     for place in directory, directory.resolve().parent:
         if (path := place / "chat_template.jinja").is_file() and tokenizer:
             if path.read_text() != tokenizer.chat_template:
-                log(f"--init_adapter {directory}: was trained with another chat template, {path}:"
-                    " --chat_template takes it")
+                log(f"note: --init_adapter {directory}: was trained with another chat template. To"
+                    f" use it: --chat_template {path}")
             break
 
 
@@ -296,7 +298,7 @@ def read_adapter(config: Config, arch: Architecture,
         try:
             own_arch, arch = arch, as_saved(arch, read_json(path), tensors_of(file))
         except (OSError, ValueError, SafetensorError) as e:
-            raise ValueError(f"is no adapter in PEFT's format: {e}")
+            raise ValueError(f"is not an adapter in PEFT's format: {e}")
         wanted = lora_settings(arch, config)
         shapes = {name: shape for i, spec in enumerate(specs)
                   for name, (_, shape) in layer_names(own_arch, i, spec).items()}

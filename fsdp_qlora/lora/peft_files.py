@@ -49,7 +49,8 @@ def open_adapter(
                          " --target_modules?")
     for name, tensor in stored.items():
         if tensor.dtype not in FLOATS:
-            raise ValueError(f"{file}: {name} is {tensor.dtype}, which is no floating-point dtype")
+            raise ValueError(f"{file}: {name} is {tensor.dtype}, which is not a floating-point"
+                             " dtype")
         if not read_tensor(tensor, name).float().isfinite().all():
             raise ValueError(f"{file}: {name} has values that are NaN or infinite")
     return stored
@@ -69,7 +70,7 @@ def check_settings(path: Path, settings: Mapping[str, Any], wanted: Mapping[str,
             continue
         if key in IGNORED or value == here or not (value or here or key in wanted):
             continue
-        advice = f": give the same by {flags[key]}" if key in flags else ""
+        advice = f". Use the same {flags[key]}" if key in flags else ""
         raise ValueError(f"{path}: {key} is {value!r:.80}, by {source} {here!r:.80}{advice}")
 
 

@@ -36,7 +36,7 @@ from fsdp_qlora.pretrained.reader import (
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks
 from fsdp_qlora.quant.nf4 import dynamic_map
-from fsdp_qlora.ranks import all_gather, is_rank_0, log_each_rank, raise_on_all_ranks
+from fsdp_qlora.ranks import all_gather, is_rank_0, log, log_each_rank, raise_on_all_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +93,9 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     torch.cuda.empty_cache()  # training needs blocks of other sizes than loading
     seconds, grown = time.monotonic() - started, (host_memory()[1] - memory_before[0]) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
-    log_each_rank(f"weights loaded in {seconds:.2f} s", f"{n_bytes / size:.2f} {unit} at"
-                  f" {n_bytes / size / seconds:.2f} {unit}/s with at most {grown:.2f} GiB more host"
-                  " memory")
+    log(f"base model loaded in {seconds:.1f} s")
+    log_each_rank("base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f}"
+                  f" {unit}/s with at most {grown:.2f} GiB more host memory")
     log_memory("after loading", device)
     return Loaded(dict(zip(sums, map(as_hex, totals.tolist()))), bool(nf4_states),
                   names.n_parameters)

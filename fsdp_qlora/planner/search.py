@@ -225,9 +225,9 @@ def check_host(plan: Plan, machine: Machine) -> None:
     needed = plan.bytes + plan.host_bytes
     if needed > (1 - GAPS) * machine.host_bytes:
         raise DoesNotFit(
-            f"this does not fit on this machine's CPU: predicted peak {needed / 2**30:.1f} GiB of"
-            f" host memory for each process, and {machine.host_bytes / 2**30:.1f} GiB are"
-            " available: fewer processes, a smaller model, or a shorter --max_seq_len may fit")
+            f"does not fit on this machine's CPU: predicted peak {needed / 2**30:.1f} GiB of host"
+            f" memory per process, but only {machine.host_bytes / 2**30:.1f} GiB are available."
+            " Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
 def check_plan(
@@ -236,22 +236,21 @@ def check_plan(
 ) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
     if plan.host_bytes > machine.host_bytes:
-        raise DoesNotFit(f"this takes {plan.host_bytes / 2**30:.1f} GiB of host memory on this"
-                         f" machine for each process, and {machine.host_bytes / 2**30:.1f} GiB are"
-                         " available: offload less")
+        raise DoesNotFit(f"does not fit: needs {plan.host_bytes / 2**30:.1f} GiB of host memory per"
+                         f" process on this machine, but only {machine.host_bytes / 2**30:.1f} GiB"
+                         " are available. Offload less")
     if plan.fits(limit):
         return
     flags, smaller = way_out(plan, config, arch, specs, workload, limit, machine)
-    size = f"{smaller.bytes / 2**30:.1f} GiB"
+    size = f"{smaller.bytes / 2**30:.1f} GiB per GPU"
     is_enough = smaller.fits_both(limit, machine.host_bytes)
     if smaller.host_bytes:
-        size += f" and {smaller.host_bytes / 2**30:.1f} GiB of host memory for each process"
-    advice = (f"{flags} would bring it to {size}, at {1 / smaller.token_seconds:,.0f} tokens/s per"
-              " GPU, predicted")
+        size += f" and {smaller.host_bytes / 2**30:.1f} GiB of host memory per process"
+    advice = f"Add {flags}: {size}, predicted {1 / smaller.token_seconds:,.0f} tok/s/GPU"
     if not is_enough:
-        advice = f"with {flags} it still takes {size}: use more GPUs as well"
-    text = (f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for"
-            f" fragmentation, of {limit / 2**30:.1f} GiB; {advice}")
+        advice = f"With {flags} it still needs {size}. Use more GPUs as well"
+    text = (f"does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB plus {100 * GAPS:.0f} % for"
+            f" fragmentation, but only {limit / 2**30:.1f} GiB per GPU are available. {advice}")
     raise DoesNotFit(text, flags if is_enough else "", smaller)
 
 

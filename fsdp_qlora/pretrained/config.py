@@ -168,7 +168,8 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
             continue
         n_kv = one.num_key_value_heads
         if odd := [x for x in (c.num_attention_heads, n) if x % n_kv]:
-            raise ValueError(f"{odd[0]} attention heads are no multiple of {n_kv} key-value heads")
+            raise ValueError(f"{odd[0]} attention heads are not a multiple of {n_kv} key-value"
+                             " heads")
         dim = getattr(one, "head_dim", None) or c.hidden_size // c.num_attention_heads
         if len(found) >= c.num_hidden_layers - (family.n_borrowers or 0):
             found.append(Heads(n, 0, dim, False))

@@ -26,8 +26,8 @@ from fsdp_qlora.ranks import explain, log
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a model: all but its weights
 NOT_COPIED = "config.json", "adapter_config.json"  # by which transformers would load an adapter
-NO_GGUF = ("is a GGUF file, which llama.cpp reads: give the model that it was made of, a Hub id or"
-           " a directory of safetensors")
+NO_GGUF = ("is a GGUF file, which is for llama.cpp. Use the model that it was made from, a Hub id"
+           " or a directory of safetensors")
 SAMPLES, SAMPLE = 16, 256  # places of a tensor, and bytes at each, that base_digest() hashes
 
 
@@ -68,8 +68,8 @@ def why_no_model(directory: Path, name: str, needs: str) -> str:
     adapter = read_json(directory / "adapter_config.json", {})
     if adapter:
         base = adapter.get("base_model_name_or_path")
-        return (f"is an adapter: give the model that it was trained on, --model {base}, and this by"
-                " --init_adapter to train it further")
+        return (f"is an adapter. Use the model that it was trained on, --model {base}, and this one"
+                " as --init_adapter to train it further")
     if is_gguf:
         return NO_GGUF
     return "has no config.json: is it the directory of a model, with its safetensors?"
@@ -84,7 +84,7 @@ def copy_small_files(directory: Path, target: Path, patterns: Sequence[str] = SM
     for pattern in (*patterns, "additional_chat_templates/*.jinja"):
         for path in directory.glob(pattern):
             if not path.resolve().is_relative_to(own):
-                log(f"{path}: not copied, it is a link to another directory")
+                log(f"note: {path} is not copied, it is a link to another directory")
             elif path.name not in NOT_COPIED and not path.name.endswith(".index.json"):
                 copy = target / path.relative_to(directory)
                 copy.parent.mkdir(exist_ok=True)
@@ -119,18 +119,18 @@ def read_model_config(
     for key, value in want.items():
         if settings and settings.get(key) != value:
             raise ValueError(f"--model {config.model}: is quantized already, with {key}"
-                             f" {settings.get(key)}; only {value} can be read, so name the original"
+                             f" {settings.get(key)}; only {value} is supported. Use the original"
                              " model")
     longest = longest_text(text_config(model_config))
     if longest and (config.max_seq_len or 0) > longest and config.dataset:
-        raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest};"
-                         " more takes a rope_scaling in its config.json")
+        raise ValueError(f"--max_seq_len {config.max_seq_len}: the model supports up to {longest};"
+                         " more needs a rope_scaling in its config.json")
     chosen = arch.mla.index_topk if arch.mla else None
     max_seq_len = config.max_seq_len or min(2048, longest or 2048, chosen or 2048)
     if chosen and max_seq_len > chosen:
         raise ValueError(f"--max_seq_len {max_seq_len}: in rows of more than {chosen} tokens this"
                          " model's indexer chooses the keys that a query sees, which is not"
-                         f" supported: give at most {chosen}")
+                         f" supported. Use at most {chosen}")
     if config.loss != "sft":
         arch = dataclasses.replace(
             arch, attention_dropout=0.0, embedding_dropout=0.0, residual_dropout=0.0)

@@ -27,7 +27,7 @@ from fsdp_qlora.ranks import gather_objects
 READERS = 8  # threads of a rank that read weights; one copies about 5 GB/s from the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
 READ_AHEAD = 2**29  # bytes read but not yet quantized, so that reading and quantizing overlap
-OTHER_BASE = ("are not those of the base model trained on: name that by --base_model;"
+OTHER_BASE = ("are not those of the base model in training. Use that one with --base_model;"
               " --allow_other_base merges into this one")
 RANDOM_STD = 0.02  # of --random_weights
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

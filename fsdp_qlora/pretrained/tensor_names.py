@@ -256,19 +256,18 @@ def check_files(
     if n_mxfp4 or not has_nf4(model_config):
         check_tensors(files, names, wanted)
         if n_mxfp4:
-            log(f"model: {n_mxfp4} linears of experts are in MXFP4, taken exactly as they are")
+            log(f"model: {n_mxfp4} linears of experts stay in MXFP4")
         return {}
     states = check_prequantized(files, names, wanted)
     dtypes = sorted({state["dtype"] for state in states.values()})
     n = sum(name in states for name in names.linears)
     n_whole, n_gates = len(names.linears) - n, len(states) - n
-    log(f"model: quantized already, loaded as it is: {n} linears in NF4"
-        + f"; {n_whole} others, which are not, are quantized now" * (n_whole > 0)
-        + f"; {n_gates} tensors of routers and gates are dequantized" * (n_gates > 0))
+    log(f"model: already NF4, loaded as is ({n} linears)"
+        + f"; {n_whole} others are quantized now" * (n_whole > 0)
+        + f"; {n_gates} router and gate tensors are dequantized" * (n_gates > 0))
     if dtypes not in ([], [compute_dtype]):
-        log(f"they were quantized from {', '.join(dtypes)}, to which bitsandbytes dequantizes them;"
-            f" here they are dequantized to {compute_dtype}, so that some weights differ by its"
-            " rounding")
+        log(f"note: quantized from {', '.join(dtypes)}, but dequantized to {compute_dtype} here;"
+            " some weights differ by rounding")
     return states
 
 
@@ -289,8 +288,8 @@ def drop_further_layers(
         stem = f"{names.layer_prefix}{i}."
         found |= {name: stored for name, stored in files.items() if name.startswith(stem)}
     if found:
-        log(f"model: {len(found)} tensors of layers after the last are not read: they predict"
-            " further tokens (MTP)")
+        log(f"model: skipped {len(found)} multi-token-prediction (MTP) tensors, of layers after the"
+            " last")
     return {name: stored for name, stored in files.items() if name not in found}
 
 
@@ -303,8 +302,8 @@ def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wante
     extra = [name for name in files if name.startswith(names.layer_prefix) and name not in wanted
              and not name.endswith("inv_freq")]
     if extra:
-        raise ValueError(f"the checkpoint has {len(extra)} tensors that its config.json knows"
-                         f" nothing of, the first is {extra[0]}")
+        raise ValueError(f"the checkpoint has {len(extra)} tensors that its config.json does not"
+                         f" describe, the first is {extra[0]}")
     for name, (shape, dtypes) in wanted.items():
         path, dtype, found, *_ = files[name]
         if shape not in (None, found):
@@ -315,7 +314,7 @@ def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wante
             hint = ": without double quantization?" * name.endswith("absmax")
             if dtype == "F8_E4M3" and name in names.linears:
                 hint = f", and F8_E4M3 with its {name}_scale_inv"
-            raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"
+            raise ValueError(f"{path.name}: {name} is {dtype}, which is not supported;"
                              f" {', '.join(dtypes)} are{hint}")
     is_tied = names.head not in wanted
     if is_tied and names.head in files and not same_bytes(files[names.head],
@@ -350,8 +349,8 @@ def check_prequantized(
             original = "the original model"
             if "_projs." in name:  # Unsloth's gpt-oss, which has each expert's matrices apart
                 original = "openai/gpt-oss-20b or openai/gpt-oss-120b, which are in MXFP4"
-            raise ValueError(f"{name}: only linears and routers can be in 4-bit, in NF4, by"
-                             f" the names that transformers gives them: name {original}")
+            raise ValueError(f"{name}: only linears and routers can be in 4-bit, in NF4, by the"
+                             f" names that transformers gives them. Use {original}")
     for name in in_nf4:
         n_blocks = math.ceil(math.prod(names.shapes[name]) / BLOCK)
         wanted[name] = None, DTYPES  # packed, in integers or floats of any size
@@ -377,7 +376,7 @@ def _read_state(
     try:
         state = {**json.loads(bytes(read(f"{name}.{NF4_STATE}").tolist()))}
     except (ValueError, TypeError) as e:
-        raise ValueError(f"{stored.path}: {name}.{NF4_STATE} is not JSON, or no object: {e}")
+        raise ValueError(f"{stored.path}: {name}.{NF4_STATE} is not a JSON object: {e}")
     for key, kind in {"dtype": str, "nested_offset": float}.items():
         if not isinstance(state.get(key), kind):
             raise ValueError(f"{stored.path}: {name}.{NF4_STATE} has {key} {state.get(key)}")

@@ -106,12 +106,13 @@ def check_room(config: Config, directory: Path, specs: Sequence[LayerSpec]) -> N
     # plus 2: the best checkpoint, and the one that is being written
     wanted = adapter + checkpoint * max(1, config.keep_checkpoints + 2 - n_existing)
     free = shutil.disk_usage(directory).free
-    sizes = (f"{wanted / 2**30:.2f} GiB for the adapter and checkpoints, and {free / 2**30:.2f} are"
+    sizes = (f"{wanted / 2**30:.2f} GiB for the adapter and checkpoints, but {free / 2**30:.2f} are"
              " free")
     if free < adapter + checkpoint:
-        raise ValueError(f"--output_dir {directory}: takes {sizes}: make room")
+        raise ValueError(f"--output_dir {directory}: needs {sizes}. Free disk space")
     if free < wanted:
-        log(f"--output_dir {directory}: takes up to {sizes}: a checkpoint may not be saved")
+        log(f"warning: --output_dir {directory}: needs up to {sizes}; a checkpoint may not be"
+            " saved")
 
 
 def load_checkpoint(path: Path, adapter: Adapter,
@@ -126,7 +127,7 @@ def load_checkpoint(path: Path, adapter: Adapter,
     stored, own_state = load_file(path / "optimizer.safetensors"), sharded_state(optimizer)
     if stored.keys() != own_state.keys():
         raise ValueError(f"{path} is of another optimizer: it has {', '.join(sorted(stored))}; this"
-                         f" one wants {', '.join(sorted(own_state))}")
+                         f" one needs {', '.join(sorted(own_state))}")
     for name, value in own_state.items():
         own = adapter.by_layer(value)
         missing = own.shape[1] * adapter.shards - stored[name].shape[1]  # < 0: padding to cut
@@ -170,7 +171,7 @@ def drop_checkpoints(run: Run, step: int) -> None:
         for path in older:
             remove_at_once(path)
     except (OSError, ValueError) as e:
-        log(f"older checkpoints stay: {e}")
+        log(f"warning: could not remove older checkpoints: {e}")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -188,9 +189,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 raise ValueError(f"{name} has another SHA-256 than when it was written")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError,
             TypeError, AttributeError) as e:
-        raise ValueError(f"{path}, which is not whole: {e}")
+        raise ValueError(f"{path}, which is incomplete: {e}")
     except OSError as e:  # the checkpoint may be complete
-        raise OSError(f"{path} cannot be read now: {e}; it stays as it is: try the same command"
+        raise OSError(f"{path} cannot be read now: {e}; it stays as it is. Try the same command"
                       " again")
     return state
 
@@ -205,9 +206,9 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
             return path, read_checkpoint(path)
         except ValueError as e:
             broken.append(str(e))
-            log(f"skipped {e}")
+            log(f"warning: skipped {e}")
     if broken:
-        raise ValueError("; ".join([f"--resume: {directory} has no whole checkpoint", *broken]))
+        raise ValueError("; ".join([f"--resume: {directory} has no complete checkpoint", *broken]))
     return None, None
 
 
@@ -217,10 +218,11 @@ def find_checkpoint(config: Config, directory: Path, digests: dict[str, str | No
     path, state = newest_checkpoint(directory)
     saved_config = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
-        raise ValueError(f"--resume must: {directory} has no whole checkpoint")
+        raise ValueError(f"--resume must: {directory} has no complete checkpoint")
     if not path and (directory / "adapter_model.safetensors").is_file():
-        raise ValueError(f"--output_dir {directory} holds a trained adapter, but no checkpoint to"
-                         " resume from: name another directory; --init_adapter can begin with it")
+        raise ValueError(f"--output_dir {directory} already contains a trained adapter, but no"
+                         " checkpoint to resume from. Use another directory; --init_adapter can"
+                         " start from it")
     if saved_config:
         refuse_other_run(config, directory, digests, saved_config)
     if not path or not state:
@@ -228,14 +230,16 @@ def find_checkpoint(config: Config, directory: Path, digests: dict[str, str | No
     before, now = compared_flags(config, state)
     changed = [name for name in SCHEDULE if before.get(name) != now[name]]
     if state["step"] == config.max_steps and {*changed} - {"max_steps"}:
-        other = "; ".join(f"--{name} {before.get(name)}, not {now[name]}" for name in changed)
-        raise ValueError(f"--output_dir {directory} holds a run with {other}, and all of its"
-                         f" {config.max_steps} steps are done: name another directory")
+        other = "; ".join(f"--{name} {before.get(name)} (now {now[name]})" for name in changed)
+        raise ValueError(f"--output_dir {directory} is a complete run of {config.max_steps} steps"
+                         f" with {other}. Use another directory")
     if state["step"] > now["max_steps"]:
-        raise ValueError(f"--max_steps {config.max_steps}: {path} has more steps")
+        raise ValueError(f"--max_steps {config.max_steps}: the run is already at step"
+                         f" {state['step']} ({path}). Use at least {state['step']}, or another"
+                         " --output_dir")
     for name in changed:
-        log(f"changed: --{name} is {now[name]}, and was {before.get(name)} until step"
-            f" {state['step']}")
+        log(f"changed on resume: --{name} {before.get(name)} -> {now[name]} (from step"
+            f" {state['step']})")
     set_aside(directory, state["step"])
     return state["step"]
 
@@ -255,17 +259,18 @@ def refuse_other_run(config: Config, directory: Path, digests: dict[str, str | N
     """Raise ValueError if the run that `saved_config` describes cannot continue as this one,
     because it has other flags, data or base model."""
     before, now = compared_flags(config, saved_config)
-    changed = [f"--{name} {before.get(name)}, not {now[name]}" for name in MUST_MATCH
+    changed = [f"--{name} {before.get(name)} (now {now[name]})" for name in MUST_MATCH
                if before.get(name) != now[name]]
     if changed:
-        raise ValueError(f"--output_dir {directory} holds a run with {'; '.join(changed)}: name"
-                         " another directory, or resume it with its own flags by --resume must")
+        raise ValueError(f"--output_dir {directory} already contains a run with"
+                         f" {'; '.join(changed)}. Use another directory, or resume it with its own"
+                         " flags by --resume must")
     for key, what in (("data_sha256", "other rows: the data set, a fraction as --eval_dataset, or"
                                       " the tokenizer has changed"),
                       ("base_sha256", "another base model: its files or config.json have changed"),
                       ("eval_sha256", "other evaluation rows: --eval_dataset has changed")):
         if saved_config.get(key) != digests[key]:
-            raise ValueError(f"--output_dir {directory} holds a run with {what}")
+            raise ValueError(f"--output_dir {directory} already contains a run with {what}")
 
 
 def check_run(config: Config, directory: Path, digests: dict[str, str | None],
@@ -321,7 +326,7 @@ def save_adapter(run: Run, weights: dict[str, torch.Tensor],
         errors.append(error)
     else:
         newest = run.status.checkpoint
-        where = f"{newest} has what there is" if newest else "it is lost"
+        where = f"{newest} has the latest state" if newest else "it is lost"
     raise OSError(f"the adapter could not be saved in {'; nor in '.join(errors)}; {where}")
 
 

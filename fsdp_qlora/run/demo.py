@@ -21,8 +21,8 @@ from fsdp_qlora.ranks import log, on_rank_0
 def make_demo(config: Config, directory: Path) -> None:
     """Write the demo's model and data, unless an earlier start has written them. All ranks must
     call this."""
-    log("No --model: training the built-in demo, a small Llama with random weights"
-        + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
+    log("demo: no --model, so this trains a tiny random Llama" if config.dataset else
+        "demo: no --model and no --dataset, so this trains a tiny random Llama on 512 made-up sums")
 
     def write_once() -> None:
         if not (directory / "train_config.json").exists():

@@ -76,7 +76,7 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
         with raise_on_all_ranks():
             if not (path := directory / ".lock").is_file() or path.read_text() != holder:
                 raise ValueError(f"--output_dir {directory}: {this_rank()} does not see the {path}"
-                                 " that rank 0 wrote: name a directory that all nodes share")
+                                 " that rank 0 wrote. Use a directory that all nodes share")
             status.lock = os.lstat(path)
         yield directory, is_complete
     except RunError:
@@ -101,7 +101,7 @@ def claim_directory(config: Config, directory: Path, saved_config: dict[str, Any
         directory.mkdir(parents=True, exist_ok=True)
         status.lock_fd, holder = lock(directory / ".lock", directory)
     except OSError as e:
-        raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
+        raise ValueError(f"--output_dir {directory}: cannot be created: {e}. Use another directory")
     return holder, made
 
 
@@ -112,10 +112,10 @@ def find_run(config: Config, user_config: Config, directory: Path,
     incomplete files are removed. Raises ValueError if the directory cannot be used. Rank 0 only."""
     used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
     if used and not saved_config or saved_config and config.resume == "never":
-        way_out = ("resume it by --resume must" if saved_config else "begin with its adapter by"
+        way_out = ("--resume must to resume it" if saved_config else "start from its adapter with"
                    " --init_adapter: its train_config.json is damaged or missing")
-        raise ValueError(f"--output_dir {directory} holds a run already: name another directory, or"
-                         f" {way_out}")
+        raise ValueError(f"--output_dir {directory} already contains a run. Use another directory,"
+                         f" or {way_out}")
     is_own = saved_config.get("flags") == as_json(flags_of(user_config))
     state = read_json(directory / "status.json", {}).get("state")
     is_complete = is_own and state == "complete" and has_adapter(directory, saved_config)
@@ -134,7 +134,7 @@ def refuse_inputs(config: Config, directory: Path) -> None:
         for value in [values] if isinstance(values, str) else values:
             if Path(value.partition(",")[0]).resolve() == directory.resolve():
                 raise ValueError(f"--output_dir {directory} is what --{flag} names, and a run in it"
-                                 " would spoil that: name another directory")
+                                 " would overwrite that. Use another directory")
 
 
 def has_adapter(directory: Path, saved_config: dict[str, Any]) -> bool:
@@ -145,8 +145,8 @@ def has_adapter(directory: Path, saved_config: dict[str, Any]) -> bool:
         return False
     if saved_config.get("adapter_sha256") == digest(adapter):
         return True
-    log(f"{adapter} has another SHA-256 than when it was written: it is saved again from the last"
-        " checkpoint")
+    log(f"warning: {adapter} has another SHA-256 than when it was written; it is saved again from"
+        " the last checkpoint")
     return False
 
 
@@ -161,11 +161,12 @@ def lock(path: Path, directory: Path) -> tuple[int, str]:
         time.sleep(0.1)  # the other process may have just begun, and is still writing the text
         holder = os.pread(fd, 200, 0).decode(errors="replace")
         os.close(fd)
-        raise ValueError(f"--output_dir {directory}: in use by {holder or 'a process that begins'}:"
-                         " wait for it, or name another directory")
+        raise ValueError(f"--output_dir {directory}: in use by"
+                         f" {holder or 'a process that is starting'}. Wait for it, or use another"
+                         " directory")
     except OSError as e:
-        log(f"--output_dir {directory}: its file system has no locks ({e.strerror}): two runs in it"
-            " at once will not be noticed")
+        log(f"warning: --output_dir {directory}: its file system has no locks ({e.strerror}), so"
+            " two runs in it at once will not be noticed")
     holder = (f"process {os.getpid()} on {socket.gethostname()} since"
               f" {time.strftime('%Y-%m-%d %H:%M:%S')}")
     os.ftruncate(fd, 0)
@@ -179,7 +180,7 @@ def open_partial(output: Path) -> tuple[Path, int]:
     descriptor of its .lock, which this process has locked. Raises ValueError."""
     target = output.resolve()
     if target.is_mount():
-        raise ValueError(f"--output_dir {output}: is a mount point; name a new one in it")
+        raise ValueError(f"--output_dir {output}: is a mount point. Use a new directory inside it")
     partial, is_locked = target.with_name(f".{target.name}.partial"), False
     while not is_locked:
         if partial.is_symlink():  # would lead to files that no merge has written
@@ -211,8 +212,8 @@ def new_directory(output: Path) -> Iterator[NewDirectory]:
     with os.fdopen(lock_fd):
         try:
             if output.exists() and any(output.iterdir()):
-                raise ValueError(f"--output_dir {output}: exists already and is not empty: name a"
-                                 " new one")
+                raise ValueError(f"--output_dir {output}: already exists and is not empty. Use a"
+                                 " new directory")
             yield new
             new.path = partial.replace(output.resolve())
         except BaseException:
@@ -242,9 +243,9 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
     saved_config = read_json(path, {}) if run.saved_step else {}
     kept = {key: saved_config[key] for key in ("earlier_versions",) if key in saved_config}
     if (before := saved_config.get("versions", versions)) != versions:
-        changed = [f"{library} {version}, was {before.get(library)}"
+        changed = [f"{library} {before.get(library)} -> {version}"
                    for library, version in versions.items() if version != before.get(library)]
-        log(f"changed: {', '.join(changed)} until step {run.saved_step}")
+        log(f"changed on resume: {', '.join(changed)} (from step {run.saved_step})")
         kept["earlier_versions"] = [*kept.get("earlier_versions", []),
                                     {"until_step": run.saved_step, **before}]
     described = {
@@ -296,8 +297,8 @@ def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFa
     own = base / "generation_config.json"
     text = own.read_text() if own.is_file() and not closing else json.dumps(settings, indent=2)
     if closing:
-        log(f"generation is to stop at {' and '.join(map(repr, closing))} too, which ends a turn:"
-            f" so says generation_config.json in {directory}")
+        log(f"note: generation also stops at {' and '.join(map(repr, closing))}, which ends a turn"
+            f" (generation_config.json in {directory})")
     write_whole(directory / "generation_config.json", text)
 
 
@@ -333,10 +334,10 @@ def read_run(directory: Path) -> TrainedRun:
     missing = [p.name for p in needed if not p.is_file()]
     if missing:
         newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
-        raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}; name "
-                         + (f"its newest checkpoint: --adapter_dir {newest}" if newest else
-                            "a run directory of train_fsdp_qlora.py or a checkpoint in it; another"
-                            " adapter of PEFT's is merged, unchecked, if --base_model is given"))
+        raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}. Use "
+                         + (f"its latest checkpoint: --adapter_dir {newest}" if newest else
+                            "a run directory of train_fsdp_qlora.py or a checkpoint in it; any"
+                            " other PEFT adapter is merged, unchecked, with --base_model"))
     run, changed = read_json(path), "has another SHA-256 than when it was written"
     files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
     if run.pop("sha256", None) != text_digest(run):
@@ -355,7 +356,7 @@ def read_run(directory: Path) -> TrainedRun:
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         if not re.fullmatch(pattern, text := json.dumps(value)):
-            raise ValueError(f"{path}: {name} is {text:.80}; a merge takes only {pattern}")
+            raise ValueError(f"{path}: {name} is {text:.80}; a merge needs {pattern}")
 
     def found(*names: str) -> list[Path]:
         return [file for name in names if (file := path.with_name(name)).is_file()]

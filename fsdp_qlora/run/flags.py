@@ -107,7 +107,7 @@ def parse_value(name: str, kind: Any, choices: Sequence[str], text: str) -> Any:
     elif name == "eval_dataset" and text.endswith("%"):
         wanted, meant = "files, a Hub id or a fraction of the rows", meant_number(text, float)
     if wanted:
-        guess = f"; do you mean {meant}?" if meant else ""
+        guess = f"; did you mean {meant}?" if meant else ""
         raise argparse.ArgumentTypeError(f"{text}: must be {wanted}{guess}")
     return text
 
@@ -176,7 +176,7 @@ def refuse_unknown(where: str, flags: list[str]) -> NoReturn:
         # a cutoff below which another tool's --num_processes would be --num_epochs
         near = ([known for known in names if known.startswith(word)]
                 or difflib.get_close_matches(word, names, 1, cutoff=0.75))
-        guess = near and f"do you mean {near[0]}?"
+        guess = near and f"did you mean {near[0]}?"
         answers = (peer_answer(flag), "its dashes are missing" if flag in names else "",
                    guess if word in names else "", *map(peer_answer, (parts[-1], parts[0])), guess)
         answer = next(filter(None, answers), "")
@@ -195,7 +195,7 @@ def read_flags(path: Path) -> list[str]:
             names = [key.value for key, _ in node.value]
             for name in names:
                 if names.count(name) > 1:
-                    raise ValueError(f"{name} is there twice")
+                    raise ValueError(f"{name} occurs twice")
             return super().construct_mapping(node, deep)
 
     # numbers and dates are text, as on the command line: YAML's 2026_11 is 202611, its 5:00 is 300
@@ -208,7 +208,7 @@ def read_flags(path: Path) -> list[str]:
         raise ValueError(f"--config {path}: cannot be read: {e}")
     content = content.get("flags", content) if isinstance(content, dict) else content
     if not isinstance(content, dict):
-        raise ValueError(f"--config {path}: is no table of flags and their values")
+        raise ValueError(f"--config {path}: must be a mapping of flags to values")
     if "config" in content:
         raise ValueError(f"--config {path}: names another file by config: write its flags here")
     names = {f.name for f in dataclasses.fields(Config)}
@@ -219,11 +219,11 @@ def read_flags(path: Path) -> list[str]:
         is_switch = isinstance(value, bool) and isinstance(getattr(Config, name, False), bool)
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict) and name != "columns":
-                raise ValueError(f"--config {path}: {name} is a table, as other tools have it: give"
-                                 " the value alone")
+                raise ValueError(f"--config {path}: {name} is a table, as in other tools. Write the"
+                                 " value alone")
             if isinstance(item, bool) and not is_switch:
-                raise ValueError(f"--config {path}: {name}: {item}: YAML takes yes, no, on and off"
-                                 " for these: put the value in quotes")
+                raise ValueError(f"--config {path}: {name}: {item}: YAML reads yes, no, on and off"
+                                 " as these. Put the value in quotes")
         if is_switch:
             argv.append(f"--{name}" if value else f"--no-{name}")
         elif name == "columns" and isinstance(value, dict):

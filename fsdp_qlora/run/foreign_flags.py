@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 
 # An answer, and below it the names or patterns that get it. The first match counts.
 PEERS = """
-give --model, a Hub id or a directory; the model's own tokenizer is used
+use --model, a Hub id or a directory; the model's own tokenizer is used
     model_name_or_path model_name base_model pretrained_model_name_or_path model_id checkpointer
     base_model_config tokenizer tokenizer_name tokenizer_config tokenizer_type
 
-give --dataset: files, directories or a Hub id
+use --dataset: files, directories or a Hub id
     dataset_name datasets dataset_path dataset_dir train_file train_dataset data_path data_files
     dataset_id
 
@@ -24,18 +24,18 @@ write it behind the Hub id: --dataset OWNER/NAME,name=..,split=..,revision=..
     dataset_config dataset_config_name dataset_subset dataset_train_split dataset_split split
     dataset_revision
 
-give --eval_dataset: files, a Hub id, or a fraction of the rows, such as 0.02
+use --eval_dataset: files, a Hub id, or a fraction of the rows, such as 0.02
     test_datasets val_set_size val_size eval_size eval_split dataset_test_split validation_file
     dataset_val eval_file validation_split*
 
-give --max_seq_len
+use --max_seq_len
     max_length max_seq_length sequence_len cutoff_len model_max_length max_prompt_length
     max_completion_length max_target_length context_length sequence_length
 
-not supported; longer rows are cut at their end
+not supported; longer rows are truncated at their end
     truncation_mode truncation_side excess_length_strategy
 
-give --chat_template FILE; without it the model's own template is used
+use --chat_template FILE; without it the model's own template is used
     chat_template_path chat_template_jinja template
 
 write it into the rows, under the key chat_template_kwargs
@@ -45,7 +45,7 @@ not needed, because a row's keys say what it is; --columns OLD=NEW renames keys
     dataset_text_field text_column field_messages input_column output_column message_property*
     roles columns_mapping formatting*
 
-not needed, because only answers are trained; to train whole texts, give rows with the key text
+not needed, because only answers are trained; to train whole texts, use rows with the key text
     train_on_inputs train_on_prompt train_on_input train_on_responses_only completion_only_loss
     assistant_only_loss mask_history mask_prompt response_template instruction_template
 
@@ -60,7 +60,7 @@ not needed, because all cores encode the rows once, into a cache
     dataset_streaming remove_unused_columns dataset_exact_deduplication skip_prepare_dataset
     ignore_data_skip push_dataset_to_hub preprocessing_batch_size buffer_size loading_workers
 
-not supported; give a smaller file, or --max_steps
+not supported; use a smaller file, or --max_steps
     max_samples max_train_samples dataset_samples
 
 not needed, because every epoch is shuffled anew, by --seed
@@ -77,7 +77,7 @@ not supported; the model's config.json decides, and no remote code is run
     trust_remote_code model_revision model_init_kwargs model_type is_*_derived_model
     use_fast_tokenizer tokenizer_use_fast rope_scaling overrides_of_model_config revision
 
-give --batch_size, the rows of a step over all GPUs; the plan decides what a GPU takes at once
+use --batch_size, the rows of a step over all GPUs; the plan decides what a GPU takes at once
     per_device_train_batch_size per_gpu_train_batch_size micro_batch_size train_batch_size
     gradient_accumulation_steps auto_find_batch_size global_batch_size
 
@@ -85,28 +85,28 @@ not needed, because an evaluation takes as many tokens at once as training does
     per_device_eval_batch_size eval_batch_size eval_accumulation_steps batch_eval_metrics
     eval_do_concat_batches eval_use_gather_object
 
-give --num_epochs
+use --num_epochs
     num_train_epochs epochs train_epochs max_epochs epoch
 
-give --max_steps
+use --max_steps
     max_steps_per_epoch total_steps train_steps iters training_steps
 
-give --learning_rate
+use --learning_rate
     lr learning_rates
 
-give --lr_schedule: cosine, linear or constant
+use --lr_schedule: cosine, linear or constant
     lr_scheduler lr_scheduler_type scheduler
 
 not supported; --lr_schedule cosine and linear end at 0
     lr_scheduler_kwargs cosine_min_lr_ratio cosine_constant_lr_ratio num_warmup_steps_of_cosine
 
-give --warmup_fraction, a fraction of all steps
+use --warmup_fraction, a fraction of all steps
     warmup_ratio warmup_steps num_warmup_steps
 
-give --max_grad_norm
+use --max_grad_norm
     clip_grad_norm grad_clip gradient_clipping max_gradient_norm grad_norm apply_gradient_clipping
 
-give --weight_decay
+use --weight_decay
     wd
 
 not needed, because the optimizer is always AdamW with 8-bit, paged state and betas of 0.9 and 0.999
@@ -124,22 +124,22 @@ not supported
     use_apollo apollo_* use_adam_mini loraplus* use_dft* lisa_* optim_loraplus* oft_*
     mixture_of_depths train_from_scratch
 
-give --lora_rank
+use --lora_rank
     lora_r r lora_dim max_lora_rank
 
-give --target_modules: names such as q_proj v_proj, or all-linear, or experts
+use --target_modules: names such as q_proj v_proj, or all-linear, or experts
     lora_target_modules lora_target lora_attn_modules lora_target_parameters
 
 not needed, because --target_modules all-linear is the default
     lora_target_linear apply_lora_to_mlp
 
-give --adapter rslora
+use --adapter rslora
     use_rslora peft_use_rslora
 
-give --adapter dora
+use --adapter dora
     use_dora peft_use_dora
 
-give --init_adapter
+use --init_adapter
     lora_model_dir adapter_name_or_path lora_path peft_model_id adapter_path adapter_folder
 
 not supported; only adapters of linears are trained
@@ -169,10 +169,10 @@ not needed, because the free memory decides what is recomputed; --recompute over
     activation_checkpointing_kwargs enable_activation_checkpointing
     disable_gradient_checkpointing reentrant_checkpointing use_reentrant_gc
 
-give --offload_activations
+use --offload_activations
     activation_offloading enable_activation_offloading use_activation_cpu_offload
 
-give --offload_params; the optimizer's state is paged anyway
+use --offload_params; the optimizer's state is paged anyway
     fsdp_cpu_offload cpu_offload use_cpu_offload offload_param offload_optimizer
     fsdp_offload_params
 
@@ -205,7 +205,7 @@ not needed, because torchrun starts the processes: its nproc_per_node stands bef
     nproc_per_node nnodes num_nodes node_rank num_processes num_machines machine_rank num_gpus
     n_gpu n_gpus gpus gpu_ids devices world_size master_addr master_port main_process_* rdzv_*
 
-give --memory_limit_gib
+use --memory_limit_gib
     max_memory gpu_memory_limit gpu_memory_utilization
 
 not needed
@@ -216,18 +216,18 @@ not needed
 not needed; the Hub's own settings count: HF_HOME, `hf auth login`
     cache_dir hf_token hf_hub_token use_auth_token token
 
-give --eval_every, a number of steps; the start and the end are always evaluated
+use --eval_every, a number of steps; the start and the end are always evaluated
     eval_steps evals_per_epoch eval_strategy evaluation_strategy eval_delay eval_on_start
     run_val_every_n_steps eval_interval
 
-give --eval_samples
+use --eval_samples
     generate_during_eval eval_table_size num_eval_samples
 
-give --save_every: minutes such as 5m, or a number of steps such as 100
+use --save_every: minutes such as 5m, or a number of steps such as 100
     save_steps saves_per_epoch save_strategy save_every_n_steps checkpoint_every save_interval
     save_model save_model_every*
 
-give --keep_checkpoints
+use --keep_checkpoints
     save_total_limit max_checkpoints keep_last_n
 
 not needed, because the same command resumes a run; --resume never begins a new one
@@ -241,7 +241,7 @@ not needed, because adapters are safetensors, and a checkpoint resumes on any nu
     save_safetensors save_only_model save_on_each_node save_adapter_weights_only save_first_step
     restore_callback_states_from_checkpoint
 
-give --report_to: tensorboard, wandb or none; loss.png is drawn anyway
+use --report_to: tensorboard, wandb or none; loss.png is drawn anyway
     report_to_* metric_logger use_tensorboard use_wandb tensorboard* wandb_* wandb mlflow_*
     comet_* use_comet use_mlflow swanlab_* use_swanlab trackio_* run_name project project_name
     entity logging_dir plot_loss
@@ -257,28 +257,28 @@ not needed, because the script always trains, and evaluates if there is an --eva
 not supported; merge_adapters.py writes a model for `hf upload` and llama.cpp's converter
     push_to_hub hub_* export_* save_gguf save_method save_merged* merge_lora*
 
-give --output_dir
+use --output_dir
     output_directory logdir out_dir
 
-give --max_minutes
+use --max_minutes
     timeout max_time
 
-give --loss: dpo, ipo, simpo, orpo or kto
+use --loss: dpo, ipo, simpo, orpo or kto
     rl loss_type pref_loss rlhf_type
 
-give --beta
+use --beta
     rl_beta pref_beta dpo_beta orpo_alpha orpo_beta kto_beta simpo_beta
 
-give --label_smoothing, with --loss dpo
+use --label_smoothing, with --loss dpo
     dpo_label_smoothing label_smoothing_factor
 
-give --simpo_gamma
+use --simpo_gamma
     gamma gamma_beta_ratio cpo_simpo_gamma
 
-give --desirable_weight
+use --desirable_weight
     kto_desirable_weight kto_chosen_weight
 
-give --undesirable_weight
+use --undesirable_weight
     kto_undesirable_weight kto_rejected_weight
 
 not needed, because the reference is the model before the first step, computed once

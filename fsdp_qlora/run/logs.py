@@ -28,16 +28,22 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.files import put_in_place, read_records, text_digest, write_whole
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.memory import host_memory
+from fsdp_qlora.model.loss import LOSSES
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, parse_gpus
 from fsdp_qlora.quant.nf4 import why_no_triton
-from fsdp_qlora.ranks import log
+from fsdp_qlora.ranks import log, log_debug
 from fsdp_qlora.run.state import Run
 
 
-LOG_SECONDS = 2  # between two step lines in the log
-HIGH_RATE = 0.02  # a higher --learning_rate is commented on in the log
-SHOWN_TOKENS = {True: 60, False: 30}  # {in the loss?: tokens shown at each end of a long part}
+LOG_SECONDS = 2  # between lines of steps in the log
+HIGH_RATE = 0.02  # --learning_rate above it gets a line
+ATTENTION = {  # names of functions in kernels/, in the log
+    "batched_attention": "SDPA (equal lengths)", "flash_attention": "Flash Attention 2",
+    "varlen_attention": "varlen_attn", "flex_document_attention": "flex_attention",
+    "document_attention": "one sequence at a time"}
+ELSEWHERE = ("output_dir", "shard_group_size")  # flags that other lines of the log tell
+SHOWN_TOKENS = {True: 60, False: 30}  # of the first row's long parts, trained or not, at each end
 
 
 class MetricsWriter:
@@ -46,7 +52,7 @@ class MetricsWriter:
     def __init__(self, run: Run, start_step: int) -> None:
         """Start after step `start_step`; later records of an earlier start are removed."""
         self.max_steps, self.status = run.config.max_steps, run.status
-        self.place = place_of(run.device)
+        self.place, self.compiles = place_of(run.device), compiles_kernels(run.device)
         self.first: tuple[int, float] | None = None  # first step of this start, and when it ended
         self.pace: float | None = None  # seconds per step since, evaluations and saves included
         self.path = run.directory / "metrics.jsonl"
@@ -73,8 +79,8 @@ class MetricsWriter:
         except OSError as e:
             self.why = getattr(e, "strerror", None) or e
             if not self.is_failing:
-                log(f"{self.path}: cannot be written ({self.why}): training goes on, and its lines"
-                    " are written when they can be")
+                log(f"warning: cannot write {self.path} ({self.why}). Training continues; the lines"
+                    " are kept and written later")
             self.is_failing = True
 
     def record(self, record: dict[str, Any]) -> None:
@@ -85,7 +91,8 @@ class MetricsWriter:
             if self.track:
                 self.track(record)
         except Exception as e:
-            log(f"{self.name}: {getattr(e, 'strerror', None) or e}: it gets nothing more")
+            log(f"warning: {self.name} failed ({getattr(e, 'strerror', None) or e}); no more"
+                " metrics are sent to it")
             self.track = None
 
     def step(self, record: dict[str, Any]) -> None:
@@ -104,17 +111,19 @@ class MetricsWriter:
             self.last_line = now
             self.status.write("training")
             left = max_steps - step
-            eta = f", {describe_time(left * self.pace)} left" if left and self.pace else ""
-            log("step {step:5d}/{max_steps} loss {loss:7.4f}{metrics} lr {learning_rate:.1e} grad"
-                " {grad_norm:6.3f} {tokens_per_second_per_gpu:6,.0f} tok/s/{place}"
-                " {peak_memory_gib:.2f} GiB{eta}".format(
-                    max_steps=max_steps, metrics=describe_metrics(record), place=self.place,
-                    eta=eta, **record))
+            eta = f" | {describe_time(left * self.pace)} left" if left and self.pace else ""
+            speed = f"{record['tokens_per_second_per_gpu']:6,.0f} tok/s/{self.place}"
+            if self.compiles and step == self.first[0]:
+                speed = "(compiling)".rjust(len(speed))
+            log("step {of_all} | loss {loss:7.4f}{metrics} | lr {learning_rate:.1e} | grad_norm"
+                " {grad_norm:6.3f} | {speed} | {peak_memory_gib:5.2f} GiB{eta}".format(
+                    of_all=of_all_steps(step, max_steps), metrics=describe_metrics(record),
+                    speed=speed, eta=eta, **record))
 
     def close(self) -> None:
         self.write()
         if n_lost := self.unwritten.count(b"\n"):
-            log(f"{self.path}: its last {n_lost} lines are lost: {self.why}")
+            log(f"warning: the last {n_lost} lines of {self.path} are lost: {self.why}")
         for close in (self.bar and self.bar.close, self.close_tracker):
             with contextlib.suppress(Exception):
                 if close:
@@ -126,55 +135,66 @@ def place_of(device: torch.device) -> str:
     return "GPU" if device.type == "cuda" else "process"
 
 
+def compiles_kernels(device: torch.device) -> bool:
+    """Whether the first step compiles kernels, which takes a while."""
+    return device.type == "cuda" and not why_no_triton()
+
+
 def describe_time(seconds: float) -> str:
-    """Return seconds as hours, minutes and seconds: 1:02:03."""
+    """Minutes and seconds, 2:03, or hours, minutes and seconds, 1:02:03."""
     minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def of_all_steps(step: int, max_steps: int | None) -> str:
+    """" 15/300", as wide as "300/300"."""
+    return f"{step:{len(str(max_steps))}d}/{max_steps}"
 
 
 def log_extension(config: Config, start_step: int, last_rate: float, next_rate: float) -> None:
-    """Print how the learning rate changes when a complete run continues."""
-    log(f"the run was complete after {start_step} steps and goes on to {config.max_steps}: the"
-        f" learning rate was {last_rate:.1e} and is {next_rate:.1e} now; a new run with"
-        " --init_adapter would begin with a warm-up")
+    """Log the jump of the learning rate where a complete run goes on."""
+    log(f"note: the run was complete at step {start_step} and now continues to step"
+        f" {config.max_steps}. Its learning rate jumps from {last_rate:.1e} to {next_rate:.1e}; a"
+        " new run with --init_adapter would start with a warm-up")
 
 
-def log_parameters(config: Config, n_trainable: int, n_frozen: int) -> None:
-    log(f"parameters: {n_trainable:,} trainable ({config.adapter}), {n_frozen:,} frozen")
+def log_parameters(n_trainable: int, n_frozen: int) -> None:
+    log(f"parameters: {n_trainable:,} trainable, {n_frozen:,} frozen")
 
 
 def describe_steps(config: Config) -> str:
-    """Return the length of the run, for a dry run."""
-    return f"the run has {config.max_steps:,} steps of {config.batch_size:,} rows"
+    """Return a dry run's description of the run."""
+    return f"the run has {config.max_steps:,} steps of {config.batch_size:,} {row_word(config)}"
 
 
 def log_steps(run: Run) -> None:
-    """Print what the training loop is about to do."""
-    config, rows, n = run.config, run.rows, dist.get_world_size()
+    """Log how many steps the loop is about to run."""
+    config, rows = run.config, run.rows
     epochs = config.max_steps * config.batch_size / len(rows)
     longest = rows.lengths.view(-1, rows.n_answers).sum(1).max()
-    log(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs, in"
-        f" micro-batches of at most {run.plan.micro_batch_tokens:,} tokens on {n}"
-        f" process{'es' * (n > 1)}; the longest row has {longest:,} tokens; peak learning rate"
+    log(f"training: {config.max_steps:,} steps of {config.batch_size:,} {row_word(config)},"
+        f" {epochs:.3g} epochs; the longest has {longest:,} tokens; peak learning rate"
         f" {config.learning_rate}")
-    if run.device.type == "cuda" and not why_no_triton():
-        log("the first step compiles kernels: up to a minute, a few seconds once they are cached")
+    if compiles_kernels(run.device):
+        log("step 1 compiles kernels: up to a minute, a few seconds when cached")
 
 
-def log_evaluation(step: int, metrics: dict[str, float], samples: list[dict[str, str]],
-                   is_best: bool) -> None:
+def log_evaluation(step: int, max_steps: int | None, metrics: dict[str, float],
+                   samples: list[dict[str, str]], is_best: bool) -> None:
     """Print the loss of an evaluation, and its sample answers."""
-    best = ", the best so far" if is_best else ""
-    log(f"evaluation after step {step}: loss {metrics['eval_loss']:.4f}"
+    best = " | best so far" if is_best else ""
+    log(f"eval {of_all_steps(step, max_steps)} | loss {metrics['eval_loss']:7.4f}"
         f"{describe_metrics(metrics, 'eval_')}{best}")
     for sample in samples:
         log_sample(sample)
 
 
 def log_sample(sample: dict[str, str]) -> None:
-    """Print one result of sample_answers()."""
-    answer, wanted = (beginning(sample[key], 300) for key in ("answer", "wanted"))
-    log(f"sample: {ending(sample['prompt'], 150)!r} -> {answer!r}, wanted {wanted!r}")
+    """Print one of sample_answers()."""
+    log(f"sample: prompt   {ending(sample['prompt'], 150)!r}")
+    log(f"sample: answer   {beginning(sample['answer'], 300)!r}")
+    log(f"sample: expected {beginning(sample['wanted'], 300)!r}")
 
 
 def beginning(text: str, n: int) -> str:
@@ -193,16 +213,16 @@ def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
     found = {key.removeprefix(prefix): value for key, value in record.items()
              if key.startswith(prefix)}
     parts = [f"perplexity {found['perplexity']:.2f}"] if "perplexity" in found else []
+    parts += [f"{name} {found[key]:6.3f}" for name, key in (("margin", "rewards/margins"),
+                                                            ("kl", "kl")) if key in found]
     if "rewards/accuracies" in found:
-        parts.append(f"accuracy {found['rewards/accuracies']:.1%}")
+        parts.append(f"accuracy {100 * found['rewards/accuracies']:5.1f} %")
     for name in "rewards", "logps":
-        pair = [f"{answer} {found[key]:.3f}" for answer in ("chosen", "rejected")
+        pair = [f"{answer} {found[key]:6.3f}" for answer in ("chosen", "rejected")
                 if (key := f"{name}/{answer}") in found]
         if pair:
-            parts.append(f"{name} {' '.join(pair)}")
-    parts += [f"{name} {found[key]:.3f}" for name, key in (("margin", "rewards/margins"),
-                                                           ("kl", "kl")) if key in found]
-    return "".join(f", {part}" for part in parts)
+            parts.append(f"{name} {', '.join(pair)}")
+    return "".join(f" | {part}" for part in parts)
 
 
 def earlier_records(path: Path, start_step: int, evaluated: int) -> str:
@@ -284,31 +304,37 @@ def draw_losses(directory: Path) -> None:
 def log_startup(
         user_config: Config, config: Config, plan: Plan, kernels: Kernels,
         limit: int, device: torch.device, versions: dict[str, str]) -> None:
-    """Print the run before it begins: the values chosen for omitted flags, versions and GPUs, and
-    the plan."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
-    chosen = {name: value for name, value in vars(config).items()
-              if value != vars(user_config)[name]}
-    if chosen:
-        log("chosen: " + " ".join(
+    """Print what this run is, before it begins: what it has chosen for flags that were not given,
+    on what it runs, and the plan."""
+    world_size = dist.get_world_size()
+    defaults = {name: value for name, value in vars(config).items()
+                if value != vars(user_config)[name] and name not in ELSEWHERE}
+    if defaults:
+        log("defaults: " + " ".join(
             f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"
-            for name, value in chosen.items()))
-    log(", ".join(f"{name} {version}" for name, version in versions.items())
-        + f"; {dist.get_world_size()} x {gpu}")
+            for name, value in defaults.items()))
+    hardware = (f"{world_size} x {torch.cuda.get_device_name(device)}, NCCL"
+                if device.type == "cuda" else f"CPU, {count(world_size, 'process')}, gloo")
+    log(f"hardware: {hardware}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items()))
     if config.learning_rate > HIGH_RATE:
-        log(f"--learning_rate {config.learning_rate:g} is far above what trains adapters, 1e-5 to"
-            " 1e-2: AdamW changes each value by about so much in every step")
+        log(f"warning: --learning_rate {config.learning_rate:g} is very high; adapters usually"
+            " train at 1e-5 to 1e-2")
     if device.type == "cuda" and why_no_triton():
-        log(f"slower, without fused kernels: {why_no_triton()}")
+        log(f"warning: slow path, no Triton kernels: {why_no_triton()}")
     used = {f.__name__ for kind in kernels for f in kind.values()}
-    log(f"attention: {', '.join(sorted(used))}")
+    log_on_gpu = log if device.type == "cuda" else log_debug
+    log_on_gpu(f"attention: {', '.join(sorted(ATTENTION[name] for name in used))}")
     if device.type == "cuda":
+        if "document_attention" in used:
+            log("warning: slow path, attention of one sequence at a time: no fused kernel fits this"
+                " model, dtype and GPU")
         free, total = torch.cuda.mem_get_info()
-        held = total - free - torch.cuda.memory_reserved()
-        log(f"outside the plan: CUDA's context, NCCL and other programs hold {held / 2**30:.2f} GiB"
-            " of this GPU")
+        outside = total - free - torch.cuda.memory_reserved()
+        log(f"memory: {outside / 2**30:.2f} GiB of this GPU already in use (CUDA context, NCCL,"
+            " other programs)")
     resident = host_memory()[0] if device.type == "cpu" else 0
-    log_plan(user_config, plan, limit, dist.get_world_size(), place_of(device),
+    log_plan(user_config, plan, limit, world_size, place_of(device),
              resident if resident < math.inf else 0)
 
 
@@ -316,64 +342,81 @@ def log_plan_elsewhere(user_config: Config, config: Config, plan: Plan, limit: i
     """Print the answer to --plan_for, if the plan fits."""
     world_size, gpu, _ = parse_gpus(config.plan_for or "")
     lengths = "" if config.dataset else f" of {config.max_seq_len:,} tokens"
-    log(f"planned by data sheets for {world_size} x {gpu} with {HOST_GIB} GiB of host memory for"
-        f" each, in steps of {config.batch_size:,} rows{lengths}; nothing was measured")
+    log(f"plan for {world_size} x {gpu} (from data sheets, not measured): {config.batch_size:,}"
+        f" {row_word(config)}{lengths} per step, {HOST_GIB} GiB of host memory per GPU")
     log_plan(user_config, plan, limit, world_size)
-    log(f"it fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB on each GPU, predicted"
-        f" {1 / plan.token_seconds:,.0f} tokens/s per GPU")
+    log(f"fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB per GPU, predicted"
+        f" {1 / plan.token_seconds:,.0f} tok/s/GPU")
 
 
 def log_plan(
     user_config: Config, plan: Plan, limit: int, world_size: int, place: str = "GPU",
     resident: float = 0,
 ) -> None:
-    """Print the plan: its predicted memory, and how the work is distributed. `resident`: bytes that
-    the process uses already, which count on a CPU."""
+    """Print the plan: the memory that it is predicted to take, and how the work is laid out.
+    `resident`: bytes that the process has already, on a CPU, where they count."""
+    speed = f"predicted {1 / plan.token_seconds:,.0f} tok/s/{place}"
+    checkpointed = f"activation checkpointing in {plan.recomputed} of {plan.n_layers} layers"
+    if not plan.recomputed:
+        checkpointed = "no activation checkpointing"
     notes = {
-        describe_copies(user_config, plan, world_size): True,
-        f"micro-batches of at most {plan.micro_batch_tokens:,} tokens, packed end to end": True,
-        f"{plan.recomputed} of {plan.n_layers} layers recomputed in backward": True,
-        "these keep the sum after attention": plan.recomputed and plan.save_mid_residual,
-        f"{plan.n_mlp_saved} of these keep what their MLP needs": plan.n_mlp_saved,
-        "backward keeps dequantized weights for a second use": plan.reuse_dequantized,
-        "gathered weights stay until backward": not plan.reshard_after_forward,
+        describe_copies(plan, world_size, place): True,
+        f"micro-batches of up to {plan.micro_batch_tokens:,} tokens": True,
+        checkpointed: True,
         "nothing to offload": plan.offload_activations and not plan.recomputed,
         "embeddings in host memory": plan.embedding_on_host,
         "CUDA graphs": plan.graphs,
-        f"no CUDA graphs: {plan.why_no_graphs}": not plan.graphs,
-        f"{1 / plan.token_seconds:,.0f} tokens/s per {place} predicted": not user_config.plan_for}
+        speed: place == "GPU" and not user_config.plan_for}
     log("plan: " + "; ".join(note for note, holds in notes.items() if holds))
+    details = {
+        "checkpointed layers save the residual stream after attention":
+            plan.recomputed and plan.save_mid_residual,
+        f"{plan.n_mlp_saved} of them save the activations of their MLP": plan.n_mlp_saved,
+        "dequantized weights are reused in backward": plan.reuse_dequantized,
+        "no resharding after forward": not plan.reshard_after_forward,
+        f"no CUDA graphs: {plan.why_no_graphs}": not plan.graphs,
+        speed: place != "GPU"}
+    if any(details.values()):
+        log_debug("plan details: " + "; ".join(note for note, holds in details.items() if holds))
     memory = {"the process so far": resident, **plan.memory}
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items()
                       if size > 2**30 / 200)
     of_limit = f" of {limit / 2**30:.2f} GiB" if limit else ""
     pinned = f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
-    log(f"predicted peak {sum(memory.values()) / 2**30:.2f} GiB{of_limit}"
-        f"{pinned if plan.host_bytes else ''}: {parts}")
+    log_on_gpu = log if place == "GPU" else log_debug
+    log_on_gpu(f"memory: predicted peak {sum(memory.values()) / 2**30:.2f} GiB{of_limit} per"
+               f" {place}{pinned if plan.host_bytes else ''}: {parts}")
 
 
-def describe_copies(user_config: Config, plan: Plan, n: int) -> str:
-    """Return how the model is distributed over `n` processes, and who decided that."""
+def describe_copies(plan: Plan, n: int, place: str) -> str:
+    """Describe the layout of the weights over `n` GPUs or processes."""
     shards = plan.shard_group_size
     if n == 1:
-        return "the model on one process"
-    why = "as asked" if user_config.shard_group_size else "the fastest that fits"
-    if not user_config.shard_group_size and not user_config.model:
-        why = "the demo's default"
+        return f"weights on one {place}"
     if shards == 1:
-        return f"the model replicated on {n} processes ({why})"
+        return f"weights replicated on {count(n, place)}"
     copies = f", {n // shards} copies" if shards < n else ""
-    return f"the model sharded over {shards} processes{copies} ({why})"
+    return f"weights sharded over {count(shards, place)}{copies}"
+
+
+def count(n: int, noun: str) -> str:
+    """1 process, 2 processes, 2 GPUs."""
+    return f"{n} {noun}{('es' if noun.endswith('s') else 's') * (n > 1)}"
+
+
+def row_word(config: Config) -> str:
+    """The word for what --batch_size counts."""
+    return "pairs" if LOSSES[config.loss].n_answers == 2 else "sequences"
 
 
 def log_examples(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) -> None:
-    """Print the first row as the model sees it, or `n` rows spread over the data set, with what is
-    not in the loss in brackets. Prints both answers of a pair, and whether an unpaired answer is
-    good. Does nothing without a tokenizer."""
+    """Print the first row as the model sees it, or `n` rows of the whole data set, with what is not
+    in the loss in brackets, if there is a tokenizer; of preferences both answers, or whether its
+    answer is good."""
     if not tokenizer:
         return
     for row in range(0, len(rows), math.ceil(len(rows) / n)):
-        which, first = f"row {row + 1:,}" if row else "first row", row * rows.n_answers
+        which, first = f"example {row + 1:,}" if row else "first example", row * rows.n_answers
         names = [", chosen", ", rejected"] if rows.n_answers == 2 else [""]
         if rows.kind.is_unpaired:
             names = [" (good)" if rows.desirable[first] else " (bad)"]
@@ -399,7 +442,7 @@ def show_document(ids: torch.Tensor, labels: torch.Tensor,
                     f" .. {decode(all_ids, stop - n, stop, tokenizer)}")
         else:
             text = decode(all_ids, start, stop, tokenizer)
-        texts.append(text if is_trained else f"[not trained: {text}]")
+        texts.append(text if is_trained else f"[masked: {text}]")
     if len(shown) > 7:
         texts.insert(3, f" .. {len(shown) - 7} more parts .. ")
     return "".join(texts)
@@ -425,5 +468,6 @@ def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
     weights = sum(layer.spec.token_weights() for layer in layers)
     again = sum(layer.spec.recomputed_weights(layer.saves) for layer in layers)
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
-    log(f"measured: {rate:,.0f} tokens/s per {place_of(run.device)}, {tflops:.1f} TFLOP/s, peak"
-        f" {peak:.2f} GiB; predicted {1 / plan.token_seconds:,.0f} tokens/s")
+    place = place_of(run.device)
+    log(f"measured: {rate:,.0f} tok/s/{place}, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB; predicted"
+        f" {1 / plan.token_seconds:,.0f} tok/s/{place}")

@@ -40,15 +40,15 @@ def open_peft_run(
         if stored_format(config):
             raise ValueError("is quantized already")
     auto_class, files = AUTO_CLASSES[hasattr(config, "text_config")], weight_files(directory)
-    print(f"WARNING: {adapter_dir} has no train_config.json: that it was trained on {directory} in"
-          f" NF4 is taken on trust (its {path.name} names {settings['base_model_name_or_path']}),"
-          " and nothing will be compared")
+    print(f"warning: {adapter_dir} has no train_config.json, so it is assumed that it was"
+          f" trained on {directory} in NF4 (its {path.name} names"
+          f" {settings['base_model_name_or_path']}), and nothing will be compared")
     in_4bit, others = linears_in_4bit(directory, config, auto_class, files)
     parts, r = dict[str, list[FilePart]](), settings["r"]
     for stem in sorted({name.rpartition(".lora_")[0] or name for name in stored}):
         name = {**in_4bit, **others}.get(bare_name(stem), "")
         if not name:
-            raise ValueError(f"{file}: {stem} is no linear of the layers of {directory}: another"
+            raise ValueError(f"{file}: {stem} is not a linear of the layers of {directory}: another"
                              " base model?")
         n_out, n_in = files[name].shape
         parts[name] = [FilePart(f"{stem}.lora_A.weight", (r, n_in)),

@@ -34,11 +34,11 @@ def check_combinations(config: Config) -> None:
         losses = [loss for loss, kind in LOSSES.items() if f.name in kind.flags]
         value = getattr(config, f.name)
         if losses and config.loss not in losses and value != f.default:
-            raise ValueError(f"--{f.name} {value} is of --loss {' or '.join(losses)}, not of"
-                             f" {config.loss}: drop it, or choose another --loss")
+            raise ValueError(f"--{f.name} {value} applies to --loss {' or '.join(losses)}, not to"
+                             f" {config.loss}. Drop it, or choose another --loss")
     if LOSSES[config.loss].is_unpaired and config.batch_size < 2:
         raise ValueError(f"--batch_size {config.batch_size} with --loss {config.loss}: a step"
-                         " compares good answers with bad ones: give at least 2")
+                         " compares good answers with bad ones. Use at least 2")
     for name in "random_weights", "plan_for":
         if getattr(config, name) and not config.model:
             raise ValueError(f"--{name} needs a --model whose config.json gives the shapes")
@@ -47,8 +47,8 @@ def check_combinations(config: Config) -> None:
             raise ValueError(f"--{name} {n} needs an --eval_dataset: files, a Hub id, or a fraction"
                              " of the rows, 0.02")
     if config.offload_activations and config.recompute in ("none", "0"):
-        raise ValueError(f"--offload_activations has nothing to keep with --recompute"
-                         f" {config.recompute}: drop one of them")
+        raise ValueError("--offload_activations has nothing to offload with --recompute"
+                         f" {config.recompute}. Drop one of them")
     if config.attn == "flash_attention_2" and config.compute_dtype != "bfloat16":
         raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
 
@@ -60,7 +60,7 @@ def resolve_config(config: Config, world_size: int) -> Config:
         world_size = parse_gpus(config.plan_for)[0]
     for name, value in vars(config).items():
         if value == "" or isinstance(value, tuple) and "" in value:
-            raise ValueError(f"--{name} is empty: leave it out or give a value")
+            raise ValueError(f"--{name} is empty. Leave it out or pass a value")
 
     def check(names: str, is_right: Callable[[Any], Any], wanted: str) -> None:
         for name in names.split():

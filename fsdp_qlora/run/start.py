@@ -27,7 +27,7 @@ def before_imports() -> None:
             sys.exit(2)
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # stderr may be closed
-            print("importing torch, transformers, peft, bitsandbytes", file=sys.stderr, flush=True)
+            print("loading libraries ...", file=sys.stderr, flush=True)
 
 
 def end_process(code: int) -> NoReturn:

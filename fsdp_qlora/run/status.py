@@ -156,7 +156,9 @@ class Status:
             code, text = EXIT_RESUMABLE, f"{LOST}; {self.how_to_resume}"
         else:
             traceback.print_exception(error)
-            code, text = EXIT_BUG, f"has a bug: {type(error).__name__}: {error}: please report it"
+            code = EXIT_BUG
+            text = (f"hit an unexpected error, a bug in this script: {type(error).__name__}:"
+                    f" {error}. Please report it with the traceback above")
         self.log_end(code, text if code == EXIT_RESUMABLE else f"{this_rank()} {text}")
         return code
 
@@ -207,7 +209,9 @@ class Status:
             self.leave(EXIT_RESUMABLE, f"{name} {when}; {self.how_to_resume}")
         self.stop_reason, self.signal_time = self.stop_reason or name, time.monotonic()
         if is_rank_0():
-            print_error(f"{name}: what the run is at is finished and saved; again: it ends at once")
+            print_error(f"{name}: finishing this step and saving;"
+                        f" {'press Ctrl-C' if name == 'SIGINT' else 'send it'} again to exit at"
+                        " once")
 
     def extend_deadline(self) -> None:
         """Set the deadline of the step (or other work) that begins now: --step_timeout_minutes; by
@@ -370,4 +374,4 @@ def out_of_memory_text(error: Exception, plan: Plan | None, device: torch.device
         text += f", {asked[1]} more asked for"
     if gaps := re.search(r"([\d.]+ \w+) is reserved by PyTorch but unallocated", str(error)):
         text += f", {gaps[1]} in gaps between tensors"
-    return f"{text}; try, in this order: {', '.join(helps)}"
+    return f"{text}. Try, in this order: {', '.join(helps)}"

@@ -30,7 +30,7 @@ def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progr
     if not math.isfinite(loss + norm):
         return f"loss {loss}, gradient norm {norm}"
     if norm == 0 and not (saturates and largest_weight() <= LARGEST_WEIGHT):
-        return f"loss {loss:.4f}, but a gradient norm of exactly 0: nothing is learned any more"
+        return f"loss {loss:.4f}, but a gradient norm of exactly 0"
     if step > warmup_steps + PATIENCE and progress.lowest_loss > progress.first_loss:
         largest = largest_weight()
         if largest > LARGEST_WEIGHT:
@@ -46,12 +46,12 @@ def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
                        saturates=run.config.loss != "sft")
     if not why:
         return
-    advice = "a lower --learning_rate may help"
+    advice = "the run has diverged, and this step is not saved. Try a lower --learning_rate"
     if run.status.checkpoint:
         advice += f"; with it, {run.status.how_to_resume} from {run.status.checkpoint}"
     if step == 1:
-        advice = "nothing was trained yet: --compute_dtype float32, or is the model damaged?"
-    raise RunError(f"step {step}: {why}; nothing of this step is saved; {advice}", DIVERGED)
+        advice = "nothing was trained yet. Try --compute_dtype float32, or is the model damaged?"
+    raise RunError(f"step {step}: {why}; {advice}", DIVERGED)
 
 
 def why_worse(losses: Sequence[float]) -> str:
@@ -69,4 +69,4 @@ def why_worse(losses: Sequence[float]) -> str:
     n_above = sum(loss > first for loss in last)
     if mean <= first + margin or n_above < 0.9 * len(last):
         return ""
-    return f"the loss ended at {mean:.4g}, above the {first:.4g} at which it began"
+    return f"the loss ended at {mean:.4g}, above the initial {first:.4g}"

@@ -20,18 +20,19 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
     `is_first`: no step was trained since this start. All ranks must call this."""
     why = next(filter(None, gather_objects(run.status.stop_reason)))
     if is_first and cut_short and why.startswith("--max_minutes"):
-        raise RunError(f"{why} before the evaluation after step {step} was done, and so it would go"
-                       " again: give more, or evaluate fewer rows", EXITS["flags"])
+        raise RunError(f"{why} before the evaluation after step {step} was done,"
+                       " and the next start would end there, too. Use more minutes, or evaluate"
+                       " fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.states(run.model), causes=DISK_ERRORS)
     newest = checkpoint_path(run.directory, run.saved_step).name
     if not run.saved_step:
-        left = "no checkpoint is saved, and the same command begins anew"
+        left = "no checkpoint is saved, and the same command starts again from the beginning"
     elif run.saved_step < step:
         left = f"its checkpoint could not be saved; {run.status.how_to_resume} from {newest}"
     else:
-        left = f"{newest} is whole; {run.status.how_to_resume}"
+        left = f"{newest} is saved; {run.status.how_to_resume}"
     raise RunError(f"{why}, after step {step}; {left}", EXIT_RESUMABLE)
 
 
@@ -39,19 +40,19 @@ def log_finish(run: Run, script: Path) -> None:
     """Print what a complete run leaves, and write status.json. All ranks must call this."""
     directory = run.directory
     if run.saved_step < run.config.max_steps:
-        log("the checkpoint of the last step could not be saved, but its adapter is; the newest"
-            f" checkpoint: {run.status.checkpoint or 'none'}")
+        log("warning: the final adapter is saved, but its checkpoint is not; latest checkpoint:"
+            f" {run.status.checkpoint or 'none'}")
     if best := run.progress.best_step:
         path = checkpoint_path(directory, best)
-        log(f"the best evaluation was after step {best}, loss {run.progress.best_loss:.4f}:"
+        log(f"best: step {best}, eval loss {run.progress.best_loss:.4f},"
             f" {path if path.is_dir() else 'its checkpoint could not be saved'}")
     log_memory("at the end", run.device)
     if how := how_to_ask(run.rows.asked):
         log(how)
     if why := on_rank_0(lambda: why_worse(losses_of(directory))):
-        log(f"warning: {why}: a lower --learning_rate may help")
+        log(f"warning: {why}. Try a lower --learning_rate")
     if (directory / "merged").exists():
-        log(f"{directory}/merged is of an earlier adapter: remove it before you merge")
-    log(f"adapter saved in {directory}; to merge it into the base model:")
+        log(f"warning: {directory}/merged is of an earlier adapter; remove it before you merge")
+    log(f"done: adapter saved in {directory} (PEFT format); to merge it into the base model:")
     log(merge_command(directory, script))
     run.status.write("complete", 0, "; ".join(filter(None, ["the adapter is saved", how])))

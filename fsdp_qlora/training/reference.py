@@ -73,8 +73,7 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
         missing[name] = indices[is_missing[indices]]
     if not any(map(len, missing.values())):
         return
-    log("reference: the log-probabilities before the first step of"
-        f" {describe_missing(missing, needed)}")
+    log(f"reference: computing log-probs of {describe_missing(missing, needed)}")
     started = saved = time.monotonic()
     if run.saved_step:  # a resumed run has more rows now, or has lost its file
         if why := on_rank_0(why_no_start, run):
@@ -98,23 +97,23 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     if is_rank_0():
         write_reference(run, references)
     if why := next(filter(None, gather_objects(run.status.stop_reason)), None):
-        raise RunError(f"{why}, before the reference was complete; what there is of it is in"
+        raise RunError(f"{why}, before the reference was complete; the part computed so far is in"
                        f" {REFERENCE_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
-    log(f"reference: computed in {time.monotonic() - started:.1f} s")
+    log(f"reference: done in {time.monotonic() - started:.1f} s")
 
 
 def describe_missing(missing: dict[str, torch.Tensor],
                      needed: dict[str, tuple[Rows, torch.Tensor]]) -> str:
     """Return text on what is computed, counted in pairs or, for an unpaired loss, in answers."""
     texts = []
-    for name, purpose in (("train", "to train on"), ("eval", "to evaluate on")):
+    for name, purpose in (("train", "training"), ("eval", "evaluation")):
         if n := len(missing.get(name, ())):
             rows, _ = needed[name]
-            others = f" (of {len(rows):,}: the others are known, or no step draws them)"
-            texts.append(f"{n:,} {'pairs' if rows.n_answers == 2 else 'answers'} {purpose}"
+            others = f" of {len(rows):,} (the others are known, or no step uses them)"
+            texts.append(f"{n:,} {purpose} {'pairs' if rows.n_answers == 2 else 'answers'}"
                          f"{others if n < len(rows) else ''}")
-    if n := sum(len(indices) for name, indices in missing.items() if name.endswith("mismatched")):
-        texts.append(f"{n:,} answers after the prompts of others, for the KL divergence")
+    if n := sum(len(numbers) for name, numbers in missing.items() if name.endswith("mismatched")):
+        texts.append(f"{n:,} answers after other rows' prompts, for the KL divergence")
     return " and ".join(texts)
 
 
@@ -149,8 +148,8 @@ def why_no_start(run: Run) -> str:
     only."""
     if run.progress.init_adapter == identify_model(run)["init_adapter"]:
         return ""
-    return (f"--init_adapter {run.config.init_adapter}: is not there or has changed since this run"
-            " began, and the reference of some rows must be computed with it")
+    return (f"--init_adapter {run.config.init_adapter}: is missing or has changed since this run"
+            " began, but the reference of some rows must be computed with it")
 
 
 def read_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
@@ -166,7 +165,7 @@ def read_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
     adapter, content = (metadata.pop(key, None) for key in ("init_adapter", "content"))
     if content != settings["content"] or metadata != {
             "format": "pt", **{name: tensor_digest(values) for name, values in stored.items()}}:
-        log(f"{path} is damaged, or of other rows or another model: it is computed again")
+        log(f"note: {path} does not match this run (damaged, other data or model); recomputing")
         return
     if adapter != settings["init_adapter"] and not run.saved_step:
         return  # the run begins with another adapter now
@@ -183,7 +182,7 @@ def write_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
         run.status.check_lock()
         write_whole(run.directory / REFERENCE_FILE, references, {**identify_model(run), **digests})
     except (OSError, SafetensorError) as e:
-        log(f"{REFERENCE_FILE} could not be written: {e}; a resumed run computes it again")
+        log(f"warning: cannot write {REFERENCE_FILE}: {e}; a resumed run computes it again")
 
 
 def identify_model(run: Run) -> dict[str, str]:

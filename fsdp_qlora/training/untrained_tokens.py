@@ -39,17 +39,18 @@ def check_untrained_tokens(
             if counts[i] and i in zero:
                 raise ValueError(
                     f"the model never learned {token!r}, which ends answers {counts[i]:,} times in"
-                    " training: its row of the head is zero and stays frozen, so that generation"
-                    " would never stop; take the instruct model, or by --chat_template a template"
-                    " of other tokens")
+                    " training: its row of the lm_head is all zeros and stays frozen, so generation"
+                    " would never stop. Use the instruct model, or a --chat_template with other"
+                    " tokens")
     reasons = {**others, **dict.fromkeys(zero, "a row of zeros")}
     found = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i] and i in reasons]
     if found:
         named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({reasons[i]}, trained"
                           f" {counts[i]:,} times)" for i in found[:5])
         more = f" and {len(found) - 5:,} more" if len(found) > 5 else ""
-        log(f"warning: the head, which stays frozen, has never learned {named}{more}: the model"
-            " will hardly write them; take the instruct model, or a template of other tokens")
+        log("warning: your data trains tokens that the frozen lm_head never learned:"
+            f" {named}{more}. The model will hardly ever generate them. Use the instruct model, or"
+            " a chat template with other tokens")
 
 
 def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
