@@ -579,8 +579,8 @@ def evaluate(run: Run) -> Record | None:
 
 def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple[bool, bool]:
     """Evaluate after `step`. Returns whether the evaluation was cut short, because the run was
-    asked to stop; and whether its loss is the best so far, which never holds before the first step.
-    All ranks must call this."""
+    asked to stop; and whether its loss is the best so far, always False before the first step. All
+    ranks must call this."""
     progress, started = run.progress, clock()
     if (metrics := evaluate(run)) is None:
         return True, False

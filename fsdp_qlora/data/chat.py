@@ -228,8 +228,8 @@ def close_reasoning(message: dict[str, Any], prompt: str, text: str, template: s
     if close not in template:
         return ""
     within = content_of(message).rpartition(close)[0].removeprefix(tag)
-    given = next((message[key] for key in REASONING if message.get(key)), within)
-    reasoning = checked_text(given, "reasoning").strip()
+    raw_reasoning = next((message[key] for key in REASONING if message.get(key)), within)
+    reasoning = checked_text(raw_reasoning, "reasoning").strip()
     return f"{reasoning}{gap}{close}{2 * gap}{answer.lstrip()}"
 
 

@@ -232,7 +232,7 @@ def without_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
             return None
         for key, value in ("prepend_scheme", "never"), ("add_prefix_space", False):
             step |= {key: value} if key in step else {}
-        for key in step.keys() & {"normalizers", "pretokenizers"}:  # of a Sequence
+        for key in step.keys() & {"normalizers", "pretokenizers"}:  # steps of a Sequence
             step[key] = [other for each in step[key] if (other := change(each))]
         return step
 

@@ -46,7 +46,7 @@ NO_DATA = re.compile("|".join((  # names of files in a data directory that are n
     # tables about the data, in a file of any kind or a folder; perhaps for a split, or in parts
     rf"(({SPLIT_WORDS})[-_.])?(meta(data)?|index|info|stats|schema|manifest|checksums|croissant|"
     rf"dataset_infos?)([-_.](\d+|of|{SPLIT_WORDS}))*(\.\w+)?(\.gz)?",
-    # what libraries write
+    # files that libraries write
     r"(dataset_dict|(\w+_)?state|(\w+_)?config|package(-lock)?|special_tokens_map|.*\.index)\.json",
 )), re.I)
 PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # size of a piece: of lines of JSON, of a table

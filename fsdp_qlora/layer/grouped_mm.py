@@ -130,7 +130,7 @@ def add_expert_gradients(
     assert first and last, "all experts have adapters, or none"
     grad_b = call.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[chunk_experts]
     offset = 0
-    for linear in fused.linears[: len(fused.linears) // n]:  # of one expert
+    for linear in fused.linears[: len(fused.linears) // n]:  # linears of one expert
         stop = offset + linear.out_features
         part = grad[:, offset:stop].contiguous(), d[:, linear.columns].contiguous()
         grad_b[:, offset:stop] += grouped_outer(*part, chunk)

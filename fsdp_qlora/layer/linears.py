@@ -75,7 +75,8 @@ class FusedLinear:
         return slice(self.linears[0].blocks.start, self.linears[-1].blocks.stop)
 
     def local_outputs(self, linear: LinearSlices) -> slice:
-        """The linear's outputs, counted from the first of this FusedLinear."""
+        """Return the slice of a linear's outputs, counted from the first output of this
+        FusedLinear."""
         start = self.outputs.start
         return slice(linear.outputs.start - start, linear.outputs.stop - start)
 

@@ -332,7 +332,8 @@ class LayerKind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How a model type differs from Llama. "config.x" means the config's field x, or None."""
+    """The differences of a model type from Llama. "config.x" means the config's field x, or None.
+    """
 
     norm: str = "rms"  # kind, see norm_of(); also for the final norm, q_norm and k_norm
     norm_eps: float | FromConfig = "config.rms_norm_eps"
@@ -596,8 +597,8 @@ class Architecture(Family):
                      if x.name.rsplit(".", 1)[-1] not in expert_names}
         elif "all-linear" in target_modules:
             every = {*self.adaptable()}
-        found = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
-        return found + self.experts() if "experts" in target_modules else found
+        names = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
+        return names + self.experts() if "experts" in target_modules else names
 
     def vectors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
         """Return {name in the layer: shape} of a layer's norms, biases and sinks, without those

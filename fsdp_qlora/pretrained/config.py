@@ -159,25 +159,25 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
 
 def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:
     """Return the Heads of each layer, from the layers' text configs."""
-    found, c = [], layer_configs[0]
+    heads, c = [], layer_configs[0]
     n_heads = [one.num_attention_heads for one in layer_configs]
     if family.heads_by_layer:
         n_heads = getattr(c, FAMILIES[c.model_type].heads_by_layer.removeprefix("config."))
     kinds = getattr(c, "layer_types", None) or [None] * len(layer_configs)
     for one, n, kind in zip(layer_configs, n_heads, kinds, strict=True):
         if mla := family.mla:
-            found.append(Heads(n, n, mla.nope + mla.rope, False))
+            heads.append(Heads(n, n, mla.nope + mla.rope, False))
             continue
         n_kv = one.num_key_value_heads
         if odd := [x for x in (c.num_attention_heads, n) if x % n_kv]:
             raise ValueError(f"{odd[0]} attention heads are no multiple of {n_kv} key-value heads")
         dim = getattr(one, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        if len(found) >= c.num_hidden_layers - (family.n_borrowers or 0):
-            found.append(Heads(n, 0, dim, False))
+        if len(heads) >= c.num_hidden_layers - (family.n_borrowers or 0):
+            heads.append(Heads(n, 0, dim, False))
             continue
         keys_are_values = bool(family.keys_are_values) and kind == "full_attention"
-        found.append(Heads(n, n_kv, dim, keys_are_values))
-    return found
+        heads.append(Heads(n, n_kv, dim, keys_are_values))
+    return heads
 
 
 def describe_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]:
@@ -193,8 +193,8 @@ def describe_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]
 def describe_limits(c: PreTrainedConfig, family: Family) -> list[Limits]:
     """Return Architecture.layer_limits, from a text config."""
     n_layers, columns = c.num_hidden_layers, []
-    for found in family.moe.limits if family.moe else None, family.mlp_limits:
-        column = found if isinstance(found, list) else [found] * n_layers
+    for limits in family.moe.limits if family.moe else None, family.mlp_limits:
+        column = limits if isinstance(limits, list) else [limits] * n_layers
         if len(column) != n_layers:
             raise ValueError(f"there are limits of {len(column)} layers, {column}, for {n_layers}")
         columns.append([limit or None for limit in column])
@@ -495,8 +495,7 @@ def shrinking_changes(
     record = FAMILIES[c.model_type]
     inner, eps = (str(name).removeprefix("config.")
                   for name in (record.intermediate_size, record.norm_eps))
-    # whole blocks of 64, because bitsandbytes on a CPU dequantizes others wrongly; square like the
-    # model
+    # multiples of 64: bitsandbytes on a CPU dequantizes others wrongly; square if the model is
     hidden = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
     by_layer = {name: getattr(c, name, None)
                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types",

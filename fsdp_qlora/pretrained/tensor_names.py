@@ -204,7 +204,7 @@ def stacked_experts(
     files have the linears of all experts in one tensor, as transformers 5 has in memory, [experts,
     out, in] or transposed; or gates and ups in two such tensors; or, in MXFP4, in two tensors of
     bytes. Else {}."""
-    found, moe = {}, arch.moe
+    sources, moe = {}, arch.moe
     assert moe, "the layer has experts"
     first_key = "gate_up_proj" if arch.gated else "up_proj"
     groups = {first_key: arch.expert_gate_up, "down_proj": arch.expert_down}
@@ -232,10 +232,10 @@ def stacked_experts(
                 if transposed:
                     columns = range(first - expert * n_out, stop - expert * n_out)
                     rows = range(expert * n_in, (expert + 1) * n_in)
-                found[f"{linear.name}.weight{part}"] = Source(
+                sources[f"{linear.name}.weight{part}"] = Source(
                     names.of_layer(layer, whole + part), n * shape[1], rows, columns), shape
                 first = stop
-    return found
+    return sources
 
 
 def check_files(

@@ -384,9 +384,9 @@ def merge_command(directory: Path, script: Path) -> str:
     """Return the command that merges the adapter of a run of `script`."""
     merge = script.with_name("merge_adapters.py")
     merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone
-    found, python = shutil.which("python"), os.path.relpath(sys.executable)
+    on_path, python = shutil.which("python"), os.path.relpath(sys.executable)
     python = sys.executable if python.startswith("..") else python
-    if found and Path(found).parent == Path(sys.executable).parent:
+    if on_path and Path(on_path).parent == Path(sys.executable).parent:
         python = "python"
     output = f"{directory}/merged"
     return shlex.join([python, merge, "--adapter_dir", str(directory), "--output_dir", output])

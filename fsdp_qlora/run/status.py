@@ -151,7 +151,7 @@ class Status:
         if is_lack or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             code, text = OUT_OF_MEMORY, out_of_memory_text(error, self.plan, device, self.where)
         elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
-            "connection |broken pipe|timed? ?out|unreachable|no route", str(error), re.I  # of gloo
+            "connection |broken pipe|timed? ?out|unreachable|no route", str(error), re.I  # gloo's
         ):
             code, text = EXIT_RESUMABLE, f"{LOST}; {self.how_to_resume}"
         else:
