@@ -20,7 +20,7 @@ class Plan:
     n_layers: int
     shard_group_size: int  # processes that share one copy of the model
     reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
-    micro_batch_tokens: int  # at most in one micro-batch
+    micro_batch_tokens: int  # maximum per micro-batch
     recomputed: int  # number of layers, the first ones, that are recomputed in backward
     save_mid_residual: bool  # recomputed layers also save the sum after the mixer
     reuse_dequantized: bool  # their backward keeps dequantized weights for a second use

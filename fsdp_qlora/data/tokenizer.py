@@ -254,7 +254,7 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     settings = read_json(path, {})
     named = settings.get("tokenizer_class")
     if named == PLAIN_CLASS and not (directory / "config.json").is_file():
-        return  # with a config.json the type of the model may count for more
+        return  # with a config.json, the type of the model may take precedence
     taken, text = other_tokens(directory, tokenizer)
     is_taken = named == PLAIN_CLASS or named and named.removesuffix("Fast") == taken
     if text is None and is_taken and named != NEW_NAME:

@@ -74,7 +74,7 @@ class MoESublayer:
         """
         arch, norms, branch = self.arch, self.moe.norms, None
         saved = SavedMoE(source=source)
-        # with columns for the shared expert's adapter, which lora_matmul() fills
+        # includes columns for the shared expert's adapter, which lora_matmul() fills
         inputs = norm_inputs(call, arch.mlp_norm, source, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
         needs_bounds = call.layer.plan.expert_ranges > 1 or bool(
@@ -339,7 +339,7 @@ class MoESublayer:
                                                  activated)
         glu_backward(activated, self._shared_activation, None,
                      *saved.shared_gate_up.chunk(1 + arch.gated, -1))
-        add_a_gradient(call, self.shared_down, activated, grad_d)  # glu()'s result by now
+        add_a_gradient(call, self.shared_down, activated, grad_d)  # now contains glu()'s result
         inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.shared_gate_up)
         grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.columns,
                                               saved.shared_gate_up, inputs)

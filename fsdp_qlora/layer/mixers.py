@@ -61,7 +61,7 @@ class AutogradMixer:
     @property
     def saves_projected(self) -> bool:
         if isinstance(self.mixer, DeltaNet):
-            return not self.mixer.by_key_head  # else it saves copies of the parts
+            return not self.mixer.by_key_head  # else it saves copies of its parts instead
         return not (isinstance(self.mixer, Mamba2) and self.mixer.is_multiplied)
 
     @property

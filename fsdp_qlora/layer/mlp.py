@@ -119,7 +119,7 @@ class MLPSublayer:
             mid_residual = source[tokens] if self.end else None
             saved = self.forward(call, mid_residual, source[tokens], want_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))
-            del saved  # before the next slice's
+            del saved  # before the next slice allocates its own
         call.tokens = slice(None)
         call.dequantized.clear()
         return torch.cat(grads)

@@ -61,7 +61,7 @@ class Source:
     name: str  # name of the larger tensor
     n_rows: int  # rows of the larger tensor as a matrix
     rows: range  # rows of the linear
-    columns: range | None = None  # if transposed, when rows are inputs: columns of its outputs
+    columns: range | None = None  # transposed: rows are its inputs, these columns its outputs
 
     def weight_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view [out, in] of the linear in the tensor."""

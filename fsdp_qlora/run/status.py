@@ -125,7 +125,7 @@ class Status:
             return self.lock is not None and not os.path.samestat(os.lstat(path), self.lock)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # the disk does not answer
+        except OSError:  # the disk does not respond
             return False
 
     def check_lock(self) -> None:
@@ -301,7 +301,7 @@ def reset_after_fork(status: Status) -> None:
     close_lock(status)
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.SIG_DFL)
 
 
