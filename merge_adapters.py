@@ -322,7 +322,7 @@ def add_adapter(
     lora_b: torch.Tensor, magnitude: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return bf16(W + scaling * B @ A), with DoRA's magnitude [out]. Adds to `rounding`."""
-    total = (lora_b.float() @ lora_a.float()).mul_(scaling).add_(weight)  # 0.9 GiB in a 70B
+    total = (lora_b.float() @ lora_a.float()).mul_(scaling).add_(weight)  # up to 0.9 GiB in a 70B
     if magnitude is not None:
         total *= (magnitude.float() / torch.linalg.norm(total, dim=1))[:, None]
     merged = total.bfloat16()

@@ -299,7 +299,7 @@ def join_processes() -> torch.device:
                              " GPUs: lower --nproc_per_node")
         device = torch.device("cuda", local_rank)
         options.update(backend="cpu:gloo,cuda:nccl", device_id=device)
-        # tensors of all sizes come and go, and gaps between fixed segments cannot be joined
+        # tensors of all sizes are allocated and freed; gaps between fixed segments cannot be merged
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
         torch.set_num_threads(1)  # CPU work is small here: waking threads takes longer
@@ -320,7 +320,7 @@ def join_processes() -> torch.device:
 
 
 # ------------------------------------------------------------------------------------------------
-# Which attention
+# Attention kernels
 # ------------------------------------------------------------------------------------------------
 
 
@@ -582,8 +582,8 @@ def evaluate(run: Run) -> Record | None:
 
 def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple[bool, bool]:
     """Evaluate after `step`. Returns whether the evaluation was cut short, because the run was
-    asked to stop; and whether its loss is the best so far, which never holds before the first step.
-    All ranks must call this."""
+    asked to stop; and whether its loss is the best so far, always False before the first step. All
+    ranks must call this."""
     progress, started = run.progress, clock()
     if (metrics := evaluate(run)) is None:
         return True, False
@@ -621,7 +621,7 @@ def train(run: Run, start_step: int) -> list[Record]:
     save_steps, save_seconds = save_interval(config)
     run.step_start, run.save_due = clock(), clock() + save_seconds
     try:
-        # from `start_step`: a run that was stopped before the evaluation of that step does it now
+        # from `start_step`: a run that was stopped before evaluating that step evaluates it now
         for step in range(start_step, config.max_steps + 1):
             action, cut_short, is_best, is_last = None, False, False, step == config.max_steps
             status.extend_deadline()
@@ -668,7 +668,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     fails, log it and try again later. All ranks must call this."""
     run.status.extend_deadline()
     started, name = clock(), checkpoints.checkpoint_path(run.directory, step).name
-    torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
+    torch.get_device_module(run.device).synchronize()  # CPU reads of paged state need this
     weights, merge_check = run.adapter.gather_weights(), run.merge_check.states(run.model)
     state_by_layer = {name: list(run.adapter.gather(value))
                       for name, value in sharded_state(run.optimizer).items()}

@@ -8,17 +8,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-VERSION = "0.9.0"  # of --version and train_config.json
+VERSION = "0.9.0"  # for --version and train_config.json
 
 
 def flag(default: Any, help_text: str, **extra: Any) -> Any:
-    """One field of Config: its default, its help and argparse's other keywords."""
+    """Return a field of Config with its default, its help and argparse's other keywords."""
     return dataclasses.field(default=default, metadata={"help": help_text, **extra})
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every flag of the script. None means: derived from the rest, and printed, or not used."""
+    """All flags of train_fsdp_qlora.py. None means that the value is derived from the rest and
+    printed, or that the flag is not used."""
 
     model: str | None = flag(
         None, "Hub id, or directory with safetensors. With --random_weights or --plan_for also a"

@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 
 
 def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The object in a JSON file. Where it is missing or damaged: `default`, or ValueError. OSError
-    where it cannot be read, as it may be whole."""
+    """Return the object in a JSON file. If it is missing or damaged: return `default`, or raise
+    ValueError if that is None. Raises OSError if it cannot be read, because it may be undamaged."""
     try:
-        if not path.is_file():  # a FIFO would be waited for
+        if not path.is_file():  # reading a FIFO would wait
             raise ValueError("no file")
-        return {**json.loads(path.read_text())}  # dict() would take a list of pairs
+        return {**json.loads(path.read_text())}  # dict() would accept a list of pairs
     except (FileNotFoundError, ValueError, TypeError, RecursionError) as e:
         if default is None:
             raise ValueError(f"{path}: not a JSON object: {' '.join(str(e).split())}")
@@ -30,8 +30,8 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl; a line that is none, as the end of a run may tear it, is
-    passed over."""
+    """Yield the records of metrics.jsonl. A line that is not a record is skipped; the end of a run
+    may have cut it."""
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
@@ -40,7 +40,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a directory with all that is in it, or a link, but not what that leads to."""
+    """Delete a file, a directory with its contents, or a link, but not the link's target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -58,25 +58,25 @@ def sync_file(path: Path) -> None:
 
 def write_whole(path: Path, content: str | dict[str, torch.Tensor],
                 metadata: Mapping[str, str] | tuple[()] = ()) -> None:
-    """Replace a file by a text, or by {name: tensor} with `metadata` {name: text}: a reader sees
-    the old file or the new one."""
+    """Replace a file by a text, or by {name: tensor} with `metadata` {name: text}. A reader sees
+    either the old file or the new one."""
     part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)  # if it is a link, what it leads to would be written
+    part.unlink(missing_ok=True)  # if it is a link, its target would be written
     try:
         if isinstance(content, str):
             part.write_text(content)
         else:
             save_file(content, part, metadata={"format": "pt", **dict(metadata)})
-        os.umask(umask := os.umask(0o077))  # to read it is to set it
-        part.chmod(0o666 & ~umask)  # safetensors leaves it readable by its owner alone
+        os.umask(umask := os.umask(0o077))  # the umask can only be read by setting it
+        part.chmod(0o666 & ~umask)  # safetensors makes it readable by its owner only
         put_in_place(part, path)
     except Exception:
-        part.unlink(missing_ok=True)  # its room may be what is missing
+        part.unlink(missing_ok=True)  # to free the space, which may be what is missing
         raise
 
 
 def put_in_place(part: Path, path: Path) -> None:
-    """Give a file the name of another, which it replaces, when it is on the disk."""
+    """Sync a file to disk and rename it to `path`, which it replaces."""
     sync_file(part)
     os.replace(part, path)
     sync_file(path.parent)
@@ -85,7 +85,7 @@ def put_in_place(part: Path, path: Path) -> None:
 def write_tensors(path: Path, described: dict[str, tuple[tuple[int, ...], torch.dtype]],
                   tensors: Iterable[torch.Tensor]) -> None:
     """Write tensors {name: (shape, dtype)}, bf16 or fp32, one at a time, as `tensors` yields them
-    on the CPU; safetensors' own writer takes all of a file at once. Not synced."""
+    on the CPU; safetensors' own writer needs all tensors of a file at once. Not synced."""
     header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in described.items():
@@ -103,7 +103,7 @@ def write_tensors(path: Path, described: dict[str, tuple[tuple[int, ...], torch.
 
 
 def digest(path: Path | str) -> str:
-    """SHA-256 of a file; safetensors has no checksum of its own."""
+    """Return the SHA-256 of a file; safetensors has no checksum of its own."""
     sha = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 24):
@@ -112,16 +112,16 @@ def digest(path: Path | str) -> str:
 
 
 def source_digest(script: Path) -> str:
-    """SHA-256 of a script and of the package beside it; an assembled script stands alone."""
+    """Return the SHA-256 of a script and of the package beside it, if there is one."""
     return text_digest([digest(file) for file in
                         (script, *sorted(script.parent.glob("fsdp_qlora/**/*.py")))])
 
 
 def text_digest(state: Any) -> str:
-    """SHA-256 of a JSON object, whatever the order of its keys."""
+    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def as_json(value: Any) -> Any:
-    """The value as it comes back from a JSON file, with lists for tuples."""
+    """Return the value as it comes back from a JSON file, with lists instead of tuples."""
     return json.loads(json.dumps(value))

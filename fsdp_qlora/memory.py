@@ -15,9 +15,9 @@ from fsdp_qlora.ranks import gather_objects, log_each_rank, raise_on_all_ranks
 
 
 def limit_memory(config: Config, device: torch.device) -> int:
-    """The bytes that torch may allocate on each GPU: --memory_limit_gib, or what is free now on the
-    GPU with the least free memory; 0 on a CPU without that flag. CUDA and NCCL need about 1 GiB
-    more. All ranks must call this."""
+    """Return the bytes that torch may allocate on each GPU: --memory_limit_gib, or what is free now
+    on the GPU with the least free memory; 0 on a CPU without that flag. CUDA and NCCL need about 1
+    GiB more. All ranks must call this."""
     limit = int((config.memory_limit_gib or 0) * 2**30)
     with raise_on_all_ranks():
         if device.type == "cuda":
@@ -33,25 +33,26 @@ def limit_memory(config: Config, device: torch.device) -> int:
 
 
 def proc_bytes(file: str, name: str) -> float:
-    """A size in a file of /proc, in bytes; inf where there is no /proc, as on macOS."""
+    """Return a size in a file of /proc, in bytes; inf where there is no /proc, as on macOS."""
     path = Path("/proc", file)
     sizes = re.findall(rf"{name}:\s*(\d+) kB", path.read_text()) if path.is_file() else ["inf"]
     return float(sizes[0]) * 2**10
 
 
 def host_memory() -> tuple[float, float]:
-    """This process's resident bytes now and at their peak."""
+    """Return this process's resident bytes, now and at their peak."""
     return proc_bytes("self/status", "VmRSS"), proc_bytes("self/status", "VmHWM")
 
 
 def cgroup_free(
     root: str | Path = "/sys/fs/cgroup", own: str | Path = "/proc/self/cgroup",
 ) -> float:
-    """Bytes that this process's container or job may still use (cgroup v2); inf without a limit."""
+    """Return the bytes that this process's container or job may still use (cgroup v2); inf without
+    a limit."""
     free, own = math.inf, Path(own)
     inside = own.read_text().rpartition("0::/")[2].strip() if own.is_file() else ""
     for group in Path(inside, "_").parents:  # the lowest limit of all levels counts
-        with contextlib.suppress(OSError, ValueError, KeyError):  # no limit, or "max": none
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no file, or "max": no limit
             texts = {name: Path(root, group, f"memory.{name}").read_text()
                      for name in ("max", "current", "stat")}
             cached = dict(map(str.split, texts["stat"].splitlines()))["inactive_file"]
@@ -60,14 +61,15 @@ def cgroup_free(
 
 
 def host_share() -> float:
-    """Bytes of free host memory for each process of this machine."""
+    """Return the bytes of free CPU RAM per process of this machine."""
     free = min(proc_bytes("meminfo", "MemAvailable"), cgroup_free())
     return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def memory_gib(device: torch.device, graphs: bool = False) -> tuple[float, float]:
-    """GiB now and at the peak: on a GPU what torch has allocated, or reserved with CUDA graphs,
-    whose memory does not count as allocated; on a CPU resident memory of the process."""
+    """Return GiB now and at the peak: on a GPU what torch has allocated, or has reserved if CUDA
+    graphs are used, whose memory does not count as allocated; on a CPU the process's resident
+    memory."""
     if graphs:
         return torch.cuda.memory_reserved() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     if device.type == "cuda":

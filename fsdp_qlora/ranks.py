@@ -28,14 +28,14 @@ from fsdp_qlora.files import source_digest
 # exit codes; 75 and 70 are EX_TEMPFAIL and EX_SOFTWARE of sysexits.h
 EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, EXIT_BUG = 75, 9, 70
 DISK, DIVERGED, OUT_OF_MEMORY = 5, 6, 8
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1  # end a run, see status
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1  # end a run, see status.py
 EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
-         "checkpoint": 7}  # of an error, by the phase of the run
+         "checkpoint": 7}  # {phase of the run: exit code of an error in it}
 
 
 def n_cores() -> int:
-    """The number of CPU cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # of Linux
+    """Return the number of CPU cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
@@ -44,13 +44,13 @@ def is_rank_0() -> bool:
 
 
 def this_rank() -> str:
-    """This process's name in errors."""
+    """Return this process's name for errors."""
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
 def log(message: str) -> None:
     """Print a message. Rank 0 only; other ranks do nothing."""
-    with contextlib.suppress(OSError):  # the terminal may be gone, and the run goes on
+    with contextlib.suppress(OSError):  # the terminal may be gone; the run continues
         if is_rank_0():
             tqdm.write(message)
             sys.stdout.flush()
@@ -63,28 +63,28 @@ def log_debug(message: str) -> None:
 
 
 def print_error(message: str) -> None:
-    """Print one line to stderr; where there may be a progress bar, on a new line."""
+    """Print one line to stderr; on a terminal, where there may be a progress bar, on a new line."""
     with contextlib.suppress(OSError):
         start = "\n" if sys.stderr.isatty() else ""
         print(f"{start}{' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def tell_torchrun(line: str) -> None:
-    """Leave the line with which this process ends where torchrun looks for it: in the report that
-    torchrun prints of processes that failed, that line is then the last."""
+    """Write the line with which this process ends to the file that torchrun reads, so that this
+    line is the last in torchrun's report about failed processes."""
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
-    # of two that end in the same second torchrun takes any: an error comes before what it stops
+    # if two end in the same second, torchrun picks either; let errors be earlier than stops
     seconds = int(time.time()) - line.startswith("error")
     content = {"message": {"message": line, "extraInfo": {"timestamp": seconds}}}
     with contextlib.suppress(OSError):
-        part = Path(f"{path}.part")  # half a file would end torchrun itself
+        part = Path(f"{path}.part")  # an incomplete file would crash torchrun
         part.write_text(json.dumps(content))
         os.replace(part, path)
 
 
 def fail_before_init(message: str) -> NoReturn:
-    """End this process, which has not joined the others, with one line."""
+    """Print one line and end this process, which has not joined the others."""
     line = f"error: {message}"
     tell_torchrun(line)
     print_error(line)
@@ -92,16 +92,17 @@ def fail_before_init(message: str) -> NoReturn:
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """[ranks, *shape] of every rank's tensor [*shape]. All ranks of the group must call this."""
+    """Return [ranks, *shape], the tensors [*shape] of all ranks. All ranks of the group must call
+    this."""
     rows = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
     dist.all_gather(list(rows), tensor, group=group)
     return rows
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's JSON value in rank order; tuples come back as lists. All ranks must call this.
-    """
-    # not torch's all_gather_object: it pickles
+    """Return the JSON values of all ranks, in rank order; tuples become lists. All ranks must call
+    this."""
+    # not torch's all_gather_object, which pickles
     data = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
     sizes = all_gather(torch.tensor(len(data))).tolist()
     rows = all_gather(F.pad(data, (0, max(sizes) - len(data))))
@@ -109,8 +110,8 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 class RunError(Exception):
-    """Ends the run on all ranks together, so that no rank waits for another: an error, or a stop
-    that was asked for. `code` is the exit code; None: EXITS of the phase."""
+    """Ends the run on all ranks together, so that no rank waits for another: an error, or a
+    requested stop. `code`: the exit code; None: EXITS of the phase."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -119,7 +120,7 @@ class RunError(Exception):
 
 @contextlib.contextmanager
 def explain(what: str) -> Iterator[None]:
-    """Any error of the `with` body becomes a ValueError about `what`: libraries raise all kinds."""
+    """Turn any error of the `with` body, of whatever class, into a ValueError about `what`."""
     try:
         yield
     except Exception as e:
@@ -132,9 +133,9 @@ def raise_on_all_ranks(causes: tuple[type[Exception], ...] = (Exception,)) -> It
     """If the `with` body fails on one rank, all ranks raise RunError with that rank's error.
 
     The body must not use collectives. `causes` are the errors that may have a cause outside of this
-    code: by default nearly all, as libraries raise all kinds of errors for what a user can cause.
-    An AssertionError, lack of GPU memory and errors of other kinds end this rank alone. All ranks
-    must call this.
+    code; by default nearly all, because libraries raise all kinds of errors for what a user can
+    cause. An AssertionError, lack of GPU memory and errors of other kinds end this rank alone. All
+    ranks must call this.
     """
     error, code = "", None
     try:
@@ -154,7 +155,7 @@ def raise_on_all_ranks(causes: tuple[type[Exception], ...] = (Exception,)) -> It
 
 def on_rank_0(function: Callable[..., Any], *args: Any,
               causes: tuple[type[Exception], ...] = (Exception,)) -> Any:
-    """Run `function` on rank 0 alone; all get what it returns. Its errors: see
+    """Run `function` on rank 0 only, and return its result on all ranks. Its errors: see
     raise_on_all_ranks(). All ranks must call this."""
     with raise_on_all_ranks(causes):
         value = function(*args) if is_rank_0() else None

@@ -30,7 +30,7 @@ from fsdp_qlora.ranks import log, n_cores
 
 TOLD = ValueError, OSError, MemoryError  # errors that a child process passes on to its parent
 PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last
-PROGRESS_SECONDS = 5  # between lines on how much is encoded
+PROGRESS_SECONDS = 5  # between two log lines about how many rows are encoded
 MakeBatches = Callable[..., Iterator[pyarrow.RecordBatch]]  # see write_table()
 
 
@@ -41,7 +41,7 @@ def open_cache(key: str) -> Iterator[Path]:
     home = Path(huggingface_hub.constants.HF_HOME, "datasets")
     directory = Path(os.environ.get("HF_DATASETS_CACHE", home), "fsdp_qlora", key)
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a file system that is read-only, or without locks
+        with contextlib.suppress(OSError):  # the file system is read-only or has no locks
             directory.parent.mkdir(parents=True, exist_ok=True)
             lock_file = stack.enter_context(directory.with_suffix(".lock").open("w"))
             fcntl.flock(lock_file, fcntl.LOCK_EX)
@@ -71,7 +71,7 @@ def write_table(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
                 **settings: Any) -> dict[str, str]:
     """Write the pyarrow RecordBatches of make_batches(pieces, **settings), at least one. The pieces
     are divided among all cores, each of which writes a file. Returns {file: SHA-256}, for PARTS."""
-    shutil.rmtree(directory, ignore_errors=True)  # not written over: a run may have it mapped
+    shutil.rmtree(directory, ignore_errors=True)  # not overwritten: a run may have mapped it
     try:
         directory.mkdir(parents=True)
         return write_files(directory, pieces, make_batches, settings)

@@ -204,7 +204,7 @@ def close_answer(text: str, prompt: str, content: str, eos: str, traits: Traits)
     """Return the Answer of a template without marks: the part of the text after the prompt."""
     notes, opened = [], text.rpartition(eos)[2]
     if not traits.has_prompt and opened.strip() and prompt.endswith(opened):
-        text = text.removesuffix(opened)  # Cohere's: a generation prompt that is always there
+        text = text.removesuffix(opened)  # Cohere's template always appends the generation prompt
     elif not traits.has_prompt and text[len(prompt) :].partition(content or "\n")[0].strip():
         notes.append("the assistant's header is trained, too, because the chat template has no"
                      " generation prompt")
@@ -228,8 +228,8 @@ def close_reasoning(message: dict[str, Any], prompt: str, text: str, template: s
     if close not in template:
         return ""
     within = content_of(message).rpartition(close)[0].removeprefix(tag)
-    given = next((message[key] for key in REASONING if message.get(key)), within)
-    reasoning = checked_text(given, "reasoning").strip()
+    raw_reasoning = next((message[key] for key in REASONING if message.get(key)), within)
+    reasoning = checked_text(raw_reasoning, "reasoning").strip()
     return f"{reasoning}{gap}{close}{2 * gap}{answer.lstrip()}"
 
 
@@ -280,7 +280,7 @@ def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], templa
     (before, text), (old_blocks, blocks) = rendered
     shared = shared_length(before, text)
     new_blocks = [block for block in blocks if block not in old_blocks]
-    if shared < len(before):  # earlier messages are rewritten: they must have as many blocks
+    if shared < len(before):  # earlier messages are rewritten: their blocks must be as many
         new_blocks = [block for block in blocks if block[0] >= shared]
         new_blocks = new_blocks if new_blocks == blocks[len(old_blocks) :] else []
     if not new_blocks:

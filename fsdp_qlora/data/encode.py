@@ -148,7 +148,7 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
     """tokenize() for a few documents at once."""
     documents = [with_answer_apart(document) for document in documents]
     parts = [part for document in documents if isinstance(document, list) for part in document]
-    encoded = {}  # kind: the tokens of all such parts in order
+    encoded = {}  # {(may_begin, goes_on): tokens of all such parts, in order}
     for kind in {(part.may_begin, part.goes_on) for part in parts}:
         may_begin, goes_on = kind
         texts = [part.text for part in parts if (part.may_begin, part.goes_on) == kind]
@@ -232,7 +232,7 @@ def without_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
             return None
         for key, value in ("prepend_scheme", "never"), ("add_prefix_space", False):
             step |= {key: value} if key in step else {}
-        for key in step.keys() & {"normalizers", "pretokenizers"}:  # of a Sequence
+        for key in step.keys() & {"normalizers", "pretokenizers"}:  # steps of a Sequence
             step[key] = [other for each in step[key] if (other := change(each))]
         return step
 

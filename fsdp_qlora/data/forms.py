@@ -62,7 +62,7 @@ MEANINGS = {  # {meaning: words in keys that no form has}; "none": not a text to
                  "user", "human", "task"),
     "answer": ("reply", "answer", "response", "completion", "output", "solution", "assistant",
                "target", "gpt", "bot", "summary")}
-TRAINED = ("train", "training", "train_on_turn", "weight", "loss")  # is a message in the loss?
+TRAINED = ("train", "training", "train_on_turn", "weight", "loss")  # keys: is it in the loss?
 CALLS = ("function_call", "tool_call")  # roles of the assistant's messages whose content is a call
 ROLES = {  # {role of a message in lower case: the name that templates use}
     "system": "system", "developer": "developer",

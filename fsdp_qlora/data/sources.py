@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from fsdp_qlora.files import digest, text_digest
 from fsdp_qlora.ranks import log
 
-JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # also lines of text, each a row
-TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # what `datasets` calls them
+JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # .txt: each line is a row
+TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # {suffix: name in `datasets`}
 KINDS = (*JSON_KINDS, *TABLE_KINDS)
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}  # of cells
 PACKED = {  # {first bytes of a file that is not text, whatever its name: what it is}
@@ -46,7 +46,7 @@ NO_DATA = re.compile("|".join((  # names of files in a data directory that are n
     # tables about the data, in a file of any kind or a folder; perhaps for a split, or in parts
     rf"(({SPLIT_WORDS})[-_.])?(meta(data)?|index|info|stats|schema|manifest|checksums|croissant|"
     rf"dataset_infos?)([-_.](\d+|of|{SPLIT_WORDS}))*(\.\w+)?(\.gz)?",
-    # what libraries write
+    # files that libraries write
     r"(dataset_dict|(\w+_)?state|(\w+_)?config|package(-lock)?|special_tokens_map|.*\.index)\.json",
 )), re.I)
 PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # size of a piece: of lines of JSON, of a table
@@ -149,7 +149,7 @@ def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
             except UnicodeDecodeError:
                 row = ValueError(NOT_UTF_8)
             except (ValueError, RecursionError) as e:
-                # without the column, so that equal errors are counted together
+                # without the position, so that equal errors are counted together
                 row = ValueError(f"is not JSON: {getattr(e, 'msg', e)}")
             yield f"{piece.name} line {number}", row
 
@@ -179,7 +179,7 @@ def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
             if not is_hidden and not any((path / p / ".lock").exists() for p in below.parents):
                 (aside if any(map(NO_DATA.fullmatch, below.parts)) else files).append(file)
     kinds = {file_kind(file) for file in files}
-    if kinds - {".txt"}:  # beside data of another kind, text describes them
+    if kinds - {".txt"}:  # next to data of another kind, text files describe the data
         aside += [file for file in files if file_kind(file) == ".txt"]
         files = [file for file in files if file_kind(file) != ".txt"]
     if not files:
@@ -338,7 +338,7 @@ def open_table(source: str, path: Path, options: dict[str, str], content: str | 
                              f" end in {', '.join(KINDS)}, or that and .gz")
         is_from_hub = True
         return datasets.load_dataset(str(path), **{"split": "train", **options})
-    except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
+    except Exception as e:  # the Hub client has a dozen kinds of errors, all of them user errors
         error = e.__cause__ or e
         if isinstance(error, UnicodeDecodeError):
             error = NOT_UTF_8

@@ -226,17 +226,17 @@ def keep_template(directory: Path, template: str | dict[str, str] | None) -> Non
     Readers differ in where they look first: transformers in chat_template.jinja, its processors in
     chat_template.json, llama.cpp's converter in tokenizer_config.json."""
     jinja, named = directory / "chat_template.jinja", directory / "additional_chat_templates"
-    found = {}
+    with_template = {}
     for path in (directory / name for name in TEMPLATE_FILES):
         if "chat_template" in (settings := read_json(path, {})):
-            found[path.name] = settings.pop("chat_template"), path, settings
+            with_template[path.name] = settings.pop("chat_template"), path, settings
     has_files = jinja.exists() or named.exists()
     if not template or isinstance(template, dict) and not has_files:
         return  # several templates by name may all be in tokenizer_config.json
-    if not has_files and [(key, value) for key, (value, *_) in found.items()] == [
+    if not has_files and [(key, value) for key, (value, *_) in with_template.items()] == [
             ("tokenizer_config.json", template)]:
         return
-    for name, (_, path, settings) in found.items():
+    for name, (_, path, settings) in with_template.items():
         if name == "chat_template.json":
             path.unlink()
         else:
@@ -254,7 +254,7 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     settings = read_json(path, {})
     named = settings.get("tokenizer_class")
     if named == PLAIN_CLASS and not (directory / "config.json").is_file():
-        return  # with a config.json the type of the model may count for more
+        return  # with a config.json, the type of the model may take precedence
     taken, text = other_tokens(directory, tokenizer)
     is_taken = named == PLAIN_CLASS or named and named.removesuffix("Fast") == taken
     if text is None and is_taken and named != NEW_NAME:

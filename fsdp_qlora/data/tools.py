@@ -62,7 +62,7 @@ def openai_calls(calls: Any, as_text: bool) -> list[dict[str, Any]]:
             function = {"name": function}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError("a call of a tool must be an object with a name and arguments")
-        for key in outer.keys() & {*ARGUMENTS}:  # beside function, not in it
+        for key in outer.keys() & {*ARGUMENTS}:  # next to `function`, not in it
             function = {**function, f"{key} beside function": outer.pop(key)}
         results.append({"type": "function", **outer, "function": with_arguments(function, as_text)})
     return results

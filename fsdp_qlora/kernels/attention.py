@@ -169,7 +169,7 @@ def explicit_attention(
         column = sinks.float().view(-1, 1, 1).expand(*scores.shape[1:3], 1)
         scores = torch.cat([scores, column[None]], -1)
     weights = scores.softmax(-1).to(q.dtype)[..., : len(k)]
-    if drop_keys is not None:  # in an order that further keys do not change
+    if drop_keys is not None:  # in an order that does not depend on the number of keys
         by_query = weights[0].permute(1, 2, 0)
         dropped = drop_eager(by_query.flatten(1), drop_keys, site, arch.attention_dropout)
         weights = dropped.view(by_query.shape).permute(2, 0, 1)[None]
@@ -213,7 +213,7 @@ def kernel_matches(
     qkv, grad = (torch.randn(n_tokens, n, arch.head_dim, dtype=torch.bfloat16, device=device,
                              generator=generator) for n in (sum(heads), arch.n_heads))
     q, k, v = qkv.split(heads, 1)  # with the same strides as in a layer
-    q *= arch.attention_softcap or 1  # else no score comes near the cap
+    q *= arch.attention_softcap or 1  # else no score would come near the cap
     sinks = 2 * torch.randn(arch.n_heads, device=device, generator=generator)
     sinks = sinks if arch.sinks else None
     bounds = torch.tensor([0, length, n_tokens], dtype=torch.int32, device=device)

@@ -31,7 +31,7 @@ class MicroBatch:
     # {one of ATTENTION_TYPES: kernel}, with "recurrence" for a mixer with a state
     kernels: dict[str, Callable]
     store: DeviceActivations | OffloadedActivations  # where layers put what they save
-    ropes: dict | None = None  # {index of arch.ropes: rope_tables()}
+    ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
     layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
     # {window, or None: mask}, used by flex_document_attention() only
     masks: dict[int | None, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)

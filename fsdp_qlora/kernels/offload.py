@@ -109,8 +109,8 @@ class OffloadedActivations:
             return i
         self.shapes[i] = [(t.shape, t.dtype, t.nbytes) for t in tensors]
         if i not in self.buffers:  # for the longest micro-batch
-            of_token = sum(t.nbytes for t in tensors) // len(tensors[0])
-            self.buffers[i] = pinned_empty(of_token * self.micro_batch_tokens, self.device)
+            token_bytes = sum(t.nbytes for t in tensors) // len(tensors[0])
+            self.buffers[i] = pinned_empty(token_bytes * self.micro_batch_tokens, self.device)
         self.leaving.append((tensors, self.copy(self.views(i), tensors)))
         return i
 

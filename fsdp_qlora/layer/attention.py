@@ -21,7 +21,7 @@ class AttentionMixer:
     """The softmax attention of one layer, a TokenMixer."""
 
     arch: Architecture
-    window: int | None  # a query sees this many keys; None: all
+    window: int | None  # number of keys that a query sees; None: all
     rope: int | None  # index of arch.ropes; None: no rotary
 
     saved = SavedAttention
@@ -36,7 +36,7 @@ class AttentionMixer:
         if call.shared_kv:
             heads = [heads[0], *call.shared_kv]
         elif call.layer.is_kv_source and not call.is_backward:
-            # a view would keep the queries
+            # cloned, because a view would keep the queries alive
             call.kv_to_share = tuple(part.clone() for part in heads[1:])
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             saved.heads = [part.detach().requires_grad_() for part in heads]

@@ -31,11 +31,11 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
     nested: Nested = layer.nested
     in_mxfp4 = fused.linears[0].mxfp4
     if weight.is_cuda and not why_no_triton():
-        code, of_scales = mxfp4_code(weight.device)
+        code, scale_values = mxfp4_code(weight.device)
         if not in_mxfp4:
-            code, of_scales = nf4_code(weight.device), nested.code_values
+            code, scale_values = nf4_code(weight.device), nested.code_values
         launch_dequantize(
-            packed, scales, nested.absmax, nested.offsets, of_scales, code, adapter,
+            packed, scales, nested.absmax, nested.offsets, scale_values, code, adapter,
             linears_table(fused, weight.device), weight, fused.in_features, fused.lora_rank,
             n_linears=len(fused.linears), equal=equal_blocks(fused), in_mxfp4=in_mxfp4)
         return weight
@@ -77,10 +77,10 @@ def linears_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
     table = []
     for linear in fused.linears:
         outputs = fused.local_outputs(linear)
-        of_b = linear.lora_b.start if linear.lora_b else 0
+        b_start = linear.lora_b.start if linear.lora_b else 0
         column = linear.columns.start if linear.columns else -1
         table.append([linear.blocks.start - fused.blocks.start, outputs.start, linear.nested.start,
-                      linear.index, of_b, column, outputs.stop])
+                      linear.index, b_start, column, outputs.stop])
     return torch.tensor(table, dtype=torch.int32, device=device)
 
 

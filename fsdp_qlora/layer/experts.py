@@ -74,7 +74,7 @@ class MoESublayer:
         """
         arch, norms, branch = self.arch, self.moe.norms, None
         saved = SavedMoE(source=source)
-        # with columns for the shared expert's adapter, which lora_matmul() fills
+        # includes columns for the shared expert's adapter, which lora_matmul() fills
         inputs = norm_inputs(call, arch.mlp_norm, source, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
         needs_bounds = call.layer.plan.expert_ranges > 1 or bool(
@@ -93,7 +93,7 @@ class MoESublayer:
             shared = self._shared_forward(call, saved, inputs)
             if norms:
                 assert branch is not None, "the norm after the experts needs it"
-                saved.given, saved.shared_given = branch, shared
+                saved.expert_output, saved.shared_output = branch, shared
                 branch = normed(call, norms.after, branch)
                 shared = normed(call, norms.after_shared, shared)
             if needs_branch:
@@ -113,8 +113,8 @@ class MoESublayer:
         saved.branch = None
         if norms:
             return self._apart_backward(call, saved, upstream, grad, norms)
-        of_given = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
-        grad_x, grad_weights = self._experts_backward(call, saved, of_given)
+        grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
+        grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         if self.latent:
             x = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.fused_linears[0])
             grad_x = self.latent.enter_backward(call, saved, grad_x, x)
@@ -130,14 +130,15 @@ class MoESublayer:
         """backward() for ExpertNorms: experts, router and shared expert each have their own norm.
         `upstream`: the gradient of the sum of their normed outputs."""
         source, kind, eps = saved.source, self.arch.norm, self.arch.norm_eps
-        of_given = norm_backward(saved.given, upstream, None, call.vector(norms.after), kind, eps)
-        grad_x, grad_weights = self._experts_backward(call, saved, of_given)
+        grad_out = norm_backward(
+            saved.expert_output, upstream, None, call.vector(norms.after), kind, eps)
+        grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         grad = norm_gradient(call, norms.before, source, grad_x, grad)
         grad += route_backward(call, saved.routing, grad_weights, source)
-        saved.given = of_given = None
-        of_shared = norm_backward(
-            saved.shared_given, upstream, None, call.vector(norms.after_shared), kind, eps)
-        grad_x, saved.shared_given = self._shared_backward(call, saved, of_shared), None
+        saved.expert_output = grad_out = None
+        grad_shared = norm_backward(
+            saved.shared_output, upstream, None, call.vector(norms.after_shared), kind, eps)
+        grad_x, saved.shared_output = self._shared_backward(call, saved, grad_shared), None
         return norm_gradient(call, self.arch.mlp_norm, source, grad_x, grad)
 
     def forward_to_recompute(
@@ -338,7 +339,7 @@ class MoESublayer:
                                                  activated)
         glu_backward(activated, self._shared_activation, None,
                      *saved.shared_gate_up.chunk(1 + arch.gated, -1))
-        add_a_gradient(call, self.shared_down, activated, grad_d)  # glu()'s result by now
+        add_a_gradient(call, self.shared_down, activated, grad_d)  # now contains glu()'s result
         inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.shared_gate_up)
         grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.columns,
                                               saved.shared_gate_up, inputs)
@@ -383,17 +384,17 @@ class MoESublayer:
         width = self.expert_gate_up.in_features  # hidden size or latent size
         rows, up, down = n * moe.top_k, self.expert_gate_up, self.expert_down
         # plus gate and up, if they are recomputed, and if their gradient is a new tensor
-        of_row, of_adapters = up.width + down.width, 0
+        row_values, adapter_values = up.width + down.width, 0
         if up.n_columns:  # the rows' gradient, its part from d, their sum; A's gradient, also fp32
-            of_row = max(3 * up.width, up.width + 3 * down.width)
-            of_adapters = 3 * moe.n_experts * up.n_columns * width
-        of_row += self._gate_up_size * (recomputed + bool(moe.clamp))
-        of_chunk = math.ceil((rows * of_row + of_adapters) / plan.expert_ranges)
+            row_values = max(3 * up.width, up.width + 3 * down.width)
+            adapter_values = 3 * moe.n_experts * up.n_columns * width
+        row_values += self._gate_up_size * (recomputed + bool(moe.clamp))
+        chunk_values = math.ceil((rows * row_values + adapter_values) / plan.expert_ranges)
         if recomputed and self.shared_gate_up and self.shared_down:
-            of_chunk += n * (self.shared_gate_up.out_features + self.shared_down.width)
+            chunk_values += n * (self.shared_gate_up.out_features + self.shared_down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
-        values = rows * width * (plan.expert_ranges > 1) + of_chunk + weights + 3 * n * hidden
+        values = rows * width * (plan.expert_ranges > 1) + chunk_values + weights + 3 * n * hidden
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
             values += n * hidden * (2 + 2 * recomputed + bool(up.n_columns))
         if self.latent:

@@ -130,7 +130,7 @@ def add_expert_gradients(
     assert first and last, "all experts have adapters, or none"
     grad_b = call.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[chunk_experts]
     offset = 0
-    for linear in fused.linears[: len(fused.linears) // n]:  # of one expert
+    for linear in fused.linears[: len(fused.linears) // n]:  # linears of one expert
         stop = offset + linear.out_features
         part = grad[:, offset:stop].contiguous(), d[:, linear.columns].contiguous()
         grad_b[:, offset:stop] += grouped_outer(*part, chunk)
@@ -142,7 +142,7 @@ def grouped_outer(a: Tensor, b: Tensor, chunk: ExpertChunk) -> Tensor:
     if chunk.bounds is None:
         out = F.grouped_mm(a.t(), b, offs=chunk.ends).float()
         empty = chunk.ends == F.pad(chunk.ends, (1, 0))[:-1]
-        return out.masked_fill_(empty[:, None, None], 0)  # rubbish on Blackwell, pytorch 172439
+        return out.masked_fill_(empty[:, None, None], 0)  # garbage on Blackwell, pytorch 172439
     out = torch.zeros(len(chunk.experts), a.shape[1], b.shape[1], device=a.device)
     for i, (start, stop) in enumerate(zip(chunk.bounds, chunk.bounds[1:])):
         if start < stop:

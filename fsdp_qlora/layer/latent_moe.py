@@ -75,8 +75,8 @@ class ExpertLatent:
     @property
     def saved_values(self) -> int:
         """Values saved from forward to backward, if nothing is recomputed."""
-        of_exit = self.exit.width if self.exit.n_columns else 0
-        return self.entry.out_features + self.entry.padded_columns + of_exit
+        exit_values = self.exit.width if self.exit.n_columns else 0
+        return self.entry.out_features + self.entry.padded_columns + exit_values
 
     @property
     def live_values(self) -> int:

@@ -33,8 +33,8 @@ class LinearSlices(Linear):
     """A linear, and the slices of the layer's parameters that have its values. Made by
     fuse_linears() only."""
 
-    index: int  # its number in the layer: row of Nested.offsets and Nested.code_values, which end
-    #             before linears in MXFP4
+    index: int  # its number in the layer: row of Nested.offsets and Nested.code_values, which have
+    #             no rows for linears in MXFP4 (these come last)
     blocks: slice  # into the layer's `nf4`, in blocks of 64 weights
     nested: slice  # into Nested.absmax, its second-level scales
     outputs: slice  # into the outputs of its FusedLinear
@@ -75,7 +75,8 @@ class FusedLinear:
         return slice(self.linears[0].blocks.start, self.linears[-1].blocks.stop)
 
     def local_outputs(self, linear: LinearSlices) -> slice:
-        """The linear's outputs, counted from the first of this FusedLinear."""
+        """Return the slice of a linear's outputs, counted from the first output of this
+        FusedLinear."""
         start = self.outputs.start
         return slice(linear.outputs.start - start, linear.outputs.stop - start)
 

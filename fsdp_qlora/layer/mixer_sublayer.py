@@ -86,7 +86,7 @@ class MixerSublayer:
     weights."""
 
     arch: Architecture
-    in_proj: FusedLinear  # of attention: q, k and v
+    in_proj: FusedLinear  # q, k and v in attention
     out: FusedLinear
     mixer: TokenMixer
     # a second (out, mixer), which reads the remaining outputs of in_proj; both results are added

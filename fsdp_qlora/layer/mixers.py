@@ -61,7 +61,7 @@ class AutogradMixer:
     @property
     def saves_projected(self) -> bool:
         if isinstance(self.mixer, DeltaNet):
-            return not self.mixer.by_key_head  # else it saves copies of the parts
+            return not self.mixer.by_key_head  # else it saves copies of its parts instead
         return not (isinstance(self.mixer, Mamba2) and self.mixer.is_multiplied)
 
     @property
@@ -155,9 +155,9 @@ def conv_backward(grad: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     kernel = weight.shape[-1]
     total: Tensor | Any = 0
     for ahead in range(kernel):  # the token `ahead` places later, if it is in the same document
-        of_later = grad.float() * (positions >= ahead)[:, None]
-        of_later = F.pad(of_later, (0, 0, 0, ahead))[ahead:]
-        total = total + of_later * weight[:, 0, kernel - 1 - ahead].float()
+        grad_later = grad.float() * (positions >= ahead)[:, None]
+        grad_later = F.pad(grad_later, (0, 0, 0, ahead))[ahead:]
+        total = total + grad_later * weight[:, 0, kernel - 1 - ahead].float()
     return total.to(grad.dtype)
 
 
@@ -294,8 +294,8 @@ def delta_saved_values(mixer: DeltaNet, hidden: int) -> int:
     copies; query, key and value as the delta rule reads them; its output, before and after norm and
     gate. For each value head: a chunk's products, g and its input, fp32, and b before and after its
     factor. For each key head: the norms of query and key, fp32."""
-    widths, of_copies = mixer.widths, 2 * mixer.value_heads * mixer.by_key_head
-    return (sum(widths.values()) - of_copies + sum(widths[x] for x in "qkv") + 2 * widths["v"]
+    widths, copied = mixer.widths, 2 * mixer.value_heads * mixer.by_key_head
+    return (sum(widths.values()) - copied + sum(widths[x] for x in "qkv") + 2 * widths["v"]
             + (STATE_CHUNK + 6) * mixer.value_heads + 4 * mixer.key_heads)
 
 

@@ -119,7 +119,7 @@ class MLPSublayer:
             mid_residual = source[tokens] if self.end else None
             saved = self.forward(call, mid_residual, source[tokens], want_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))
-            del saved  # before the next slice's
+            del saved  # before the next slice allocates its own
         call.tokens = slice(None)
         call.dequantized.clear()
         return torch.cat(grads)
@@ -157,8 +157,8 @@ class MLPSublayer:
         second = n * up.width * (2 - recomputed) * item + up_weights
         if reuse_dequantized:
             first, second = first + up_weights, second + down_weights
-        of_end = self.end.live_bytes(n, item, reuse_dequantized) if self.end else 0
-        total = max(first, second, of_end)
+        end_bytes = self.end.live_bytes(n, item, reuse_dequantized) if self.end else 0
+        total = max(first, second, end_bytes)
         total += 2 * n_tokens * hidden * item  # gradients: of the sum, and of finished slices
         if recomputed:
             columns = up.padded_columns + down.padded_columns
@@ -182,9 +182,9 @@ class MLPSublayer:
     @property
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes, forward and backward; measured."""
-        of_end = self.end.elementwise_values if self.end else 0
+        end_values = self.end.elementwise_values if self.end else 0
         return (15 * self.arch.hidden_size + 6 * self.down.in_features
-                + 3 * self.gate_up.out_features + of_end)
+                + 3 * self.gate_up.out_features + end_values)
 
 
 def token_slices(n: int, most: int) -> list[slice]:

@@ -48,8 +48,8 @@ class ParameterLayout:
     def n_nested(self) -> int:
         """Number of values of the layer's Nested: second-level scales of all blocks, and an offset
         and a table for each linear."""
-        of_blocks = [linear.nested.stop - linear.nested.start for linear in self.linears]
-        return sum(n + (1 + 256) * (n > 0) for n in of_blocks)
+        absmax_counts = [linear.nested.stop - linear.nested.start for linear in self.linears]
+        return sum(n + (1 + 256) * (n > 0) for n in absmax_counts)
 
     def adapter_parts(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
         """Return {(linear's name, PEFT's key): (slice of `adapter`, shape)}."""

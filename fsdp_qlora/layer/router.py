@@ -112,7 +112,7 @@ def add_balance(layer: LayerParameters, routing: Routing, n_unpadded: Tensor) ->
     n, n_experts = routing.scores.shape
     counted = torch.arange(n, device=n_unpadded.device) < n_unpadded
     rows_before = F.pad((routing.token < n_unpadded).cumsum(0), (1, 0))[routing.ends]
-    tokens = rows_before.diff(prepend=rows_before.new_zeros(1))  # of each expert
+    tokens = rows_before.diff(prepend=rows_before.new_zeros(1))  # number of tokens of each expert
     shares = tokens / tokens.sum()
     probabilities = counted.float() @ routing.scores
     probabilities /= probabilities.sum()

@@ -46,7 +46,7 @@ class SavedMLA(SavedAttention):
 
 @dataclasses.dataclass
 class SavedGraph(SavedMixing):
-    """What a mixer with autograd's backward saves."""
+    """The tensors that an AutogradMixer saves."""
 
     start: Any = None  # the graph's edge at which autograd returns the gradient of `projected`
     mixed: Tensor = None  # [n, width], the mixer's output
@@ -54,7 +54,7 @@ class SavedGraph(SavedMixing):
 
 @dataclasses.dataclass
 class SavedMixer(SavedInputs):
-    """What a MixerSublayer saves."""
+    """The tensors that a MixerSublayer saves."""
 
     x: Tensor = None  # [n, hidden], the sublayer's input
     branch: Tensor = None  # [n, hidden], the branch before its norm
@@ -63,7 +63,7 @@ class SavedMixer(SavedInputs):
 
 @dataclasses.dataclass
 class SavedEnd:
-    """What a PerLayerEnd saves."""
+    """The tensors that a PerLayerEnd saves."""
 
     end_x: Tensor = None
     end_gates: Tensor = None
@@ -74,7 +74,7 @@ class SavedEnd:
 
 @dataclasses.dataclass
 class SavedMLP(SavedInputs, SavedEnd):
-    """What an MLPSublayer saves."""
+    """The tensors that an MLPSublayer saves."""
 
     source: Tensor = None  # [n, hidden], the input of its norm
     gate_up: Tensor = None  # [n, gate and up]
@@ -84,17 +84,17 @@ class SavedMLP(SavedInputs, SavedEnd):
 
 @dataclasses.dataclass
 class SavedMoE(SavedInputs):
-    """What a MoESublayer saves."""
+    """The tensors that a MoESublayer saves."""
 
     source: Tensor = None  # [n, hidden], the input of its norm
     branch: Tensor = None  # [n, hidden], the branch before its norm
     routing: Routing = None
     gate_ups: list[Tensor] | None = None  # one per ExpertChunk; None: they are computed again
-    given: Tensor = None  # [n, hidden], the experts' output, before a norm of their own
+    expert_output: Tensor = None  # [n, hidden], the experts' output, before a norm of their own
     # for the shared expert
     shared_gate_up: Tensor = None
     down_columns: Tensor = None  # like SavedInputs.columns
-    shared_given: Tensor = None  # its output, before a norm of its own
+    shared_output: Tensor = None  # its output, before a norm of its own
     shared_out: Tensor = None  # its output, before the factor of its gate
     shared_factor: Tensor = None
     # for the latent space, see ExpertLatent

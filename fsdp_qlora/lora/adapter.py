@@ -253,7 +253,7 @@ def optimizer_state_bytes(
     optimizer = make_optimizer(weights, config)
     if getattr(optimizer, "is_paged", False):
         return 0
-    optimizer.step()  # makes the state
+    optimizer.step()  # creates the state
     return sum(value.nbytes for value in sharded_state(optimizer).values()) / len(weights)
 
 

@@ -123,7 +123,8 @@ def stack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, t
 
 
 def unstack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, torch.Tensor]:
-    """The inverse of stack_experts()."""
+    """Return {peft_name(): tensor} from {name in PEFT's files: tensor}, the inverse of
+    stack_experts()."""
     own = {name: tensors[stored][index] for name, (stored, _, index) in parts.items()
            if stored in tensors}
     stacked = {stored for stored, *_ in parts.values()}

@@ -168,7 +168,7 @@ def fill_layer(
     for name, (where, _) in layer.spec.vectors.items():
         vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
     set_local(layer, "vectors", vectors[model.shard].clone())
-    for name, shape in layer.spec.small_tensors.items():  # whole, not quantized
+    for name, shape in layer.spec.small_tensors.items():  # whole on every rank, not quantized
         tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
         layer.small_tensors[name] = tensor.to(device).view(shape)
 

@@ -98,11 +98,11 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     # in fp32 with rows of x
     n_rows = min(plan.micro_batch_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
     n_logits = n_rows * arch.vocab_size
-    of_logits = 2.5 * item * n_logits
+    logits_bytes = 2.5 * item * n_logits
     if not plan.fused:
-        of_both = (2 * item + 4) * (n_logits + n_rows * arch.hidden_size)
-        of_logits = max(20 * n_logits, of_both + 4 * table / item)
-    head = 2 * arch.hidden_size * value_bytes + of_logits
+        both_bytes = (2 * item + 4) * (n_logits + n_rows * arch.hidden_size)
+        logits_bytes = max(20 * n_logits, both_bytes + 4 * table / item)
+    head = 2 * arch.hidden_size * value_bytes + logits_bytes
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
@@ -138,13 +138,13 @@ def shared_kv_values(arch: Architecture) -> int:
 def saved_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int, int]:
     """Return the bytes that the recomputed layers save, and those that the other layers save.
     `value_bytes`: the bytes of one value for each token of a micro-batch."""
-    def of_layers(start: int, stop: int) -> int:  # all of these layers save the same
+    def bytes_of_layers(start: int, stop: int) -> int:  # all of these layers save the same
         values = layers.saved_values[plan.saves(start)]
         return (values[stop] - values[start]) * value_bytes
 
     first_mlp = plan.recomputed - plan.n_mlp_saved
-    recomputed = of_layers(0, first_mlp) + of_layers(first_mlp, plan.recomputed)
-    return recomputed, of_layers(plan.recomputed, plan.n_layers)
+    recomputed = bytes_of_layers(0, first_mlp) + bytes_of_layers(first_mlp, plan.recomputed)
+    return recomputed, bytes_of_layers(plan.recomputed, plan.n_layers)
 
 
 def activation_peak(
@@ -289,8 +289,8 @@ def layer_seconds(
     moved = (uses * (0.5 + item) / FIT.dequantizing
              + n * layers.elementwise_values / n_layers * item)
     if plan.plain_attention:
-        of_score = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
-        moved += n * context * arch.n_heads * of_score
+        score_bytes = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
+        moved += n * context * arch.n_heads * score_bytes
     routed, waits = sum(arch.layer_routed) / n_layers, 0.0
     if arch.moe and plan.expert_ranges > 1:  # the experts' rows are copied
         width = arch.expert_gate_up[0].in_features
@@ -304,9 +304,9 @@ def layer_seconds(
     copies = plan.offload_params * gathered / shards
     copies += plan.offload_activations * saved_bytes(plan, layers, n * item)[0] / n_layers
     forward = compute * token_weights / (2 * token_weights + weights_again)
-    of_ranges = FIT.range_launches + FIT.recomputed_range_launches * again
+    range_launches = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp
-                + routed * (FIT.routed_launches + of_ranges * plan.expert_ranges))
+                + routed * (FIT.routed_launches + range_launches * plan.expert_ranges))
     if mixer := mixer_with_state(arch):
         share = sum(arch.mixers.get(name or "") is mixer for name in arch.layer_mixer) / n_layers
         launches += FIT.recurrence_launches * share

@@ -42,7 +42,8 @@ def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
     match = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip().lower())
     count, name = match.groups() if match else (None, "")
     names = {key.lower(): key for key in GPU_SPECS}
-    names |= {f"{gpu.size}gb": key for key, gpu in reversed(GPU_SPECS.items())}  # the slowest last
+    # the slowest GPU of a size comes last and wins
+    names |= {f"{gpu.size}gb": key for key, gpu in reversed(GPU_SPECS.items())}
     key = names.get(re.sub(r"nvidia|geforce|rtx|[\s_-]", "", name))
     if not key or count and not 1 <= int(count) <= 1024:
         raise ValueError(f"--plan_for {text}: expected a number of GPUs and one of"

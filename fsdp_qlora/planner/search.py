@@ -330,7 +330,7 @@ def agree_on_plan(
 ) -> Plan:
     """Return the plan of this run, rank 0's on all ranks. All ranks must call this."""
     machine = measure_machine(getattr(torch, config.compute_dtype), device)
-    if device.type == "cuda":  # so that reported peaks are those of training
+    if device.type == "cuda":  # so that reported peaks exclude the measurements above
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     plain = any(document_attention in pair.values() for pair in kernels)

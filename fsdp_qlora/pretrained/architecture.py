@@ -11,85 +11,87 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
-XIELU = "mlp.act_fn"  # where a layer has the scalars of its xIELU
+XIELU = "mlp.act_fn"  # prefix of a layer's xIELU scalars
 XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
-FromConfig = Any  # "config.x" in a Family or MoE; in an Architecture the value of that field
+FromConfig = Any  # "config.x" in a Family or MoE; the value of field x in an Architecture
 
 
 class ExpertNorms(NamedTuple):
-    """Of Gemma 4's experts, which stand beside the MLP that other models have: what both give is
-    normed apart and added. Names in a layer; the norm before the MLP is Family.mlp_norm."""
+    """Norms of Gemma 4's experts, which run next to the MLP that other models have: both outputs
+    are normed separately and added. Names are those in a layer; the norm before the MLP is
+    Family.mlp_norm."""
 
-    before: str = "pre_feedforward_layernorm_2"  # of what experts read
-    after: str = "post_feedforward_layernorm_2"  # of what they give
-    after_shared: str = "post_feedforward_layernorm_1"  # of what the shared expert gives, the MLP
-    # a tensor [hidden]. The router, too, reads a norm of what `before` reads: one without weight,
+    before: str = "pre_feedforward_layernorm_2"  # for the experts' inputs
+    after: str = "post_feedforward_layernorm_2"  # for the experts' output
+    after_shared: str = "post_feedforward_layernorm_1"  # for the output of the MLP (shared expert)
+    # a tensor [hidden]. The router has its own norm of the same input as `before`, without weight,
     # times this tensor and hidden ** -0.5
     router_scale: str = "router.scale"
 
 
 @dataclasses.dataclass(frozen=True)
 class MoE:
-    """The experts of a MoE model: how the router works, and how they differ from Qwen3's.
+    """The experts of an MoE model: how the router works, and how they differ from Qwen3's.
     "config.x" means the same as in Family.
 
-    The router's logits give scores; each token goes to the top_k experts with the highest scores
-    (plus correction), and their outputs are added, each times its weight, which is its score.
+    The router's logits become scores. Each token goes to the top_k experts with the highest scores
+    (plus correction). Their outputs are added, each times its weight, which is its score.
     """
 
-    used: bool | FromConfig = True  # where a config can switch them off
+    used: bool | FromConfig = True  # if a config can switch experts off
     n_experts: int | FromConfig = "config.num_experts"
     top_k: int | FromConfig = "config.num_experts_per_tok"
     expert_size: int | FromConfig = "config.moe_intermediate_size"  # inner width of one expert
-    # experts, but not the router nor the shared expert, work in a latent space of this width: the
-    # first of these linears leads there, the second back from their weighted sum; None: they do not
+    # width of a latent space in which the experts work, but not the router and the shared expert;
+    # None: they do not. The first of the latent_linears leads into it, the second leads back from
+    # the experts' weighted sum
     latent_size: int | FromConfig | None = None
     latent_linears: tuple[str, str] = ("", "")
     shared_size: int | FromConfig = 0  # inner width of the expert that gets all tokens; 0: none
     n_shared: int | FromConfig = 1  # shared experts, computed as one that is n_shared times as wide
-    first_dense: int | FromConfig = 0  # the number of first layers that have an MLP without experts
-    experts: str = "mlp.experts"  # their name in a layer
-    shared: str = "mlp.shared_expert"
-    shared_mlp: bool = False  # the shared expert is what other layers or models have as their MLP
-    shared_gate: str | None = None  # a linear; the shared output is multiplied by its sigmoid
+    first_dense: int | FromConfig = 0  # number of first layers that have an MLP without experts
+    experts: str = "mlp.experts"  # prefix of the experts' names in a layer
+    shared: str = "mlp.shared_expert"  # prefix of the shared expert's names in a layer
+    shared_mlp: bool = False  # the shared expert is the MLP of layers or models without experts
+    shared_gate: str | None = None  # a linear whose sigmoid multiplies the shared expert's output
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
-    scores: str = "softmax"  # of all logits; or "sigmoid" of each
-    rounded_scores: bool = False  # to the model's dtype, before they are compared
+    scores: str = "softmax"  # over all logits; or "sigmoid" of each logit
+    rounded_scores: bool = False  # scores are rounded to the model's dtype before comparing them
     correction: str | None = None  # a tensor [experts], or [1, experts]
-    # a token goes only to experts of its top_groups groups, those in which the group_best highest
-    # scores have the largest sums
+    # a token goes only to experts of its top_groups groups, the ones with the largest sums of their
+    # group_best highest scores
     n_groups: int | FromConfig = 1
     top_groups: int | FromConfig = 1
     group_best: int = 2
-    groups_if: bool | FromConfig = True  # where a config can switch them off; True or
+    groups_if: bool | FromConfig = True  # if a config can switch groups off; True or
     #                                      "group_limited_greedy": on
     normalized: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
     sum_eps: float = 0.0
     scale: float | FromConfig = 1.0  # multiplies the weights
-    expert_scale: str | None = None  # a tensor [experts]: so do these
+    expert_scale: str | None = None  # a tensor [experts], which also multiplies the weights
     norms: ExpertNorms | None = None  # None: router, experts and shared expert read one norm
-    rounded_weights: bool = True  # they are rounded to the model's dtype
+    rounded_weights: bool = True  # weights are rounded to the model's dtype
     biases: bool = False  # the router and each expert's two linears have a bias
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see glu_product()
-    limits: FromConfig = None  # a list of the config, of layers, see LimitedActivation
+    limits: FromConfig = None  # the config's list of limits by layer, see LimitedActivation
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # a tensor of all experts is [experts, in, out], also if in = out
-    adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: "modules", one of each expert;
-    #                           "stacked", one of all experts; "parameters", saved as "modules",
-    #                           but declared in its config as "stacked"
-    # pairs: a part of a tensor's name here, and what files may have instead
+    # form of the experts' adapters that PEFT 0.21 loads: "modules", one per expert; "stacked", one
+    # for all experts; "parameters", saved like "modules", but declared in its config as "stacked"
+    adapters: str = "modules"
+    # pairs: a part of a tensor's name here, and the part that files may have instead
     renames: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionGate:
-    """What attention gives is multiplied by activation(gate) before o_proj. "config.x" means the
-    same as in Family."""
+    """Attention's output is multiplied by activation(gate) before o_proj. "config.x" means the same
+    as in Family."""
 
-    linear: str | None = None  # it reads what q_proj reads and gives the gates, [heads, head_dim];
-    #                            None: q_proj does, each head's after its query
-    per_head: bool | FromConfig = False  # there is one gate for a head; "per-head": the same
+    linear: str | None = None  # computes the gates [heads, head_dim] from q_proj's inputs; None:
+    #                            q_proj's outputs contain them, each head's after its query
+    per_head: bool | FromConfig = False  # True or "per-head": one gate per head
     activation: str = "sigmoid"  # or "softplus"
 
 
@@ -97,59 +99,59 @@ class AttentionGate:
 class LatentAttention:
     """DeepSeek's multi-head latent attention (MLA). "config.x" means the same as in Family.
 
-    q_a_proj and kv_a_proj_with_mqa give two latents of a token. Of their norms q_b_proj makes the
-    heads of queries, [nope + rope], and kv_b_proj those of keys and values, [nope + value]. The
-    last `rope` dimensions of a query are rotated; those of keys are one vector for all heads, which
-    kv_a_proj_with_mqa gives after its latent.
+    q_a_proj and kv_a_proj_with_mqa compute two latents of a token. From the norms of these,
+    q_b_proj makes the heads of queries, [nope + rope], and kv_b_proj those of keys and values,
+    [nope + value]. The last `rope` dimensions of a query are rotated. Those of keys are one vector
+    for all heads, which kv_a_proj_with_mqa outputs after its latent.
     """
 
-    q_rank: int | FromConfig = "config.q_lora_rank"  # None: q_proj gives the queries
+    q_rank: int | FromConfig = "config.q_lora_rank"  # None: q_proj computes the queries
     kv_rank: int | FromConfig = "config.kv_lora_rank"
     nope: int | FromConfig = "config.qk_nope_head_dim"
     rope: int | FromConfig = "config.qk_rope_head_dim"
     value: int | FromConfig = "config.v_head_dim"
-    norm_eps: float = 1e-6  # of the norms of latents; transformers takes no other
+    norm_eps: float = 1e-6  # eps of the latents' norms; transformers has no other
     q_norm: str = "self_attn.q_a_layernorm"
     kv_norm: str = "self_attn.kv_a_layernorm"
-    # An indexer chooses so many keys for each query. Up to this length of a row these are all keys,
-    # so that there it changes nothing and is not computed; longer rows are refused.
+    # An indexer chooses this many keys for each query. In rows up to this length these are all
+    # keys, so the indexer changes nothing and is not computed; longer rows are refused.
     index_topk: int | FromConfig | None = None
-    indexer: str = "self_attn.indexer."  # what the names of its tensors begin with
+    indexer: str = "self_attn.indexer."  # prefix of the names of its tensors
 
     def linears(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
-        """Of a layer, see Architecture.mixer_groups()."""
-        of_queries = heads * (self.nope + self.rope)
+        """Return the groups of a layer's linears, see Architecture.mixer_groups()."""
+        query_width = heads * (self.nope + self.rope)
         kv_a = Linear("self_attn.kv_a_proj_with_mqa", self.kv_rank + self.rope, hidden, False)
         kv_b = Linear("self_attn.kv_b_proj", heads * (self.nope + self.value), self.kv_rank, False)
         out = Linear("self_attn.o_proj", hidden, heads * self.value, False)
         if not self.q_rank:
-            q = Linear("self_attn.q_proj", of_queries, hidden, False)
+            q = Linear("self_attn.q_proj", query_width, hidden, False)
             return {"in_proj": [q, kv_a], "out": [out], "kv_b": [kv_b]}
         q_a = Linear("self_attn.q_a_proj", self.q_rank, hidden, False)
-        q_b = Linear("self_attn.q_b_proj", of_queries, self.q_rank, False)
+        q_b = Linear("self_attn.q_b_proj", query_width, self.q_rank, False)
         return {"in_proj": [q_a, kv_a], "out": [out], "q_b": [q_b], "kv_b": [kv_b]}
 
     def norms(self) -> dict[str, tuple[int, ...]]:
-        """{name below the layer: shape} of the weights of its norms."""
+        """Return {name in the layer: shape} of the weights of its norms."""
         ranks = {self.q_norm: self.q_rank, self.kv_norm: self.kv_rank}
         return {f"{name}.weight": (rank,) for name, rank in ranks.items() if rank}
 
 
 @dataclasses.dataclass(frozen=True)
 class ShortConv:
-    """LFM2's token mixer: in_proj gives b, c and x, [3 x hidden]; out_proj reads c * conv(b * x),
+    """LFM2's token mixer: in_proj outputs b, c and x, [3 x hidden]; out_proj reads c * conv(b * x),
     where conv sums each channel's last `kernel` tokens. "config.x" means the same as in Family."""
 
     kernel: int | FromConfig = "config.conv_L_cache"
-    bias: bool | FromConfig = "config.conv_bias"  # of conv, in_proj and out_proj
+    bias: bool | FromConfig = "config.conv_bias"  # for conv, in_proj and out_proj
 
     def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
-        """The linears that read its input, and those that give its output."""
+        """Return the linears that read its input, and those that compute its output."""
         return ([Linear("conv.in_proj", 3 * hidden, hidden, self.bias)],
                 [Linear("conv.out_proj", hidden, hidden, self.bias)])
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """{name below the layer: shape} of what it has besides its linears."""
+        """Return {name in the layer: shape} of its tensors other than linears."""
         bias = {"conv.conv.bias": (hidden,)} if self.bias else {}
         return {"conv.conv.weight": (hidden, 1, self.kernel)} | bias
 
@@ -158,11 +160,11 @@ class ShortConv:
 class DeltaNet:
     """The gated delta net of Qwen3-Next and Qwen3.5. "config.x" means the same as in Family.
 
-    Its linears give query and key [key heads, key_dim], value and z [value heads, value_dim], b and
-    a [value heads]. Query, key and value go through a convolution of `kernel` tokens and SiLU; each
-    key head serves as many value heads as come to it. A value head's state S [key_dim, value_dim]
-    becomes S exp(g) + beta k (v - k S exp(g)), with k of length 1, beta the sigmoid of b and
-    g = -exp(A_log) softplus(a + dt_bias). out reads norm(q S) SiLU(z), with q of length
+    Its linears output query and key [key heads, key_dim], value and z [value heads, value_dim], b
+    and a [value heads]. Query, key and value go through a convolution of `kernel` tokens and SiLU;
+    the value heads are divided evenly among the key heads. A value head's state S [key_dim,
+    value_dim] becomes S exp(g) + beta k (v - k S exp(g)), with k of length 1, beta the sigmoid of b
+    and g = -exp(A_log) softplus(a + dt_bias). `out` reads norm(q S) SiLU(z), with q of length
     key_dim ** -0.5.
     """
 
@@ -171,33 +173,33 @@ class DeltaNet:
     key_dim: int | FromConfig = "config.linear_key_head_dim"
     value_dim: int | FromConfig = "config.linear_value_head_dim"
     kernel: int | FromConfig = "config.linear_conv_kernel_dim"
-    # of each linear that reads the input: (name, which of q, k, v, z, b and a it gives)
+    # (name, letters of q, k, v, z, b and a that it outputs) of each linear that reads the input
     in_projs: tuple[tuple[str, str], ...] = (
         ("in_proj_qkv", "qkv"), ("in_proj_z", "z"), ("in_proj_b", "b"), ("in_proj_a", "a"))
     out: str = "out_proj"
     norm: str = "norm"
     norm_eps: float | FromConfig = "config.rms_norm_eps"
-    # whether files have one each of query, key and value, as transformers has not
+    # files have a convolution each for query, key and value, unlike transformers
     split_conv: bool = False
-    by_key_head: bool = False  # a linear's outputs are those of the first key head, the second, ..
+    by_key_head: bool = False  # a linear's outputs are ordered by key head
     double_beta: bool | FromConfig = False  # beta is twice the sigmoid
 
     @property
     def widths(self) -> dict[str, int]:
-        """Of q, k, v, z, b and a."""
+        """{letter: width} of q, k, v, z, b and a."""
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         return {"q": keys, "k": keys, "v": values, "z": values,
                 "b": self.value_heads, "a": self.value_heads}
 
     def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
-        """The linears that read its input, and those that give its output."""
+        """Return the linears that read its input, and those that compute its output."""
         widths = self.widths
         return ([Linear(f"linear_attn.{name}", sum(widths[x] for x in parts), hidden, False)
                  for name, parts in self.in_projs],
                 [Linear(f"linear_attn.{self.out}", hidden, widths["v"], False)])
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """{name below the layer: shape} of what it has besides its linears."""
+        """Return {name in the layer: shape} of its tensors other than linears."""
         channels = {"conv1d": sum(self.widths[x] for x in "qkv")}
         if self.split_conv:
             channels = {f"{x}_conv1d": self.widths[x] for x in "qkv"}
@@ -212,11 +214,11 @@ class DeltaNet:
 class Mamba2:
     """Mamba-2. "config.x" means the same as in Family.
 
-    in_proj gives z and x [heads, head_dim], B and C [groups, state] and dt [heads]. x, B and C go
-    through a convolution of `kernel` tokens and SiLU; each group serves as many heads as come to
-    it. With step = softplus(dt + dt_bias), inside of step_limits and not below min_step, a head's
-    state S [state, head_dim] becomes S exp(-exp(A_log) step) + B (step x). out_proj reads
-    norm((C S + D x) SiLU(z)) with the norm by group, with norm_first norm(C S + D x) SiLU(z).
+    in_proj outputs z and x [heads, head_dim], B and C [groups, state] and dt [heads]. x, B and C go
+    through a convolution of `kernel` tokens and SiLU; the heads are divided evenly among the
+    groups. With step = softplus(dt + dt_bias), within step_limits and not below min_step, a head's
+    state S [state, head_dim] becomes S exp(-exp(A_log) step) + B (step x). out_proj reads norm((C S
+    + D x) SiLU(z)) with the norm by group, or norm(C S + D x) SiLU(z) with norm_first.
     """
 
     heads: int | FromConfig = "config.mamba_n_heads"
@@ -231,32 +233,33 @@ class Mamba2:
     min_step: float | FromConfig = 0.0
     norm_eps: float | FromConfig = "config.rms_norm_eps"
     stem: str = "mamba"  # its name in a layer
-    norm: bool | FromConfig = True  # whether there is one
+    norm: bool | FromConfig = True  # False: no norm
     norm_first: bool | FromConfig = False
-    # what in_proj reads, its z, x, B, C and dt, and what out_proj gives are multiplied by these
+    # factors of in_proj's input; of its outputs z, x, B, C and dt; and of out_proj's output
     in_multiplier: float | FromConfig = 1.0
     multipliers: FromConfig = 1.0  # one for all, or a list
     out_multiplier: float | FromConfig = 1.0
 
     @property
     def is_multiplied(self) -> bool:
-        """Whether what in_proj gives is multiplied, by its own factors or that of what it reads."""
+        """True if in_proj's outputs are multiplied, by their own factors or by the factor of its
+        input."""
         return self.multipliers != 1.0 or self.in_multiplier != 1.0
 
     @property
     def widths(self) -> dict[str, int]:
-        """Of what in_proj gives."""
+        """{name: width} of in_proj's outputs."""
         inner, states = self.heads * self.head_dim, self.groups * self.state
         return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.heads}
 
     def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
-        """The linears that read its input, and those that give its output."""
+        """Return the linears that read its input, and those that compute its output."""
         widths = self.widths
         return ([Linear(f"{self.stem}.in_proj", sum(widths.values()), hidden, self.in_bias)],
                 [Linear(f"{self.stem}.out_proj", hidden, widths["x"], self.out_bias)])
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """{name below the layer: shape} of what it has besides its linears."""
+        """Return {name in the layer: shape} of its tensors other than linears."""
         n_channels = sum(self.widths[part] for part in ("x", "B", "C"))
         shapes: dict[str, tuple[int, ...]] = {
             "conv1d.weight": (n_channels, 1, self.kernel), "A_log": (self.heads,),
@@ -266,165 +269,170 @@ class Mamba2:
         return {f"{self.stem}.{name}": shape for name, shape in shapes.items()}
 
 
-Mixer = ShortConv | DeltaNet | Mamba2  # of tokens, other than softmax attention
+Mixer = ShortConv | DeltaNet | Mamba2  # token mixers other than softmax attention
 
 
 @dataclasses.dataclass(frozen=True)
 class PerLayerInputs:
-    """Each layer has an input of its own of each token (Gemma 4 E2B). "config.x" means the same as
-    in Family.
+    """Inputs of their own that each layer has for each token (Gemma 4 E2B). "config.x" means the
+    same as in Family.
 
-    `table` and `projection` give `size` values for each layer: the table of the token, the
-    projection of the token's embedding. The input is (norm(projected * hidden ** -0.5) + looked up
-    * size ** 0.5) * 2 ** -0.5. After its MLP a layer adds norm(out(activation(gate(x)) * input)).
+    `table` and `projection` yield `size` values for each layer: the table by the token, the
+    projection from the token's embedding. The input is (norm(projected * hidden ** -0.5) + looked
+    up * size ** 0.5) * 2 ** -0.5. After its MLP a layer adds norm(out(activation(gate(x)) *
+    input)).
     """
 
     size: int | FromConfig = "config.hidden_size_per_layer_input"  # 0: the model has none
     vocab_size: int | FromConfig = "config.vocab_size_per_layer_input"
-    table: str = "embed_tokens_per_layer"  # this and the next two: their names in the model
+    table: str = "embed_tokens_per_layer"  # this and the next two are names in the model
     projection: str = "per_layer_model_projection"
     projection_norm: str = "per_layer_projection_norm"
-    gate: str = "per_layer_input_gate"  # this and the next two: in a layer
+    gate: str = "per_layer_input_gate"  # this and the next two are names in a layer
     out: str = "per_layer_projection"
     norm: str = "post_per_layer_input_norm"
 
     def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
-        """The linears of a layer, gate and out."""
+        """Return the linears of a layer, gate and out."""
         return ([Linear(self.gate, self.size, hidden, False)],
                 [Linear(self.out, hidden, self.size, False)])
 
     def projection_linear(self, hidden: int, n_layers: int) -> Linear:
-        """The one of the whole model."""
+        """Return the projection, one linear for the whole model."""
         return Linear(self.projection, n_layers * self.size, hidden, False)
 
 
 class Heads(NamedTuple):
-    """Of a layer's softmax attention."""
+    """The heads of a layer's softmax attention."""
 
-    n: int  # of queries
-    n_kv: int  # 0: keys and values are those of another layer, see Architecture.kv_sources
+    n: int  # query heads
+    n_kv: int  # key-value heads; 0: those of another layer, see Architecture.kv_sources
     dim: int
-    keys_are_values: bool  # there is no v_proj: values are keys, before norm and rotary
+    keys_are_values: bool  # no v_proj: values are the keys, before norm and rotary
 
 
 class Limits(NamedTuple):
-    """Of what a layer's gates and ups give, see LimitedActivation; None: none."""
+    """Limits of a layer's gates and ups, see LimitedActivation; None: no limit."""
 
     experts: float | None
-    mlp: float | None  # or of the shared expert
+    mlp: float | None  # for the MLP or the shared expert
 
 
 class LayerKind(NamedTuple):
-    """In what layers of one model differ."""
+    """The properties in which layers of one model may differ."""
 
-    window: int | None  # a query sees this many keys, itself included; None: all
+    window: int | None  # number of keys that a query sees, its own included; None: all
     rope: int | None  # index of Architecture.ropes; None: no rotary
     mixer: str | None  # key of Architecture.mixers; None: softmax attention
-    routed: bool  # whether it has experts
+    routed: bool  # True: it has experts
     heads: Heads
-    sublayers: str  # "both"; "mixer" or "mlp": this one alone
+    sublayers: str  # "both", or only "mixer" or "mlp"
     limits: Limits
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How a model type differs from Llama. "config.x" means the config's field x, or None."""
+    """The differences of a model type from Llama. "config.x" means the config's field x, or None.
+    """
 
-    norm: str = "rms"  # kind, see norm_of(); also of the final norm, q_norm and k_norm
+    norm: str = "rms"  # kind, see norm_of(); also for the final norm, q_norm and k_norm
     norm_eps: float | FromConfig = "config.rms_norm_eps"
-    post_norm_eps: float | FromConfig | None = None  # of the two post norms; None: norm_eps
-    final_norm_kind: str | None = None  # None: as `norm`
+    post_norm_eps: float | FromConfig | None = None  # for the two post norms; None: norm_eps
+    final_norm_kind: str | None = None  # None: same as `norm`
     embedding_norm: bool = False  # embeddings are divided by their root mean square
-    norm_bias: bool = False  # of the final norm and the four below
+    norm_bias: bool = False  # the final norm and the four norms below have a bias
     final_norm: str = "norm"  # its name in the model
     embedding: str = "embed_tokens"
     prefixes: tuple[str, ...] = ("model.",)  # of names in files; the first one is transformers'
-    one_sublayer: bool = False  # a layer is attention, a mixer or, where layer_types have "mlp" or
-    #                         "moe", an MLP or experts, with one norm
-    attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
-    attention_post_norm: str | None = None  # of what attention returns
+    one_sublayer: bool = False  # a layer has one sublayer with one norm: attention, a mixer or, if
+    #                         its layer type is "mlp" or "moe", an MLP or experts
+    attention_norm: str | None = "input_layernorm"  # its name in the layer; None: no such norm
+    attention_post_norm: str | None = None  # for attention's output
     mlp_norm: str | None = "post_attention_layernorm"
-    mlp_post_norm: str | None = None  # of what the MLP returns
-    post_norm_if: bool | FromConfig = True  # where a config can switch these two off
-    parallel: bool = False  # the MLP reads attention's normed input and both are added
+    mlp_post_norm: str | None = None  # for the MLP's output
+    post_norm_if: bool | FromConfig = True  # if a config can switch the two post norms off
+    parallel: bool = False  # the MLP reads attention's normed input, and both outputs are added
     activation: str = "config.hidden_act"  # one of ACTIVATIONS
     qkv_bias: bool | FromConfig = "config.attention_bias"
     out_bias: bool | FromConfig = "config.attention_bias"
     mlp_bias: bool | FromConfig = "config.mlp_bias"
-    heads_by_layer: FromConfig = None  # a list of the config, instead of num_attention_heads
-    keys_are_values: bool | FromConfig = False  # of layers without a window, see Heads
+    heads_by_layer: FromConfig = None  # a list in the config, instead of num_attention_heads
+    keys_are_values: bool | FromConfig = False  # in layers without a window, see Heads
     one_qkv: bool = False  # one linear "qkv_proj"
-    attention: str = "self_attn"  # where a layer has q_proj and the like
+    attention: str = "self_attn"  # prefix of q_proj and the like in a layer
     attention_out: str = "self_attn.o_proj"
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
-    # linears whose outputs, concatenated, are gate and up, or up alone
+    # linears whose concatenated outputs are gate and up, or up alone
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
     intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
-    mlp_limits: FromConfig = None  # as MoE.limits; of the MLP and of the shared expert
-    # LFM2: two thirds of that, times a factor, up to a multiple; see mlp_width()
+    mlp_limits: FromConfig = None  # like MoE.limits, for the MLP and the shared expert
+    # LFM2: two thirds of intermediate_size, times a factor, rounded up to a multiple; see
+    # mlp_width()
     two_thirds_wide: bool | FromConfig = False
-    # so many of the last layers have no keys and values of their own: they read those of the last
-    # layer before these that is of the same layer type
+    # this many last layers have no keys and values of their own: they read those of the last layer
+    # before these with the same layer type
     n_borrowers: int | FromConfig = 0
     wide_borrowers: bool | FromConfig = False  # the MLPs of these layers are twice as wide
-    # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]; by head "without weight"
+    # shape of the weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]; or "without
+    # weight", by head
     qk_norm: str | None = None
-    qk_norm_if: bool | FromConfig = True  # where a config can switch it off
+    qk_norm_if: bool | FromConfig = True  # if a config can switch it off
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
     k_norm: str | None = "self_attn.k_norm"
     qk_norm_after_rotary: bool = False
     value_norm: bool = False  # by head, without weight
-    # pairs (0, 1), (2, 3), .. instead of halves
+    # rotates pairs (0, 1), (2, 3), .. instead of halves
     rotary_interleaved: bool | FromConfig = False
-    # partial_rotary_factor of rope_parameters counts; of rope_type "proportional" in any case
+    # partial_rotary_factor of rope_parameters is used; with rope_type "proportional" in any case
     partial_rotary: bool = False
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
-    ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
-    rotary_if: bool | FromConfig = True  # where a config can switch it off; True or "rope": on
-    no_rotary: str | None = None  # layers without: "no_rope_layers" or "layer_rope_theta": where
-    #                               this list of the config has 0; "full": those without a window;
-    #                               "full_if_window": the same, but none if the model has no window
+    ntk_alpha: bool = False  # alpha of rope_parameters is used, whatever the length
+    rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
+    # layers without rotary: "no_rope_layers" or "layer_rope_theta": those with 0 in this list of
+    # the config; "full": those without a window; "full_if_window": the same, but none if the model
+    # has no window
+    no_rotary: str | None = None
     window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
     attention_scale: float | FromConfig | None = None  # None: see the next two
     query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5; None: head_dim
-    query_factor: float | FromConfig = 1.0  # times this; not on a given attention_scale
-    # what q, k and v read, what k gives, and what o_proj gives are multiplied by these; without
-    # biases of these linears
+    query_factor: float | FromConfig = 1.0  # also multiplies it, unless attention_scale is given
+    # factors of the input of q, k and v, of k's output, and of o_proj's output; only if these
+    # linears have no biases
     attention_in_multiplier: float | FromConfig = 1.0
     key_multiplier: float | FromConfig = 1.0
     attention_out_multiplier: float | FromConfig = 1.0
-    # [on what the MLP's gate gives, on what the MLP gives], one for both; without biases
+    # factors of [the MLP's gate, the MLP's output], or one for both; only without biases
     mlp_multipliers: FromConfig = 1.0
     attention_softcap: float | FromConfig | None = None
-    sinks: bool = False  # one more logit per head joins attention's softmax, and has no value
+    sinks: bool = False  # attention's softmax has one more logit per head, without a value
     attention_gate: AttentionGate | None = None
     logits_softcap: float | FromConfig | None = None
     # (beta, n): q *= 1 + beta * log(1 + position // n)
     query_temperature: bool | tuple[float, int] = False
     sqrt_embedding: bool | FromConfig = False  # embedding_multiplier = hidden_size ** 0.5
     embedding_multiplier: float | FromConfig = 1.0
-    rounded_multiplier: bool = False  # embedding_multiplier, to the embedding's dtype (Gemma)
-    residual_multiplier: float | FromConfig = 1.0  # on what a sublayer adds
-    layer_scalar: str | None = None  # a tensor [1] of each layer: on what the layer returns
+    rounded_multiplier: bool = False  # embedding_multiplier is rounded to the embedding's dtype
+    residual_multiplier: float | FromConfig = 1.0  # factor of a sublayer's branch
+    layer_scalar: str | None = None  # a tensor [1] in each layer, factor of the layer's output
     residual_scale: float | FromConfig | None = None  # residual_multiplier = this / layers ** 0.5
     logits_multiplier: float | FromConfig = 1.0
     logits_divisor: float | FromConfig = 1.0
     logits_width: int | FromConfig | None = None  # logits_divisor = hidden_size / this
     attention_dropout: float | FromConfig = "config.attention_dropout"
     embedding_dropout: float | FromConfig = 0.0
-    residual_dropout: float | FromConfig = 0.0  # on what o_proj and down_proj return
-    mla: LatentAttention | None = None  # what attention has instead of q_proj, k_proj, v_proj
-    # {layer type: what it has instead of softmax attention}
+    residual_dropout: float | FromConfig = 0.0  # for the outputs of o_proj and down_proj
+    mla: LatentAttention | None = None  # instead of q_proj, k_proj and v_proj
+    # {layer type: the mixer that it has instead of softmax attention}
     mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
-    beside: bool = False  # layers with a mixer also have softmax attention; both are added
-    # {field of Family: its value in layers with a mixer}: of the four norms
+    beside: bool = False  # layers with a mixer also have softmax attention; both outputs are added
+    # {one of the four norm fields above: its value in layers with a mixer}
     mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    # pairs: a part of a norm's name here, and what files may have instead
+    # pairs: a part of a norm's name here, and the part that files may have instead
     norm_renames: tuple[tuple[str, str], ...] = ()
-    moe: MoE | None = None  # of experts, instead of the MLP
+    moe: MoE | None = None  # experts, instead of the MLP
     per_layer: PerLayerInputs | None = None
-    peft_refuses: tuple[str, ...] = ()  # ends of names of linears to which PEFT adds no adapter
+    peft_refuses: tuple[str, ...] = ()  # name endings of linears to which PEFT adds no adapter
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()  # fields of the config that change nothing here
@@ -432,57 +440,58 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    name: str  # below the layer, as transformers and checkpoints name it
+    name: str  # name in the layer, in transformers and checkpoints
     out_features: int
     in_features: int
     bias: bool
-    mxfp4: bool = False  # in the files it is in MXFP4, and stays so; else it is quantized to NF4
+    mxfp4: bool = False  # it is in MXFP4 in the files, and stays so; else it is quantized to NF4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture(Family):
-    """A family's record with one model's values; what a layer computes follows from this alone."""
+    """A family's record with the values of one model, which determines all that a layer computes.
+    """
 
     family: str  # model_type of the text model
     n_layers: int
     hidden_size: int
     n_heads: int
-    n_kv_heads: int  # this and head_dim: of layers without a Heads of their own
-    head_dim: int  # of queries and keys
+    n_kv_heads: int  # this and head_dim are those of the first layer, see layer_heads
+    head_dim: int  # width of queries and keys
     vocab_size: int
-    gate_up: list[Linear]  # their outputs, concatenated, are gate, up (without a gate: up); of
-    #                        layers without experts
+    gate_up: list[Linear]  # in layers without experts; their concatenated outputs are gate and up,
+    #                        or up alone without a gate
     down: list[Linear]
-    shared_gate_up: list[Linear]  # of layers with experts: of the shared one, or none
+    shared_gate_up: list[Linear]  # in layers with experts: the shared expert's, or none
     shared_down: list[Linear]
     expert_latent: list[Linear]  # into the latent space of the experts and back; or none
-    expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
+    expert_gate_up: list[Linear]  # those of expert 0, expert 1, ..
     expert_down: list[Linear]
-    # settings for rope_frequencies, one for each kind of rotary, with the layers' "head_dim"
+    # settings for rope_frequencies(), one for each kind of rotary, with the layers' "head_dim"
     ropes: list[dict[str, Any]]
-    layer_rope: list[int | None]  # of each layer, see LayerKind; so the six after it
+    layer_rope: list[int | None]  # one per layer, see LayerKind, like the next six
     layer_window: list[int | None]
     layer_mixer: list[str | None]
     layer_routed: list[bool]
     layer_heads: list[Heads]
     layer_sublayers: list[str]
     layer_limits: list[Limits]
-    # of each layer, the number of the one whose keys and values it reads; None: it has its own
+    # for each layer, the index of the layer whose keys and values it reads; None: it has its own
     kv_sources: list[int | None]
     tied: bool
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
-    checkpoint_prefixes: list[str]  # the same in files; tried in turn
-    head_names: list[str]  # the head's weight in files; tried in turn
+    checkpoint_prefixes: list[str]  # such prefixes in files; tried in turn
+    head_names: list[str]  # names of the lm_head's weight in files; tried in turn
 
     @property
     def layer_kinds(self) -> list[LayerKind]:
-        """Of each layer."""
+        """The LayerKind of each layer."""
         return [LayerKind(*kind) for kind in zip(
             self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed,
             self.layer_heads, self.layer_sublayers, self.layer_limits)]
 
     def of_kind(self, kind: LayerKind) -> Architecture:
-        """The same with the norms and heads of such layers."""
+        """Return this Architecture with the norms and heads of layers of this kind."""
         norms: dict[str, Any] = self.mixer_norms if kind.mixer else {}
         if kind.sublayers == "mixer":
             norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
@@ -496,12 +505,12 @@ class Architecture(Family):
                                    keys_are_values=keys_are_values, **norms)
 
     def has_attention(self, kind: LayerKind) -> bool:
-        """Whether such layers have softmax attention."""
+        """Return True if layers of this kind have softmax attention."""
         return (self.beside or not kind.mixer) and kind.sublayers != "mlp"
 
     def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
-        """Those whose outputs, concatenated, are q, k, v and perhaps attention's gates; and those
-        that give its output."""
+        """Return the linears whose concatenated outputs are q, k, v and perhaps attention's gates;
+        and those that compute attention's output."""
         width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         if self.keys_are_values:
@@ -518,7 +527,7 @@ class Architecture(Family):
                 [Linear(self.attention_out, self.hidden_size, width, self.out_bias)])
 
     def mixer_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
-        """Those of fused_groups() that the token mixer's sublayer has."""
+        """Return the groups of fused_groups() that belong to the token mixer's sublayer."""
         if kind.sublayers == "mlp":
             return {"in_proj": [], "out": []}
         if self.mla:
@@ -526,13 +535,13 @@ class Architecture(Family):
         in_proj, out = self.of_kind(kind).attention_linears()
         if not kind.mixer:
             return {"in_proj": in_proj, "out": out}
-        of_mixer, mixer_out = self.mixers[kind.mixer].linears(self.hidden_size)
+        mixer_in, mixer_out = self.mixers[kind.mixer].linears(self.hidden_size)
         if not self.beside:
-            return {"in_proj": of_mixer, "out": mixer_out}
-        return {"in_proj": in_proj + of_mixer, "out": out, "mixer_out": mixer_out}
+            return {"in_proj": mixer_in, "out": mixer_out}
+        return {"in_proj": in_proj + mixer_in, "out": out, "mixer_out": mixer_out}
 
     def mlp_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
-        """Those of fused_groups() that the MLP sublayer has."""
+        """Return the groups of fused_groups() that belong to the MLP sublayer."""
         if kind.sublayers == "mixer":
             return {"gate_up": [], "down": []}
         groups = {"gate_up": self.gate_up, "down": self.down}
@@ -552,48 +561,48 @@ class Architecture(Family):
         return groups
 
     def fused_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
-        """{name: Linears that read one input} of a layer, perhaps none. Their values follow one
-        another in this order, and the number of a group is its site of dropout, see drop()."""
+        """Return {name: Linears that read one input, perhaps none} of a layer. Their values follow
+        one another in this order, and the number of a group is its dropout site, see drop()."""
         return self.mixer_groups(kind) | self.mlp_groups(kind)
 
     def linears(self, kind: LayerKind) -> list[Linear]:
         return [linear for group in self.fused_groups(kind).values() for linear in group]
 
     def all_linears(self) -> list[Linear]:
-        """Those of all kinds of layers, once each."""
+        """Return the linears of all kinds of layers, each name once."""
         return list({x.name: x for kind in dict.fromkeys(self.layer_kinds)
                      for x in self.linears(kind)}.values())
 
     def adaptable(self) -> list[str]:
-        """Names in a layer of the linears that --target_modules can name: all but the experts, and
-        but those that PEFT refuses."""
+        """Return the names, in a layer, of the linears that --target_modules can name: all but the
+        experts and those that PEFT refuses."""
         experts = set(self.experts())
         return [x.name for x in self.all_linears()
                 if x.name not in experts and not x.name.endswith(self.peft_refuses)]
 
     def experts(self) -> list[str]:
-        """Names in a layer of the linears of all experts."""
+        """Return the names, in a layer, of the linears of all experts."""
         return [linear.name for linear in self.expert_gate_up + self.expert_down]
 
     def adapted(self, target_modules: Iterable[str]) -> list[str]:
-        """Names in a layer of the linears that --target_modules means. "all-linear" means all
-        linears, in a MoE model those of attention and other mixers, but for names that PEFT 0.21
-        takes for experts' (gate_proj); "experts" means all experts; any other word is the end of a
-        name."""
+        """Return the names, in a layer, of the linears that --target_modules means. "all-linear"
+        means all linears; in an MoE model those of attention and other mixers, except names that
+        PEFT 0.21 takes for experts' (gate_proj). "experts" means all experts. Any other word is the
+        end of a name."""
         ends, every = tuple(f".{target}" for target in target_modules), set()
         if "all-linear" in target_modules and self.moe:
-            taken = {name.rsplit(".", 1)[-1] for name in self.experts()}
+            expert_names = {name.rsplit(".", 1)[-1] for name in self.experts()}
             every = {x.name for kind in dict.fromkeys(self.layer_kinds)
                      for group in self.mixer_groups(kind).values() for x in group
-                     if x.name.rsplit(".", 1)[-1] not in taken}
+                     if x.name.rsplit(".", 1)[-1] not in expert_names}
         elif "all-linear" in target_modules:
             every = {*self.adaptable()}
-        found = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
-        return found + self.experts() if "experts" in target_modules else found
+        names = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
+        return names + self.experts() if "experts" in target_modules else names
 
     def vectors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
-        """{name below the layer: shape} of a layer's norms, biases and sinks; without those inside
-        of mixers."""
+        """Return {name in the layer: shape} of a layer's norms, biases and sinks, without those
+        inside mixers."""
         arch = self.of_kind(kind)
         norms = arch.attention_norm, arch.attention_post_norm, arch.mlp_norm, arch.mlp_post_norm
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
@@ -621,9 +630,9 @@ class Architecture(Family):
         return shapes | {f"{x.name}.bias": (x.out_features,) for x in linears if x.bias}
 
     def small_tensors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
-        """{name below the layer: shape} of what experts and mixers have besides their 4-bit
-        linears: the router, the experts' biases, the shared expert's gate; convolutions, decays;
-        and of the layer's scalar. Every rank has them whole, in the dtype of the files."""
+        """Return {name in the layer: shape} of a layer's other tensors that are not 4-bit linears:
+        the router, the experts' biases, the shared expert's gate; convolutions and decays of
+        mixers; the layer's scalar. Every rank has them whole, in the dtype of the files."""
         moe, shapes = self.moe, dict[str, tuple[int, ...]]()
         if self.layer_scalar:
             shapes[self.layer_scalar] = (1,)
@@ -650,8 +659,8 @@ class Architecture(Family):
 
 
 def rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
-    """How many of the first dimensions of a head such rope_parameters rotate; "proportional" ones
-    rotate all, most of them by an angle of 0."""
+    """Return the number of a head's first dimensions that these rope_parameters rotate;
+    "proportional" ones rotate all, most of them by an angle of 0."""
     if rope.get("rope_type") == "proportional":
         return head_dim
     return int(head_dim * (rope.get("partial_rotary_factor") or 1.0))

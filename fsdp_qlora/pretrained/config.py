@@ -24,14 +24,14 @@ from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.blocks import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
-# mrope's keys are allowed: with text alone its three positions are equal, as in ordinary rotary
+# mrope's keys are allowed: with text only, its three positions are equal, as in ordinary rotary
 ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha attention_factor
     original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale truncate
     mscale_all_dim short_factor long_factor low_freq_factor high_freq_factor llama_4_scaling_beta
     mrope_section mrope_interleaved""".split())
 # Fields of config classes that describe_model() reads for every family, or that change no output.
-# Any other field that no record names must have its default value: else it could switch on what is
-# not supported here.
+# Any other field that no record names must have its default value, else it could switch on an
+# unsupported feature.
 KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
     num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
     sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
@@ -45,23 +45,24 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     """.split())
 
 
-# fields in whose values layers may differ
+# fields whose values may differ between layers
 BY_LAYER = {"head_dim", "num_attention_heads", "num_key_value_heads"}
-# {fields of limits by layer: what they are in small layers}. These pass 0.3 % of values and the
-# like; with limits of 1 one value of 20,000 was so near that rounding took it to the other side
+# {config field with limits by layer: limit in the small layers of the check}. These limits clamp
+# about 0.3 % of values; with limits of 1, one of 20,000 values was so close to the limit that
+# rounding moved it to the other side
 SMALL_LIMITS = {"swiglu_limits": 6.0, "swiglu_limits_shared": 7.0}
 AnyRecord = TypeVar("AnyRecord", Family, MoE, AttentionGate, LatentAttention, ShortConv,
                     DeltaNet, Mamba2, PerLayerInputs)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
-    """The language model's config inside a multimodal one; else the config itself."""
+    """Return the language model's config inside a multimodal one; else the config itself."""
     return model_config.text_config if model_config.model_type in MULTIMODAL else model_config
 
 
 def stored_format(model_config: PreTrainedConfig) -> dict[str, Any]:
-    """The quantization_config of a config.json or, as Kimi K2.5 has it, of the text config in it:
-    the form of its files; {} if there is none."""
+    """Return the quantization_config of a config.json or of the text config in it, as in Kimi
+    K2.5's, which describes the format of the files; {} if there is none."""
     settings = (getattr(c, "quantization_config", None)
                 for c in (model_config, text_config(model_config)))
     return dict(next(filter(None, settings), {}))
@@ -100,11 +101,12 @@ def check_model(model_config: PreTrainedConfig) -> None:
 
 
 def describe_model(model_config: PreTrainedConfig) -> Architecture:
-    """The Architecture of a config from AutoConfig. ValueError if no record can express it."""
+    """Return the Architecture of a config from AutoConfig. Raises ValueError if no record can
+    express it."""
     check_model(model_config)
     c = text_config(model_config)
     layer_configs = list(c.per_layer_config)
-    c = layer_configs[0]  # in what layers do not differ, all
+    c = layer_configs[0]  # stands for all layers, except in BY_LAYER
     record = FAMILIES[c.model_type]
     family = fill_record(record, c)
     values = dict(vars(family))
@@ -156,44 +158,44 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
 
 
 def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:
-    """The Heads of each layer, from its own text config."""
-    found, c = [], layer_configs[0]
+    """Return the Heads of each layer, from the layers' text configs."""
+    heads, c = [], layer_configs[0]
     n_heads = [one.num_attention_heads for one in layer_configs]
     if family.heads_by_layer:
         n_heads = getattr(c, FAMILIES[c.model_type].heads_by_layer.removeprefix("config."))
     kinds = getattr(c, "layer_types", None) or [None] * len(layer_configs)
     for one, n, kind in zip(layer_configs, n_heads, kinds, strict=True):
         if mla := family.mla:
-            found.append(Heads(n, n, mla.nope + mla.rope, False))
+            heads.append(Heads(n, n, mla.nope + mla.rope, False))
             continue
         n_kv = one.num_key_value_heads
         if odd := [x for x in (c.num_attention_heads, n) if x % n_kv]:
             raise ValueError(f"{odd[0]} attention heads are not a multiple of {n_kv} key-value"
                              " heads")
         dim = getattr(one, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        if len(found) >= c.num_hidden_layers - (family.n_borrowers or 0):
-            found.append(Heads(n, 0, dim, False))
+        if len(heads) >= c.num_hidden_layers - (family.n_borrowers or 0):
+            heads.append(Heads(n, 0, dim, False))
             continue
         keys_are_values = bool(family.keys_are_values) and kind == "full_attention"
-        found.append(Heads(n, n_kv, dim, keys_are_values))
-    return found
+        heads.append(Heads(n, n_kv, dim, keys_are_values))
+    return heads
 
 
 def describe_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]:
-    """Architecture.kv_sources, from a text config."""
+    """Return Architecture.kv_sources, from a text config."""
     n_own, kinds = c.num_hidden_layers - (family.n_borrowers or 0), layer_types(c, family)
-    of_kind = {kind: i for i, kind in enumerate(kinds[: max(0, n_own)])}
-    if missing := set(kinds) - of_kind.keys():
+    last_of_kind = {kind: i for i, kind in enumerate(kinds[: max(0, n_own)])}
+    if missing := set(kinds) - last_of_kind.keys():
         raise ValueError(f"num_kv_shared_layers={family.n_borrowers}: none of the other layers has"
                          f" keys and values of {', '.join(sorted(missing))} that they could read")
-    return [None if i < n_own else of_kind[kind] for i, kind in enumerate(kinds)]
+    return [None if i < n_own else last_of_kind[kind] for i, kind in enumerate(kinds)]
 
 
 def describe_limits(c: PreTrainedConfig, family: Family) -> list[Limits]:
-    """Architecture.layer_limits, from a text config."""
+    """Return Architecture.layer_limits, from a text config."""
     n_layers, columns = c.num_hidden_layers, []
-    for found in family.moe.limits if family.moe else None, family.mlp_limits:
-        column = found if isinstance(found, list) else [found] * n_layers
+    for limits in family.moe.limits if family.moe else None, family.mlp_limits:
+        column = limits if isinstance(limits, list) else [limits] * n_layers
         if len(column) != n_layers:
             raise ValueError(f"there are limits of {len(column)} layers, {column}, for {n_layers}")
         columns.append([limit or None for limit in column])
@@ -201,7 +203,7 @@ def describe_limits(c: PreTrainedConfig, family: Family) -> list[Limits]:
 
 
 def describe_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | None:
-    """Architecture.per_layer, from a text config."""
+    """Return Architecture.per_layer, from a text config."""
     record = family.per_layer
     if not record or not record.size:
         return None
@@ -217,7 +219,7 @@ def describe_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | 
 def describe_factors(
     c: PreTrainedConfig, family: Family, head_dim: int, ropes: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """{field of Architecture: value} of what scores, embeddings, sums and logits are multiplied by,
+    """Return {field of Architecture: value} of the factors of scores, embeddings, sums and logits,
     from a text config."""
     scale, divisor = family.attention_scale, family.logits_divisor
     if family.query_scalar or scale is None:
@@ -234,7 +236,7 @@ def describe_factors(
 
 
 def yarn_factor(rope: dict[str, Any]) -> float:
-    """What DeepSeek's yarn multiplies attention_scale by."""
+    """Return the factor by which DeepSeek's yarn multiplies attention_scale."""
     scale, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
     if rope["rope_type"] == "default" or not scale or factor <= 1:
         return 1.0
@@ -242,7 +244,7 @@ def yarn_factor(rope: dict[str, Any]) -> float:
 
 
 def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
-    """The width of gate and up, each; None if the config does not say."""
+    """Return the width of gate and up, each; None if the config lacks it."""
     inner = family.intermediate_size
     if not family.two_thirds_wide or inner is None:
         return inner
@@ -251,7 +253,7 @@ def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
 
 
 def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
-    """The record with the text config's values in place of "config.x"; None where the config
+    """Return the record with the text config's values in place of "config.x"; None if the config
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
@@ -271,9 +273,9 @@ def describe_experts(
     c: PreTrainedConfig, family: Family, in_mxfp4: bool,
     dense: tuple[list[Linear], list[Linear]],
 ) -> dict[str, Any]:
-    """{field of Architecture: value} of the fields about experts, from a text config. `in_mxfp4`:
-    whether the files have the experts in MXFP4; `dense`: the linears of the MLP without experts.
-    """
+    """Return {field of Architecture: value} of the fields about experts, from a text config.
+    `in_mxfp4`: the files have the experts in MXFP4. `dense`: the linears of the MLP without
+    experts."""
     n_layers, hidden, moe = c.num_hidden_layers, c.hidden_size, family.moe
     names = "shared_gate_up", "shared_down", "expert_latent", "expert_gate_up", "expert_down"
     none = {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "moe": None}
@@ -290,13 +292,13 @@ def describe_experts(
         return none
 
     def mlp(stem: str, inner: int, bias: bool, outer: int) -> tuple[list[Linear], list[Linear]]:
-        """The linears of an MLP that read its input, and those that give its output."""
+        """Return the linears of an MLP that read its input, and those that compute its output."""
         names = ("gate", "up") if family.gated else ("up",)
         return ([Linear(f"{stem}.{x}_proj", inner, outer, bias) for x in names],
                 [Linear(f"{stem}.down_proj", outer, inner, bias)])
 
     def expert(i: int) -> tuple[list[Linear], list[Linear]]:
-        """mlp() of one expert."""
+        """Return mlp() of one expert."""
         stem, inner = f"{moe.experts}.{i}", moe.expert_size
         if not moe.one_gate_up:
             return mlp(stem, inner, False, moe.latent_size or hidden)
@@ -322,12 +324,12 @@ def describe_experts(
 
 
 def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
-    """Which layers have experts, from the text config of a family with experts."""
+    """Return whether each layer has experts, from the text config of a family with experts."""
     assert family.moe, "the family has experts"
     n_layers, first_dense = c.num_hidden_layers, family.moe.first_dense or 0
     if family.one_sublayer:
         return [kind == "moe" for kind in c.layer_types]
-    if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
+    if kinds := getattr(c, "mlp_layer_types", None):  # overrides the other fields
         if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
             raise ValueError(f"mlp_layer_types {kinds} is not supported for {n_layers} layers,"
                              " only dense and sparse are, one for each")
@@ -340,7 +342,8 @@ def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
 
 
 def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
-    """Of each layer, from a text config; ValueError for what the family has not."""
+    """Return the type of each layer, from a text config. Raises ValueError for types that the
+    family does not have."""
     n_layers = c.num_hidden_layers
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(kinds) != n_layers:
@@ -358,7 +361,7 @@ def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
 def describe_positions(
     c: PreTrainedConfig, family: Family, layer_heads: list[Heads]
 ) -> dict[str, Any]:
-    """{field of Architecture: value} of the fields about positions, from a text config."""
+    """Return {field of Architecture: value} of the fields about positions, from a text config."""
     n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
     kinds = layer_types(c, family)
     slides = [family.window == "all" and window is not None
@@ -379,13 +382,13 @@ def describe_positions(
             layer_rope.append(None)
             continue
         rope = dict(c.rope_parameters)
-        if family.ropes_by_layer_type and "rope_type" not in rope:  # else all share them
+        if family.ropes_by_layer_type and "rope_type" not in rope:  # else all layers share it
             rope = dict(rope.get(kind) or {})
         if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
             raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
         if family.query_temperature and not rope.get("llama_4_scaling_beta"):
             raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
-        if family.mla:  # which part of a head rotates; Mistral 4 says that in two ways
+        if family.mla:  # the rotated part of a head; Mistral 4's config has it in two fields
             part, whole = rope.pop("partial_rotary_factor", 1.0), head_dim
             head_dim = family.mla.rope
             if part != 1.0 and int(part * whole) != head_dim:
@@ -393,8 +396,8 @@ def describe_positions(
                                  f" qk_rope_head_dim={head_dim} dimensions")
         if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
             theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
-            rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
-        if rope.get("rope_theta") is None:  # OLMo hybrid can be without
+            rope = {"rope_type": "default", "rope_theta": theta}  # independent of the length
+        if rope.get("rope_theta") is None:  # OLMo hybrid may have none
             layer_rope.append(None)
             continue
         rope["head_dim"] = head_dim
@@ -417,11 +420,11 @@ def describe_positions(
 
 
 def longest_text(c: PreTrainedConfig) -> int | None:
-    """How many tokens the model with this text config was made for, None if it does not say: its
-    max_position_embeddings, or more where its rope is scaled."""
+    """Return the number of tokens that the model with this text config was made for, None if
+    unknown: its max_position_embeddings, or more if its rope is scaled."""
     longest = c.max_position_embeddings
     rope = getattr(c, "rope_parameters", None) or {}
-    ropes = [rope] if "rope_type" in rope else list(rope.values())  # of each type of layers
+    ropes = [rope] if "rope_type" in rope else list(rope.values())  # one per layer type
     if not longest or not ropes:
         return longest
     scaled = {"yarn": "original_max_position_embeddings", "linear": "", "dynamic": ""}
@@ -433,15 +436,15 @@ def longest_text(c: PreTrainedConfig) -> int | None:
 def rope_frequencies(
     rope: dict[str, Any], arch: Architecture, max_seq_len: int, model_config: PreTrainedConfig,
 ) -> tuple[torch.Tensor, float]:
-    """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; for
-    longrope [2, rotary_dim / 2], for short documents and for long ones. max_seq_len chooses the
-    base of "dynamic" once, for all batches."""
+    """Return (fp32 [rotary_dim / 2] inverse frequencies, factor of cos and sin) of one of
+    arch.ropes; for longrope [2, rotary_dim / 2], for short documents and for long ones. max_seq_len
+    chooses the base of "dynamic" once, for all batches."""
     dim = rotary_dim(rope, rope["head_dim"])
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
     if rope["rope_type"] != "proportional":
-        rope = rope | {"partial_rotary_factor": 1.0}  # dim is a part of the head already
+        rope = rope | {"partial_rotary_factor": 1.0}  # dim is already the rotated part of the head
     view = types.SimpleNamespace(
         rope_parameters=rope, head_dim=dim,
         hidden_size=arch.hidden_size, num_attention_heads=arch.n_heads,
@@ -457,14 +460,15 @@ def rope_frequencies(
 
 
 def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
-    """A text config of few small layers, of every kind, that has every feature of the model.
+    """Return a text config with few small layers that has every feature of the model.
 
-    The kinds are those of the config's own lists: what describe_model() makes of them is checked.
+    The kinds of layers are taken from the config's own lists, so that describe_model()'s reading of
+    these lists is checked.
     """
     arch = describe_model(model_config)
     c = copy.deepcopy(text_config(model_config))
-    c.per_layer_config = None  # that of the small layers is among the changes
-    vars(c).pop("quantization_config", None)  # its own weights are random, quantized to NF4 here
+    c.per_layer_config = None  # shrinking_changes() sets it for the small layers
+    vars(c).pop("quantization_config", None)  # the check's weights are random, quantized to NF4
     applies = {
         "always": lambda name: True,
         "if declared": lambda name: hasattr(c, name),
@@ -486,13 +490,13 @@ def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
 def shrinking_changes(
     c: PreTrainedConfig, arch: Architecture,
 ) -> list[tuple[str, dict[str, Any]]]:
-    """What shrunk_config() changes, as rows of (condition, {field of the config: new value}). The
-    condition is asked of each field: "always"; "if declared", the config has the field; "if used",
-    the field has a value that is not 0, None or empty."""
+    """Return the changes of shrunk_config(), as rows (condition, {field of the config: new value}).
+    The condition applies to each field: "always"; "if declared", the config has the field; "if
+    used", the field has a value that is not 0, None or empty."""
     record = FAMILIES[c.model_type]
     inner, eps = (str(name).removeprefix("config.")
                   for name in (record.intermediate_size, record.norm_eps))
-    # whole blocks of 64: bitsandbytes on a CPU dequantizes others wrongly; square as the model is
+    # multiples of 64: bitsandbytes on a CPU dequantizes others wrongly; square if the model is
     hidden = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
     by_layer = {name: getattr(c, name, None)
                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types",
@@ -500,11 +504,11 @@ def shrinking_changes(
     kinds = list(zip(*filter(None, by_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
-    # one layer of the first kind, and one that differs most from it; or, of layers of one sublayer,
-    # one of each kind; where layers read others' keys and values, all that are read, and the last
-    # that reads each of them
-    of_each = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    layers = of_each if record.one_sublayer else [0, other]
+    # one layer of the first kind, and one that differs most from it; or, if layers have one
+    # sublayer, one of each kind; or, if layers share keys and values, all the source layers, and
+    # the last layer that reads each of them
+    one_of_each = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    layers = one_of_each if record.one_sublayer else [0, other]
     kv_sources = {i: source for i, source in enumerate(arch.kv_sources) if source is not None}
     if kv_sources:
         last = {source: i for i, source in kv_sources.items()}
@@ -517,7 +521,7 @@ def shrinking_changes(
         ("always", {"num_hidden_layers": len(layers), "vocab_size": 128}),
         # a multimodal config has this flag outside its text config
         ("always", {"tie_word_embeddings": arch.tied}),
-        # with the released values a wrong scale of attention or a wrong eps would go unnoticed
+        # with the released values, a wrong attention scale or a wrong eps would go unnoticed
         ("if declared", {"initializer_range": 0.2, "attention_multiplier": 0.2, eps: 0.05}),
         ("if declared", {inner: hidden if getattr(c, inner, None) == arch.hidden_size else 192,
                          "post_norm_eps": 0.1}),
@@ -541,15 +545,16 @@ def shrinking_changes(
                          "vocab_size_per_layer_input": 128}),
         *latent_changes(arch, c),
         ("if used", {"sliding_window": 5}),  # shorter than the checked documents
-        # the released ones may lie outside the small vocabulary
+        # the released ids may be outside the small vocabulary
         ("always", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})]
 
 
 def heads_changes(
     layer_heads: list[Heads], family: Family,
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of shrinking_changes() for layers whose heads are wider than the first layer's, or
-    whose key-value heads are more or fewer, or heads, if no list of the config says that."""
+    """Return the rows of shrinking_changes() for layers whose heads are wider than the first
+    layer's, or whose number of key-value heads differs, or of heads, if that is not in a list of
+    the config."""
     first, changes = layer_heads[0], dict[int, dict[str, int]]()
     for i, heads in enumerate(layer_heads):
         change = {"head_dim": 32} if heads.dim != first.dim else {}
@@ -562,7 +567,7 @@ def heads_changes(
 
 
 def is_computed(c: PreTrainedConfig, name: str) -> bool:
-    """Whether the config computes this field of others."""
+    """Return True if the config computes this field from others."""
     name = c.attribute_map.get(name, name)
     return isinstance(getattr(type(c), name, None), property)
 
@@ -570,21 +575,22 @@ def is_computed(c: PreTrainedConfig, name: str) -> bool:
 def expert_changes(
     arch: Architecture, c: PreTrainedConfig, hidden: int,
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of shrinking_changes() for experts; `hidden`: the small model's hidden size."""
+    """Return the rows of shrinking_changes() for experts; `hidden`: the small model's hidden size.
+    """
     if not arch.moe:
         return []
     sizes = {
-        "n_experts": max(8, 2 * arch.moe.n_groups),  # a group is ranked by its two best
+        "n_experts": max(8, 2 * arch.moe.n_groups),  # groups are ranked by their two best experts
         "top_k": min(3, arch.moe.top_k), "shared_size": 128,
         "expert_size": hidden if arch.moe.expert_size == arch.hidden_size else 64,
         "latent_size": 192, "first_dense": 1}
     record = FAMILIES[arch.family].moe
     fields = {str(getattr(record, key)).removeprefix("config."): size
-              for key, size in sizes.items()}  # where two sizes are one field, the last counts
-    # of some families also that of experts; it is set above
+              for key, size in sizes.items()}  # if two sizes are one field, the last one wins
+    # in some families this is also the experts' size; it is set by shrinking_changes()
     fields.pop(str(FAMILIES[arch.family].intermediate_size).removeprefix("config."), None)
     return [
-        # few small experts, in the second layer alone if the first layers have none
+        # few small experts, only in the second layer if the first layers have none
         ("if used", fields),
         # one layer without experts, if there are such layers
         ("if used", {"mlp_only_layers": [0]}),
@@ -593,8 +599,8 @@ def expert_changes(
 
 
 def latent_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of shrinking_changes() for latent attention. Values stay narrower than queries, or
-    as wide as they are."""
+    """Return the rows of shrinking_changes() for latent attention. Values stay narrower than
+    queries, or as wide."""
     mla = arch.mla
     if not mla:
         return []
@@ -607,7 +613,8 @@ def latent_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
 
 
 def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights."""
+    """Return the rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights.
+    """
     record = next((x for x in FAMILIES[arch.family].mixers.values() if isinstance(x, Mamba2)), None)
     if not record:
         return []
@@ -618,7 +625,7 @@ def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, di
 
 
 def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -> None:
-    """Change rope settings that treat long documents in another way so that the documents of the
+    """Change rope settings that treat long documents differently, so that the documents of the
     check, 18 and 24 tokens, are on both sides of the limit."""
     ratio = c.max_position_embeddings / rope["original_max_position_embeddings"]
     rope["original_max_position_embeddings"] = 20

@@ -13,7 +13,7 @@ from fsdp_qlora.pretrained.architecture import (
     AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE, PerLayerInputs,
     ShortConv)
 
-BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
+BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {  # for --random_weights, without a config.json
     name: dict(
         zip(("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "num_key_value_heads", "max_position_embeddings"), values),
@@ -38,7 +38,7 @@ GEMMA4: dict[str, Any] = GEMMA2 | dict(
     logits_softcap="config.final_logit_softcapping", layer_scalar="layer_scalar",
     n_borrowers="config.num_kv_shared_layers", wide_borrowers="config.use_double_wide_mlp",
     per_layer=PerLayerInputs(),
-    # pixels alone see later ones with "vision"; with "all" is_causal is False
+    # with "vision" only pixels see later tokens; with "all", is_causal is False
     unused=("use_bidirectional_attention",))
 COHERE: dict[str, Any] = dict(
     norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm", parallel=True,
@@ -185,8 +185,8 @@ FAMILIES: dict[str, Family] = {
         **MLA | dict(rotary_interleaved=False), embedding_multiplier="config.scale_emb",
         rounded_multiplier=True, residual_scale="config.scale_depth",
         logits_width="config.dim_model_base"),
-    # AutoModelForCausalLM takes the text model out of a multimodal one, and saves it under the
-    # names that it had there
+    # AutoModelForCausalLM loads the text model of a multimodal one, and saves it with the names
+    # that it has there
     "qwen3_5_text": Family(
         **QWEN3_NEXT, prefixes=("model.", "model.language_model."),
         mixers={"linear_attention": DeltaNet()}),
@@ -268,7 +268,7 @@ FAMILIES: dict[str, Family] = {
         correction="feed_forward.expert_bias",
         normalized="config.norm_topk_prob", sum_eps=1e-6, scale="config.routed_scaling_factor",
         adapters="parameters",
-        # of experts, after their numbers: layers without experts have w1 wherever these are called
+        # renames for experts only, whose names have a number before: layers without experts have w1
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
                       in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
     "qwen3_vl_moe_text": Family(qk_norm="head", moe=MoE(adapters="stacked")),
@@ -297,7 +297,7 @@ FAMILIES: dict[str, Family] = {
             chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep
             n_shared_experts moe_shared_expert_overlap rescale_prenorm_residual
             num_nextn_predict_layers mtp_layers_block_type""".split())),
-    # qkv_bias=False here and in the next: else g_proj would have a bias, too
+    # qkv_bias=False in this record and the next, else g_proj would also have a bias
     "laguna": Family(
         qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types", partial_rotary=True,
         ropes_by_layer_type=True, heads_by_layer="config.num_attention_heads_per_layer",
@@ -336,7 +336,7 @@ FAMILIES: dict[str, Family] = {
             shared="mlp.shared_experts", first_dense="config.num_dense_layers",
             router="mlp.router.gate", scores="sigmoid", correction="mlp.expert_bias",
             sum_eps=1e-20, scale="config.route_scale", rounded_weights=False)),
-    # its use_bias would also give the head a bias, which is not supported
+    # use_bias in a config is refused, because it would also give the lm_head a bias
     "ernie4_5_moe": Family(rotary_interleaved=True, moe=MoE(
         n_experts="config.moe_num_experts", top_k="config.moe_k",
         shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
@@ -348,7 +348,7 @@ FAMILIES: dict[str, Family] = {
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
         adapters="stacked"))}
-# {outer model type: those of the text models}; the outer one changes no logits
+# {outer model type: types of its text models}; the outer model changes no logits
 MULTIMODAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
@@ -361,6 +361,6 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "llava_next": ("llama", "mistral", "qwen2"), "llava_onevision": ("qwen2",),
     "idefics3": ("llama",), "smolvlm": ("llama",), "lfm2_vl": ("lfm2",),
     "muse_glimmer": ("muse_glimmer_text",), "step3p7": ("step3p5",)}
-# {outer model type: MoE.adapters inside it}, where that is not the text model's alone
+# {outer model type: MoE.adapters inside it}, if it differs from that of the text model alone
 ADAPTERS_INSIDE = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 TEXT_MODULES = {"idefics3": "text_model", "smolvlm": "text_model"}  # else "language_model"

@@ -14,26 +14,28 @@ import torch
 from fsdp_qlora.quant.blocks import BLOCK
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, after that of the weight
-NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
-MX_PARTS = "_blocks", "_scales"  # what the names of tensors in MXFP4 end with; both are bytes
+NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all parts
+MX_PARTS = "_blocks", "_scales"  # ends of the names of tensors in MXFP4; both are bytes
 FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
 INT4_GROUP = 32  # weights of a row in INT4 that share one scale
-# what compressed-tensors calls the parts of a weight in INT4: after its name, "weight"
+# compressed-tensors' names of the parts of a weight in INT4, after the weight's name
 INT4_PACKED, INT4_SCALE, INT4_SHAPE = "_packed", "_scale", "_shape"
-PER_INT32 = 8  # weights in INT4 that are in one int32
+PER_INT32 = 8  # INT4 weights in one int32
 
 
 def scale_block(name: str) -> tuple[int, int]:
-    """Rows and columns that share one scale, of a linear in FP8 or INT4 of this name."""
+    """Return the rows and columns that share one scale in a linear with this name, in FP8 or INT4.
+    """
     return (1, INT4_GROUP) if name.endswith(INT4_PACKED) else (FP8_BLOCK, FP8_BLOCK)
 
 
 def scaled_weight(
     name: str, value: torch.Tensor, scales: torch.Tensor, first: int = 0
 ) -> torch.Tensor:
-    """The weight [out, in] of a linear: FP8 values times the scales of their blocks, fp32; or INT4,
-    int32 [out, in / 8], times those of their groups, rounded to the scales' dtype as
-    compressed-tensors does. `first`: the row of the first block at which the values begin."""
+    """Return the weight [out, in] of a linear. FP8 values are multiplied by the scales of their
+    blocks, fp32. INT4, int32 [out, in / 8], is multiplied by the scales of its groups and rounded
+    to the scales' dtype, as compressed-tensors does. `first`: the row within the first block at
+    which the values begin."""
     (rows, columns), dtype = scale_block(name), torch.float32
     if name.endswith(INT4_PACKED):  # the lowest four bits are the first weight, plus 8
         in_bytes, dtype = value.view(torch.uint8), scales.dtype
@@ -45,17 +47,17 @@ def scaled_weight(
 def dequantize_stored(
     codes: torch.Tensor, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight [out, in] that is stored in NF4, by bitsandbytes. `parts`: the tensors of
-    NF4_PARTS, by name in the files."""
+    """Return the weight [out, in] that is stored in NF4, dequantized by bitsandbytes. `parts`: the
+    tensors of NF4_PARTS, by name in the files."""
     state = bnb.functional.QuantState.from_dict(dict(parts), codes.device)
-    state.dtype = dtype  # of training, whatever it was quantized from
+    state.dtype = dtype  # training's dtype, whatever it was quantized from
     values: torch.Tensor = bnb.functional.dequantize_4bit(
         codes.view(torch.uint8).view(-1, 1), state)
     return values
 
 
 def nf4_round_trip(weight: torch.Tensor) -> torch.Tensor:
-    """The weight after quantization to NF4, with double quantization, and dequantization."""
+    """Return the weight after quantization to NF4, with double quantization, and dequantization."""
     packed, state = bnb.functional.quantize_4bit(
         weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
     values: torch.Tensor = bnb.functional.dequantize_4bit(packed, state)
@@ -63,6 +65,6 @@ def nf4_round_trip(weight: torch.Tensor) -> torch.Tensor:
 
 
 def swap_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """4-bit codes in the order of bitsandbytes, high half of a byte first; MXFP4 in files has its
-    low halves first."""
+    """Return 4-bit codes in bitsandbytes' order, a byte's first code in its high half; MXFP4 in
+    files has it in the low half."""
     return packed << 4 | packed >> 4

@@ -24,17 +24,17 @@ from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.ranks import explain, log
 
 
-SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a model: all but its weights
-NOT_COPIED = "config.json", "adapter_config.json"  # by which transformers would load an adapter
+SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's files other than its weights
+NOT_COPIED = "config.json", "adapter_config.json"  # the second makes transformers load an adapter
 NO_GGUF = ("is a GGUF file, which is for llama.cpp. Use the model that it was made from, a Hub id"
            " or a directory of safetensors")
-SAMPLES, SAMPLE = 16, 256  # places of a tensor, and bytes at each, that base_digest() hashes
+SAMPLES, SAMPLE = 16, 256  # places per tensor, and bytes at each, that base_digest() hashes
 
 
 def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
-    """The local directory of a model, downloaded first if `name` is a Hub id. `needs`: "config",
-    "tokenizer" with it, or "weights" with both. Raises ValueError about `flag`, by which the user
-    gave the name."""
+    """Return the local directory of a model, downloaded first if `name` is a Hub id. `needs`:
+    "config"; "tokenizer", which includes it; or "weights", which includes both. Raises ValueError
+    about `flag`, with which the user named the model."""
     path = Path(name)
     if needs != "weights" and name in BUILTIN_CONFIGS:
         return path
@@ -47,7 +47,7 @@ def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
         raise ValueError(f"{flag} {name}: {NO_GGUF if path.suffix == '.gguf' else why}")
     files = {"config": ["config.json"], "tokenizer": SMALL_FILES,
              "weights": [*SMALL_FILES, "*.safetensors"]}[needs]
-    twice = ["consolidated*", "*/*.safetensors"]  # the same weights in another form
+    twice = ["consolidated*", "*/*.safetensors"]  # copies of the weights in another form
     with explain(f"{flag} {name}: not a directory, and the Hub says"):
         # every rank calls it; the Hub client's file locks let one rank of a node download
         found = Path(huggingface_hub.snapshot_download(
@@ -58,9 +58,9 @@ def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
 
 
 def why_no_model(directory: Path, name: str, needs: str) -> str:
-    """Why the directory holds no model that can be read, and what to give instead; "" if it may.
-    `name` and `needs`: as for model_directory()."""
-    # of a Hub id the .gguf themselves are not downloaded
+    """Return why the directory has no model that can be read, and what to use instead; "" if it may
+    have one. `name` and `needs`: see model_directory()."""
+    # .gguf files of a Hub id are not downloaded, so also look at its name
     is_gguf = any(directory.glob("*.gguf")) or name.lower().endswith("gguf")
     lacks_weights = needs == "weights" and not any(directory.glob("*.safetensors"))
     if (directory / "config.json").is_file() and not (is_gguf and lacks_weights):
@@ -94,9 +94,9 @@ def copy_small_files(directory: Path, target: Path, patterns: Sequence[str] = SM
 def read_model_config(
     directory: Path, config: Config,
 ) -> tuple[Config, PreTrainedConfig, Architecture]:
-    """The Config with --max_seq_len filled in, transformers' config of the model, its Architecture.
-    With a loss that compares answers the Architecture has no dropout of the model's own, as in TRL.
-    """
+    """Return the Config with --max_seq_len filled in, transformers' config of the model, and its
+    Architecture. For a preference loss the Architecture has no dropout of the model's own, as in
+    TRL."""
     with explain(f"--model {config.model}"):
         if config.random_weights and config.model in BUILTIN_CONFIGS:
             model_config = AutoConfig.for_model(**BUILTIN_CONFIGS[config.model])
@@ -115,7 +115,7 @@ def read_model_config(
         for group in settings.get("config_groups", {}).values():
             settings |= group["weights"]
     if arch.expert_down and arch.expert_down[0].mxfp4:
-        want = {}  # they stay in MXFP4, and nothing else is quantized
+        want = {}  # the experts stay in MXFP4, and nothing else is quantized
     for key, value in want.items():
         if settings and settings.get(key) != value:
             raise ValueError(f"--model {config.model}: is quantized already, with {key}"
@@ -139,8 +139,8 @@ def read_model_config(
 
 def refuse_misleading(directory: Path, config: Config, model_config: PreTrainedConfig,
                       arch: Architecture) -> None:
-    """Raise ValueError for what would train, and only then not be the model that transformers loads
-    from the directory."""
+    """Raise ValueError for models that could be trained, but whose result would not be the model
+    that transformers loads from the directory."""
     if (directory / "adapter_config.json").is_file():
         raise ValueError(f"--model {config.model}: has an adapter beside its weights, which"
                          " transformers would add to them: move adapter_config.json and"
@@ -157,13 +157,13 @@ def refuse_misleading(directory: Path, config: Config, model_config: PreTrainedC
 
 
 def base_digest(base: Path) -> str:
-    """SHA-256 of the base model: of config.json, and of the name, dtype, shape and some bytes of
-    each tensor."""
+    """Return the SHA-256 of the base model: of config.json, and of the name, dtype, shape and some
+    bytes of each tensor."""
     sha = hashlib.sha256((base / "config.json").read_bytes())
     tensors = sorted(weight_files(base).items(), key=lambda tensor: (tensor[1].path, tensor[0]))
-    for path, some in itertools.groupby(tensors, lambda tensor: tensor[1].path):
+    for path, file_tensors in itertools.groupby(tensors, lambda tensor: tensor[1].path):
         with path.open("rb") as file:
-            for name, (_, dtype, shape, start, stop) in some:
+            for name, (_, dtype, shape, start, stop) in file_tensors:
                 sha.update(f"{name} {dtype} {shape}".encode())
                 for at in np.linspace(start, max(start, stop - SAMPLE), SAMPLES, dtype=np.int64):
                     sha.update(os.pread(file.fileno(), min(SAMPLE, stop - start), int(at)))

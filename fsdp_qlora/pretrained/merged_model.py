@@ -25,18 +25,19 @@ AUTO_CLASSES = transformers.AutoModelForCausalLM, transformers.AutoModelForImage
 
 @dataclasses.dataclass
 class Base:
-    """A base model, and what a merge makes of it."""
+    """A base model, and the tensors of the model that a merge makes from it."""
 
     directory: Path
-    files: dict[str, Stored]  # {name: tensor} of its files
-    names: TensorNames  # of those that are read
-    nf4_states: dict[str, Any]  # of weights that are in NF4 in the files, see check_files()
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]  # of the merged model, file by file
-    paths: dict[str, Path]  # {name: the file of the base in whose place it goes}
-    auto_class: Any  # transformers' that loads it
-    dtype: torch.dtype  # that training computed in
+    files: dict[str, Stored]  # {name: tensor in the base's files}
+    names: TensorNames  # the tensors that are read
+    nf4_states: dict[str, Any]  # for weights that are in NF4 in the files, see check_files()
+    # {name: (shape, dtype)} of the merged model, file by file
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    paths: dict[str, Path]  # {name: the base's file that the merged file replaces}
+    auto_class: Any  # transformers' class that loads it
+    dtype: torch.dtype  # dtype in which training computed
     arch: Architecture = None  # None: the merge cannot be checked
-    # {tensor: content_sum()}: they tell one base from another
+    # {tensor: content_sum()}, to tell one base from another
     sums: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,23 +45,23 @@ class Base:
 
     @property
     def n_bytes(self) -> int:
-        """Of the merged model."""
+        """Bytes of the merged model."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
 
 
 def merged_tensors(
     files: dict[str, Stored], names: TensorNames, nf4_states: dict[str, Any], is_multimodal: bool,
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:
-    """Returns {name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the
-    base model's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form
-    of gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
-    tensors, paths, of_text = {}, {}, names.layer_prefix.removesuffix("layers.")
+    """Return {name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the
+    base's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form of
+    gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
+    tensors, paths, text_prefix = {}, {}, names.layer_prefix.removesuffix("layers.")
     known, scales = {*names.shapes, names.head}, {*names.scaled.values()}
     for name, stored in in_order(files):
         shape = names.shapes.get(name, stored.shape)
         if name not in known:
             # a multimodal model has other parts besides its text model, which are copied
-            if not is_multimodal or name.startswith(of_text):
+            if not is_multimodal or name.startswith(text_prefix):
                 continue
             if name.endswith((*NF4_PARTS, INT4_PACKED)):
                 raise ValueError(f"{stored.path}: {name} is of a weight in 4-bit outside the text"
@@ -83,7 +84,7 @@ def merged_tensors(
 
 
 def in_order(files: dict[str, Stored]) -> list[tuple[str, Stored]]:
-    """Returns all (name, Stored) file by file, in the order in which they lie there."""
+    """Return all (name, Stored), file by file, in the order in which they are stored."""
     return sorted(files.items(), key=lambda item: (item[1].path, item[1].start))
 
 
@@ -95,7 +96,7 @@ def copy_all_but_weights(base: Base, directory: Path) -> None:
     config = read_json(base.directory / "config.json")
     config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
     for part in config, config.get("text_config", {}):
-        part.pop("quantization_config", None)  # of a base in 4-bit
+        part.pop("quantization_config", None)  # if the base is in 4 bits
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (directory / "config.json").write_text(json.dumps(config, indent=2))

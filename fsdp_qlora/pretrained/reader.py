@@ -24,61 +24,62 @@ from fsdp_qlora.files import read_json
 from fsdp_qlora.hashing import as_hex, content_sum
 from fsdp_qlora.ranks import gather_objects
 
-READERS = 8  # threads of a rank that read weights; one copies about 5 GB/s from the page cache
+READERS = 8  # threads per rank that read weights; each copies about 5 GB/s from the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
 READ_AHEAD = 2**29  # bytes read but not yet quantized, so that reading and quantizing overlap
 OTHER_BASE = ("are not those of the base model in training. Use that one with --base_model;"
               " --allow_other_base merges into this one")
-RANDOM_STD = 0.02  # of --random_weights
+RANDOM_STD = 0.02  # standard deviation of --random_weights
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
 
 
 class Stored(NamedTuple):
-    """Where a file holds a tensor."""
+    """The location of a tensor in a file."""
 
     path: Path
-    dtype: str  # as safetensors names it
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
     start: int  # the tensor is the bytes [start, stop) of the file
     stop: int
 
 
 class Request(NamedTuple):
-    """Which part of a tensor a rank reads."""
+    """The part of a tensor that a rank reads."""
 
     name: str
     shape: tuple[int, ...]
-    rows: range  # of the first dimension of `shape`; with shape (1,) and range(1) all of the tensor
+    rows: range  # in the first dimension of `shape`; shape (1,) and range(1): the whole tensor
     source: Source | None = None  # None: the files have a tensor of this name
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where files hold a tensor as some rows of a larger one: a linear of an expert, or a
-    convolution of q, k or v."""
+    """The location of a tensor that files have as some rows of a larger one: a linear of an expert,
+    or a convolution of q, k or v."""
 
-    name: str  # the tensor's
-    n_rows: int  # of it as a matrix
-    rows: range  # the linear's
-    columns: range | None = None  # its outputs, where its rows are its inputs: transposed
+    name: str  # name of the larger tensor
+    n_rows: int  # rows of the larger tensor as a matrix
+    rows: range  # rows of the linear
+    columns: range | None = None  # transposed: rows are its inputs, these columns its outputs
 
     def weight_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view [out, in] of the linear in the tensor."""
+        """Return the view [out, in] of the linear in the tensor."""
         weight = tensor.view(self.n_rows, -1)[self.rows.start : self.rows.stop]
         return weight.t()[self.columns.start : self.columns.stop] if self.columns else weight
 
     def rows_with(self, outputs: range) -> range:
-        """Those of `rows` that have a range of the linear's outputs; if transposed, all of them."""
+        """Return the part of `rows` that contains a range of the linear's outputs; if transposed,
+        all rows."""
         if self.columns:
             return self.rows if outputs else range(0)
         return self.rows[outputs.start : outputs.stop]
 
 
 def weight_files(directory: Path) -> dict[str, Stored]:
-    """Where the directory's safetensors hold each tensor: {name: Stored}. Raises ValueError."""
+    """Return {name: Stored} of all tensors in a directory's safetensors. Raises ValueError."""
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if whole.is_file():  # also beside an index, as transformers does
+    if whole.is_file():  # takes precedence over an index, as in transformers
         return tensors_of(whole)
     if not index.is_file():
         raise ValueError(f"{directory}: has neither {index.name} nor {whole.name}; only"
@@ -99,7 +100,7 @@ def weight_files(directory: Path) -> dict[str, Stored]:
 
 
 def tensors_of(path: Path) -> dict[str, Stored]:
-    """What a safetensors file holds by its header: {name: Stored}. Raises ValueError."""
+    """Return {name: Stored} of a safetensors file, from its header. Raises ValueError."""
     try:
         with safe_open(path, "pt"):
             pass  # opening it checks that it is complete
@@ -118,11 +119,11 @@ def read_tensor(
     stored: Stored, name: str, device: torch.device | str = "cpu", content: str | None = None,
     index: Any = ..., what: str | None = None, transposed: bool = False,
 ) -> torch.Tensor:
-    """One whole tensor, or its part at `index`, which errors call `what`; if `transposed`, its
-    transpose. Raises ValueError if its content_sum(), as hex, is not `content`. The file is
-    opened for each tensor: mapped pages would add up."""
+    """Return one whole tensor, or its part at `index`, which errors call `what`; if `transposed`,
+    its transpose. Raises ValueError if its content_sum(), as hex, is not `content`. The file is
+    opened for each tensor, because mapped pages would add up."""
     if index is ... and stored.dtype in DTYPES:
-        # safetensors would parse the header anew: 27 ms where a file has 24,000 tensors (a CPU)
+        # safetensors would parse the header again: 27 ms for a file with 24,000 tensors (a CPU)
         tensor = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
         read_chunk(stored.path, stored.start, tensor)
         tensor = tensor.view(DTYPES[stored.dtype]).view(stored.shape).to(device)
@@ -136,7 +137,7 @@ def read_tensor(
 
 
 def all_finite(values: torch.Tensor, name: str) -> torch.Tensor:
-    """Whether all values that a file holds are finite, as a tensor. Always true for bytes, except
+    """Return whether all values from a file are finite, as a tensor. Always true for bytes, except
     for the scales of MXFP4, where 255 is NaN."""
     if values.dtype in FLOATS.values():
         return values.sum(dtype=torch.float32).isfinite()  # unlike all(), makes no copy
@@ -148,8 +149,8 @@ def all_finite(values: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def rows_before(requests: Sequence[Request]) -> dict[str, int]:
-    """{tensor's name: how many of its first rows are read by the ranks before this one}; several
-    ranks may read the same row. All ranks must call this."""
+    """Return {tensor's name: number of its first rows that are read by ranks before this one};
+    several ranks may read the same row. All ranks must call this."""
     stops = gather_objects({request.name: request.rows.stop for request in requests})
     before = stops[: dist.get_rank()]
     return {name: max((stop[name] for stop in before), default=0) for name in stops[0]}
@@ -158,8 +159,8 @@ def rows_before(requests: Sequence[Request]) -> dict[str, int]:
 def read_chunk(
     path: Path, start: int, target: torch.Tensor, staging: threading.local | None = None,
 ) -> None:
-    """Read bytes from `start` of a file into `target`, a slice of a uint8 tensor. If that is on a
-    GPU, they are read into the thread's pinned `staging.buffer` first."""
+    """Read bytes from `start` of a file into `target`, a slice of a uint8 tensor. If `target` is on
+    a GPU, they are read into the thread's pinned `staging.buffer` first."""
     buffer = getattr(staging, "buffer", target)[: target.numel()]
     view, done = buffer.numpy().data, 0
     try:
@@ -172,17 +173,17 @@ def read_chunk(
     if done < len(view):
         raise OSError(f"{path}: ends before byte {start + len(view)}: cut off since the start?")
     if target.is_cuda:
-        # in the stream in which `target` is used; it blocks, so that the buffer is free again
+        # on the stream on which `target` is used; blocks, so that the buffer can be reused
         target.copy_(buffer)
 
 
 class WeightReader:
-    """Reads the requested tensors ahead of their use.
+    """Reader of the requested tensors, ahead of their use.
 
     Threads read at most READ_AHEAD bytes ahead in the order of the requests, by plain reads: a
     mapping is read one page fault at a time, and its pages count as this process's memory. After a
-    failed read nothing more is read: the tensors are zeros, so that no rank waits in a collective
-    for this one, and close() raises the error.
+    failed read nothing more is read. The tensors are then zeros, so that no rank waits in a
+    collective for this one, and close() raises the error.
     """
 
     def __init__(
@@ -201,8 +202,8 @@ class WeightReader:
             self.staging.buffer = torch.empty(READ_CHUNK, dtype=torch.uint8, pin_memory=True)
 
     def _extent(self, request: Request) -> tuple[Stored, int, int]:
-        """The Stored tensor that has the rows of a request, the byte of its file where they begin,
-        and the number of their bytes."""
+        """Return the Stored tensor that contains the rows of a request, the byte of its file at
+        which they begin, and their number of bytes."""
         name, n_rows, rows = request.name, request.shape[0], request.rows
         if source := request.source:
             name, n_rows, rows = source.name, source.n_rows, source.rows_with(rows)
@@ -220,8 +221,8 @@ class WeightReader:
         self.ahead[request.name] = target.view(DTYPES[stored.dtype]), chunks, request
 
     def read(self, name: str) -> torch.Tensor:
-        """The requested rows of a tensor, flat, on the device. Names may come in any order, each
-        once."""
+        """Return the requested rows of a tensor, flat, on the device. Names may come in any order,
+        each once."""
         while name not in self.ahead:
             self._begin_next()
         tensor, chunks, request = self.ahead.pop(name)
@@ -240,7 +241,7 @@ class WeightReader:
         return tensor
 
     def close(self) -> None:
-        """Raise the first error of a read."""
+        """Stop reading, and raise the first error of a read."""
         self.pool.shutdown()
         if self.errors:
             raise self.errors[0]
@@ -249,14 +250,14 @@ class WeightReader:
 def rows_in_memory(
     tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Source], name: str,
 ) -> torch.Tensor:
-    """All rows of a tensor of `tensors`, flat, as a WeightReader reads them from files that have
-    the same; `sources`: see TensorNames."""
+    """Return all rows of a tensor in `tensors`, flat, as a WeightReader would read them from files;
+    `sources`: see TensorNames."""
     source = sources.get(name)
     return (source.weight_in(tensors[source.name]) if source else tensors[name]).flatten()
 
 
 class RandomWeights:
-    """Stands for a WeightReader with --random_weights: values depend on the name, not on the rank.
+    """Replacement of WeightReader for --random_weights: values depend on the name, not on the rank.
     """
 
     def __init__(

@@ -32,27 +32,27 @@ HasShape = Stored | torch.Tensor
 
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
-    """The names in the files of the tensors that are read."""
+    """The names, in the files, of the tensors that are read."""
 
-    shapes: dict[str, tuple[int, ...]]  # {name: shape} of all of them
-    linears: dict[str, Linear]  # {name: Linear} of those that are in 4 bits here
-    # {name: Source} of those that are a part of a larger tensor, which is in `shapes` then; in
-    # MXFP4 of two tensors, {name + each of MX_PARTS: Source}
+    shapes: dict[str, tuple[int, ...]]  # {name: shape} of all tensors
+    linears: dict[str, Linear]  # {name: Linear} of the linears that are in 4 bits in training
+    # {name: Source} of tensors that are a part of a larger one, whose name is then in `shapes`; in
+    # MXFP4, which has two tensors, {name + each of MX_PARTS: Source}
     sources: dict[str, Source]
     scaled: dict[str, str]  # {name of a linear in FP8 or INT4: name of its scales}
-    small_tensors: set[str]  # those of `shapes` that Architecture.small_tensors() has
+    small_tensors: set[str]  # the names in `shapes` of Architecture.small_tensors()
     embedding: str
     norm: str
     norm_bias: str | None
     head: str
-    stem: str  # what the names of the text model begin with
-    # pairs: a part of a name here, and what these files have instead
+    stem: str  # prefix of the text model's names
+    # pairs: a part of a name here, and the part that these files have instead
     renames: tuple[tuple[str, str], ...]
-    aliases: dict[str, str]  # {name of a norm or of a linear in INT4: what these files have}
+    aliases: dict[str, str]  # {name of a norm or of a linear in INT4: its name in these files}
 
     @property
     def n_parameters(self) -> int:
-        """The number of weights, without their scales; a byte of MXFP4 holds two."""
+        """Number of weights, without their scales; a byte of MXFP4 contains two."""
         others, each = {*self.scaled.values()}, {"_blocks": 2, INT4_PACKED: PER_INT32}
         return sum(math.prod(shape) * each.get(name[name.rfind("_"):], 1)
                    for name, shape in self.shapes.items()
@@ -63,18 +63,18 @@ class TensorNames:
         return f"{self.stem}layers."
 
     def of_model(self, name: str) -> str:
-        """The name in the files of the weight of `name`, which is outside of the layers."""
+        """Return the name in the files of the weight of `name`, which is outside of the layers."""
         return f"{self.stem}{name}.weight"
 
     def of_layer(self, index: int, name: str) -> str:
-        """The name in the files of the tensor `name` of layer `index`."""
+        """Return the name in the files of the tensor `name` of layer `index`."""
         name = self.layer_prefix + f"{index}." + renamed(name, self.renames)
         return self.aliases.get(name, name)
 
     def parts(self) -> dict[str, list[tuple[str, Any]]]:
-        """{name of a tensor in 16 bits: [(name of a linear, its index in the tensor)]} of all
-        linears."""
-        found = {}
+        """Return {name of a tensor in 16 bits: [(name of a linear, its index in the tensor)]} for
+        all linears."""
+        parts = {}
         for name, linear in self.linears.items():
             whole, index = name.removesuffix(INT4_PACKED), ...
             if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
@@ -85,26 +85,28 @@ class TensorNames:
                     index = *index, slice(columns.start, columns.stop)
                 elif len(rows) == self.shapes[whole][1]:  # MXFP4 is merged in another shape
                     index = expert
-            found.setdefault(whole.removesuffix("_blocks"), []).append((name, index))
-        return found
+            parts.setdefault(whole.removesuffix("_blocks"), []).append((name, index))
+        return parts
 
 
 def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
-    """The name with the first part of each pair replaced by the second, as files may have it."""
+    """Return the name with the first part of each pair replaced by the second, as files may have
+    it."""
     for here, there in renames:
         name = name.replace(here, there)
     return name
 
 
 def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNames:
-    """The TensorNames of a model whose files have the tensors `files`, of the spelling there."""
+    """Return the TensorNames of a model whose files have the tensors `files`, with the files'
+    spelling."""
     stems = arch.checkpoint_prefixes
     stem = next((s for s in stems if f"{s}{arch.embedding}.weight" in files), stems[0])
     head = next((name for name in arch.head_names if name in files), arch.head_names[0])
     embedding, norm = f"{stem}{arch.embedding}.weight", f"{stem}{arch.final_norm}.weight"
     norm_bias = f"{stem}{arch.final_norm}.bias" if arch.norm_bias else None
     table, renames = (arch.vocab_size, arch.hidden_size), ()
-    if arch.moe:  # those that files have
+    if arch.moe:  # only the renames that these files use
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
     names = TensorNames(
         shapes={embedding: table}, linears={}, sources={}, scaled={}, small_tensors=set(),
@@ -131,7 +133,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
             names.shapes[source.name] = shape
         if arch.mla and arch.mla.index_topk:
             add_unread(names, names.of_layer(i, arch.mla.indexer), files)
-        if arch.kv_sources[i] is not None:  # released files have them all the same
+        if arch.kv_sources[i] is not None:  # released files have keys and values all the same
             for key in "k_proj", "v_proj", "k_norm", "v_norm":
                 add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
         vectors, small = arch.vectors(kind), arch.small_tensors(kind)
@@ -155,7 +157,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
 
 
 def add_int4(names: TensorNames, name: str, linear: Linear) -> None:
-    """Add the tensors of a linear whose weight, which would be called `name`, is in INT4."""
+    """Add the tensors of a linear in INT4 whose weight would be called `name` in 16 bits."""
     packed, scales, n_out = name + INT4_PACKED, name + INT4_SCALE, linear.out_features
     names.linears[packed], names.aliases[name], names.scaled[packed] = linear, packed, scales
     names.shapes[packed] = n_out, linear.in_features // PER_INT32
@@ -177,8 +179,7 @@ def add_per_layer(names: TensorNames, arch: Architecture) -> None:
 
 
 def add_unread(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -> None:
-    """Add the tensors that the files have with this prefix: a run reads none, a merge copies all.
-    """
+    """Add the files' tensors with this prefix, which training does not read, but a merge copies."""
     for name in (name for name in files if name.startswith(prefix)):
         names.shapes[name] = tuple(files[name].shape)
         if (scales := f"{name}_scale_inv") in files:
@@ -188,8 +189,8 @@ def add_unread(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -
 def fused_conv(
     small: Mapping[str, tuple[int, ...]], whole: str, files: Mapping[str, HasShape],
 ) -> dict[str, Source]:
-    """{name of a convolution of query, key or value: its Source} where one tensor, `whole`, holds
-    all three, as transformers has them in memory. `small`: small_tensors() of a layer."""
+    """Return {name of a convolution of query, key or value: its Source} if the files have all three
+    in the tensor `whole`, as transformers has in memory. `small`: small_tensors() of a layer."""
     parts = {key: shape[0] for key, shape in small.items() if key.endswith("_conv1d.weight")}
     stops = dict(zip(parts, itertools.accumulate(parts.values())))
     return {key: Source(whole, sum(parts.values()), range(stop - parts[key], stop))
@@ -199,11 +200,11 @@ def fused_conv(
 def stacked_experts(
     arch: Architecture, names: TensorNames, layer: int, files: Mapping[str, HasShape],
 ) -> dict[str, tuple[Source, tuple[int, ...]]]:
-    """{name in a layer of a linear's tensor: (Source, shape of the tensor that holds it)} if the
-    files have the linears of all experts in one tensor, as transformers 5 has them in memory,
-    [experts, out, in] or transposed, or gates and ups in two such tensors; or in MXFP4 in two
-    tensors of bytes. Else {}."""
-    found, moe = {}, arch.moe
+    """Return {name in a layer of a linear's tensor: (Source, shape of the larger tensor)} if the
+    files have the linears of all experts in one tensor, as transformers 5 has in memory, [experts,
+    out, in] or transposed; or gates and ups in two such tensors; or, in MXFP4, in two tensors of
+    bytes. Else {}."""
+    sources, moe = {}, arch.moe
     assert moe, "the layer has experts"
     first_key = "gate_up_proj" if arch.gated else "up_proj"
     groups = {first_key: arch.expert_gate_up, "down_proj": arch.expert_down}
@@ -212,7 +213,7 @@ def stacked_experts(
         groups = apart | {"down_proj": arch.expert_down}
     for key, linears in groups.items():
         whole, n, n_in = f"{moe.experts}.{key}", moe.n_experts, linears[0].in_features
-        n_out = sum(linear.out_features for linear in linears) // n  # of one expert
+        n_out = sum(linear.out_features for linear in linears) // n  # outputs of one expert
         transposed = False
         if linears[0].mxfp4:
             parts = {"_blocks": (n, n_out, n_in // MX_BLOCK, MX_BLOCK // 2),
@@ -224,17 +225,17 @@ def stacked_experts(
         else:
             parts = {}
         for part, shape in parts.items():
-            first = 0  # of the linear's outputs, counted over all experts
+            first = 0  # the linear's first output, counted over all experts
             for linear in linears:
                 stop = first + linear.out_features
                 rows, columns, expert = range(first, stop), None, first // n_out
                 if transposed:
                     columns = range(first - expert * n_out, stop - expert * n_out)
                     rows = range(expert * n_in, (expert + 1) * n_in)
-                found[f"{linear.name}.weight{part}"] = Source(
+                sources[f"{linear.name}.weight{part}"] = Source(
                     names.of_layer(layer, whole + part), n * shape[1], rows, columns), shape
                 first = stop
-    return found
+    return sources
 
 
 def check_files(
@@ -272,7 +273,7 @@ def check_files(
 
 
 def has_nf4(model_config: PreTrainedConfig) -> bool:
-    """Whether the files have linears that bitsandbytes quantized to 4 bits."""
+    """Return True if the files have linears that bitsandbytes quantized to 4 bits."""
     method = stored_format(model_config).get("quant_method")
     return method not in (None, "fp8", "mxfp4", "compressed-tensors")
 
@@ -280,8 +281,8 @@ def has_nf4(model_config: PreTrainedConfig) -> bool:
 def drop_further_layers(
     files: dict[str, Stored], names: TensorNames, model_config: PreTrainedConfig,
 ) -> dict[str, Stored]:
-    """The files' tensors without the layers after the last that config.json declares: they predict
-    further tokens (MTP)."""
+    """Return the files' tensors without the layers after the last one that config.json declares,
+    which predict further tokens (MTP)."""
     config, found = text_config(model_config), dict[str, Stored]()
     n = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", 0)
     for i in range(config.num_hidden_layers, config.num_hidden_layers + (n or 0)):
@@ -325,7 +326,7 @@ def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wante
 
 
 def same_bytes(one: Stored, other: Stored) -> bool:
-    """Whether two Stored tensors are equal; reads a chunk at a time."""
+    """Return True if two Stored tensors are equal; reads a chunk at a time."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.path.open("rb") as a, other.path.open("rb") as b:
@@ -338,8 +339,8 @@ def same_bytes(one: Stored, other: Stored) -> bool:
 def check_prequantized(
     files: Mapping[str, Stored], names: TensorNames, wanted: Wanted,
 ) -> dict[str, dict[str, Any]]:
-    """check_tensors() of files in which bitsandbytes has quantized linears, in the way of this
-    package. Not all linears need be quantized: transformers 5 leaves experts as they are,
+    """check_tensors() for files in which bitsandbytes has quantized linears, with the same settings
+    as here. Not all linears need to be quantized: transformers 5 does not quantize experts, and
     transformers 4 also quantized routers. Adds the tensors that bitsandbytes stores to `wanted`.
     Returns {name: the JSON object that bitsandbytes stored with it} of the quantized weights."""
     in_nf4 = [name for name in (*names.linears, *sorted(names.small_tensors))
@@ -347,7 +348,7 @@ def check_prequantized(
     for name in files:
         if name.endswith(".absmax") and name.removesuffix(".absmax") not in in_nf4:
             original = "the original model"
-            if "_projs." in name:  # Unsloth's gpt-oss, which has each expert's matrices apart
+            if "_projs." in name:  # Unsloth's gpt-oss, which stores each expert separately
                 original = "openai/gpt-oss-20b or openai/gpt-oss-120b, which are in MXFP4"
             raise ValueError(f"{name}: only linears and routers can be in 4-bit, in NF4, by the"
                              f" names that transformers gives them. Use {original}")
@@ -372,7 +373,7 @@ def check_prequantized(
 def _read_state(
     name: str, stored: Stored, shape: tuple[int, ...], read: Callable[[str], torch.Tensor],
 ) -> dict[str, Any]:
-    """The JSON object that bitsandbytes stored with one weight, checked."""
+    """Return the JSON object that bitsandbytes stored with one weight, after checking it."""
     try:
         state = {**json.loads(bytes(read(f"{name}.{NF4_STATE}").tolist()))}
     except (ValueError, TypeError) as e:

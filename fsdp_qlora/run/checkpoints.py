@@ -154,9 +154,9 @@ def remove_at_once(path: Path) -> None:
 def checkpoints_of(directory: Path) -> list[tuple[int, Path]]:
     """Return [(step, path)] of everything that is named like a checkpoint, the latest first. Rank 0
     only."""
-    found = [(int(match[1]), path) for path in directory.iterdir()
-             if (match := re.fullmatch(r"checkpoint-(\d{6,18})", path.name))]
-    return sorted(found, reverse=True)
+    steps_and_paths = [(int(match[1]), path) for path in directory.iterdir()
+                       if (match := re.fullmatch(r"checkpoint-(\d{6,18})", path.name))]
+    return sorted(steps_and_paths, reverse=True)
 
 
 def drop_checkpoints(run: Run, step: int) -> None:

@@ -384,10 +384,10 @@ def losses_of(directory: Path, last_step: float = math.inf) -> list[float]:
 def merge_command(directory: Path, script: Path) -> str:
     """Return the command that merges the adapter of a run of `script`."""
     merge = script.with_name("merge_adapters.py")
-    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone
-    found, python = shutil.which("python"), os.path.relpath(sys.executable)
+    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # `script` was copied alone
+    on_path, python = shutil.which("python"), os.path.relpath(sys.executable)
     python = sys.executable if python.startswith("..") else python
-    if found and Path(found).parent == Path(sys.executable).parent:
+    if on_path and Path(on_path).parent == Path(sys.executable).parent:
         python = "python"
     output = f"{directory}/merged"
     return shlex.join([python, merge, "--adapter_dir", str(directory), "--output_dir", output])

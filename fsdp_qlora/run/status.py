@@ -125,7 +125,7 @@ class Status:
             return self.lock is not None and not os.path.samestat(os.lstat(path), self.lock)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # the disk does not answer
+        except OSError:  # the disk does not respond
             return False
 
     def check_lock(self) -> None:
@@ -151,7 +151,7 @@ class Status:
         if is_lack or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             code, text = OUT_OF_MEMORY, out_of_memory_text(error, self.plan, device, self.where)
         elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
-            "connection |broken pipe|timed? ?out|unreachable|no route", str(error), re.I  # of gloo
+            "connection |broken pipe|timed? ?out|unreachable|no route", str(error), re.I  # gloo's
         ):
             code, text = EXIT_RESUMABLE, f"{LOST}; {self.how_to_resume}"
         else:
@@ -305,7 +305,7 @@ def reset_after_fork(status: Status) -> None:
     close_lock(status)
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.SIG_DFL)
 
 

@@ -41,7 +41,7 @@ from fsdp_qlora.ranks import explain
 KERNEL_PACKAGES = "fla", "causal_conv1d"
 # tokens of the two documents in one micro-batch; with longrope one is long and one is short
 LENGTHS = 24, 18
-CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters
+CHECK_RANK, CHECK_ALPHA = 4, 8  # LoRA rank and alpha
 CHECKED = ("lora", False), ("dora", True)  # (kind of adapter, True if layers are recomputed)
 CHECK_LIMIT = 1e-4  # relative difference; another order of fp32 sums causes 1e-6
 # relative difference between weights and their NF4; it is 0.1, and 1.4 with wrong weights
