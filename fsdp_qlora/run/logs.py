@@ -209,7 +209,7 @@ def ending(text: str, n: int) -> str:
 
 def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
     """What a record of metrics has besides the loss, for a line of the log; "" of a step of
-    supervised fine-tuning."""
+    supervised fine-tuning. Log-probabilities of evaluations only: a step's line is long."""
     found = {key.removeprefix(prefix): value for key, value in record.items()
              if key.startswith(prefix)}
     parts = [f"perplexity {found['perplexity']:.2f}"] if "perplexity" in found else []
@@ -217,7 +217,7 @@ def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
                                                             ("kl", "kl")) if key in found]
     if "rewards/accuracies" in found:
         parts.append(f"accuracy {100 * found['rewards/accuracies']:5.1f} %")
-    for name in "rewards", "logps":
+    for name in ("rewards", "logps") if prefix else ("rewards",):
         pair = [f"{answer} {found[key]:6.3f}" for answer in ("chosen", "rejected")
                 if (key := f"{name}/{answer}") in found]
         if pair:
