@@ -1111,7 +1111,7 @@ def test_the_demo_learns_a_preference(run_main, tmp_path):
     numbers = r"chosen +-?[\d.]+, rejected +-?[\d.]+"
     both = rf" .* \| margin .* \| accuracy .* % \| rewards {numbers} \| "
     assert re.search(rf"\nstep{both}lr ", out)
-    assert re.search(rf"\neval{both}logps {numbers}\n", out)
+    assert re.search(rf"\neval{both}logps {numbers}( \| best so far)?\n", out)
     before, after = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()
                      if "eval_loss" in line]  # fmt: skip
     assert before["eval_rewards/accuracies"] == 0  # all rewards are 0, and a tie is wrong
