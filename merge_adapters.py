@@ -145,7 +145,7 @@ def merge(args: argparse.Namespace) -> None:
         verdict = "not checked: whether the merged model matches the trained one is not known"
         if args.check and run.probe and not args.allow_other_base:
             verdict = check(base, run.probe, new.path, run.probe_input_ids, device)
-            if verdict.startswith("not fine") and not base.arch.moe:  # why: docs/serving.md
+            if verdict.startswith("warning") and not base.arch.moe:  # why: docs/serving.md
                 verdict += UNMERGED.format(base.auto_class.__name__, base.directory, adapter_dir)
         require(before and os.path.samestat(before, adapter_file.stat()),
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")

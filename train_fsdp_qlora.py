@@ -164,10 +164,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
     with open_output(config, user_config, status) as (directory, is_complete):
         if is_complete:
-            log(f"{directory} is already complete; nothing to do. To train further: --init_adapter"
-                f" {directory} and a new --output_dir")
             return
-        log(f"output: {directory}")
         limit = limit_memory(config, device)
 
         # 2. Model and data: find what is wrong with them before any weight is downloaded or read

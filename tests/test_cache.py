@@ -151,7 +151,7 @@ def test_damaged_cache_is_encoded_again(harm, parsed, tokenizer, tmp_path, monke
         (part if harm == "no part" else index).unlink()
     capsys.readouterr()
     assert n_parsed(parsed, [path], tokenizer) == (len(NESTED), first)
-    assert "is not whole" in capsys.readouterr().out
+    assert "is incomplete" in capsys.readouterr().out
     assert n_parsed(parsed, [path], tokenizer) == (0, first)
 
 
@@ -218,12 +218,12 @@ def test_log_says_how_many_rows_are_encoded(n_cores, tokenizer, tmp_path, monkey
     monkeypatch.setattr(cache, "n_cores", lambda: n_cores)
     monkeypatch.setattr(cache, "PROGRESS_SECONDS", 0)
     prepare(paths, tokenizer)
-    found = re.findall(r"^encoding: ([\d,]+) rows in \d+ s$", capsys.readouterr().out, re.M)
+    found = re.findall(r"^tokenizing: ([\d,]+) rows, \d+ s$", capsys.readouterr().out, re.M)
     counts = [int(n.replace(",", "")) for n in found]
     assert counts == sorted(counts) and counts[0] == 256 and counts[-1] == 1200
     monkeypatch.undo()
     prepare(paths[:1], tokenizer)
-    assert "encoding" not in capsys.readouterr().out
+    assert "tokenizing" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("n_cores", [1, 3])
@@ -232,7 +232,7 @@ def test_cache_that_cannot_be_written_is_named_and_left_empty(n_cores, tokenizer
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": f"row {i}"}] * 99) for i in range(3)]
     monkeypatch.setattr(cache, "n_cores", lambda: n_cores)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "0.jsonl" / "cache"))
-    assert re.search(r"0\.jsonl/cache/.* cannot be written: .*HF_DATASETS_CACHE",
+    assert re.search(r"0\.jsonl/cache/.*: cannot write the data cache: .*HF_DATASETS_CACHE",
                      refusal(paths, tokenizer))  # fmt: skip
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "0.jsonl" / "cache")
     (table,) = write_kind("csv", tmp_path, [{"prompt": "x", "completion": "y"}])

@@ -374,7 +374,7 @@ def test_log_says_what_a_template_trains_besides_or_leaves_out(name, tokenizer, 
     tokenizer.chat_template, note = NOTED[name]
     path = write_jsonl(tmp_path / "data.jsonl", [{"messages": [*ASKED, *AGAIN]}])
     _, line = prepare([path], tokenizer)
-    assert ": 1 rows, 1 messages" + (f" ({note}" if note else "; ") in line
+    assert "(1 messages" + (f" ({note}" if note else "; ") in line
 
 
 def test_template_is_jinja_or_in_json(tokenizer, tmp_path):

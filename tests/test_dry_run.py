@@ -42,7 +42,7 @@ def test_dry_run_shows_what_a_run_would_train_and_leaves_nothing(base, run_main,
         "--model", tmp_path / "model", "--dataset", base / "rows.jsonl", "--batch_size", 2,
         "--num_epochs", 2, "--max_steps", 0, "--output_dir", tmp_path / "run")
     assert code == 0, err
-    assert "rows.jsonl: 12 rows, 12 messages; " in out
+    assert "data: 12 sequences, " in out and f"(12 messages; {base}/rows.jsonl)" in out
     assert "the tokens before each of 16 answers match its prompt" in out
     shown = re.findall(r"^(first example|example \d+): '\[masked: ", out, re.M)
     assert shown == ["first example", "example 4", "example 7", "example 10"]
@@ -71,7 +71,7 @@ def test_dry_run_in_the_directory_of_a_run_changes_nothing_there(base, first_run
     assert code == 0 and content() == before, err
     code, _, err = run_main(*flags_of(
         base, "--max_steps", 0, "--output_dir", first_run, "--lora_rank", 5))
-    assert code == 7 and "--lora_rank 16, not 5" in err and content() == before
+    assert code == 7 and "--lora_rank 16 (now 5)" in err and content() == before
 
 
 def test_plan_for_other_cards_is_for_the_rows_of_the_data_set(base, run_main):

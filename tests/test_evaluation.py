@@ -162,7 +162,7 @@ def test_what_a_sample_leaves_out_is_marked(run_main, read_metrics, tmp_path):
     (sample,) = evaluations(read_metrics(tmp_path / "run"))[0]["eval_samples"]
     assert sample["prompt"] == f"[..] {row['prompt'][-1000:]}"
     assert sample["wanted"] == "The answer is 6.</s>"
-    assert f"\nsample: {'[..] ' + row['prompt'][-150:]!r} -> '" in out
+    assert f"\nsample: prompt   {'[..] ' + row['prompt'][-150:]!r}\n" in out
     assert [logs.beginning(text, 2) for text in ("ab", "abc")] == ["ab", "ab [..]"]
 
 

@@ -111,7 +111,7 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
         (tmp_path / name).mkdir()
         sources = write_kind(kind, tmp_path / name, rows)
         found, line = prepare(sources, tokenizer)
-        assert f"{len(want)} rows" in line and "skipped" not in line
+        assert line.startswith(f"{len(want)} sequence") and "skipped" not in line
         assert len(found) == len(want)
         for i, one in enumerate(want):
             ids, labels = (t.tolist() for t in found.tokens(i))
@@ -483,12 +483,12 @@ def test_rows_that_are_there_twice_are_said(tokenizer, tmp_path, capsys):
 
     n, line = said(directory)
     assert n == 16
-    assert "\nwarning: 8 duplicate rows (identical tokens)\n" in line
-    assert "repeated: 8 of these rows" in said(*2 * [directory / "train.jsonl"])[1]
-    assert "again" not in said(directory / "train.jsonl")[1]
+    assert "\nnote: 8 duplicate rows (identical tokens)\n" in line
+    assert "note: 8 duplicate rows" in said(*2 * [directory / "train.jsonl"])[1]
+    assert "duplicate" not in said(directory / "train.jsonl")[1]
     pairs = [{"prompt": "x", "chosen": "a", "rejected": other} for other in "bccd"]
     pairs = write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    assert "repeated: 1 of these rows" in said(pairs, loss="dpo")[1]
+    assert "note: 1 duplicate rows" in said(pairs, loss="dpo")[1]
 
 
 def test_chat_template_that_goes_unused_is_said(tokenizer, tmp_path, capsys):
@@ -546,7 +546,7 @@ def test_rows_for_tests_in_a_directory_are_not_trained_on(name, tokenizer, tmp_p
     rows, _ = prepare([f"{tmp_path}{option}"], tokenizer)
     texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
     assert texts == [f"{text}</s>" for text in want]
-    said = f"{tmp_path}: {len(want)} of {len(found)} files are read"
+    said = f" of {tmp_path}: {len(want)} of {len(found)} files;"
     assert capsys.readouterr().out.count(said) == (len(want) < len(found))  # once
 
 
@@ -592,7 +592,7 @@ def test_all_rows_that_are_left_out_are_counted(tokenizer, tmp_path):
     latin = [f'{{"text": "{"x" * n}ä"}}'.encode("latin-1") for n in (1, 3)]
     path.write_bytes(b"\n".join([*map(str.encode, lines), *latin]))
     _, line = prepare([path], tokenizer)
-    assert "data.jsonl: 1 rows, 1 text; " in line
+    assert line.startswith("1 sequence, ") and "(1 text; " in line
     assert f"; 4 skipped: is not JSON: Invalid control character at ({path} line 2)" in line
     latin = "is not UTF-8 (perhaps cp1252): save the file as UTF-8"
     assert f"; 2 skipped: {latin} ({path} line 12)" in line

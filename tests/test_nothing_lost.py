@@ -924,7 +924,7 @@ def test_flags_that_differ_are_all_named(again, cut):
     others = {"lora_rank": 8, "seed": 3, "batch_size": 2, "max_seq_len": 63, "adapter": "rslora",
               "lora_alpha": 5, "lora_dropout": 0.2, "compute_dtype": "float32"}  # fmt: skip
     flags = [x for name, value in others.items() for x in (f"--{name}", value)]
-    line = refused(again(*flags, "--target_modules", "v_proj"), 7, "--seed 0, not 3",
+    line = refused(again(*flags, "--target_modules", "v_proj"), 7, "--seed 0 (now 3)",
                    "not ['v_proj']", *(f"not {value}" for value in others.values()))  # fmt: skip
     named = {word[2:] for word in line.split() if word.startswith("--")}
     of_losses = {"loss", "beta", "label_smoothing", "simpo_gamma", "desirable_weight",
@@ -960,7 +960,7 @@ def test_adapter_whose_checkpoints_are_gone_is_not_trained_over(again, cut, comp
 
 
 def test_other_initial_adapter_is_refused(again, cut, complete):
-    refused(again("--init_adapter", complete / "run"), 7, "--init_adapter None, not ")
+    refused(again("--init_adapter", complete / "run"), 7, "--init_adapter None (now ")
 
 
 def test_changed_evaluation_rows_are_refused(again, cut):

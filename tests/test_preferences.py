@@ -696,11 +696,11 @@ def test_a_changed_start_adapter_counts_only_where_it_is_needed(
 
 
 @pytest.mark.parametrize("name, flags, text", [
-    ("dpo", ["--beta", 0.2], "--beta 0.3, not 0.2"),
-    ("dpo", ["--label_smoothing", 0.1], "--label_smoothing 0.0, not 0.1"),
-    ("dpo", ["--loss", "ipo"], "--loss dpo, not ipo"),
-    ("kto", ["--undesirable_weight", 2], "--undesirable_weight 1.5, not 2.0"),
-    ("kto", ["--desirable_weight", 2], "--desirable_weight 1.0, not 2.0")])  # fmt: skip
+    ("dpo", ["--beta", 0.2], "--beta 0.3 (now 0.2)"),
+    ("dpo", ["--label_smoothing", 0.1], "--label_smoothing 0.0 (now 0.1)"),
+    ("dpo", ["--loss", "ipo"], "--loss dpo (now ipo)"),
+    ("kto", ["--undesirable_weight", 2], "--undesirable_weight 1.5 (now 2.0)"),
+    ("kto", ["--desirable_weight", 2], "--desirable_weight 1.0 (now 2.0)")])  # fmt: skip
 def test_another_loss_is_another_run(name, flags, text, trained, run_main, monkeypatch, base):
     directory = trained(f"{name} whole")
     monkeypatch.chdir(base)
@@ -820,7 +820,7 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "rows of SFT": ("dpo", {"prompt": "a", "completion": "b"}, RefusedRow, "with --loss sft"),
     "judged rows": ("dpo", {"prompt": "a", "completion": "b", "label": True}, RefusedRow,
                     "with --loss kto"),
-    "no label": ("kto", {"prompt": "a", "completion": "b"}, RefusedRow, "wants label"),
+    "no label": ("kto", {"prompt": "a", "completion": "b"}, RefusedRow, "needs label"),
     "no rejected": ("dpo", {"prompt": "a", "chosen": "b"}, RefusedRow, "chosen, but no rejected"),
     "no chosen": ("kto", {"prompt": "a", "rejected": "b"}, RefusedRow, "rejected, but no chosen"),
     "null": ("dpo", {"prompt": "a", "chosen": "b", "rejected": None}, ValueError, "is null"),
@@ -839,7 +839,7 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
                         "messages must be a list of messages"),
     "a label": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, RefusedRow,
                 "--loss kto"),
-    "kinds": ("dpo", {"prompt": "a", "chosen": "b", "rejected": [BAD]}, ValueError, "differ in k"),
+    "kinds": ("dpo", {"prompt": "a", "chosen": "b", "rejected": [BAD]}, ValueError, "same kind"),
     "other prompt": ("dpo", {"prompt": "Hello", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
                      RefusedRow, "not in the conversation"),
     "empty": ("dpo", {"prompt": "a", "chosen": "b", "rejected": " "}, ValueError, "empty"),
@@ -852,7 +852,7 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "a null prompt": ("dpo", {"prompt": None, "chosen": "b", "rejected": "c"}, ValueError,
                       "prompt is null"),
     "a null answer": ("kto", {"prompt": "a", "completion": None, "label": True}, ValueError,
-                      "completion null"),
+                      "null in completion"),
     "a null label": ("kto", {"prompt": "a", "completion": "b", "label": None}, ValueError, "null"),
     "an answer and more": ("dpo", {"chosen": "2+2? 4", "rejected": "2+2? 42"}, ValueError,
                            "one answer is the beginning of the other, .* a key of its own, prompt"),
@@ -884,7 +884,7 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
         "dpo", {"input": {"messages": [ASKED]}, "tools": [{"name": "get_day"}],
                 "preferred_output": [GOOD], "non_preferred_output": [BAD]}, RefusedRow,
         "the chat template leaves out tools"),  # they were given to it
-    "nobody answers": ("kto", {"messages": [ASKED, ASKED], "label": True}, ValueError, "trained"),
+    "nobody answers": ("kto", {"messages": [ASKED, ASKED], "label": True}, ValueError, "train on"),
 }  # fmt: skip
 
 
@@ -942,7 +942,7 @@ def test_rows_of_pairs(tokenizer, tmp_path):
         rows, line, _ = prepare_rows([str(path)], tokenizer, 8, len(tokenizer), "2026-01-01",
                                      loss="dpo")  # fmt: skip
     assert len(rows) == 2 and len(rows.lengths) == 4
-    assert ": 2 rows, 2 pairs of prompt and completion;" in line
+    assert line.startswith("2 pairs, ") and "(2 pairs of prompt and completion; " in line
     assert "1 skipped: nothing to train on within its first 8 tokens" in line
     assert len(rows.select(torch.tensor([1])).lengths) == 2
     assert rows.prompt_lengths[2:].tolist() == [len(tokenizer("3 plus 4 is ")["input_ids"])] * 2
@@ -1109,8 +1109,9 @@ def test_the_demo_learns_a_preference(run_main, tmp_path):
             " of 449 (the others are known, or no step uses them) and 63 evaluation pairs\n"
             ) in out  # fmt: skip
     numbers = r"chosen +-?[\d.]+, rejected +-?[\d.]+"
-    assert re.search(rf"\nstep .* \| margin .* \| accuracy .* % \| rewards {numbers} \| logps"
-                     rf" {numbers} \| lr ", out)  # fmt: skip
+    both = rf" .* \| margin .* \| accuracy .* % \| rewards {numbers} \| "
+    assert re.search(rf"\nstep{both}lr ", out)
+    assert re.search(rf"\neval{both}logps {numbers}( \| best so far)?\n", out)
     before, after = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()
                      if "eval_loss" in line]  # fmt: skip
     assert before["eval_rewards/accuracies"] == 0  # all rewards are 0, and a tie is wrong

@@ -359,9 +359,9 @@ def test_run_trains_and_saves_the_tokens_of_the_file(run_main, model, tmp_path):
         "--learning_rate", 0.01, "--report_to", "none",
         "--output_dir", tmp_path / "run")  # fmt: skip
     assert code == 0, err
-    assert "saved as PreTrainedTokenizerFast: GPT2TokenizerFast of transformers" in out
+    assert "saved as PreTrainedTokenizerFast, because GPT2TokenizerFast of transformers" in out
     want = [[*own.encode(line).ids, 2] for line in lines]  # and EOS
-    assert f"{len(lines)} text; {sum(map(len, want)):,} tokens" in out
+    assert f"data: {len(lines)} sequences, {sum(map(len, want)):,} tokens, " in out
     rows = json.loads((tmp_path / "run" / "train_config.json").read_text())["probe_input_ids"]
     assert rows and all(row in want for row in rows)
     for name in "merged", "merged-by-the-run":
@@ -473,7 +473,7 @@ def test_vocabulary_that_names_no_eos_ends_the_start(tmp_path, capsys):
               "default_num_special_tokens": 3, "version": "v3"}  # fmt: skip
     (base / "tekken.json").write_text(
         json.dumps({"config": config, "vocab": pieces, "special_tokens": special}))
-    with pytest.raises(ValueError, match="tekken.json does not say which token is EOS, .* write "
+    with pytest.raises(ValueError, match="tekken.json does not say which token is EOS, .* Write "
                                          r"{\"eos_token\": \"...\"} into a tokenizer_config.json"):
         load_tokenizer(base, config_of(base))
     (base / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')

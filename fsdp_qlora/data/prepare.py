@@ -52,7 +52,7 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
         log(f"chat template: the tokens before each of {n_answers:,} answers match its prompt;"
             f" {how_to_ask(rows.asked) or 'ask by it as it is'}")
     if config.dataset and (n_repeated := rows.n_repeated()):
-        log(f"warning: {n_repeated:,} duplicate rows (identical tokens)")
+        log(f"note: {n_repeated:,} duplicate rows (identical tokens)")
     if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:
         way = "--columns completion=response" if rows.n_answers == 1 else "write them as messages"
         log(f"note: {rows.n_plain // rows.n_answers:,} prompts and completions are trained as plain"
@@ -104,7 +104,7 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
                        " one fraction between 0 and 1, or files")
     order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
     held_out = torch.isin(groups[:: rows.n_answers], sources[order[:n]])
-    log(f"eval data: {held_out.sum():,} sequences held out of the training data")
+    log(f"eval data: {describe_count(rows, int(held_out.sum()))} held out of the training data")
     train, evaluation = (rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
     return train, evaluation
 
@@ -166,7 +166,7 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
     forms = counts_of(table["form"].filter(table["kept"])).items()
     n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
     counted = ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms)
-    parts = [f"{len(rows):,} {'pairs' if rows.n_answers == 2 else 'sequences'},"
+    parts = [f"{describe_count(rows, len(rows))},"
              f" {rows.lengths.sum():,} tokens, {rows.n_trainable_tokens.sum():,} of them in the"
              f" loss ({counted}; {name})"]
     if rows.kind.is_unpaired:
@@ -175,6 +175,11 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
     if n_cut:
         parts.append(f"{n_cut:,} truncated to {max_seq_len} tokens")
     return "; ".join(filter(None, [*parts, describe_left_out(table)]))
+
+
+def describe_count(rows: Rows, n: int) -> str:
+    """A number of these rows: 1 sequence, 2 pairs."""
+    return f"{n:,} {'pair' if rows.n_answers == 2 else 'sequence'}{'s' * (n != 1)}"
 
 
 def describe_left_out(table: pyarrow.Table) -> str:

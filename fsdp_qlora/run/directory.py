@@ -55,7 +55,7 @@ MERGEABLE = {  # keys of train_config.json that a merge needs: a regex that thei
 
 @contextlib.contextmanager
 def open_output(config: Config, user_config: Config, status: Status) -> Iterator[tuple[Path, bool]]:
-    """Yield the output directory, locked, and whether the run in it is complete.
+    """Yield the output directory, locked, and whether the run in it is complete; log both.
 
     If the run ends by a RunError before train_config.json is written, everything that this start
     has made is removed again, and nothing else. All ranks must call this and must see the
@@ -78,6 +78,9 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
                 raise ValueError(f"--output_dir {directory}: {this_rank()} does not see the {path}"
                                  " that rank 0 wrote. Use a directory that all nodes share")
             status.lock = os.lstat(path)
+        log(f"output: {directory}" if not is_complete else
+            f"{directory} is already complete; nothing to do. To train further: --init_adapter"
+            f" {directory} and a new --output_dir")
         yield directory, is_complete
     except RunError:
         is_begun = status.phase in ("saving", "training")

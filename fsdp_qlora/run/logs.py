@@ -208,8 +208,8 @@ def ending(text: str, n: int) -> str:
 
 
 def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
-    """Return the metrics of a record besides the loss, for a log line; "" for a step of supervised
-    fine-tuning."""
+    """Return a record's preference metrics for a line of the log; "" in supervised fine-tuning.
+    Log-probabilities are shown for evaluations only: a step's line is long."""
     found = {key.removeprefix(prefix): value for key, value in record.items()
              if key.startswith(prefix)}
     parts = [f"perplexity {found['perplexity']:.2f}"] if "perplexity" in found else []
@@ -217,7 +217,7 @@ def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
                                                             ("kl", "kl")) if key in found]
     if "rewards/accuracies" in found:
         parts.append(f"accuracy {100 * found['rewards/accuracies']:5.1f} %")
-    for name in "rewards", "logps":
+    for name in ("rewards", "logps") if prefix else ("rewards",):
         pair = [f"{answer} {found[key]:6.3f}" for answer in ("chosen", "rejected")
                 if (key := f"{name}/{answer}") in found]
         if pair:
