@@ -73,6 +73,7 @@ from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import compile_for_any_rows
 from fsdp_qlora.kernels.flex import flex_document_attention
+from fsdp_qlora.kernels.context import ContextGroup
 from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.layer import make_layer_specs
@@ -204,6 +205,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         source = ShuffledRows(rows, config)
         plan = agree_on_plan(config, arch, specs, source, eval_rows, limit, device, kernels,
                              optimizer_state_bytes(make_optimizer, config))
+        if plan.context_parallel_size > 1:
+            kernels = choose_attention(config, arch, device, whole_documents=False)
         status.plan = plan
         logs.log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         logs.log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
@@ -214,7 +217,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 5. The model: built on meta, sharded by FSDP2; then each rank loads its shard in NF4
         mesh = make_mesh(plan.shard_group_size, device)
-        model = Model(arch, specs, plan, kernels, device, mesh.get_group("shard"))
+        context = make_context_group(plan.context_parallel_size)
+        model = Model(arch, specs, plan, kernels, device, mesh.get_group("shard"), context)
         shard_model(model, mesh, plan)
         loaded = load_model(model, base_dir, base.config, config)
         check_untrained_tokens(model, rows, tokenizer)
@@ -321,7 +325,8 @@ def join_processes() -> torch.device:
 # ------------------------------------------------------------------------------------------------
 
 
-def choose_attention(config: Config, arch: Architecture, device: torch.device) -> Kernels:
+def choose_attention(config: Config, arch: Architecture, device: torch.device,
+                     whole_documents: bool = True) -> Kernels:
     """Return the attention kernels to use. Raises ValueError.
 
     For rows of one length, torch's SDPA (cuDNN) is the fastest from Hopper on, Flash Attention 2
@@ -348,7 +353,8 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
             kernels: list[Callable], arch: Architecture, attention_type: str) -> Callable:
         if not has_kernels or arch.attention_dropout:
             return attention.document_attention
-        usable = (f for f in kernels if attention.kernel_matches(f, arch, attention_type, device))
+        usable = (f for f in kernels if attention.kernel_matches(
+            f, arch, attention_type, device, whole_documents))
         return next(usable, attention.document_attention)
 
     chosen = Kernels({}, {})
@@ -383,6 +389,15 @@ def make_mesh(shards: int, device: torch.device) -> DeviceMesh:
         for rows in (ranks.t(), ranks)]
     names = ("replicate", "shard")
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
+
+
+def make_context_group(size: int) -> ContextGroup:
+    """Return this process's group of `size` consecutive ranks, which share each micro-batch."""
+    rank, world_size, group = dist.get_rank(), dist.get_world_size(), None
+    if 1 < size < world_size:
+        ranks = torch.arange(world_size).view(-1, size).tolist()
+        group = dist.new_subgroups_by_enumeration(ranks, timeout=TIMEOUT)[0]
+    return ContextGroup(size, rank % size, rank // size, world_size // size, group)
 
 
 def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
@@ -471,7 +486,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
         is_last = not micro_batches
         if micro_batch.answers:
             micro_batch.answers = dataclasses.replace(micro_batch.answers, **global_values)
-        n_micro_batches += world_size
+        n_micro_batches += run.model.context.n_groups
         capacity += len(micro_batch.input_ids) * world_size
         if plan.uses_fsdp and plan.shard_group_size < world_size:
             # copies of the model sum their gradients once per step, not once per micro-batch
@@ -501,12 +516,13 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
-    batch = run.rows.select(run.source.indices(step))
-    micro_steps = pack_rows(batch.lengths.tolist(), dist.get_world_size(),
-                            run.plan.micro_batch_tokens, batch.n_answers)
+    batch, context = run.rows.select(run.source.indices(step)), run.model.context
+    micro_steps = pack_rows(batch.lengths.tolist(), context.n_groups,
+                            context.size * run.plan.micro_batch_tokens, batch.n_answers)
     step_key = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
-    return batch, [make_micro_batch(batch, micro_step, dist.get_rank(), step_key, run.model)
-                   for micro_step in micro_steps]
+    return batch, [
+        make_micro_batch(batch, micro_step, context.index, step_key, run.model, context)
+        for micro_step in micro_steps]
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> torch.Tensor:
@@ -526,7 +542,7 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
     ranks must call this."""
     token_losses = model(micro_batch)  # cross-entropy of each token in the loss, fp64 [tokens]
     if config.loss != "sft":
-        return preference_loss(token_losses, micro_batch, config)
+        return preference_loss(token_losses, micro_batch, config, model.context.size)
     loss = token_losses.sum()
     return loss, loss.detach()[None]
 

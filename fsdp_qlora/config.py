@@ -119,6 +119,9 @@ class Config:
         None, "number of GPUs that share one sharded copy of the model; 1: a full copy on each"
         " GPU, as DDP; fewer than all: HSDP, as the GPUs of a node (default: the fastest that"
         " fits)")
+    context_parallel_size: int | None = flag(
+        None, "number of GPUs that share each micro-batch, so that a row may be that many times as"
+        " long (default: 1; more if a row does not fit or there are fewer rows than GPUs)")
     recompute: str = flag(
         "auto", "activation checkpointing: how many decoder layers to recompute in backward: all,"
         " none, a number, or auto (the fastest that fits)")

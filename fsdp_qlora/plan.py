@@ -31,6 +31,7 @@ class Plan:
     plain_attention: bool = False  # a layer's attention runs in plain torch
     plain_recurrence: bool = False  # a mixer with a state runs in plain torch
     fused: bool = True  # each elementwise function is compiled to one kernel, as on a GPU
+    context_parallel_size: int = 1  # processes that share each micro-batch
     embedding_on_host: bool = False  # the tables that no matmul reads are in CPU RAM
     state_bytes: float = 0.0  # bytes of optimizer state in GPU memory per weight of the adapter
     graphs: bool = False  # CUDA graphs are used

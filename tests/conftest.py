@@ -206,6 +206,14 @@ def write_rows(path, n=64):
             file.write(json.dumps({"prompt": text[0], "completion": text[1]}) + "\n")
 
 
+def segments_of(lengths, dropout_keys=None):
+    """The Segments of documents of these lengths."""
+    from fsdp_qlora.kernels.segments import document_segments
+
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    return document_segments(bounds, lengths, max(lengths), dropout_keys)
+
+
 def read_rows(path, tokenizer, max_seq_len=64):
     """The rows of a file that are trained on, as the script's (input_ids, labels), int64."""
     found = encode_file(path, tokenizer, max_seq_len)

@@ -25,6 +25,7 @@ from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state
 from test_released import CONFIGS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
+from conftest import segments_of
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
@@ -1034,7 +1035,8 @@ def test_document_as_long_as_longropes_limit_is_short(name):
     rotary, lengths = AutoModelForCausalLM.from_config(config).model.rotary_emb, (n + 1, n, n - 1)
     positions = [torch.arange(length) for length in lengths]
     bounds = torch.tensor([0, *itertools.accumulate(lengths)])
-    micro_batch = types.SimpleNamespace(position_ids=torch.cat(positions), cu_seqlens=bounds)
+    micro_batch = types.SimpleNamespace(
+        position_ids=torch.cat(positions), cu_seqlens=bounds, shard=None)  # fmt: skip
     got = rope_tables(arch, [rope_frequencies(arch.ropes[0], arch, n + 1, config)], micro_batch, 0)[
         0
     ]
@@ -1061,7 +1063,9 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
             attention_type,
             args[6],
         )
-    micro_batch = types.SimpleNamespace(longest=n, lengths=(n,), dropout_keys=None, kernels=kernels)
+    segments = segments_of((n,))
+    micro_batch = types.SimpleNamespace(
+        longest=n, segments=segments, shard=None, kernels=kernels)  # fmt: skip
     mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.mixer
     call = types.SimpleNamespace(batch=micro_batch, layer=types.SimpleNamespace(index=0),
                                  vector=lambda name, part: None)  # fmt: skip
@@ -1069,7 +1073,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (
-        document_attention(q, k, v, None, micro_batch, arch, window, 0) for window in (7, None)
+        document_attention(q, k, v, None, segments, arch, window, 0) for window in (7, None)
     )
     assert torch.equal(got[:7], full[:7]) or torch.allclose(got[:7], full[:7], atol=1e-5)
     assert torch.allclose(got, full, atol=1e-5) == (not windowed)

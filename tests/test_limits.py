@@ -111,7 +111,7 @@ def plan_of(size, seconds=1.0, **settings):
 def picked(plans, limit, monkeypatch):
     """The one that is run of plans whose time is known."""
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: plan)
-    workload = Workload(1, 1, 1.0, False, 1, torch.device("cuda"))
+    workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
     return pick_plan(plans, None, (), workload, limit, H200)
 
 
@@ -150,7 +150,7 @@ def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypat
     monkeypatch.setattr(planner, "predict_memory", lambda plan, *_: plan)
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: dataclasses.replace(
         plan, token_seconds=seconds))  # fmt: skip
-    workload = Workload(1, 1, 1.0, False, 1, torch.device("cuda"))
+    workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
     assert use_graphs(plan_of(100), None, (), H200, 10_000, workload, False).graphs == is_graphed
 
 
@@ -163,9 +163,9 @@ def test_host_memory_is_pinned_for_speed_up_to_a_bound(host_gib, allowed, monkey
     """48 GiB beyond what is needed, and half of what the host has."""
     plans = [plan_of(1, host_bytes=n * GIB) for n in (10, 58, 59)]
     monkeypatch.setattr(planner, "possible_plans", lambda *_: plans)
-    workload = Workload(1, 1, 1.0, False, 1, torch.device("cpu"))
+    workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cpu"))
     machine = dataclasses.replace(H200, host_bytes=host_gib * GIB)
-    found = planner.affordable_plans(Config(), None, (), workload, 100, machine)
+    found = planner.affordable_plans(Config(), None, (), workload, 100, machine, 1)
     assert [plan.host_bytes // GIB for plan in found] == allowed
 
 
@@ -357,8 +357,8 @@ SAID = "max_steps learning_rate lr_schedule warmup_fraction weight_decay max_gra
 # the first five count by what they give: CONTENT
 FREE = """model dataset eval_dataset columns chat_template output_dir resume num_epochs eval_every
     eval_samples save_every keep_checkpoints max_minutes step_timeout_minutes report_to
-    micro_batch_tokens shard_group_size recompute offload_activations offload_params
-    memory_limit_gib plan_for attn""".split()
+    micro_batch_tokens shard_group_size context_parallel_size recompute offload_activations
+    offload_params memory_limit_gib plan_for attn""".split()
 CONTENT = "data_sha256 base_sha256 eval_sha256".split()
 
 

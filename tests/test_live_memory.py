@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, document_attention
 from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
+from fsdp_qlora.kernels.segments import document_segments
 from fsdp_qlora.kernels.offload import DeviceActivations
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
@@ -211,7 +212,7 @@ def fake_micro_batch(arch, plan, lengths):
     keys = torch.empty(n, dtype=torch.int64) if arch.attention_dropout else None
     micro_batch = types.SimpleNamespace(
         position_ids=torch.empty(n, dtype=torch.int64), dropout_keys=keys,
-        lengths=lengths, longest=max(lengths),
+        lengths=lengths, longest=max(lengths), shard=None,
         cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=DeviceActivations(),
         kernels=counted_kernels(arch, plan),
         n_unpadded=torch.empty(1, dtype=torch.int64),
@@ -221,6 +222,8 @@ def fake_micro_batch(arch, plan, lengths):
     micro_batch.ropes = {
         i: rope_tables(arch, frequencies, micro_batch, i) for i in (None, *range(len(arch.ropes)))
     }
+    micro_batch.segments = document_segments(
+        micro_batch.cu_seqlens, lengths, max(lengths), keys)  # fmt: skip
     return micro_batch
 
 

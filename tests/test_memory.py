@@ -184,7 +184,8 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     workload = Workload(
-        tokens=gpus * rows * longest, longest=longest, mean_document_tokens=longest, uneven=uneven,
+        tokens=gpus * rows * longest, longest=longest, longest_row=longest,
+        mean_document_tokens=longest, uneven=uneven,
         world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
                        int(limit_gib * GIB),
@@ -451,9 +452,10 @@ def test_choice_does_not_depend_on_the_order_of_plans(monkeypatch):
 def test_experts_are_in_no_more_ranges_than_there_are_experts():
     config, arch, layouts = shapes_of("qwen3-30b-a3b", 4)
     arch = dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, n_experts=8))
-    workload = Workload(tokens=4096, longest=2048, mean_document_tokens=2048, uneven=False,
+    workload = Workload(tokens=4096, longest=2048, longest_row=2048,
+                        mean_document_tokens=2048, uneven=False,
                         world_size=1, device=torch.device("cuda"))  # fmt: skip
-    plans = possible_plans(config, arch, layouts, workload)
+    plans = possible_plans(config, arch, layouts, workload, 1)
     assert {plan.expert_ranges for plan in plans} == {1, 4, 8}
 
 
@@ -509,7 +511,8 @@ def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processe
 
     def size_of_group(config):
         workload = Workload(
-            tokens=4096, longest=2048, mean_document_tokens=2048, uneven=False,
+            tokens=4096, longest=2048, longest_row=2048,
+                        mean_document_tokens=2048, uneven=False,
             world_size=processes, device=torch.device("cuda"))  # fmt: skip
         return choose_plan(config, arch, layouts, workload, 0, H200).shard_group_size
 
@@ -548,7 +551,7 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     _, arch, layouts = shapes_of("llama-3-8b")
     for ranges, graphs in ((1, True), (4, False)):  # ends of experts' rows are read by the host
         of_ranges = dataclasses.replace(plan, graphs=False, token_seconds=1, expert_ranges=ranges)
-        workload = Workload(400, 200, 200, True, 1, torch.device("cuda"))
+        workload = Workload(400, 200, 200, 200, True, 1, torch.device("cuda"))
         settings = arch, layouts, H200, 140 * GIB, workload, True
         assert use_graphs(of_ranges, *settings).graphs == graphs
     assert sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS)) > 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import DEVICE
+from conftest import DEVICE, segments_of
 from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
@@ -110,7 +110,9 @@ def test_dropout_of_the_embedding_has_its_probability():
     ids = torch.arange(800) % 8
     model.embedding = torch.ones(8, arch.hidden_size)
     for keys, values in (None, [1]), (torch.arange(800) << 20, [0, 2]):
-        micro_batch = types.SimpleNamespace(input_ids=ids, position_ids=ids, dropout_keys=keys)
+        micro_batch = types.SimpleNamespace(
+            input_ids=ids, position_ids=ids, dropout_keys=keys, shard=None, lengths=(800,),
+            cu_seqlens=torch.tensor([0, 800]), longest=800)  # fmt: skip
         hidden = model.hidden(micro_batch)
         assert hidden.unique().tolist() == values
         assert hidden.mean().item() == pytest.approx(1, abs=0.02)
@@ -170,13 +172,13 @@ def test_kernel_that_computes_something_else_is_found_out(kind, attention_type, 
         arch = dataclasses.replace(arch, attention_softcap=50.0)  # Gemma 2's, far from most scores
     plain = document_attention
 
-    def uncapped(q, k, v, sinks, micro_batch, arch, *rest):
+    def uncapped(q, k, v, sinks, segments, arch, *rest):
         return plain(
-            q, k, v, sinks, micro_batch, dataclasses.replace(arch, attention_softcap=None), *rest
+            q, k, v, sinks, segments, dataclasses.replace(arch, attention_softcap=None), *rest
         )
 
-    def without_window(q, k, v, sinks, micro_batch, arch, window, index):
-        return plain(q, k, v, sinks, micro_batch, arch, None, index)
+    def without_window(q, k, v, sinks, segments, arch, window, index):
+        return plain(q, k, v, sinks, segments, arch, None, index)
 
     def without_sinks(q, k, v, sinks, *rest):
         return plain(q, k, v, None, *rest)
@@ -254,7 +256,7 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
     arch = describe_model(TINY["granite"](320))
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     generator = torch.Generator(DEVICE).manual_seed(0)
-    micro_batch = types.SimpleNamespace(lengths=(length,) * 3, dropout_keys=None)
+    segments = segments_of((length,) * 3)
     for spare in (2, 0, 5):  # columns of an adapter beside it, in heads
         q, k, v, grad = torch.randn(
             3 * length, sum(heads) + arch.n_heads + spare, arch.head_dim, device=DEVICE,
@@ -265,7 +267,7 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
         results = []
         for function in (batched_attention, document_attention):
             inputs = [t.detach().requires_grad_() for t in qkv.split(heads, 1)]
-            out = function(*inputs, None, micro_batch, arch, None, 0)
+            out = function(*inputs, None, segments, arch, None, 0)
             results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
         for got, want in zip(*results, strict=True):
             assert (got - want).norm() < 0.02 * want.norm()
@@ -281,10 +283,8 @@ def test_flex_attention_sees_what_plain_torch_sees(kind, lengths, window):
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     qkv = 3 * torch.randn(n, sum(heads), arch.head_dim, generator=generator)
     sinks = 2 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    micro_batch = types.SimpleNamespace(
-        lengths=lengths, dropout_keys=None, masks={}, position_ids=positions)  # fmt: skip
-    want, got = (kernel(*qkv.split(heads, 1), sinks, micro_batch, arch, window, 0)
+    segments = segments_of(lengths)
+    want, got = (kernel(*qkv.split(heads, 1), sinks, segments, arch, window, 0)
                  for kernel in (document_attention, flex_document_attention))
     assert (got - want).norm() < 1e-5 * want.norm()
 
@@ -293,16 +293,19 @@ def test_flex_attention_sees_what_plain_torch_sees(kind, lengths, window):
 @pytest.mark.parametrize("window", [None, 1, 7, 128, 150])
 def test_blocks_that_are_computed_are_those_that_a_query_sees(lengths, window):
     """A block is left out if no query sees a key of it, and not masked if all see all. The last
-    block is filled up by tokens that see themselves."""
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    first, *tables = visible_blocks(positions, window)
-    positions = F.pad(positions, (0, -len(positions) % BLOCK_TOKENS))
-    n, n_blocks, first = len(positions), len(positions) // BLOCK_TOKENS, first.flatten()
+    block is filled up by queries that see what the last one sees."""
+    n_tokens = sum(lengths)
+    first, last, *tables = visible_blocks(segments_of(lengths), n_tokens, n_tokens, window)
+    n_blocks = -(-n_tokens // BLOCK_TOKENS)
+    n, first, last = n_blocks * BLOCK_TOKENS, first.flatten(), last.flatten()
     tokens = torch.arange(n)
-    visible = (tokens <= tokens[:, None]) & (tokens - positions == (tokens - positions)[:, None])
+    queries = tokens.clamp(max=n_tokens - 1)[:, None]
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    document = F.pad(document, (0, n - n_tokens), value=-1)
+    visible = (tokens <= queries) & (document == document[queries])
     if window:
-        visible &= tokens > tokens[:, None] - window
-    assert torch.equal(visible, (tokens <= tokens[:, None]) & (tokens >= first[:, None]))
+        visible &= tokens > queries - window
+    assert torch.equal(visible, (tokens <= last[:, None]) & (tokens >= first[:, None]))
     sides = [slice(i, i + BLOCK_TOKENS) for i in range(0, n, BLOCK_TOKENS)]
     parts = [[visible[rows, columns] for columns in sides] for rows in sides]
     whole = [[bool(part.all()) for part in row] for row in parts]
@@ -324,14 +327,14 @@ def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch)
     qkv = torch.randn(sum(lengths), sum(heads), arch.head_dim, generator=generator)
     grad = torch.randn(sum(lengths), arch.n_heads, arch.head_dim, generator=generator)
     sinks = 2 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
-    micro_batch = types.SimpleNamespace(lengths=lengths, dropout_keys=torch.arange(len(qkv)) << 20)
+    segments = segments_of(lengths, dropout_keys=torch.arange(len(qkv)) << 20)
 
     def both():
         inputs, kept = [t.detach().requires_grad_() for t in qkv.split(heads, 1)], []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: kept.append(t.untyped_storage().data_ptr()) or t, lambda t: t):  # fmt: skip
-            out = document_attention(*inputs, sinks, micro_batch, arch, window, 0)
-        given = [t for t in (qkv, sinks, micro_batch.dropout_keys) if t is not None]
+            out = document_attention(*inputs, sinks, segments, arch, window, 0)
+        given = [t for t in (qkv, sinks, segments.dropout_keys) if t is not None]
         assert {*kept} <= {t.untyped_storage().data_ptr() for t in given}
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
@@ -350,8 +353,8 @@ def test_large_scores_do_not_overflow(kind):
         heads, 1)
     sinks = 1000 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
     inputs = [x.detach().requires_grad_() for x in (100 * q, 10 * k, v)]
-    micro_batch = types.SimpleNamespace(lengths=(n,), dropout_keys=None)
-    got = document_attention(*inputs, sinks, micro_batch, arch, None, 0)
+    segments = segments_of((n,))
+    got = document_attention(*inputs, sinks, segments, arch, None, 0)
     assert all(x.isfinite().all() for x in torch.autograd.grad(got.sum(), inputs))
     q, k, v = (x.double().repeat_interleave(arch.n_heads // x.shape[1], 1) for x in inputs)
     scores = torch.einsum("qhd,khd->hqk", q, k) * arch.attention_scale
@@ -402,7 +405,7 @@ def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, si
     sinks, q = 2 * size * torch.randn(arch.n_heads, generator=generator), size * q
     visible = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - window if window else -n)
     mask = torch.zeros(n, n).masked_fill(~visible, -torch.inf)
-    micro_batch = types.SimpleNamespace(lengths=(n,), dropout_keys=None)
+    segments = segments_of((n,))
 
     def both(function):
         inputs = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -411,6 +414,6 @@ def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, si
 
     kernels = cpu_flash(mask, arch.n_heads // arch.n_kv_heads, arch.attention_scale)
     got = both(lambda *inputs: SinkAttention.apply(*inputs, *kernels))
-    want = both(lambda *inputs: document_attention(*inputs, micro_batch, arch, window, 0))
+    want = both(lambda *inputs: document_attention(*inputs, segments, arch, window, 0))
     for one, other in zip(got, want):
         assert (one - other).norm() < bar * other.norm()

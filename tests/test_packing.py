@@ -24,6 +24,7 @@ from fsdp_qlora.data.packing import (
 from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
+from fsdp_qlora.kernels.context import NOT_SHARED
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
 from train_fsdp_qlora import next_step
@@ -216,7 +217,8 @@ def test_many_rows_are_dealt():
 def make_model(micro_batch_tokens):
     plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=micro_batch_tokens)
     kernels = Kernels({"full": "same"}, {"full": "any"})
-    return types.SimpleNamespace(device=CPU, plan=plan, store=None, kernels=kernels)
+    return types.SimpleNamespace(
+        device=CPU, plan=plan, store=None, kernels=kernels, context=NOT_SHARED)  # fmt: skip
 
 
 def naive_micro_batch(rows, packed, rank):

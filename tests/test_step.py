@@ -42,6 +42,7 @@ KINDS = {
 }
 TARGETS = {"some": ["q_proj", "v_proj", "down_proj"]}
 SMALL = ["--micro_batch_tokens", 64]  # the longest row
+SHARED = ["--context_parallel_size", 2, "--micro_batch_tokens", 50]  # of two ranks
 MIDDLE = ["--micro_batch_tokens", 100]
 LARGE = ["--micro_batch_tokens", 1000]
 MEMORY = {
@@ -68,14 +69,22 @@ RUNS = {
                   "sharded, small bins": [*SMALL, "--shard_group_size", 2],
                   **{name: [*flags, *MIDDLE, "--shard_group_size", 2]
                      for name, flags in (MEMORY | GATHERED).items()},
+                  "sharded, shared micro-batches": [*SHARED, "--shard_group_size", 2],
+                  "a copy each, shared micro-batches": [*SHARED, "--shard_group_size", 1,
+                                                        "--recompute", "2"],
                   "a copy each, offloaded": [*MEMORY["everything offloaded"], *SMALL,
                                              "--shard_group_size", 1]},
     (2, "dropout"): {"a copy each": [*MIDDLE, "--shard_group_size", 1],
-                     "sharded": [*SMALL, "--shard_group_size", 2, "--recompute", "2"]},
-    (2, "dora"): {"sharded": [*MIDDLE, "--shard_group_size", 2]},
-    (3, "lora"): {"sharded": [*SMALL, "--shard_group_size", 3]},
+                     "sharded": [*SMALL, "--shard_group_size", 2, "--recompute", "2"],
+                     "shared micro-batches": [*SHARED, "--shard_group_size", 2]},
+    (2, "dora"): {"sharded": [*MIDDLE, "--shard_group_size", 2],
+                  "shared micro-batches": [*SHARED, "--shard_group_size", 1]},
+    (3, "lora"): {"sharded": [*SMALL, "--shard_group_size", 3],
+                  "shared micro-batches": ["--context_parallel_size", 3, "--micro_batch_tokens",
+                                           22, "--shard_group_size", 3]},
     (4, "lora"): {"sharded": [*MIDDLE, "--shard_group_size", 4],
                   "two copies": [*SMALL, "--shard_group_size", 2],
+                  "two copies, two shared micro-batches": [*SHARED, "--shard_group_size", 2],
                   f"two copies, {KEPT}": [*MEMORY["two offloaded"], *SMALL,
                                           "--shard_group_size", 2],
                   "a copy each": [*SMALL, "--shard_group_size", 1]},

@@ -20,6 +20,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
+from fsdp_qlora.kernels.context import NOT_SHARED, ContextGroup, make_context_shard
 from fsdp_qlora.kernels.micro_batch import Answers, MicroBatch
 from fsdp_qlora.kernels.offload import DeviceActivations
 from fsdp_qlora.kernels.recurrence import chunk_table
@@ -109,11 +110,15 @@ def round_up(n: int, device: torch.device) -> int:
 
 
 def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
-                     step_key: torch.Tensor | None, model: Model) -> MicroBatch:
+                     step_key: torch.Tensor | None, model: Model,
+                     context: ContextGroup = NOT_SHARED) -> MicroBatch:
     """Return this rank's MicroBatch of a micro-step of pack_rows(). `batch`: the Rows of the step.
     `step_key`: seeds dropout; None: an evaluation. All ranks pad to one shape, because they compute
-    embedding and lm_head together, and every rank waits for the longest one anyway."""
-    n_tokens, n_labels, longest = padded_shape(batch, micro_step, model)
+    embedding and lm_head together, and every rank waits for the longest one anyway.
+
+    `rank`: which micro-batch of the micro-step; with context parallelism the `context` group's
+    number, and the MicroBatch is this rank's part of it."""
+    n_tokens, n_labels, longest = padded_shape(batch, micro_step, model, context.size)
     documents = micro_step[rank]
     lengths = batch.lengths[documents].tolist()
     n_unpadded = torch.tensor([sum(lengths)])
@@ -142,6 +147,17 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
     if "recurrence" in model.kernels.varlen:
         chunks = chunk_table(starts, of_any_lengths=several)
     ids, trained_at, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
+    shard = None
+    if context.size > 1:
+        shard = make_context_shard(lengths, context)
+        ids, position_ids = ids[shard.tokens], position_ids[shard.tokens]
+        keys = None if keys is None else keys[shard.tokens]
+        n_unpadded = (shard.tokens < n_unpadded).sum()[None]
+        own_at = torch.full((n_tokens,), -1)
+        own_at[shard.tokens] = torch.arange(len(ids))
+        is_own = own_at[trained_at] >= 0
+        bounds = F.pad(is_own.cumsum(0), (1, 0))[bounds]
+        trained_at, labels = own_at[trained_at[is_own]], labels[is_own]
     assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
     padding = (0, n_labels - len(labels))
     tensors: dict[str, Any] = {
@@ -155,12 +171,14 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
         for name, tensor in tensors.items():
             if tensor is not None:
                 tensors[name] = tensor.pin_memory().to(model.device, non_blocking=True)
+    if shard:
+        shard = shard.to(model.device, tensors["dropout_keys"])
     # an evaluation has no backward
     store = DeviceActivations() if step_key is None else model.store
     return MicroBatch(
         **tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
-        longest=longest, store=store,
-        kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen)
+        longest=longest, store=store, shard=shard,
+        kernels=model.kernels.fixed_len if is_fixed_len and not shard else model.kernels.varlen)
 
 
 def token_tensors(
@@ -210,7 +228,8 @@ def power_of_2(n: int) -> int:
     return 2 ** (n - 1).bit_length()
 
 
-def padded_shape(batch: Rows, micro_step: list[list[int]], model: Model) -> tuple[int, int, int]:
+def padded_shape(batch: Rows, micro_step: list[list[int]], model: Model,
+                 context_size: int = 1) -> tuple[int, int, int]:
     """Return (tokens, tokens in the loss, longest document), to which all ranks pad their
     micro-batch."""
     lengths = [batch.lengths[documents].tolist() for documents in micro_step]
@@ -218,6 +237,9 @@ def padded_shape(batch: Rows, micro_step: list[list[int]], model: Model) -> tupl
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
         # but not above the plan's size
-        n_tokens = min(round_up(n_tokens, model.device), model.plan.micro_batch_tokens)
+        n_tokens = min(round_up(n_tokens, model.device),
+                       model.plan.micro_batch_tokens * context_size)
+    n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
     n_scored = max(int(batch.n_scored()[documents].sum()) for documents in micro_step)
+    n_scored = min(n_scored, n_tokens // context_size)  # at most all of a shard's
     return n_tokens, round_up(n_scored, model.device), max(all_lengths)

@@ -6,9 +6,9 @@ script chooses among them.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.kernels.elementwise import N_SITES, WEIGHTS_SITE, drop_eager
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention
-from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.kernels.segments import Segments, document_segments
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.nf4 import why_no_triton
 
 
-# Each kernel is a function (query, key, value, sinks, micro-batch, arch, window, layer's index):
-# causal attention within the documents of a micro-batch. Query, key and value are [n, heads,
+# Each kernel is a function (query, key, value, sinks, segments, arch, window, layer's index):
+# causal attention within the segments of a micro-batch. Query, key and value are [n, heads,
 # head_dim], perhaps with fewer heads for key and value; the result is [n, heads, head_dim]. `sinks`
 # are [heads] or None; a kernel without support for them is not chosen, see kernel_matches().
 # `window` is the number of keys that a query sees; None: all. Layers differ in their attention
@@ -45,12 +45,13 @@ class Kernels(NamedTuple):
 
 
 def batched_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Attention of documents of one length by torch's SDPA, which on Hopper calls cuDNN's kernel.
     """
-    rows = [t.unflatten(0, (len(batch.lengths), -1)).transpose(1, 2) for t in (query, key, value)]
+    n_documents = len(segments.lengths_q)
+    rows = [t.unflatten(0, (n_documents, -1)).transpose(1, 2) for t in (query, key, value)]
     out = F.scaled_dot_product_attention(
         *rows, is_causal=True, scale=arch.attention_scale, enable_gqa=True)
     out = out.transpose(1, 2).flatten(0, 1)
@@ -61,30 +62,28 @@ def batched_attention(
 
 
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Attention of documents of any lengths by Flash Attention 2."""
     if sinks is not None:
-        return flash_sink_attention(query, key, value, sinks, batch, arch, window)
+        return flash_sink_attention(query, key, value, sinks, segments, arch, window)
     from flash_attn import flash_attn_varlen_func
 
-    bounds, longest = (batch.cu_seqlens, batch.cu_seqlens), (batch.longest, batch.longest)
     return flash_attn_varlen_func(
-        query, key, value, *bounds, *longest, softmax_scale=arch.attention_scale, causal=True,
+        query, key, value, *segments.varlen, softmax_scale=arch.attention_scale, causal=True,
         window_size=(window - 1 if window else -1, 0), softcap=arch.attention_softcap or 0.0)
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Attention of documents of any lengths by torch's own kernel."""
     if sinks is not None:
-        return torch_sink_attention(query, key, value, sinks, batch, arch, window)
-    bounds, longest = (batch.cu_seqlens, batch.cu_seqlens), (batch.longest, batch.longest)
+        return torch_sink_attention(query, key, value, sinks, segments, arch, window)
     out: Tensor = varlen_attn(
-        query, key, value, *bounds, *longest, scale=arch.attention_scale,
+        query, key, value, *segments.varlen, scale=arch.attention_scale,
         window_size=(window - 1 if window else -1, 0), **GROUPED)
     return out
 
@@ -98,25 +97,28 @@ SCORES_BYTES = 2**27  # bytes of scores, in fp32, that plain torch has in memory
 
 
 def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Attention of each document by itself in plain torch: on a CPU, in fp32, with dropout on
     weights, and where no other kernel works. Only the inputs are saved for backward."""
     outs, start, site = [], 0, index * N_SITES + WEIGHTS_SITE
-    for q, k, v in zip(*(t.split(batch.lengths) for t in (query, key, value))):
-        n, drop_keys = len(q), batch.dropout_keys if arch.attention_dropout else None
+    of_segments = (query.split(segments.lengths_q), key.split(segments.lengths_k),
+                   value.split(segments.lengths_k))
+    for q, k, v in zip(*of_segments):
+        n, drop_keys = len(q), segments.dropout_keys if arch.attention_dropout else None
+        before = len(k) - n  # keys that the first query sees, besides its own
         drop_keys = None if drop_keys is None else drop_keys[start : start + n]
         start += n
-        if (window is None or n <= window) and not (
+        if not before and (window is None or n <= window) and not (
                 arch.attention_softcap or sinks is not None or drop_keys is not None):
             outs.append(recomputed(sdpa, q, k, v, arch.attention_scale))
             continue
-        rows = max(1, SCORES_BYTES // (4 * arch.n_heads * n))
-        for first in range(0, n, rows):  # a few queries at a time, with the keys that they see
-            # dropout counts a document's keys from its first one
-            low = max(0, first - window + 1) if window and drop_keys is None else 0
-            some, seen = slice(first, first + rows), slice(low, first + rows)
+        rows = max(1, SCORES_BYTES // (4 * arch.n_heads * len(k)))
+        for first in range(0, n, rows):  # a few queries at a time, and the keys they may see
+            # dropout numbers a document's keys from its first one
+            low = max(0, before + first - window + 1) if window and drop_keys is None else 0
+            some, seen = slice(first, first + rows), slice(low, before + first + rows)
             outs.append(recomputed(
                 explicit_attention, q[some], k[seen], v[seen], sinks, arch, window,
                 None if drop_keys is None else drop_keys[some], site))
@@ -196,11 +198,12 @@ def architectures_by_attention_type(arch: Architecture) -> dict[str, Architectur
 
 
 def kernel_matches(
-    kernel: Callable[..., Tensor], arch: Architecture, attention_type: str, device: torch.device
+    kernel: Callable[..., Tensor], arch: Architecture, attention_type: str, device: torch.device,
+    whole_documents: bool = True
 ) -> bool:
     """Return True if the kernel's results match document_attention()'s, forward and backward, for
-    two documents. `arch` is that of layers with this attention type, see
-    architectures_by_attention_type()."""
+    two documents or, without whole_documents, for the ends of two. `arch` is that of layers with
+    this attention type, see architectures_by_attention_type()."""
     if arch.attention_softcap and kernel not in (flash_attention, flex_document_attention):
         return False
     if kernel is batched_attention and arch.head_dim > 256:
@@ -217,9 +220,14 @@ def kernel_matches(
     sinks = 2 * torch.randn(arch.n_heads, device=device, generator=generator)
     sinks = sinks if arch.sinks else None
     bounds = torch.tensor([0, length, n_tokens], dtype=torch.int32, device=device)
-    trial = types.SimpleNamespace(
-        lengths=(length, length), longest=length, cu_seqlens=bounds, dropout_keys=None, masks={},
-        position_ids=torch.arange(n_tokens, device=device) % length)
+    trial = document_segments(bounds, (length, length), length)
+    if not whole_documents:
+        if kernel is batched_attention:
+            return False  # its documents have as many queries as keys
+        n = 2 * length // 3
+        q, grad = (t.unflatten(0, (2, length))[:, -n:].flatten(0, 1) for t in (q, grad))
+        trial = dataclasses.replace(trial, cu_seqlens_q=bounds * 2 // 3, lengths_q=(n, n),
+                                    max_seqlen_q=n)
 
     def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]

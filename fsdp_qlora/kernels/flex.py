@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import compiled_copy
-from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.kernels.segments import Segments
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
@@ -25,22 +25,23 @@ WIDE_HEADS: Any = {
     "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32}
 
 # A mask is a tuple, which visible_blocks() makes and flex_function() reads:
-#   first, int32 [blocks, BLOCK_TOKENS]: the first key that each query sees; it sees all keys from
-#     there to itself, and no others;
+#   first and last, int32 [blocks, BLOCK_TOKENS]: the first and the last key that each query sees;
+#     it sees all keys in between, and no others;
 #   eight tables, in the order of BlockMask's arguments, two from each call of ordered_blocks(): the
 #     blocks of keys that each block of queries sees in part, and those that it sees whole; then the
 #     blocks of queries that see each block of keys in part, and those that see it whole.
-# The kernels read `first` only for blocks that are seen in part, and skip blocks in no table.
+# The kernels read `first` and `last` only for blocks that are seen in part, and skip blocks in no
+# table.
 
 
 def flex_document_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Attention of documents of any lengths by torch's flex_attention, see attention.py."""
-    if window not in batch.masks:
-        batch.masks[window] = visible_blocks(batch.position_ids, window)
-    mask, chosen = batch.masks[window], (arch.attention_softcap, arch.attention_scale)
+    if window not in segments.masks:
+        segments.masks[window] = visible_blocks(segments, len(query), len(key), window)
+    mask, chosen = segments.masks[window], (arch.attention_softcap, arch.attention_scale)
     # on a CPU it is slow and has no backward: for tests only
     shape = query.shape[1], *key.shape[1:]
     attend = compiled_flex(*chosen, shape) if query.is_cuda else flex_function(*chosen)
@@ -60,27 +61,29 @@ def in_blocks(tensor: Tensor) -> Tensor:
     return tensor.unflatten(0, (-1, BLOCK_TOKENS))
 
 
-def visible_blocks(position_ids: Tensor, window: int | None) -> tuple[Tensor, ...]:
-    """Return the mask of a micro-batch, see above. The tokens that in_blocks() adds at the end have
-    position 0 and see themselves, because the softmax of a query without keys would be NaN."""
-    position_ids = in_blocks(position_ids).flatten()
-    tokens = torch.arange(len(position_ids), device=position_ids.device)
-    first = tokens - position_ids
-    if window:
-        first = torch.maximum(first, tokens - window + 1)
-    starts = tokens[::BLOCK_TOKENS]
+def visible_blocks(
+    segments: Segments, n_queries: int, n_keys: int, window: int | None
+) -> tuple[Tensor, ...]:
+    """Return the mask of a micro-batch, see above. The queries that in_blocks() adds at the end see
+    what the last query sees, because the softmax of a query without keys would be NaN."""
+    device = segments.cu_seqlens_q.device
+    queries = torch.arange(-(-n_queries // BLOCK_TOKENS) * BLOCK_TOKENS, device=device)
+    first, last = segments.visible_keys(queries.clamp(max=n_queries - 1), window)
+    starts = torch.arange(0, n_keys, BLOCK_TOKENS, device=device)  # of blocks of keys
     ends = starts + BLOCK_TOKENS - 1
-    # [blocks of queries, of keys]; `first` never decreases, so a block's outer queries decide
-    is_before = starts <= ends[:, None]
-    is_seen = is_before & (ends >= first[starts][:, None])
-    is_whole = (ends <= starts[:, None]) & (starts >= first[ends][:, None])
+    # [blocks of queries, of keys]; first and last never fall, so the outermost queries decide
+    firsts, lasts = (x.view(-1, BLOCK_TOKENS) for x in (first, last))
+    is_seen = (starts <= lasts[:, -1:]) & (ends >= firsts[:, :1])
+    is_whole = (ends <= lasts[:, :1]) & (starts >= firsts[:, -1:])
     is_partial = is_seen & ~is_whole
     tables = [ordered_blocks(blocks)
               for blocks in (is_partial, is_whole, is_partial.t(), is_whole.t())]
-    mask = in_blocks(first.int()), *(table for pair in tables for table in pair)
-    if position_ids.is_cuda:
-        torch._dynamo.maybe_mark_dynamic(mask[0], 0)
-        for table in mask[1:]:
+    mask = (in_blocks(first.int()), in_blocks(last.int()),
+            *(table for pair in tables for table in pair))
+    if device.type == "cuda":
+        for ends_of in mask[:2]:
+            torch._dynamo.maybe_mark_dynamic(ends_of, 0)
+        for table in mask[2:]:
             for dim in range(2, table.dim()):
                 torch._dynamo.maybe_mark_dynamic(table, dim)
     return mask
@@ -107,12 +110,13 @@ def flex_function(softcap: float | None, scale: float | None) -> Callable[..., T
     def attend(
         query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: tuple[Any, ...]
     ) -> Tensor:
-        query, key, value, first = (t.flatten(0, 1) for t in (query, key, value, mask[0]))
+        query, key, value, first, last = (
+            t.flatten(0, 1) for t in (query, key, value, *mask[:2]))
 
         def is_visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (k >= first[q])
+            return (k <= last[q]) & (k >= first[q])
 
-        blocks = BlockMask((len(query), len(query)), *mask[1:], BLOCK_SIZE=(BLOCK_TOKENS,) * 2,
+        blocks = BlockMask((len(query), len(key)), *mask[2:], BLOCK_SIZE=(BLOCK_TOKENS,) * 2,
                            mask_mod=is_visible)
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
         out, rest = flex_attention(

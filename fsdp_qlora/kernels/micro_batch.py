@@ -7,13 +7,19 @@ from collections.abc import Callable
 
 import torch
 
+from fsdp_qlora.kernels.context import ContextShard
 from fsdp_qlora.kernels.offload import DeviceActivations, OffloadedActivations
+from fsdp_qlora.kernels.segments import Segments
 
 
 @dataclasses.dataclass
 class MicroBatch:
     """One packed micro-batch of one rank: documents of Rows laid end to end. Padding consists of
-    extra documents, none longer than the longest real one."""
+    extra documents, none longer than the longest real one.
+
+    With context parallelism the ranks of a group share it: cu_seqlens, lengths and longest are of
+    all its documents, everything else of this rank's own tokens.
+    """
 
     input_ids: torch.Tensor  # int64 [tokens]
     n_unpadded: torch.Tensor  # int64 [1], number of tokens from rows; the rest is padding
@@ -33,9 +39,9 @@ class MicroBatch:
     store: DeviceActivations | OffloadedActivations  # where layers put what they save
     ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
     layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
-    # {window, or None: mask}, used by flex_document_attention() only
-    masks: dict[int | None, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
+    segments: Segments | None = None  # what attention reads of it; None: see `shard`
     chunks: torch.Tensor | None = None  # see chunk_table(); None: no mixer has a state
+    shard: ContextShard | None = None  # this rank's part; None: it has all
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.kernels.segments import Segments
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
@@ -51,11 +51,11 @@ class SinkAttention(torch.autograd.Function):
 
 
 def torch_sink_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, batch: MicroBatch, arch: Architecture,
-    window: int | None
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, segments: Segments,
+    arch: Architecture, window: int | None
 ) -> Tensor:
     """Attention with sinks, by torch's own kernel for documents of any lengths."""
-    bounds = batch.cu_seqlens, batch.cu_seqlens, batch.longest, batch.longest, 0.0, window is None
+    bounds = *segments.varlen, 0.0, window is None
     settings = dict(scale=arch.attention_scale, window_size_left=window - 1 if window else -1,
                     window_size_right=0)
 
@@ -77,14 +77,14 @@ def torch_sink_attention(
 
 
 def flash_sink_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, batch: MicroBatch, arch: Architecture,
-    window: int | None
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, segments: Segments,
+    arch: Architecture, window: int | None
 ) -> Tensor:
     """Attention with sinks, by Flash Attention 2."""
     from flash_attn.flash_attn_interface import (
         _flash_attn_varlen_backward, _flash_attn_varlen_forward)
 
-    bounds = batch.cu_seqlens, batch.cu_seqlens, batch.longest, batch.longest
+    bounds = segments.varlen
     settings = dict(
         dropout_p=0.0, softmax_scale=arch.attention_scale, causal=True, softcap=0.0,
         window_size_left=window - 1 if window else -1, window_size_right=0, alibi_slopes=None)

@@ -138,6 +138,9 @@ def attend(
     batch, attention_type = call.batch, "window" if window else "full"
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"
-    kernel = batch.kernels[attention_type]
+    kernel, segments = batch.kernels[attention_type], batch.segments
+    if batch.shard:  # dropout numbers all keys of a document
+        key, value, segments = batch.shard.gather_keys(
+            key, value, None if arch.attention_dropout else window)
     sinks = call.vector("self_attn", "sinks")
-    return kernel(query, key, value, sinks, batch, arch, window, call.layer.index)
+    return kernel(query, key, value, sinks, segments, arch, window, call.layer.index)

@@ -63,7 +63,7 @@ class Graphs:
             loss, sums = self.compute_loss(self.model, static)
             (loss * factor).backward()
         self.pool = self.pool or graph.pool()
-        static.ropes, static.masks, static.layer_inputs = None, {}, None
+        static.ropes, static.segments, static.layer_inputs = None, None, None
         torch.cuda.empty_cache()  # frees memory used by the run without a graph
         return graph, static, factor, sums
 

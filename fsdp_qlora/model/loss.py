@@ -131,15 +131,16 @@ def sum_documents(token_losses: torch.Tensor, batch: MicroBatch) -> torch.Tensor
     return sums
 
 
-def preference_loss(token_losses: torch.Tensor, batch: MicroBatch,
-                    config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Config,
+                    context_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of a micro-batch of preference rows, summed over its rows, and this rank's
     share of the sums from which the mean metrics are computed, see METRICS. `token_losses` are
     those of this rank's tokens. All ranks must call this."""
     assert batch.answers, "there are no preference rows"
     # every rank computes all rows of the micro-batch; autograd stops at the documents of others
     kind = LOSSES[config.loss]
-    answers = read_answers(batch.answers, sum_documents(token_losses, batch), kind)
+    document_losses = gather_documents(sum_documents(token_losses, batch), context_size)
+    answers = read_answers(batch.answers, document_losses, kind)
     losses, rewards = kind.function(answers, config)
     is_row = batch.answers.n_trainable_tokens[:, 0] > 0
     losses = losses.where(is_row, 0)
@@ -159,10 +160,9 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch,
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 
-def read_answers(answers: Answers, document_losses: torch.Tensor, kind: Loss) -> Answers:
-    """Return the Answers with the log-probabilities of all ranks' documents, from
-    `document_losses`, this rank's. All ranks must call this."""
-    sums = gather_documents(document_losses)
+def read_answers(answers: Answers, sums: torch.Tensor, kind: Loss) -> Answers:
+    """Return the Answers with the log-probabilities of all ranks' documents, from the losses that
+    gather_documents() returned."""
     if kind.trains_prompt:
         sums, prompts = sums.view(-1, 2).unbind(1)
         answers = dataclasses.replace(answers, prompt_losses=prompts[answers.documents])
@@ -173,11 +173,12 @@ def read_answers(answers: Answers, document_losses: torch.Tensor, kind: Loss) ->
     return dataclasses.replace(answers, n_trainable_tokens=n_trainable_tokens, logps=logps)
 
 
-def gather_documents(document_losses: torch.Tensor) -> torch.Tensor:
-    """Return the losses [n] of every rank's documents, [ranks x n]; only this rank's own have a
-    gradient. All ranks must call this."""
+def gather_documents(document_losses: torch.Tensor, context_size: int) -> torch.Tensor:
+    """Return the losses [n] of every rank's documents, [ranks x n]; with context parallelism the
+    sums over each group's ranks, [groups x n]. Only this rank's own tokens have a gradient. All
+    ranks must call this."""
     if dist.get_world_size() == 1:
         return document_losses
     parts = [*all_gather(document_losses.detach())]
     parts[dist.get_rank()] = document_losses
-    return torch.cat(parts)
+    return torch.stack(parts).unflatten(0, (-1, context_size)).sum(1).flatten()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop, normalize
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.kernels.segments import document_segments
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.lm_head import LinearCrossEntropy
@@ -48,7 +49,9 @@ class Model(ModelParameters):
             x = drop(x, batch.dropout_keys, EMBEDDING_SITE, dropout)
         batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
                        for index in (None, *range(len(self.arch.ropes)))}
-        batch.masks = {}
+        if not batch.shard:
+            batch.segments = document_segments(
+                batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_keys)
         # {index of a layer: the keys and values that it shares; [] if it shares none}
         shared_kv: dict[int | None, list[Tensor]] = {None: []}
         for layer in self.layers:

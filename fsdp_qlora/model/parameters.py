@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_qlora.kernels.attention import Kernels
+from fsdp_qlora.kernels.context import NOT_SHARED, ContextGroup
 from fsdp_qlora.kernels.offload import make_store
 from fsdp_qlora.layer.layer import DecoderLayer, LayerSpec
 from fsdp_qlora.plan import Plan
@@ -43,12 +44,15 @@ class ModelParameters(nn.Module):
 
     def __init__(
         self, arch: Architecture, specs: Sequence[LayerSpec], plan: Plan, kernels: Kernels,
-        device: torch.device, group: dist.ProcessGroup | None = None
+        device: torch.device, group: dist.ProcessGroup | None = None,
+        context: ContextGroup = NOT_SHARED
     ) -> None:
-        """`group`: the processes that share one copy of the model; None: this process alone."""
+        """`group`: the processes that share one copy of the model; None: this process alone.
+        `context`: those that share a micro-batch."""
         super().__init__()
         self.arch, self.plan, self.kernels, self.device = arch, plan, kernels, device
         self.store = make_store(plan, device)  # what recomputed layers save for backward
+        self.context = context
         self.group, self.shard, self.shards = group, 0, 1
         if group:
             self.shard, self.shards = dist.get_rank(group), dist.get_world_size(group)

@@ -118,6 +118,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         # FSDP2 copies it for the sum over ranks
         "one layer's adapter gradient": adapter * (3 if plan.uses_fsdp else 1),
         "gathered weights": gathered_bytes(plan, layers, item),
+        "keys and values of other ranks": exchanged_bytes(plan, arch, value_bytes),
         "DoRA": dora_bytes(plan, specs)}
     if plan.graphs:  # besides the memory above, which evaluations need
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
@@ -163,6 +164,21 @@ def activation_peak(
             on_gpu = min(recomputed, value_bytes * (hidden + 2 * second))
         peaks.append((on_gpu, others if saves == "all" else 0, live))
     return max(peaks, key=sum)
+
+
+def exchanged_bytes(plan: Plan, arch: Architecture, value_bytes: int) -> float:
+    """Return the bytes of keys and values that context parallelism exchanges, and of their
+    gradients, beside a layer's own."""
+    n = plan.context_parallel_size
+    if n == 1:
+        return 0
+    kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
+    query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
+    kept = (n + 0.5) * kv_width  # the keys that the two pieces of a rank see, for each own token
+    # rows sent and received, both ways, and their sum in fp32; some kernels make gradients of keys
+    # and values for all query heads
+    live = (4 * n + 4) * kv_width + (n + 0.5) * 2 * query_width
+    return ((plan.n_layers - plan.recomputed) * kept + kept + live) * value_bytes
 
 
 def gathered_bytes(plan: Plan, layers: LayerTotals, item: int) -> int:
@@ -257,7 +273,7 @@ class LayerSeconds:
     gathers: float  # gathers of weights, in both passes
     copies: float  # copies to CPU RAM in forward; backward copies as much back
     launches: float  # CPU time for all kernels
-    waits: float  # waiting for the GPU with ranges of experts
+    waits: float  # for the GPU, with ranges of experts; for other ranks' keys and values
 
     def total(self, graphs: bool) -> float:
         """Return the seconds of the layer."""
@@ -280,7 +296,7 @@ def layer_seconds(
     weights_again = (again * layers.recomputed_weights[plan.saves(0)]
                      + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
     flops = 2 * n * (2 * token_weights + weights_again)
-    context = min(n, mean_document_tokens)
+    context = min(n * plan.context_parallel_size, mean_document_tokens)
     flops += 2 * n * FIT.attention_passes * context * layers.mean_query_width
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
@@ -298,6 +314,9 @@ def layer_seconds(
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
     compute = flops / (FIT.sustained * machine.flops) + moved / machine.bandwidth
+    # keys and values go to the ranks that need them, again where they are recomputed, and back
+    exchanged = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads) * n * item
+    waits += (2 + again) * (plan.context_parallel_size - 1) * exchanged / machine.link
     gathered, shards = layers.nf4_bytes / n_layers + layers.adapter * item, plan.shard_group_size
     gathers = gathered * (shards - 1) / shards / machine.link
     # each way: activations go to CPU RAM in forward and come back in backward; weights come twice

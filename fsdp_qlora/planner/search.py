@@ -35,6 +35,7 @@ from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 # fractions of the memory that a plan must, and should, leave free, GAPS included
 SPARE, AMPLE_SPARE = 0.07, 0.1
+MUCH_FASTER = 0.8  # of a step's time: then ranks share micro-batches
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
 HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 
@@ -44,8 +45,8 @@ class Workload:
     """The work of a run that the plan depends on."""
 
     tokens: int  # maximum per step of the first 200 steps, over all processes
-    # the fewest tokens that a micro-batch must fit: those of the longest document, or pair
-    longest: int
+    longest: int  # tokens of the longest document
+    longest_row: int  # tokens of the longest row, with both answers of a pair
     mean_document_tokens: float
     uneven: bool  # True if training rows differ in length or in their number of tokens in the loss
     world_size: int
@@ -55,12 +56,24 @@ class Workload:
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
     state_bytes: float = 0.0  # see Plan
 
+    def least_tokens(self, context_size: int) -> int:
+        """Return the fewest tokens that a rank's micro-batch must fit, if so many ranks share a
+        micro-batch. A pair may be split between micro-batches, but not if there is only one."""
+        longest = self.longest_row if context_size == self.world_size else self.longest
+        return math.ceil(longest / context_size)
+
+    def step_seconds(self, plan: Plan) -> float:
+        """Return the predicted seconds of a step. Micro-batches are as full as its rows allow."""
+        n_micro_steps = math.ceil(self.tokens / (self.world_size * plan.micro_batch_tokens))
+        return n_micro_steps * plan.micro_batch_tokens * plan.token_seconds
+
 
 def possible_plans(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
+    context_size: int,
 ) -> Iterator[Plan]:
     """Yield all plans that the flags allow."""
-    longest, world_size = workload.longest, workload.world_size
+    longest, world_size = workload.least_tokens(context_size), workload.world_size
     groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
     groups = [config.shard_group_size] if config.shard_group_size else groups
     counts = {"all": [arch.n_layers], "none": [0], "auto": range(arch.n_layers + 1)}
@@ -94,7 +107,8 @@ def possible_plans(
                     offload_params=config.offload_params, n_mlp_saved=n_mlp_saved,
                     expert_ranges=n_ranges, plain_attention=workload.plain_attention,
                     plain_recurrence=workload.plain_recurrence,
-                    fused=workload.device.type == "cuda", state_bytes=workload.state_bytes)
+                    fused=workload.device.type == "cuda", state_bytes=workload.state_bytes,
+                    context_parallel_size=context_size)
                 yield predict_memory(plan, arch, specs)
 
 
@@ -113,7 +127,8 @@ def choose_plan(
         check_host(plan, machine)
     # micro-batches have several shapes if the rows do, or if a step's last micro-batches have fewer
     # rows
-    n_rows = workload.world_size * (plan.micro_batch_tokens // workload.longest)
+    least = workload.least_tokens(plan.context_parallel_size)
+    n_rows = workload.world_size * (plan.micro_batch_tokens // least)
     uneven_micro_batches = workload.uneven or config.batch_size % n_rows > 0
     bound = machine.host_bytes if is_by_host else limit
     return use_graphs(plan, arch, specs, machine, bound, workload, uneven_micro_batches)
@@ -123,9 +138,15 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
     """Raise ValueError for flags that no plan for this model and these rows can satisfy."""
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
-    if config.micro_batch_tokens and config.micro_batch_tokens < workload.longest:
+    size = config.context_parallel_size or 1
+    if size > 1 and mixer_with_state(arch):
+        raise ValueError(f"--context_parallel_size {size}: a model with recurrent layers needs all"
+                         " tokens of a row on one GPU")
+    least = workload.least_tokens(size)
+    if config.micro_batch_tokens and config.micro_batch_tokens < least:
+        shared = f", {least} on each of {size} GPUs" if size > 1 else ""
         raise ValueError(f"--micro_batch_tokens {config.micro_batch_tokens}: the longest row has"
-                         f" {workload.longest} tokens; use at least that or a shorter"
+                         f" {least * size} tokens{shared}; use at least that or a shorter"
                          " --max_seq_len")
 
 
@@ -133,21 +154,40 @@ def find_plan(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
     limit: int, machine: Machine,
 ) -> Plan:
-    """Return the best plan, without CUDA graphs; if none fits, the smallest one."""
+    """Return the best plan, without CUDA graphs; if none fits, the smallest one.
+
+    Ranks share micro-batches if the plan does not fit otherwise, or if steps are much faster then,
+    because they have fewer rows than there are ranks."""
     bound: float = limit
     if workload.device.type == "cpu" and not limit:
         bound = machine.host_bytes
-    plans = affordable_plans(config, arch, specs, workload, bound, machine)
-    return pick_plan(plans, arch, specs, workload, bound, machine)
+
+    def best_plan(context_size: int) -> Plan:
+        plans = affordable_plans(config, arch, specs, workload, bound, machine, context_size)
+        return pick_plan(plans, arch, specs, workload, bound, machine)
+
+    best = best_plan(config.context_parallel_size or 1)
+    if config.context_parallel_size or mixer_with_state(arch):
+        return best
+    has_idle_ranks = workload.tokens < workload.world_size * workload.longest
+    for size in range(2, workload.world_size + 1):
+        fits = best.fits_both(bound, machine.host_bytes)
+        if workload.world_size % size or fits and not has_idle_ranks:
+            continue
+        plan = best_plan(size)
+        is_faster = workload.step_seconds(plan) < MUCH_FASTER * workload.step_seconds(best)
+        if plan.fits_both(bound, machine.host_bytes) and (is_faster or not fits):
+            best = plan
+    return best
 
 
 def affordable_plans(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
-    limit: float, machine: Machine,
+    limit: float, machine: Machine, context_size: int,
 ) -> list[Plan]:
     """Return the possible plans that do not pin too much CPU RAM. If none of them leaves SPARE of
     `limit`, all plans get the embedding in CPU RAM, where that is possible."""
-    plans = list(possible_plans(config, arch, specs, workload))
+    plans = list(possible_plans(config, arch, specs, workload, context_size))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {config.shard_group_size} processes: use a smaller --shard_group_size")
@@ -202,6 +242,7 @@ def use_graphs(
     reasons = {
         "FSDP2 gathers the weights": plan.uses_fsdp,
         "activations are offloaded": plan.offload_activations,
+        "ranks exchange keys and values": plan.context_parallel_size > 1,
         workload.why_no_capture: workload.why_no_capture,
         "ranges of experts wait for the GPU": plan.expert_ranges > 1,
         "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
@@ -260,7 +301,7 @@ def way_out(
 ) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
-    flags, n = "", workload.longest
+    flags, n = "", workload.longest_row if workload.world_size == 1 else workload.longest
     shorter: dict[str, Any] = {"micro_batch_tokens": n}
     if plan.micro_batch_tokens <= n:  # a micro-batch is the longest row alone: shorten the rows
         shorter = {"micro_batch_tokens": config.micro_batch_tokens and n // 2,
@@ -275,7 +316,8 @@ def way_out(
         if "max_seq_len" in change:
             mean = min(n // 2, workload.mean_document_tokens)
             workload = dataclasses.replace(
-                workload, longest=n // 2, mean_document_tokens=mean)
+                workload, longest=workload.longest // 2, longest_row=workload.longest_row // 2,
+                mean_document_tokens=mean)
         flags = " ".join([flags, *(f"--{name}" + ("" if value is True else f" {value}")
                                    for name, value in change.items())]).strip()
         plan = find_plan(config, arch, specs, workload, limit, machine)
@@ -284,13 +326,15 @@ def way_out(
     return flags, plan
 
 
-def longest_in_a_micro_batch(rows: Rows, world_size: int) -> int:
-    """Return the fewest tokens that a micro-batch must fit for these Rows: those of the longest
-    document or, if one process has both answers of a pair, of the longest pair."""
-    n_joined = rows.n_answers if world_size == 1 else 1
-    longest = int(rows.lengths.view(-1, n_joined).sum(1).max())
-    return max(longest, longest_in_a_micro_batch(rows.mismatched, world_size)) if rows.mismatched \
-        else longest
+def longest_document(rows: Rows) -> int:
+    """Return the tokens of the longest document of these Rows, mismatched answers included."""
+    longest = int(rows.lengths.max())
+    return max(longest, longest_document(rows.mismatched)) if rows.mismatched else longest
+
+
+def longest_of_rows(rows: Rows) -> int:
+    """Return the tokens of the longest of these Rows, with both answers of a pair."""
+    return max(longest_document(rows), int(rows.lengths.view(-1, rows.n_answers).sum(1).max()))
 
 
 def describe_workload(
@@ -300,13 +344,15 @@ def describe_workload(
 ) -> Workload:
     """Return the Workload of a run on the rows of this source."""
     rows = source.rows
-    longest = max(longest_in_a_micro_batch(r, world_size) for r in (rows, eval_rows) if r)
+    longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
+                            for count in (longest_document, longest_of_rows))
     uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_scored()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
     row_lengths = rows.lengths.view(-1, rows.n_answers).sum(1)
     tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
-    return Workload(tokens, longest, float(rows.lengths.float().mean()), uneven, world_size, device,
-                    plain_attention, plain_recurrence, why_no_capture, state_bytes)
+    return Workload(
+        tokens, longest, longest_row, float(rows.lengths.float().mean()), uneven, world_size,
+        device, plain_attention, plain_recurrence, why_no_capture, state_bytes)
 
 
 def why_no_capture(

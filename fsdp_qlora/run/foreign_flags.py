@@ -181,9 +181,11 @@ not needed, because the free memory decides what is sharded; --shard_group_size 
     accelerate_config distributed_type sharding_strategy no_sync
     dp_shard_size dp_replicate_size device_map custom_sharded_layers zero_stage auto_wrap_policy
 
-not supported; a row must fit on one GPU, for which --offload_activations helps
-    context_parallel_size sequence_parallel_degree tensor_parallel_* pipeline_*
-    expert_parallel_size cp_size tp_size
+use --context_parallel_size
+    sequence_parallel_degree cp_size context_parallel_degree sp_size
+
+not supported; --context_parallel_size divides long rows over GPUs
+    tensor_parallel_* pipeline_* expert_parallel_size tp_size
 
 not needed, because the fastest kernel is used; --attn overrides that
     attn_implementation flash_attention flash_attention_2 flash_attn sdp_attention

@@ -103,6 +103,10 @@ def resolve_config(config: Config, world_size: int) -> Config:
         sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ValueError(f"--shard_group_size {shards} does not divide {world_size} processes: use"
                          f" one of {sizes}")
+    shared_by = config.context_parallel_size
+    if shared_by is not None and (shared_by < 1 or world_size % shared_by):
+        raise ValueError(f"--context_parallel_size {shared_by} does not divide {world_size}"
+                         " processes")
     return dataclasses.replace(
         config,
         shard_group_size=shards,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from fsdp_qlora.data.packing import make_micro_batch, pack_rows
 from fsdp_qlora.data.rows import Rows
@@ -34,10 +33,11 @@ def evaluation_micro_batches(
         model: Model, batch: Rows) -> Iterator[tuple[MicroBatch, list[list[int]]]]:
     """Yield this rank's MicroBatch of each micro-step of a few Rows, and the micro-step. All ranks
     must call this, and exhaust it."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    context = model.context
     for micro_step in pack_rows(
-            batch.lengths.tolist(), world_size, model.plan.micro_batch_tokens, batch.n_answers):
-        yield make_micro_batch(batch, micro_step, rank, None, model), micro_step
+            batch.lengths.tolist(), context.n_groups, context.size * model.plan.micro_batch_tokens,
+            batch.n_answers):
+        yield make_micro_batch(batch, micro_step, context.index, None, model, context), micro_step
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def document_losses(model: Model, batch: Rows) -> torch.Tensor:
     losses = torch.zeros(len(batch.lengths), dtype=torch.float64, device=model.device)
     for micro_batch, micro_step in evaluation_micro_batches(model, batch.as_documents()):
         sums = sum_documents(model(micro_batch), micro_batch)
-        rank_sums = gather_documents(sums).view(len(micro_step), -1)
-        for documents, document_sums in zip(micro_step, rank_sums):
+        group_sums = gather_documents(sums, model.context.size).view(len(micro_step), -1)
+        for documents, document_sums in zip(micro_step, group_sums):
             losses[documents] = document_sums[: len(documents)]
     return losses

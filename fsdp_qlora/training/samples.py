@@ -41,7 +41,8 @@ def sample_answers(model: Model, tokenizer: PreTrainedTokenizerFast | None, rows
         n, budget = N_SAMPLES, SHARE * (pace or 0) * (config.eval_every or config.max_steps or 1)
     if not (n and rows and tokenizer):
         return []
-    prompts, wanted = choose_prompts(rows, n)
+    # each rank computes whole prompts, with context parallelism too
+    prompts, wanted = choose_prompts(rows, n, model.plan.micro_batch_tokens)
     closing = {ids[-1] for ids in wanted if ids} & tokenizer.added_tokens_decoder.keys()
     answers = write_answers(model, status, prompts, closing | {tokenizer.eos_token_id}, budget)
     texts = [[tokenizer.decode(ids) for ids in some] for some in (prompts, answers, wanted)]
@@ -50,10 +51,12 @@ def sample_answers(model: Model, tokenizer: PreTrainedTokenizerFast | None, rows
             for prompt, answer, want in zip(*texts)]
 
 
-def choose_prompts(rows: Rows, n: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the first n different prompts of good answers, and the wanted answers to them, as
-    tokens. If a row is in the loss from its beginning, its prompt is its first half, 32 tokens at
-    most."""
+def choose_prompts(
+    rows: Rows, n: int, max_tokens: float = math.inf
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the first n different prompts of good answers that are shorter than `max_tokens`, and
+    the wanted answers to them, as tokens. If a row is in the loss from its beginning, its prompt is
+    its first half, 32 tokens at most."""
     documents = rows.as_documents()
     prompts: list[list[int]] = []
     wanted: list[list[int]] = []
@@ -63,7 +66,7 @@ def choose_prompts(rows: Rows, n: int) -> tuple[list[list[int]], list[list[int]]
         if n_prompt < 2:  # BOS alone is not a prompt
             n_prompt = max(1, min(32, len(ids) // 2))
         end = next((k for k in range(n_prompt, len(ids)) if labels[k] == IGNORE), len(ids))
-        if ids[:n_prompt] not in prompts:
+        if n_prompt < max_tokens and ids[:n_prompt] not in prompts:
             prompts.append(ids[:n_prompt])
             wanted.append(ids[n_prompt:end])
     return prompts[:n], wanted[:n]

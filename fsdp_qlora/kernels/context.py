@@ -1,0 +1,180 @@
+"""Context parallelism: the tokens of a micro-batch are divided over the ranks of a group.
+
+Each document is cut into twice as many pieces as the group has ranks; rank r computes piece r and
+the piece that is as far from the end. So all ranks have as many tokens and as much causal
+attention, whatever the lengths. Only attention looks at other tokens: each rank gets the keys and
+values that its queries see from the ranks that computed them, and in backward returns their
+gradients. To a kernel a piece is a document with more keys than queries, see Segments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_qlora.kernels.segments import Segments
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextGroup:
+    """The consecutive ranks that share each micro-batch; without context parallelism one."""
+
+    size: int = 1
+    rank: int = 0  # this process's rank in its group
+    index: int = 0  # number of this group
+    n_groups: int = 1
+    group: dist.ProcessGroup | None = None  # None: all processes
+
+
+NOT_SHARED = ContextGroup()
+
+
+class Piece(NamedTuple):
+    """A part of a document. Tokens are numbered through the whole micro-batch."""
+
+    document: int  # first token of the document
+    start: int  # first token of the piece
+    stop: int
+
+
+def cut_documents(lengths: Sequence[int], n: int) -> list[list[Piece]]:
+    """The pieces of each of n ranks, in order, of documents of these lengths laid end to end. All
+    ranks have as many tokens, so the sum of the lengths must be a multiple of n."""
+    pieces: list[list[Piece]] = [[] for _ in range(n)]
+    n_tokens, start = [0] * n, 0  # tokens of each rank so far
+    for length in lengths:
+        sizes, spare = [length // (2 * n)] * (2 * n), [2] * n
+        for _ in range(length % (2 * n)):  # to the rank with the fewest tokens, at most two to each
+            rank = min((r for r in range(n) if spare[r]), key=lambda r: n_tokens[r])
+            spare[rank] -= 1
+            sizes[rank if spare[rank] else -1 - rank] += 1
+            n_tokens[rank] += 1
+        document = start
+        for i, size in enumerate(sizes):
+            own = pieces[min(i, 2 * n - 1 - i)]
+            if size and own and own[-1].document == document and own[-1].stop == start:
+                own[-1] = own[-1]._replace(stop=start + size)  # the two in the middle touch
+            elif size:
+                own.append(Piece(document, start, start + size))
+            start += size
+    assert len(set(n_tokens)) == 1, f"unequal shares: {n_tokens}"
+    return pieces
+
+
+@dataclasses.dataclass(eq=False)
+class ContextShard:
+    """This rank's part of a micro-batch."""
+
+    context: ContextGroup
+    pieces: list[list[Piece]]  # of each rank of the group
+    tokens: Tensor  # int64 [own tokens], their places in the whole micro-batch, ascending
+    dropout_keys: Tensor | None = None  # int64 [own tokens]
+    _exchanges: dict[int | None, KeyExchange] = dataclasses.field(default_factory=dict)
+
+    def to(self, device: torch.device, dropout_keys: Tensor | None) -> ContextShard:
+        """Return a copy on `device`, with the dropout keys of its tokens."""
+        return ContextShard(self.context, self.pieces, self.tokens.to(device), dropout_keys)
+
+    def gather_keys(
+        self, key: Tensor, value: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor, Segments]:
+        """From the keys and values [own tokens, heads, head_dim] of each rank those that this
+        rank's queries see, and the Segments of both. All ranks of the group must call this, and its
+        backward."""
+        if window not in self._exchanges:
+            self._exchanges[window] = KeyExchange.make(self, window)
+        exchange = self._exchanges[window]
+        rows = torch.cat([key.flatten(1), value.flatten(1)], 1)
+        rows = ExchangeKeys.apply(rows, exchange, self.context)
+        parts = rows.split([key[0].numel(), value[0].numel()], 1)
+        key, value = (part.unflatten(1, x.shape[1:]) for part, x in zip(parts, (key, value)))
+        return key, value, exchange.segments
+
+
+def make_context_shard(lengths: Sequence[int], context: ContextGroup) -> ContextShard:
+    """Return this rank's ContextShard of a micro-batch of documents of these lengths, on the CPU.
+    """
+    pieces = cut_documents(lengths, context.size)
+    return ContextShard(context, pieces, tokens_of(pieces[context.rank]))
+
+
+def tokens_of(pieces: Sequence[Piece]) -> Tensor:
+    """The tokens of some pieces, int64."""
+    return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+
+
+@dataclasses.dataclass(eq=False)
+class KeyExchange:
+    """Which keys go from where to where, for layers of one window."""
+
+    sent: list[Tensor]  # int64, for each rank: which of this rank's tokens it gets, ascending
+    n_received: list[int]  # from each rank
+    key_at: Tensor  # int64 [keys], places of the segments' keys among those received
+    segments: Segments
+
+    @classmethod
+    def make(cls, shard: ContextShard, window: int | None) -> KeyExchange:
+        """The exchange of a micro-batch. It reads the documents' lengths alone, so no rank has to
+        tell another what it needs."""
+        device, rank = shard.tokens.device, shard.context.rank
+        seen = [[(first_key(piece, window), piece.stop) for piece in pieces]
+                for pieces in shard.pieces]
+        tokens = [tokens_of(pieces) for pieces in shard.pieces]
+        n_tokens = sum(len(own) for own in tokens)
+        needed = []  # by each rank: bool [tokens]
+        for spans in seen:
+            changes = torch.zeros(n_tokens + 1, dtype=torch.int64)
+            for start, stop in spans:
+                changes[start] += 1
+                changes[stop] -= 1
+            needed.append(changes.cumsum(0)[:-1] > 0)
+        received = [own[needed[rank][own]] for own in tokens]
+        place = torch.empty(n_tokens, dtype=torch.int64)
+        place[torch.cat(received)] = torch.arange(sum(map(len, received)))
+        key_at = torch.cat([place[start:stop] for start, stop in seen[rank]])
+        lengths_q = tuple(piece.stop - piece.start for piece in shard.pieces[rank])
+        lengths_k = tuple(stop - start for start, stop in seen[rank])
+        cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int().to(device)
+                      for x in (lengths_q, lengths_k))
+        segments = Segments(cu_q, cu_k, lengths_q, lengths_k, max(lengths_q), max(lengths_k),
+                            shard.dropout_keys)
+        return cls([is_needed[tokens[rank]].nonzero()[:, 0].to(device) for is_needed in needed],
+                   [len(part) for part in received], key_at.to(device), segments)
+
+
+def first_key(piece: Piece, window: int | None) -> int:
+    """The first token whose key a piece's first query sees."""
+    return max(piece.document, piece.start - window + 1) if window else piece.document
+
+
+class ExchangeKeys(torch.autograd.Function):
+    """The rows [keys, width] that this rank's queries see, of each rank's own [own tokens, width].
+    Backward sums up the gradients of all ranks, in fp32 and in the ranks' order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: KeyExchange, context: ContextGroup) -> Tensor:
+        ctx.exchange, ctx.context, ctx.n_own = exchange, context, len(rows)
+        sent = torch.cat([rows[tokens] for tokens in exchange.sent])
+        received = rows.new_empty(sum(exchange.n_received), rows.shape[1])
+        dist.all_to_all_single(received, sent, exchange.n_received,
+                               [len(tokens) for tokens in exchange.sent], group=context.group)
+        return received[exchange.key_at]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, n_sent = ctx.exchange, [len(tokens) for tokens in ctx.exchange.sent]
+        # a key is in at most two segments, and a sum of two does not depend on their order
+        received = grad.new_zeros(sum(exchange.n_received), grad.shape[1])
+        received.index_add_(0, exchange.key_at, grad)
+        sent = grad.new_empty(sum(n_sent), grad.shape[1])
+        dist.all_to_all_single(sent, received, n_sent, exchange.n_received,
+                               group=ctx.context.group)
+        total = grad.new_zeros(ctx.n_own, grad.shape[1], dtype=torch.float32)
+        for tokens, part in zip(exchange.sent, sent.split(n_sent)):
+            total[tokens] += part
+        return total.to(grad.dtype), None, None

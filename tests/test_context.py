@@ -1,0 +1,164 @@
+"""Context parallelism: how documents are cut, which keys go where, and what runs give with it.
+
+Whole steps against plain PyTorch are in test_step.py ("shared micro-batches").
+"""
+
+import dataclasses
+import json
+import random
+import types
+
+import pytest
+import torch
+from conftest import DEVICE, needs_ranks, segments_of
+from families import TINY, write_model
+from safetensors.torch import load_file
+
+from fsdp_qlora.kernels.attention import document_attention
+from fsdp_qlora.kernels.context import (
+    ContextGroup, KeyExchange, cut_documents, make_context_shard)
+from fsdp_qlora.kernels.flex import flex_document_attention
+
+
+def random_lengths(draw, n):
+    """Of documents whose sum is a multiple of n."""
+    lengths = [draw.randrange(1, draw.choice([3, 10, 100])) for _ in range(draw.randrange(1, 9))]
+    return [*lengths, *[-sum(lengths) % n] * (sum(lengths) % n > 0)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_all_ranks_have_as_many_tokens_and_each_token_has_one(n):
+    draw = random.Random(n)
+    for _ in range(200):
+        lengths = random_lengths(draw, n)
+        pieces = cut_documents(lengths, n)
+        tokens = [[t for piece in own for t in range(piece.start, piece.stop)] for own in pieces]
+        assert sorted(sum(tokens, [])) == list(range(sum(lengths)))
+        assert {len(own) for own in tokens} == {sum(lengths) // n}
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        for piece in sum(pieces, []):
+            end = piece.document + lengths[starts.index(piece.document)]
+            assert piece.document <= piece.start < piece.stop <= end
+
+
+@pytest.mark.parametrize("lengths", [[60_000], [60_000, *[100] * 40], [4_001, 7_003, 12_996]])
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_all_ranks_have_as_much_attention(lengths, n):
+    work = [sum((p.stop - p.start) * (p.start + p.stop - 2 * p.document) / 2 for p in own)
+            for own in cut_documents(lengths, n)]  # fmt: skip
+    assert max(work) < 1.001 * min(work)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_ranks_attend_together_as_one_does(n, window):
+    """What each rank would receive is put together here; gradients come back the same way."""
+    torch.manual_seed(0)
+    lengths = (301, 2, 40, 1, 129, 6 + -(301 + 2 + 40 + 1 + 129 + 6) % n)
+    arch = types.SimpleNamespace(
+        n_heads=4, attention_scale=0.3, attention_softcap=None, attention_dropout=0.0)
+    q, k, v = (torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    want = document_attention(q, k, v, None, segments_of(lengths), arch, window, 0)
+    weights, grads = torch.randn_like(want), []
+    want_grads = torch.autograd.grad((want * weights).sum(), (q, k, v))
+    shards = [make_context_shard(lengths, ContextGroup(n, rank, 0, 1)) for rank in range(n)]
+    exchanges = [KeyExchange.make(shard, window) for shard in shards]
+    for rank, (shard, exchange) in enumerate(zip(shards, exchanges)):
+        sent = [other.tokens[theirs.sent[rank]] for other, theirs in zip(shards, exchanges)]
+        assert [len(part) for part in sent] == exchange.n_received
+        received = torch.cat(sent)
+        assert len(received.unique()) == len(received)
+        if window:  # only what is seen is sent
+            assert len(received) < len(shard.tokens) + window * 2 * len(lengths)
+        at = received[exchange.key_at]
+        for kernel in document_attention, flex_document_attention:
+            with torch.set_grad_enabled(kernel is document_attention):  # flex has no backward here
+                got = kernel(q[shard.tokens], k[at], v[at], None, exchange.segments, arch, window, 0)
+            assert (got - want[shard.tokens]).norm() < 1e-5 * want.norm()
+            if got.requires_grad:
+                loss = (got * weights[shard.tokens]).sum()
+                grads.append(torch.autograd.grad(loss, (q, k, v)))
+    for got, want in zip(map(sum, zip(*grads)), want_grads):
+        assert (got - want).norm() < 1e-5 * max(want.norm(), 1)  # of one key alone it is 0
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs
+# ------------------------------------------------------------------------------------------------
+
+LENGTHS = 301, 13, 1, 129, 2, 64  # characters, and so about as many tokens
+FLAGS = ["--compute_dtype", "float32", "--max_steps", "2", "--batch_size", "6", "--max_seq_len",
+         "512", "--lora_rank", "4", "--learning_rate", "1e-2", "--save_every", "0"]  # fmt: skip
+FAMILIES = {  # what attention, or what a token's place decides, differs in
+    "mistral": [], "qwen3": [], "gemma2": [], "gemma3_text": [], "gemma4_e": [], "gpt_oss": [],
+    "phi3_longrope": [], "qwen3_moe": [], "deepseek_v3": ["--recompute", "all"],
+    "attention_dropout": [], "windowed_dropout": []}  # fmt: skip
+LOSSES = "dpo", "orpo", "kto"
+
+
+def tiny_config(kind, vocab_size):
+    """Those of TINY, and two with dropout on attention's weights."""
+    source = {"attention_dropout": "granite", "windowed_dropout": "mistral"}.get(kind, kind)
+    config = TINY[source](vocab_size)
+    config.max_position_embeddings = max(config.max_position_embeddings, 512)
+    if source != kind:
+        config.attention_dropout = 0.2
+    return config
+
+
+def write_data(directory):
+    draw = random.Random(0)
+
+    def text(n):
+        return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz ,.", k=n))
+
+    for loss in ("sft", *LOSSES):
+        rows = []
+        for i, n in enumerate(LENGTHS):
+            row = {"prompt": text(n // 3 + 1), "completion": text(n // 2 + 2)}
+            if loss in ("dpo", "orpo"):
+                row = {"prompt": row["prompt"], "chosen": row["completion"], "rejected": text(n)}
+            rows.append(row | ({"label": i % 2 == 0} if loss == "kto" else {}))
+        (directory / f"{loss}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_model, run_jobs):
+    """runs(n, name): the directory of a run on n ranks, which share micro-batches if n is 2."""
+    base, done = tmp_path_factory.mktemp("context"), set()
+    tokenizer = tiny_model("llama")
+    for kind in FAMILIES:
+        vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+        (base / kind).mkdir()
+        write_model(base / kind, tiny_config(kind, vocab_size), seed=1, dtype=torch.float32)
+        for path in tokenizer.glob("*token*"):
+            (base / kind / path.name).write_bytes(path.read_bytes())
+    write_data(base)
+    cases = {kind: [kind, "--dataset", "sft.jsonl", *flags] for kind, flags in FAMILIES.items()}
+    cases |= {loss: ["qwen3", "--dataset", f"{loss}.jsonl", "--loss", loss, "--eval_dataset",
+                     f"{loss}.jsonl", "--eval_every", "1"] for loss in LOSSES}  # fmt: skip
+
+    def work(n, name):
+        if n not in done:
+            done.add(n)
+            needs_ranks(n)
+            shared = ["--micro_batch_tokens", "700"]
+            if n == 2:
+                shared = ["--micro_batch_tokens", "350", "--context_parallel_size", "2"]
+            run_jobs(n, [{"argv": ["--model", *argv, *FLAGS, *shared, "--output_dir", f"{n}-{case}"]}
+                         for case, argv in cases.items()], cwd=base)  # fmt: skip
+        return base / f"{n}-{name}"
+
+    return work
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *LOSSES])
+def test_shared_micro_batches_change_no_number(name, runs, read_metrics):
+    one, two = (read_metrics(runs(n, name)) for n in (1, 2))
+    assert len(one) == len(two) >= 2
+    bar = 1e-6 if DEVICE == "cpu" else 5e-3
+    for row, same in zip(one, two, strict=True):
+        assert row.keys() == same.keys() and row.get("tokens") == same.get("tokens")
+        for key in row.keys() & {"loss", "grad_norm", "eval_loss", "rewards/chosen", "kl"}:
+            assert abs(row[key] - same[key]) <= bar * max(abs(row[key]), 0.1), key
