@@ -925,7 +925,7 @@ def test_flags_that_differ_are_all_named(again, cut):
               "lora_alpha": 5, "lora_dropout": 0.2, "compute_dtype": "float32"}  # fmt: skip
     flags = [x for name, value in others.items() for x in (f"--{name}", value)]
     line = refused(again(*flags, "--target_modules", "v_proj"), 7, "--seed 0 (now 3)",
-                   "not ['v_proj']", *(f"not {value}" for value in others.values()))  # fmt: skip
+                   "now ['v_proj']", *(f"(now {value})" for value in others.values()))  # fmt: skip
     named = {word[2:] for word in line.split() if word.startswith("--")}
     of_losses = {"loss", "beta", "label_smoothing", "simpo_gamma", "desirable_weight",
                  "undesirable_weight"}  # see test_preferences  # fmt: skip
@@ -1048,7 +1048,7 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(
 def test_error_of_one_rank_has_the_code_of_its_cause(error, code, capsys):
     with one_process():
         assert Status().end_alone(error, torch.device("cpu")) == code
-    words = {8: "rank 0 on", 75: "another process of this run has ended", 70: "a bug in this script"}
+    words = {8: "rank 0 on", 75: "another process of this run has ended", 70: "a bug in this scr"}
     assert words[code] in capsys.readouterr().err
 
 
