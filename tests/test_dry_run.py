@@ -47,7 +47,7 @@ def test_dry_run_shows_what_a_run_would_train_and_leaves_nothing(base, run_main,
     shown = re.findall(r"^(first example|example \d+): '\[masked: ", out, re.M)
     assert shown == ["first example", "example 4", "example 7", "example 10"]
     assert "]The answer is 7.</s>" in out and "plan: " in out
-    assert err.splitlines()[-1].endswith("nothing was trained; the run has 12 steps of 2 rows")
+    assert err.splitlines()[-1].endswith("nothing was trained; the run has 12 steps of 2 sequences")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

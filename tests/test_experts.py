@@ -418,7 +418,7 @@ def parts_of_adapter(model, arch, what):
     ("granitemoe", {"adapter": "rslora"}, "would count gate and up 1.41 times"),
     ("qwen3_moe", {"target_modules": ("gate_proj",)}, "which are experts here"),
     ("qwen2_moe", {"target_modules": ("shared_expert",)},
-     "there are .*v_proj, .*, mlp.shared_expert.up_proj, .*, experts, all-linear"),
+     "choose from .*v_proj, .*, mlp.shared_expert.up_proj, .*, experts, all-linear"),
     ("llama", {}, "no such linear")])  # fmt: skip
 def test_adapters_that_experts_cannot_have_are_refused(name, change, words):
     config = Config(model="m", **ADAPTED | change)

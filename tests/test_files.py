@@ -528,8 +528,8 @@ SPLITS = {
     "chosen by its own name": (
         ["data/train_sft-0.jsonl", "data/train_gen-0.jsonl"], ",split=train_gen",
         ["data/train_gen-0.jsonl"]),
-    "neither": (["test.jsonl", "dev.jsonl"], "", "none of its 2 files is of train"),
-    "none": (["train.jsonl", "dev.jsonl"], ",split=tset", "none of its 2 files is of tset"),
+    "neither": (["test.jsonl", "dev.jsonl"], "", "none of its 2 files is of split train"),
+    "none": (["train.jsonl", "dev.jsonl"], ",split=tset", "none of its 2 files is of split tset"),
 }  # fmt: skip
 
 

@@ -311,7 +311,7 @@ def test_resume_needs_the_directory_alone(base, whole, run_main, read_metrics, m
         (tmp_path / "runs" / "1" / "adapter_model.safetensors").unlink()
         code, out, err = run_main(*argv)
         assert code == 0, err
-        assert "checkpoint-000002: 2 of" in out
+        assert "checkpoint-000002 at step 2 of" in out
         assert trained(read_metrics("runs/1")) == trained(read_metrics(whole))
         assert_same(adapter_of(tmp_path / "runs" / "1"), adapter_of(whole))
     shutil.rmtree("runs")

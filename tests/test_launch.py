@@ -92,7 +92,7 @@ def test_ctrl_c_saves_and_how_to_resume_is_the_last_word(start, tmp_path):
     os.killpg(make.pid, signal.SIGINT)
     lines, code = end(make, tmp_path)
     assert code == EXIT_RESUMABLE and make.returncode != 0
-    assert re.fullmatch(r"stopped: SIGINT, after step \d+; checkpoint-\d+ is whole; the same"
+    assert re.fullmatch(r"stopped: SIGINT, after step \d+; checkpoint-\d+ is saved; the same"
                         " command resumes it", lines[-1])  # fmt: skip
     assert "Traceback" not in "".join(lines)
 

@@ -76,7 +76,7 @@ SOME_FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE)) f
 MERGED = "llama", "gemma3", "qwen3_5_text"
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FLAGS = ["--max_steps", 3, "--batch_size", 4, "--max_seq_len", 64, "--learning_rate", 5e-3]
-STEP = re.compile(r"^step +(\d+)/\d+ loss +([\d.]+) lr \S+ grad +([\d.]+) ", re.M)
+STEP = re.compile(r"^step +(\d+)/\d+ \| loss +([\d.]+) \| lr \S+ \| grad_norm +([\d.]+) ", re.M)
 
 
 def config_of(model_type, vocab_size):
@@ -829,7 +829,7 @@ def test_steps_equal_a_plain_loop(nproc, stepped):
     text, directory = stepped(nproc), stepped.directory
     rank = STEPS[nproc][0]
     *want, after = plain_loop(directory, *STEPS[nproc])
-    printed = re.findall(r"^step .* loss +(\S+) lr (\S+) grad +(\S+)", text, re.M)
+    printed = re.findall(r"^step .* loss +(\S+) \| lr (\S+) \| grad_norm +(\S+)", text, re.M)
     assert min(norm for *_, norm in want) < 0.8 and max(norm for *_, norm in want) > 1.3
     for (loss, rate, norm), (its_loss, its_rate, its_norm) in zip(want, printed, strict=True):
         assert float(its_loss) == pytest.approx(loss, abs=2e-4)

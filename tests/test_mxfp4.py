@@ -149,7 +149,7 @@ def wide_scales(tensors):
 @pytest.mark.parametrize("change, words", [
     (larger_blocks, "_blocks has shape .*: MXFP4 has one scale for 32 weights"),
     (no_scales, "lacks 3 of .* is model.layers.0.mlp.experts.down_proj_scales"),
-    (wide_scales, "_scales is F32, which is not read; U8 are")])  # fmt: skip
+    (wide_scales, "_scales is F32, which is not supported; U8 are")])  # fmt: skip
 def test_tensors_that_are_no_mxfp4_are_refused(change, words, released, tmp_path):
     tensors = load_file(released / "model.safetensors")
     change(tensors)
@@ -209,8 +209,8 @@ def test_scale_that_is_no_number_is_named(released, run_main, demo_directory, tm
 
 @pytest.mark.parametrize("name, words", [
     ("gpt_oss", "MXFP4 with rows of 64 and 96 weights is not supported, only with multiples of 64"),
-    ("mixtral", "is quantized already, with quant_method mxfp4; only bitsandbytes can"),
-    ("llama", "is quantized already, with quant_method mxfp4; only bitsandbytes can")])  # fmt: skip
+    ("mixtral", "is quantized already, with quant_method mxfp4; only bitsandbytes is"),
+    ("llama", "is quantized already, with quant_method mxfp4; only bitsandbytes is")])  # fmt: skip
 def test_model_that_cannot_be_in_mxfp4_is_refused(name, words, tmp_path):
     config = TINY[name](320)
     config.intermediate_size, config.quantization_config = 96, IN_MXFP4

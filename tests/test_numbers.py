@@ -499,7 +499,7 @@ def test_resumed_run_equals_the_uninterrupted_one(
     (tmp_path / "0.json").write_text(json.dumps([job]))
     result = run_training([tmp_path], nproc=2, cwd=tmp_path, script=SEVERAL)
     assert result.returncode == 0, result.stderr
-    assert "checkpoint-000003: 3 of" in result.stdout
+    assert "checkpoint-000003 at step 3 of" in result.stdout
     resumed = read_metrics(broken_off)
     got = load_file(broken_off / "adapter_model.safetensors")
     assert expected.keys() == got.keys() and len(got) == 2 * 7 * 2

@@ -478,7 +478,7 @@ def test_vocabulary_that_names_no_eos_ends_the_start(tmp_path, capsys):
         load_tokenizer(base, config_of(base))
     (base / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     assert load_tokenizer(base, config_of(base)).eos_token_id == 2
-    assert "makes of tekken.json cannot be compared with it" in capsys.readouterr().out
+    assert "makes from tekken.json cannot be compared with it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind, wanted, first_ids, words", [

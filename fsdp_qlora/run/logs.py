@@ -38,10 +38,12 @@ from fsdp_qlora.run.state import Run
 
 LOG_SECONDS = 2  # between lines of steps in the log
 HIGH_RATE = 0.02  # --learning_rate above it gets a line
-ATTENTION = {  # names of functions in kernels/, in the log
+KERNEL_NAMES = {  # of functions in kernels/, in the log; others by their own name
     "batched_attention": "SDPA (equal lengths)", "flash_attention": "Flash Attention 2",
     "varlen_attention": "varlen_attn", "flex_document_attention": "flex_attention",
-    "document_attention": "one sequence at a time"}
+    "document_attention": "one sequence at a time", "fla_delta_rule": "flash-linear-attention",
+    "fla_scan": "flash-linear-attention", "document_delta_rule": "delta rule in plain PyTorch",
+    "document_scan": "Mamba-2 in plain PyTorch"}
 ELSEWHERE = ("output_dir", "shard_group_size")  # flags that other lines of the log tell
 SHOWN_TOKENS = {True: 60, False: 30}  # of the first row's long parts, trained or not, at each end
 
@@ -324,7 +326,8 @@ def log_startup(
         log(f"warning: slow path, no Triton kernels: {why_no_triton()}")
     used = {f.__name__ for kind in kernels for f in kind.values()}
     log_on_gpu = log if device.type == "cuda" else log_debug
-    log_on_gpu(f"attention: {', '.join(sorted(ATTENTION[name] for name in used))}")
+    names = sorted({KERNEL_NAMES.get(name, name) for name in used})
+    log_on_gpu(f"attention: {', '.join(names)}")
     if device.type == "cuda":
         if "document_attention" in used:
             log("warning: slow path, attention of one sequence at a time: no fused kernel fits this"
