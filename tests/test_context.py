@@ -3,7 +3,6 @@
 Whole steps against plain PyTorch are in test_step.py ("shared micro-batches").
 """
 
-import dataclasses
 import json
 import random
 import types
@@ -12,7 +11,6 @@ import pytest
 import torch
 from conftest import DEVICE, needs_ranks, segments_of
 from families import TINY, write_model
-from safetensors.torch import load_file
 
 from fsdp_qlora.kernels.attention import document_attention
 from fsdp_qlora.kernels.context import (
@@ -73,8 +71,9 @@ def test_ranks_attend_together_as_one_does(n, window):
             assert len(received) < len(shard.tokens) + window * 2 * len(lengths)
         at = received[exchange.key_at]
         for kernel in document_attention, flex_document_attention:
+            inputs = q[shard.tokens], k[at], v[at], None, exchange.segments, arch, window, 0
             with torch.set_grad_enabled(kernel is document_attention):  # flex has no backward here
-                got = kernel(q[shard.tokens], k[at], v[at], None, exchange.segments, arch, window, 0)
+                got = kernel(*inputs)
             assert (got - want[shard.tokens]).norm() < 1e-5 * want.norm()
             if got.requires_grad:
                 loss = (got * weights[shard.tokens]).sum()
@@ -146,8 +145,9 @@ def runs(tmp_path_factory, tiny_model, run_jobs):
             shared = ["--micro_batch_tokens", "700"]
             if n == 2:
                 shared = ["--micro_batch_tokens", "350", "--context_parallel_size", "2"]
-            run_jobs(n, [{"argv": ["--model", *argv, *FLAGS, *shared, "--output_dir", f"{n}-{case}"]}
-                         for case, argv in cases.items()], cwd=base)  # fmt: skip
+            run_jobs(n, [
+                {"argv": ["--model", *argv, *FLAGS, *shared, "--output_dir", f"{n}-{case}"]}
+                for case, argv in cases.items()], cwd=base)  # fmt: skip
         return base / f"{n}-{name}"
 
     return work
