@@ -179,6 +179,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         saved_config = on_rank_0(read_json, directory / "train_config.json", {})
         template_date = saved_config.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
         rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
+        logs.log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
         config = resolve_steps(config, len(rows))
 
         # 3. The linears to adapt, the base weights, and the step to start from
@@ -209,7 +210,6 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
             kernels = choose_attention(config, arch, device, whole_documents=False)
         status.plan = plan
         logs.log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
-        logs.log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
         if not config.random_weights:
             on_rank_0(check_family, base.config, config.model)
         if is_dry:

@@ -164,7 +164,7 @@ def test_run_evaluates_resumes_and_merges_to_what_peft_gives(
     capsys.readouterr()
     merge_adapters.main(["--adapter_dir", str(run), "--output_dir", str(tmp_path / "out")])
     out = capsys.readouterr().out
-    assert "not fine" not in out and "are not used" not in out
+    assert "\nwarning: " not in out and "are not used" not in out
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(merged.pop(name), tensor) for name, tensor in unread.items())
     plain = auto_class(config).from_pretrained(model, dtype=torch.bfloat16)
