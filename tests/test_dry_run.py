@@ -24,9 +24,9 @@ def base(tmp_path_factory, tiny_model):
 
 
 @pytest.fixture(scope="module")
-def first_run(base, run_training):
-    done = run_training(flags_of(base, "--max_steps", 2, "--output_dir", base / "first"))
-    assert done.returncode == 0, done.stderr
+def first_run(base, run_jobs):
+    argv = [*map(str, flags_of(base, "--max_steps", 2, "--output_dir", base / "first"))]
+    run_jobs(1, [{"argv": argv, "draws": True}], cwd=base)
     return base / "first"
 
 

@@ -327,9 +327,16 @@ def test_backward_repeats_forwards_choice(ranges, monkeypatch):
 ADAPTED = {"lora_rank": 8, "lora_alpha": 16, "target_modules": ("q_proj", "o_proj", "experts")}
 
 
+# whose adapters alone are tested; of the others, together with those of all linears: the same names
+ALONE = "mixtral", "gpt_oss", "granitemoe", "gemma4_moe_vl", "nemotron_h_latent"
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("targets", [("experts",), ("all-linear", "experts")])
-@pytest.mark.parametrize("name", [*MIXTURES, "gemma4_moe_vl"])
+@pytest.mark.parametrize("name, targets", [
+    pytest.param(name, targets, marks=[pytest.mark.slow] * is_slow)
+    for targets in (("experts",), ("all-linear", "experts"))
+    for name in (*MIXTURES, "gemma4_moe_vl")
+    for is_slow in (len(targets) == 1 and name not in ALONE,)])  # fmt: skip
 def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     """Names and values of the file: PEFT's model, with a vision tower if there is one, gives the
     logits, the loss and each part's gradient that ours gives."""

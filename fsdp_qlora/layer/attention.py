@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -101,7 +102,7 @@ class AttentionMixer:
     def _qkv_width(self) -> int:
         return self.query_width + 2 * self.arch.n_kv_heads * self.arch.head_dim
 
-    @property
+    @functools.cached_property
     def projected_width(self) -> int:
         return sum(linear.out_features for linear in self.arch.attention_linears()[0])
 

@@ -7,6 +7,7 @@ Forward and backward, and what it costs. The mixers are AttentionMixer (attentio
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Protocol
 
 import torch
@@ -163,7 +164,7 @@ class MixerSublayer:
             return None
         return norm_gradient(call, arch.attention_norm, saved.x, grad, residual)
 
-    @property
+    @functools.cached_property
     def recomputed_values(self) -> int:
         """Values that are alive while forward() is recomputed."""
         return self.in_proj.width + sum(
