@@ -237,8 +237,8 @@ def padded_shape(batch: Rows, micro_step: list[list[int]], model: Model,
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
         # but not above the plan's size
-        n_tokens = min(round_up(n_tokens, model.device),
-                       model.plan.micro_batch_tokens * context_size)
+        limit = max(n_tokens, model.plan.micro_batch_tokens * context_size)
+        n_tokens = min(round_up(n_tokens, model.device), limit)
     n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
     n_scored = max(int(batch.n_scored()[documents].sum()) for documents in micro_step)
     n_scored = min(n_scored, n_tokens // context_size)  # at most all of a shard's

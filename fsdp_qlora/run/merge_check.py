@@ -52,7 +52,9 @@ class MergeCheck:
         """
         state_of_row, rows = {}, self.rows
         with torch.compiler.set_stance("force_eager"):
-            for micro_step in pack_rows(rows.lengths.tolist(), 1, model.plan.micro_batch_tokens):
+            # each rank computes whole rows, with context parallelism too
+            n_tokens = max(model.plan.micro_batch_tokens, int(rows.lengths.max()))
+            for micro_step in pack_rows(rows.lengths.tolist(), 1, n_tokens):
                 micro_batch = make_micro_batch(rows, micro_step, 0, None, model)
                 states = model(micro_batch, wants_loss=False).cpu().split(micro_batch.lengths)
                 state_of_row.update(zip(micro_step[0], states))  # padding is after the rows
