@@ -250,9 +250,9 @@ def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, m
     args = base, Path("run/probe"), Path("merged"), [[1]], "cpu"
     if verdict is None:
         with pytest.raises(ValueError, match=f"does not match the trained one.*{why}"):
-            merge_adapters.check(*args)
+            merge_adapters.compare_logits(*args)
     else:
-        said = merge_adapters.check(*args)
+        said = merge_adapters.compare_logits(*args)
         assert said.startswith(f"{verdict}: ") and (why in said) == (verdict != "ok")
 
 
