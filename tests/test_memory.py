@@ -229,6 +229,12 @@ def tiny_plain_model(family):
     return arch, plain_model(model_config, arch, tensors, 64)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_other_files_left_is_not_looked_through():
+    gc.collect()
+    gc.freeze()  # else each held_bytes() takes a tenth of a second longer
+
+
 def held_bytes(arch, model, n_layers, n_tokens):
     """Of all tensors that are there after a forward of n_tokens and were not before it."""
     ids = torch.arange(n_tokens) % 100
