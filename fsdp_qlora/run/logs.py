@@ -359,12 +359,14 @@ def log_plan(
     """Print the plan: the memory that it is predicted to take, and how the work is laid out.
     `resident`: bytes that the process has already, on a CPU, where they count."""
     speed = f"predicted {1 / plan.token_seconds:,.0f} tok/s/{place}"
+    shared_by = plan.context_parallel_size
     checkpointed = f"activation checkpointing in {plan.recomputed} of {plan.n_layers} layers"
     if not plan.recomputed:
         checkpointed = "no activation checkpointing"
     notes = {
         describe_copies(plan, world_size, place): True,
-        f"micro-batches of up to {plan.micro_batch_tokens:,} tokens": True,
+        f"micro-batches of up to {plan.micro_batch_tokens * shared_by:,} tokens": True,
+        f"each shared by {shared_by} {place}s (context parallelism)": shared_by > 1,
         checkpointed: True,
         "nothing to offload": plan.offload_activations and not plan.recomputed,
         "embeddings in host memory": plan.embedding_on_host,
