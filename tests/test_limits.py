@@ -358,7 +358,7 @@ SAID = "max_steps learning_rate lr_schedule warmup_fraction weight_decay max_gra
 FREE = """model dataset eval_dataset columns chat_template output_dir resume num_epochs eval_every
     eval_samples save_every keep_checkpoints max_minutes step_timeout_minutes report_to
     micro_batch_tokens shard_group_size context_parallel_size recompute offload_activations
-    offload_params memory_limit_gib plan_for attn""".split()
+    offload_params memory_limit_gib plan_for host_memory_gib attn""".split()
 CONTENT = "data_sha256 base_sha256 eval_sha256".split()
 
 
