@@ -162,3 +162,22 @@ def test_shared_micro_batches_change_no_number(name, runs, read_metrics):
         assert row.keys() == same.keys() and row.get("tokens") == same.get("tokens")
         for key in row.keys() & {"loss", "grad_norm", "eval_loss", "rewards/chosen", "kl"}:
             assert abs(row[key] - same[key]) <= bar * max(abs(row[key]), 0.1), key
+
+
+def test_run_goes_on_with_another_number_of_ranks(runs, run_jobs, read_metrics):
+    """Two ranks share micro-batches, then one has them alone, then two share them again."""
+    base = runs(1, "qwen3").parent
+    argv = ["--model", "qwen3", "--dataset", "sft.jsonl", *FLAGS, "--learning_rate", "1e-2"]
+    parts = {}
+    for name, ranks in ("whole", [1]), ("resumed", [2, 1, 2]):
+        for steps, n in zip([6] if name == "whole" else [2, 4, 6], ranks):
+            shared = ["--context_parallel_size", "2"] if n == 2 else []
+            run_jobs(n, [{"argv": [*argv, *shared, "--micro_batch_tokens", str(700 // n),
+                                   "--max_steps", str(steps), "--lr_schedule", "constant",
+                                   "--warmup_fraction", "0", "--output_dir", name]}],
+                     cwd=base)  # fmt: skip
+        parts[name] = read_metrics(base / name)
+    assert len(parts["whole"]) == len(parts["resumed"]) == 6
+    for row, same in zip(*parts.values()):
+        assert abs(row["loss"] - same["loss"]) <= 1e-4 * row["loss"]  # 8-bit AdamW, six steps
+    assert abs(parts["whole"][1]["loss"] - parts["resumed"][1]["loss"]) < 1e-5
