@@ -426,14 +426,14 @@ def test_adapters_gradients_are_summed_in_fp32():
         want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), call.spec.scaling
         for seed in range(3):
             x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
-            columns = draw(N, fused.padded_columns, seed=seed)
-            _, grad_d = lora_matmul.lora_matmul_backward(call, fused, columns, grad, x)
+            hidden = draw(N, fused.padded_lora, seed=seed)
+            _, grad_d = lora_matmul.lora_matmul_backward(call, fused, hidden, grad, x)
             lora_matmul.add_a_gradient(call, fused, x, grad_d)
             of_b = call.weight(fused)[:, fused.in_features :].double()
-            check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_columns], "d")
+            check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_lora], "d")
             want_a = want_a + scaling * grad_d.double().t() @ x.double()
             for linear in fused.adapted:
-                part = grad[:, linear.outputs].double().t() @ columns[:, linear.columns].double()
+                part = grad[:, linear.outputs].double().t() @ hidden[:, linear.lora_slice].double()
                 want_b[linear] = want_b[linear] + part
         check_rounding(call.grad_adapter[fused.lora_a], want_a.flatten(), "A")
         for linear, want in want_b.items():
@@ -446,11 +446,11 @@ def test_doras_norms_and_magnitudes_are_fp32():
         factor, norm = lora_matmul.dora_factors(call, fused, weight)
         x, grad = torch.eye(n_in).bfloat16(), draw(n_in, fused.out_features)  # picks columns of W
         lora_matmul.lora_matmul_backward(
-            call, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
+            call, fused, x.new_zeros(n_in, fused.padded_lora), grad, x)
         a, weight = call.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
         for linear in fused.adapted:
             b, rows = call.adapter[linear.lora_b].view(-1, fused.lora_rank).double(), linear.outputs
-            of_rows = (weight[rows] + call.spec.scaling * b @ a[linear.columns]).norm(dim=1)
+            of_rows = (weight[rows] + call.spec.scaling * b @ a[linear.lora_slice]).norm(dim=1)
             sums = (grad[:, rows].double() * weight[rows].t()).sum(0) / of_rows
             check_rounding(norm[rows], of_rows, "norms")
             check_rounding(factor[rows], call.layer.adapter[linear.magnitude] / of_rows, "factors")

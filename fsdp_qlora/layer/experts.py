@@ -21,14 +21,14 @@ from fsdp_qlora.kernels.elementwise import (
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.grouped_mm import (
-    ExpertChunk, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows,
-    split_columns, why_no_grouped_mm)
+    ExpertChunk, add_expert_gradients, cut_experts, fill_expert_lora_hidden, grouped, put_rows,
+    split_lora_gradient, why_no_grouped_mm)
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import (
-    branch_gradient, end_branch, last_columns, norm_gradient, norm_inputs, normed, normed_inputs,
-    save_inputs)
+    branch_gradient, copy_lora_hidden, end_branch, norm_gradient, norm_inputs, normed,
+    normed_inputs, save_inputs)
 from fsdp_qlora.layer.router import Routing, add_balance, route, route_backward
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.plan import Plan
@@ -84,7 +84,7 @@ class MoESublayer:
             add_balance(call.layer, saved.routing, call.batch.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         read = self.latent.enter(call, saved, x) if self.latent else x
-        if needs_branch or self.latent and self.latent.exit.n_columns:
+        if needs_branch or self.latent and self.latent.exit.n_lora:
             read = normed(call, norms.before, source) if norms else read
             branch, saved.gate_ups = self._experts_forward(call, saved.routing, read, save_gate_ups)
             if self.latent:
@@ -176,7 +176,7 @@ class MoESublayer:
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
             glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
                  self.arch.gated, evaluation=call.evaluation)
-            fill_expert_columns(call, self.expert_down, activated, chunk)
+            fill_expert_lora_hidden(call, self.expert_down, activated, chunk)
             rows = grouped(activated, chunk.down.transpose(1, 2), chunk)
             self._add_bias(call, "down_proj", rows, routing, chunk)
             outputs = put_rows(outputs, rows, chunk, len(routing.token))
@@ -192,9 +192,9 @@ class MoESublayer:
     ) -> Tensor:
         """Return gate and up of the rows of one chunk, [m, 2 inner]."""
         inputs = x[routing.token[chunk.rows]]
-        if self.expert_gate_up.n_columns:
+        if self.expert_gate_up.n_lora:
             inputs = widen(inputs, self.expert_gate_up)
-            fill_expert_columns(call, self.expert_gate_up, inputs, chunk)
+            fill_expert_lora_hidden(call, self.expert_gate_up, inputs, chunk)
         gate_up = grouped(inputs, chunk.gate_up.transpose(1, 2), chunk)
         self._add_bias(call, "gate_up_proj", gate_up, routing, chunk)
         return gate_up
@@ -223,7 +223,7 @@ class MoESublayer:
         recomputed. Removes saved.gate_ups one by one and overwrites them.
         """
         routing, x = saved.routing, None
-        if not saved.gate_ups or self.expert_gate_up.n_columns:  # to recompute them; for A's grad
+        if not saved.gate_ups or self.expert_gate_up.n_lora:  # to recompute them; for A's grad
             if self.latent:
                 x = saved.latent
             elif norms := self.moe.norms:
@@ -242,7 +242,7 @@ class MoESublayer:
             # grad_inner and grad_d exclude the routing weights; grad_gate_up includes them
             upstream = grad[routing.token[chunk.rows]]
             grad_inner = grouped(upstream, chunk.down, chunk)
-            grad_inner, grad_d = split_columns(call, self.expert_down, grad_inner, chunk)
+            grad_inner, grad_d = split_lora_gradient(call, self.expert_down, grad_inner, chunk)
             grad_weights[chunk.rows] = glu_weight_gradients(
                 grad_inner, gate_up, self._activation, self.arch.gated)
             weights = routing.row_weights[chunk.rows]
@@ -253,7 +253,7 @@ class MoESublayer:
                 add_expert_gradients(call, self.expert_down, weighted, grad_d, upstream, chunk)
             del grad_inner, activated, upstream, gate_up
             rows = grouped(grad_gate_up, chunk.gate_up, chunk)
-            rows, grad_d = split_columns(call, self.expert_gate_up, rows, chunk)
+            rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
             if grad_d is not None:
                 inputs = x[routing.token[chunk.rows]]
                 add_expert_gradients(
@@ -310,7 +310,7 @@ class MoESublayer:
         glu(activated[:, : self.shared_down.in_features], saved.shared_gate_up,
              self._shared_activation, self.arch.gated, evaluation=call.evaluation)
         out = lora_matmul(call, self.shared_down, activated)
-        saved.down_columns = last_columns(activated, self.shared_down)
+        saved.down_lora_hidden = copy_lora_hidden(activated, self.shared_down)
         if name := self.moe.shared_gate:
             saved.shared_out = out
             x = inputs[:, : self.arch.hidden_size]
@@ -335,13 +335,13 @@ class MoESublayer:
         if call.spec.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
             glu(activated, saved.shared_gate_up, self._shared_activation, arch.gated)
-        activated, grad_d = lora_matmul_backward(call, self.shared_down, saved.down_columns, grad,
-                                                 activated)
+        activated, grad_d = lora_matmul_backward(
+            call, self.shared_down, saved.down_lora_hidden, grad, activated)
         glu_backward(activated, self._shared_activation, None,
                      *saved.shared_gate_up.chunk(1 + arch.gated, -1))
         add_a_gradient(call, self.shared_down, activated, grad_d)  # now contains glu()'s result
         inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.shared_gate_up)
-        grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.columns,
+        grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.lora_hidden,
                                               saved.shared_gate_up, inputs)
         add_a_gradient(call, self.shared_gate_up, inputs, grad_d)
         return grad_x + from_factor
@@ -368,8 +368,8 @@ class MoESublayer:
         # the Routing: scores in fp32; for each row, four int64 numbers and two fp32 weights
         values += 2 * moe.n_experts + (4 * 4 + 2 * 2) * moe.top_k
         if self.shared_gate_up and self.shared_down:
-            columns = self.shared_gate_up.padded_columns + self.shared_down.padded_columns
-            values += self.shared_gate_up.out_features + columns
+            padded_lora = self.shared_gate_up.padded_lora + self.shared_down.padded_lora
+            values += self.shared_gate_up.out_features + padded_lora
             values += (arch.hidden_size + 1) * (moe.shared_gate is not None)
         if moe.norms:  # the outputs of experts and shared expert
             values += 2 * arch.hidden_size
@@ -385,9 +385,9 @@ class MoESublayer:
         rows, up, down = n * moe.top_k, self.expert_gate_up, self.expert_down
         # plus gate and up, if they are recomputed, and if their gradient is a new tensor
         row_values, adapter_values = up.width + down.width, 0
-        if up.n_columns:  # the rows' gradient, its part from d, their sum; A's gradient, also fp32
+        if up.n_lora:  # the rows' gradient, its part from d, their sum; A's gradient, also fp32
             row_values = max(3 * up.width, up.width + 3 * down.width)
-            adapter_values = 3 * moe.n_experts * up.n_columns * width
+            adapter_values = 3 * moe.n_experts * up.n_lora * width
         row_values += self._gate_up_size * (recomputed + bool(moe.clamp))
         chunk_values = math.ceil((rows * row_values + adapter_values) / plan.expert_ranges)
         if recomputed and self.shared_gate_up and self.shared_down:
@@ -396,7 +396,7 @@ class MoESublayer:
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * width * (plan.expert_ranges > 1) + chunk_values + weights + 3 * n * hidden
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
-            values += n * hidden * (2 + 2 * recomputed + bool(up.n_columns))
+            values += n * hidden * (2 + 2 * recomputed + bool(up.n_lora))
         if self.latent:
             values += n * (self.latent.live_values + recomputed * self.latent.saved_values)
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
@@ -425,7 +425,7 @@ class MoESublayer:
         hidden, top_k = self.arch.hidden_size, self.moe.top_k
         width = self.expert_gate_up.in_features
         rows = top_k * (10 * width + 6 * self._gate_up_size)
-        if self.expert_gate_up.n_columns:  # narrow matmuls, which take as long as this; fitted
+        if self.expert_gate_up.n_lora:  # narrow matmuls, which take as long as this; fitted
             rows += top_k * 40 * (width + self._gate_up_size // 2)
         if self.moe.norms:  # four more norms: of both experts' outputs, and the router's and
             # routed experts' own norms of `source`

@@ -17,9 +17,9 @@ from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
-    add_a_gradient, fill_columns, lora_matmul, lora_matmul_backward, widen)
+    add_a_gradient, fill_lora_hidden, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.layer.residual import (
-    branch_gradient, end_branch, last_columns, norm_gradient, norm_inputs, normed_inputs,
+    branch_gradient, copy_lora_hidden, end_branch, norm_gradient, norm_inputs, normed_inputs,
     save_inputs, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMixer, SavedMixing
 from fsdp_qlora.plan import Plan
@@ -129,8 +129,8 @@ class MixerSublayer:
                 added = lora_matmul(call, fused, out_inputs)
                 branch = added if branch is None else branch.add_(added)
             else:
-                fill_columns(call, fused, out_inputs)  # backward reads them
-            part.out_columns = last_columns(out_inputs, fused)
+                fill_lora_hidden(call, fused, out_inputs)  # backward reads them
+            part.out_lora_hidden = copy_lora_hidden(out_inputs, fused)
         out, saved.branch = None, None
         if branch is not None:
             out, saved.branch = end_branch(call, x, branch, arch.attention_post_norm,
@@ -149,7 +149,7 @@ class MixerSublayer:
         saved.branch = None
         for (fused, mixer), part in zip(self.paths, saved.mixers):
             mixed = mixer.mixed(call, part)
-            grad, grad_d = lora_matmul_backward(call, fused, part.out_columns, upstream, mixed)
+            grad, grad_d = lora_matmul_backward(call, fused, part.out_lora_hidden, upstream, mixed)
             add_a_gradient(call, fused, mixed, grad_d)
             mixed = None
             grads.append(mixer.backward(call, part, grad))
@@ -158,7 +158,7 @@ class MixerSublayer:
         del grads
         inputs = normed_inputs(call, saved, arch.attention_norm, saved.x, self.in_proj)
         grad, grad_d = lora_matmul_backward(
-            call, self.in_proj, saved.columns, grad, inputs, needs_x)
+            call, self.in_proj, saved.lora_hidden, grad, inputs, needs_x)
         add_a_gradient(call, self.in_proj, inputs, grad_d)
         if not needs_x:
             return None
@@ -174,8 +174,8 @@ class MixerSublayer:
     def saved_values(self) -> int:
         """Values saved for backward, if nothing is recomputed."""
         hidden = self.arch.hidden_size
-        values = hidden + self.in_proj.padded_columns
-        values += sum(out.padded_columns + mixer.saved_values for out, mixer in self.paths)
+        values = hidden + self.in_proj.padded_lora
+        values += sum(out.padded_lora + mixer.saved_values for out, mixer in self.paths)
         if any(mixer.saves_projected for _, mixer in self.paths):  # in the same tensor: kept whole
             values += sum(mixer.projected_width for _, mixer in self.paths
                           if not mixer.saves_projected)

@@ -20,7 +20,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.per_layer import PerLayerEnd
 from fsdp_qlora.layer.residual import (
-    add_branch, branch_gradient, last_columns, norm_gradient, norm_inputs, normed_inputs,
+    add_branch, branch_gradient, copy_lora_hidden, norm_gradient, norm_inputs, normed_inputs,
     save_inputs, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.plan import Plan
@@ -65,7 +65,7 @@ class MLPSublayer:
              evaluation=call.evaluation)
         out, saved.branch = add_branch(call, mid_residual, self.down, activated, MLP_SITE,
                                       arch.mlp_post_norm, want_sum or self.end is not None)
-        saved.down_columns = last_columns(activated, self.down)
+        saved.down_lora_hidden = copy_lora_hidden(activated, self.down)
         del activated
         if self.end:
             assert out is not None, "the end needs the sum"
@@ -83,8 +83,8 @@ class MLPSublayer:
         if call.spec.dora:
             activated = upstream.new_empty(len(upstream), self.down.in_features)
             glu(activated, saved.gate_up, self.activation(call), arch.gated)
-        grad_activated, grad_d = lora_matmul_backward(call, self.down, saved.down_columns, upstream,
-                                                      activated)
+        grad_activated, grad_d = lora_matmul_backward(
+            call, self.down, saved.down_lora_hidden, upstream, activated)
         del upstream, activated
         # in place; gate and up as two tensors, so that one kernel can read and write their columns
         parts = saved.gate_up.chunk(1 + arch.gated, -1)
@@ -92,8 +92,8 @@ class MLPSublayer:
         add_a_gradient(call, self.down, grad_activated, grad_d)  # now contains glu()'s result
         del grad_activated, grad_d
         inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.gate_up)
-        grad_inputs, grad_d = lora_matmul_backward(call, self.gate_up, saved.columns, saved.gate_up,
-                                                   inputs)
+        grad_inputs, grad_d = lora_matmul_backward(
+            call, self.gate_up, saved.lora_hidden, saved.gate_up, inputs)
         add_a_gradient(call, self.gate_up, inputs, grad_d)
         return norm_gradient(call, arch.mlp_norm, saved.source, grad_inputs, grad)
 
@@ -140,7 +140,7 @@ class MLPSublayer:
     def saved_values(self) -> int:
         """Values saved for backward, if nothing is recomputed."""
         hidden, arch = self.arch.hidden_size, self.arch
-        values = self.gate_up.out_features + self.gate_up.padded_columns + self.down.padded_columns
+        values = self.gate_up.out_features + self.gate_up.padded_lora + self.down.padded_lora
         values += hidden * (not arch.parallel)  # a parallel layer's x is counted with the mixer
         values += self.end.saved_values if self.end else 0
         return values + hidden * (arch.mlp_post_norm is not None)
@@ -161,8 +161,8 @@ class MLPSublayer:
         total = max(first, second, end_bytes)
         total += 2 * n_tokens * hidden * item  # gradients: of the sum, and of finished slices
         if recomputed:
-            columns = up.padded_columns + down.padded_columns
-            total += n * (up.out_features + up.width + columns) * item
+            padded_lora = up.padded_lora + down.padded_lora
+            total += n * (up.out_features + up.width + padded_lora) * item
             total += n * self.end.saved_values * item if self.end else 0
         return total
 

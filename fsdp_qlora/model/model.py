@@ -67,7 +67,7 @@ def measure_weight_norms(model: Model) -> None:
         with gathered(layer):
             no_adapter = layer.vectors.new_zeros(layer.spec.n_adapter)
             for fused in layer.spec.fused_linears:
-                if fused.n_columns:
+                if fused.n_lora:
                     weight = dequantize(layer, fused, no_adapter)[:, : fused.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     for linear in fused.adapted:
