@@ -318,7 +318,7 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
 def test_what_is_offloaded_is_not_held():
     """By the record, or by the function that takes it back."""
     store = OffloadedActivations(3, 8, torch.device("cpu"))
-    record = SavedMLP(source=torch.arange(8.0), gate_up=torch.ones(8, 2))
+    record = SavedMLP(mlp_input=torch.arange(8.0), gate_up=torch.ones(8, 2))
     want, first = record.gate_up.clone(), weakref.ref(record.gate_up)
     take = put_record(store, record)
     store.put(torch.ones(8)), store.put(torch.ones(8))  # frees earlier ones

@@ -410,7 +410,8 @@ def test_plan_knows_the_heads_peak(
         model = types.SimpleNamespace(arch=arch, head=head, norm=norm, norm_bias=None, shards=1,
                                       shard=0, own_rows=range(arch.vocab_size), group=None)
         labels, bounds = torch.empty(n, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
-        micro_batch = types.SimpleNamespace(labels=labels, trained_at=labels, loss_bounds=bounds)
+        micro_batch = types.SimpleNamespace(
+            labels=labels, label_positions=labels, loss_bounds=bounds)
         with Storages(fused) as storages:
             x = torch.empty(n, arch.hidden_size, dtype=dtype).requires_grad_()
             LinearCrossEntropy.apply(x, model, micro_batch).sum().backward()

@@ -554,7 +554,7 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     model = types.SimpleNamespace(
         arch=arch, head=weight, norm=torch.ones(64).bfloat16(), norm_bias=None, shards=1, shard=0,
         own_rows=range(320))  # fmt: skip
-    micro_batch = types.SimpleNamespace(labels=labels, trained_at=torch.arange(N),
+    micro_batch = types.SimpleNamespace(labels=labels, label_positions=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
     x = x.requires_grad_()
     weights = torch.tensor([1 / 3, 0.7])

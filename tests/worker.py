@@ -183,9 +183,9 @@ def vocabulary(job, process):
         out.update(hidden=x, labels=labels, ids=ids)
         mine = slice(rank * 17, (rank + 1) * 17)
         x, labels, ids = (t[mine].to(run.device) for t in (x, labels, ids))
-        trained_at = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
+        label_positions = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
         micro_batch = types.SimpleNamespace(
-            labels=labels[trained_at], trained_at=trained_at,
+            labels=labels[label_positions], label_positions=label_positions,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
         chunk_bytes, row = house.get("CHUNK_BYTES"), 4 * model.arch.vocab_size
         own_head = model.head

@@ -25,7 +25,7 @@ class AttentionMixer:
     window: int | None  # number of keys that a query sees; None: all
     rope: int | None  # index of arch.ropes; None: no rotary
 
-    saved = SavedAttention
+    saved_type = SavedAttention
 
     def forward(self, call: LayerCall, saved: SavedAttention) -> Tensor:
         rotated = rotate_forward(
@@ -42,7 +42,7 @@ class AttentionMixer:
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             saved.heads = [part.detach().requires_grad_() for part in heads]
             saved.attended = attend(call, self.arch, self.window, *saved.heads)
-        return self.mixed(call, saved)
+        return self.recompute_output(call, saved)
 
     @property
     def saves_projected(self) -> bool:
@@ -56,7 +56,7 @@ class AttentionMixer:
         factor: float = self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
         return factor
 
-    def mixed(self, call: LayerCall, saved: SavedAttention) -> Tensor:
+    def recompute_output(self, call: LayerCall, saved: SavedAttention) -> Tensor:
         attended: Tensor = saved.attended.detach()
         if self._output_factor != 1:
             attended = attended * self._output_factor

@@ -62,30 +62,31 @@ class MoESublayer:
         return *shared, *latent, self.expert_gate_up, self.expert_down
 
     def forward(
-        self, call: LayerCall, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True,
-        choice: tuple[Tensor, list[int] | None] | None = None, save_gate_ups: bool = True
+        self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
+        want_sum: bool = True, routing_choice: tuple[Tensor, list[int] | None] | None = None,
+        save_gate_ups: bool = True
     ) -> tuple[Tensor | Any, SavedMoE]:
-        """Return mid_residual + MLP(norm(source)), None without want_sum, and what backward()
+        """Return mid_residual + MLP(norm(mlp_input)), None without want_sum, and what backward()
         needs.
 
-        When forward() is recomputed, `choice` is the choice of the first time, so that a tie is not
-        decided another way. Without save_gate_ups, backward() computes the experts' gate and up
+        When forward() is recomputed, `routing_choice` is that of the first time, so that a tie is
+        not decided another way. Without save_gate_ups, backward() computes the experts' gate and up
         again.
         """
         arch, norms, branch = self.arch, self.moe.norms, None
-        saved = SavedMoE(source=source)
+        saved = SavedMoE(mlp_input=mlp_input)
         # includes columns for the shared expert's adapter, which lora_matmul() fills
-        inputs = norm_inputs(call, arch.mlp_norm, source, self.fused_linears[0])
+        inputs = norm_inputs(call, arch.mlp_norm, mlp_input, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
         needs_bounds = call.layer.plan.expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
-        saved.routing = route(call, source if norms else x, choice, needs_bounds)
+        saved.routing = route(call, mlp_input if norms else x, routing_choice, needs_bounds)
         if not (call.is_backward or call.evaluation):
             add_balance(call.layer, saved.routing, call.batch.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         read = self.latent.enter(call, saved, x) if self.latent else x
         if needs_branch or self.latent and self.latent.exit.n_lora:
-            read = normed(call, norms.before, source) if norms else read
+            read = normed(call, norms.before, mlp_input) if norms else read
             branch, saved.gate_ups = self._experts_forward(call, saved.routing, read, save_gate_ups)
             if self.latent:
                 branch = self.latent.leave(call, saved, branch, needs_branch)
@@ -106,7 +107,7 @@ class MoESublayer:
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
-        """Return the gradient of `mid_residual`, including the gradient of `source` through the
+        """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the
         MLP. `grad` is the gradient of forward()'s sum."""
         arch, norms = self.arch, self.moe.norms
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
@@ -116,12 +117,12 @@ class MoESublayer:
         grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         if self.latent:
-            x = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.fused_linears[0])
+            x = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
             grad_x = self.latent.enter_backward(call, saved, grad_x, x)
         grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
         if self.shared_gate_up:
             grad_x += self._shared_backward(call, saved, upstream)
-        return norm_gradient(call, arch.mlp_norm, saved.source, grad_x, grad)
+        return norm_gradient(call, arch.mlp_norm, saved.mlp_input, grad_x, grad)
 
     def _apart_backward(
         self, call: LayerCall, saved: SavedMoE, upstream: Tensor, grad: Tensor,
@@ -129,32 +130,33 @@ class MoESublayer:
     ) -> Tensor:
         """backward() for ExpertNorms: experts, router and shared expert each have their own norm.
         `upstream`: the gradient of the sum of their normed outputs."""
-        source, kind, eps = saved.source, self.arch.norm, self.arch.norm_eps
+        mlp_input, kind, eps = saved.mlp_input, self.arch.norm, self.arch.norm_eps
         grad_out = norm_backward(
             saved.expert_output, upstream, None, call.vector(norms.after), kind, eps)
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
-        grad = norm_gradient(call, norms.before, source, grad_x, grad)
-        grad += route_backward(call, saved.routing, grad_weights, source)
+        grad = norm_gradient(call, norms.before, mlp_input, grad_x, grad)
+        grad += route_backward(call, saved.routing, grad_weights, mlp_input)
         saved.expert_output = grad_out = None
         grad_shared = norm_backward(
             saved.shared_output, upstream, None, call.vector(norms.after_shared), kind, eps)
         grad_x, saved.shared_output = self._shared_backward(call, saved, grad_shared), None
-        return norm_gradient(call, self.arch.mlp_norm, source, grad_x, grad)
+        return norm_gradient(call, self.arch.mlp_norm, mlp_input, grad_x, grad)
 
     def forward_to_recompute(
-        self, call: LayerCall, mid_residual: Tensor, source: Tensor
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, tuple[Tensor, list[int] | None]]:
         """Return forward()'s sum, and the choice for recomputed_backward(). Nothing else is saved.
         """
         # not in slices of tokens as in MLPSublayer: each slice would dequantize all experts
-        out, saved = self.forward(call, mid_residual, source, save_gate_ups=False)
+        out, saved = self.forward(call, mid_residual, mlp_input, save_gate_ups=False)
         return out, saved.routing.choice
 
     def recomputed_backward(
-        self, call: LayerCall, source: Tensor, grad: Tensor, choice: tuple[Tensor, list[int] | None]
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor,
+        routing_choice: tuple[Tensor, list[int] | None]
     ) -> Tensor:
         """backward() after computing forward() again."""
-        saved = self.forward(call, None, source, False, choice, save_gate_ups=False)[1]
+        saved = self.forward(call, None, mlp_input, False, routing_choice, save_gate_ups=False)[1]
         grad = self.backward(call, saved, grad)
         call.dequantized.clear()
         return grad
@@ -227,10 +229,10 @@ class MoESublayer:
             if self.latent:
                 x = saved.latent
             elif norms := self.moe.norms:
-                x = normed(call, norms.before, saved.source)
+                x = normed(call, norms.before, saved.mlp_input)
             else:
                 x = normed_inputs(
-                    call, saved, self.arch.mlp_norm, saved.source, self.fused_linears[0])
+                    call, saved, self.arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for chunk in self._chunks(call, routing):
@@ -340,7 +342,7 @@ class MoESublayer:
         glu_backward(activated, self._shared_activation, None,
                      *saved.shared_gate_up.chunk(1 + arch.gated, -1))
         add_a_gradient(call, self.shared_down, activated, grad_d)  # now contains glu()'s result
-        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.shared_gate_up)
+        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.shared_gate_up)
         grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.lora_hidden,
                                               saved.shared_gate_up, inputs)
         add_a_gradient(call, self.shared_gate_up, inputs, grad_d)
@@ -428,6 +430,6 @@ class MoESublayer:
         if self.expert_gate_up.n_lora:  # narrow matmuls, which take as long as this; fitted
             rows += top_k * 40 * (width + self._gate_up_size // 2)
         if self.moe.norms:  # four more norms: of both experts' outputs, and the router's and
-            # routed experts' own norms of `source`
+            # routed experts' own norms of `mlp_input`
             rows += 20 * hidden
         return 15 * hidden + rows

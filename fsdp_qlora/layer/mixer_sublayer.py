@@ -31,15 +31,15 @@ class TokenMixer(Protocol):
     properties are for the planner and count values per token."""
 
     @property
-    def saved(self) -> type[SavedMixing]:
+    def saved_type(self) -> type[SavedMixing]:
         """The record of what the mixer saves, passed to the functions below."""
 
     def forward(self, call: LayerCall, saved: Any) -> Tensor:
         """Return the inputs of the output projection [n, out.in_features], from saved.projected [n,
-        projected_width]. May replace saved.projected; stores in `saved` what mixed() and backward()
-        need."""
+        projected_width]. May replace saved.projected; stores in `saved` what recompute_output() and
+        backward() need."""
 
-    def mixed(self, call: LayerCall, saved: Any) -> Tensor:
+    def recompute_output(self, call: LayerCall, saved: Any) -> Tensor:
         """Return forward()'s result again."""
 
     def backward(self, call: LayerCall, saved: Any, grad: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class MixerSublayer:
         save_inputs(call, saved, inputs, self.in_proj)
         del inputs
         widths = [mixer.projected_width for _, mixer in self.paths]
-        saved.mixers = [mixer.saved(projected=part) for (_, mixer), part in zip(
+        saved.mixers = [mixer.saved_type(projected=part) for (_, mixer), part in zip(
             self.paths, projected.split(widths, 1))]
         del projected
         # the post norm's backward also reads the branch
@@ -148,7 +148,7 @@ class MixerSublayer:
             call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         saved.branch = None
         for (fused, mixer), part in zip(self.paths, saved.mixers):
-            mixed = mixer.mixed(call, part)
+            mixed = mixer.recompute_output(call, part)
             grad, grad_d = lora_matmul_backward(call, fused, part.out_lora_hidden, upstream, mixed)
             add_a_gradient(call, fused, mixed, grad_d)
             mixed = None

@@ -30,7 +30,7 @@ class AutogradMixer:
     mixer: Mixer
     arch: Architecture
 
-    saved = SavedGraph
+    saved_type = SavedGraph
 
     def forward(self, call: LayerCall, saved: SavedGraph) -> Tensor:
         function = MIXERS[type(self.mixer)].function
@@ -40,9 +40,9 @@ class AutogradMixer:
                 projected = GraphStart.apply(torch.empty(0, requires_grad=True), projected)
                 saved.start = get_gradient_edge(projected)
             saved.mixed = function(call, projected, self.mixer)
-        return self.mixed(call, saved)
+        return self.recompute_output(call, saved)
 
-    def mixed(self, call: LayerCall, saved: SavedGraph) -> Tensor:
+    def recompute_output(self, call: LayerCall, saved: SavedGraph) -> Tensor:
         mixed: Tensor = saved.mixed.detach()
         return mixed
 

@@ -44,7 +44,7 @@ class MLAMixer:
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return (self.q_b, self.kv_b) if self.q_b else (self.kv_b,)
 
-    saved = SavedMLA
+    saved_type = SavedMLA
 
     def forward(self, call: LayerCall, saved: SavedMLA) -> Tensor:
         query, kv_latent, rotary_key = saved.projected.split(self._projected_widths, 1)
@@ -61,9 +61,9 @@ class MLAMixer:
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             saved.heads = [part.detach().requires_grad_() for part in heads]
             saved.attended = attend(call, self.arch, None, *saved.heads)
-        return self.mixed(call, saved)
+        return self.recompute_output(call, saved)
 
-    def mixed(self, call: LayerCall, saved: SavedMLA) -> Tensor:
+    def recompute_output(self, call: LayerCall, saved: SavedMLA) -> Tensor:
         attended: Tensor = saved.attended.detach()
         return attended[..., : self.mla.value].flatten(1)
 

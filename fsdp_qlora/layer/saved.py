@@ -76,7 +76,7 @@ class SavedEnd:
 class SavedMLP(SavedInputs, SavedEnd):
     """The tensors that an MLPSublayer saves."""
 
-    source: Tensor = None  # [n, hidden], the input of its norm
+    mlp_input: Tensor = None  # [n, hidden], the input of its norm
     gate_up: Tensor = None  # [n, gate and up]
     branch: Tensor = None  # [n, hidden], the branch before its norm
     down_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden
@@ -86,7 +86,7 @@ class SavedMLP(SavedInputs, SavedEnd):
 class SavedMoE(SavedInputs):
     """The tensors that a MoESublayer saves."""
 
-    source: Tensor = None  # [n, hidden], the input of its norm
+    mlp_input: Tensor = None  # [n, hidden], the input of its norm
     branch: Tensor = None  # [n, hidden], the branch before its norm
     routing: Routing = None
     gate_ups: list[Tensor] | None = None  # one per ExpertChunk; None: they are computed again

@@ -346,7 +346,7 @@ def describe_workload(
     rows = source.rows
     longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
                             for count in (longest_document, longest_of_rows))
-    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_scored()))
+    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_labels()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
     row_lengths = rows.lengths.view(-1, rows.n_answers).sum(1)
     tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
