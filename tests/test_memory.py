@@ -19,10 +19,10 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import ShuffledRows, make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels
-from fsdp_qlora.kernels.offload import pinned_copy
 from fsdp_qlora.layer.layer import make_layer_specs
-from fsdp_qlora.lora.adapter import resolve_target_modules
+from fsdp_qlora.lora.adapter import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
+from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import GAPS, Plan
 from fsdp_qlora.planner.costs import FIT, count_layers, layer_seconds, predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine
@@ -32,7 +32,7 @@ from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
-from fsdp_qlora.training.check import plain_model
+from fsdp_qlora.training.compare_with_transformers import plain_model
 
 GIB = 2**30
 H200 = Machine(flops=7e14, bandwidth=4e12, link=3e11, host=5e10, host_bytes=64 * GIB)
@@ -171,7 +171,7 @@ def shapes_of(name, layers=None, **flags):
     config = Config(model=name, random_weights=True, **flags)
     with unittest.mock.patch.dict(BUILTIN_CONFIGS, shapes):
         config, _, arch = read_model_config(Path(name), config)
-    _, adapted = resolve_target_modules(arch, config, name)
+    _, adapted = resolve_adapter(arch, config, name)
     return config, arch, make_layer_specs(arch, adapted, config)
 
 
@@ -238,7 +238,8 @@ def held_bytes(arch, model, n_layers, n_tokens):
     micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), model)
 
     def storages():
-        # not NF4Blocks, whose inner tensors are found, nor what an earlier test's tracing has left
+        # not FourBitBlocks, whose inner tensors are found, nor what an earlier test's tracing has
+        # left
         found = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
 

@@ -24,9 +24,9 @@ from fsdp_qlora.data.packing import (
 from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
-from fsdp_qlora.kernels.context import NOT_SHARED
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
+from fsdp_qlora.micro_batch.context import NOT_SHARED
 from train_fsdp_qlora import next_step
 
 CPU = torch.device("cpu")

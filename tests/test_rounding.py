@@ -29,10 +29,10 @@ from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import experts, lora_matmul, mixers, mla, per_layer, residual, router
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
-from fsdp_qlora.model.loss import sum_documents
+from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config
-from fsdp_qlora.training.check import random_reference
+from fsdp_qlora.training.compare_with_transformers import random_reference
 
 N, WIDTH, HEADS = 96, 128, 4
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]

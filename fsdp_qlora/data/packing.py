@@ -20,10 +20,10 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
-from fsdp_qlora.kernels.context import NOT_SHARED, ContextGroup, make_context_shard
-from fsdp_qlora.kernels.micro_batch import Answers, MicroBatch
-from fsdp_qlora.kernels.offload import DeviceActivations
 from fsdp_qlora.kernels.recurrence import chunk_table
+from fsdp_qlora.micro_batch.context import NOT_SHARED, ContextGroup, make_context_shard
+from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
+from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.model.model import Model
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.model.loss import LOSSES, Loss
+from fsdp_qlora.model.preference_loss import LOSSES, Loss
 
 
 COLUMNS = "prompt_length", "n_trainable_tokens", "desirable", "digest"  # in the order of Rows

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.kernels.elementwise import N_SITES, WEIGHTS_SITE, drop_eager
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention
-from fsdp_qlora.kernels.segments import Segments, document_segments
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention
+from fsdp_qlora.micro_batch.segments import Segments, document_segments
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.nf4 import why_no_triton
 

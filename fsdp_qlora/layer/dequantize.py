@@ -12,7 +12,7 @@ import torch
 
 from fsdp_qlora.layer.linears import FusedLinear, LinearSlices
 from fsdp_qlora.layer.parameters import LayerParameters
-from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK, Nested, NF4Blocks
+from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK, FourBitBlocks, Nested
 from fsdp_qlora.quant.nf4 import (
     launch_dequantize, mxfp4_code, mxfp4_values, nf4_code, why_no_triton)
 
@@ -26,7 +26,7 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
     are 0 for the other linears. One kernel writes both, so B needs no launch of its own.
     """
     weight = adapter.new_empty(fused.out_features, fused.width)
-    blocks: NF4Blocks = layer.nf4
+    blocks: FourBitBlocks = layer.packed_weights
     packed, scales = blocks.packed[fused.blocks], blocks.scales[fused.blocks]
     nested: Nested = layer.nested
     in_mxfp4 = fused.linears[0].mxfp4

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.kernels.micro_batch import MicroBatch
-from fsdp_qlora.kernels.offload import put_record
-from fsdp_qlora.layer.attention import AttentionMixer
+from fsdp_qlora.layer.attention_mixer import AttentionMixer
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
@@ -29,6 +27,8 @@ from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.parameters import LayerParameters, ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerEnd
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.micro_batch.offload import put_record
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 

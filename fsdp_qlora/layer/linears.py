@@ -3,7 +3,7 @@
 pretrained/architecture.py says which linears a model has, model/load.py fills them, lora_matmul.py
 computes with them. Of k, where `own` is an OwnBlocks of model/shards.py:
 
-    layer's nf4    |  q  |  k  |  v  |  o  | gate ..   linear.blocks: from the layer's first block
+  packed_weights   |  q  |  k  |  v  |  o  | gate ..   linear.blocks: from the layer's first block
     ranks' shards  |   0    |   1    |   2    | ..
     k on rank 0          [==]                          own.blocks: from k's first block
                          [==]                          own.local: from the shard's first block
@@ -35,7 +35,7 @@ class LinearSlices(Linear):
 
     index: int  # its number in the layer: row of Nested.offsets and Nested.code_values, which have
     #             no rows for linears in MXFP4 (these come last)
-    blocks: slice  # into the layer's `nf4`, in blocks of 64 weights
+    blocks: slice  # into the layer's `packed_weights`, in blocks of 64 weights
     nested: slice  # into Nested.absmax, its second-level scales
     outputs: slice  # into the outputs of its FusedLinear
     lora_slice: slice | None = None  # into the d of its FusedLinear, see lora_matmul.py; None: no
@@ -71,7 +71,7 @@ class FusedLinear:
 
     @property
     def blocks(self) -> slice:
-        """Slice into the layer's `nf4`, with all its blocks."""
+        """Slice into the layer's `packed_weights`, with all its blocks."""
         return slice(self.linears[0].blocks.start, self.linears[-1].blocks.stop)
 
     def local_outputs(self, linear: LinearSlices) -> slice:

@@ -1,7 +1,7 @@
 """The token-mixing sublayer: x + out(mixer(in_proj(norm(x)))).
 
-Forward and backward, and what it costs. The mixers are AttentionMixer (attention.py), MLAMixer
-(mla.py) and AutogradMixer (mixers.py).
+Forward and backward, and what it costs. The mixers are AttentionMixer (attention_mixer.py),
+MLAMixer (mla.py) and AutogradMixer (mixers.py).
 """
 
 from __future__ import annotations

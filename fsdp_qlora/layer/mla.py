@@ -15,13 +15,13 @@ from torch import Tensor
 from fsdp_qlora.kernels.attention import document_attention, explicit_bytes
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
 from fsdp_qlora.kernels.heads import rotate
-from fsdp_qlora.kernels.micro_batch import MicroBatch
-from fsdp_qlora.layer.attention import attend
+from fsdp_qlora.layer.attention_mixer import attend
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.residual import copy_lora_hidden
 from fsdp_qlora.layer.saved import SavedMLA
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
 

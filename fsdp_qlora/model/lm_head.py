@@ -3,7 +3,7 @@ table is sharded by rows.
 
 To train another loss of a token, change logits_statistics(), logits_gradient(),
 LinearCrossEntropy.forward(), which uses both, and what they are compared with at the start,
-reference_results() in training/check.py.
+reference_results() in training/compare_with_transformers.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
-from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.layer.lora_matmul import fp32_product
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.embedding import CHUNK_BYTES
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.ranks import all_gather

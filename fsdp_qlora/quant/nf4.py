@@ -49,7 +49,7 @@ def mxfp4_code(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the weights fp32 [n, 2, 32] of n blocks in MXFP4, as NF4Blocks stores them."""
+    """Return the weights fp32 [n, 2, 32] of n blocks in MXFP4, as FourBitBlocks stores them."""
     code, scale_values = mxfp4_code(packed.device)
     values = code[torch.stack([packed >> 4, packed & 15], -1).int()]
     return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * scale_values[scales.int()][..., None]

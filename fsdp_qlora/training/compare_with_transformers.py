@@ -48,7 +48,7 @@ CHECK_LIMIT = 1e-4  # relative difference; another order of fp32 sums causes 1e-
 NF4_ROUNDING = 0.2
 
 
-def check_family(model_config: PreTrainedConfig, name: str) -> None:
+def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None:
     """Compare weights, logits, loss and the adapter's gradient of a shrunk model, in fp32 on the
     CPU, with transformers'. Raises ValueError if they differ, or if transformers cannot compute the
     model. Rank 0 only."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_qlora.kernels.context import ContextShard
-from fsdp_qlora.kernels.offload import DeviceActivations, OffloadedActivations
-from fsdp_qlora.kernels.segments import Segments
+from fsdp_qlora.micro_batch.context import ContextShard
+from fsdp_qlora.micro_batch.offload import DeviceActivations, OffloadedActivations
+from fsdp_qlora.micro_batch.segments import Segments
 
 
 @dataclasses.dataclass
