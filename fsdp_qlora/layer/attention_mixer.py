@@ -26,6 +26,7 @@ class AttentionMixer:
     rope: int | None  # index of arch.ropes; None: no rotary
 
     saved_type = SavedAttention
+    fused_linears = ()
 
     def forward(self, call: LayerCall, saved: SavedAttention) -> Tensor:
         rotated = rotate_forward(
@@ -91,7 +92,12 @@ class AttentionMixer:
         norms = call.vector(self.arch.q_norm), call.vector(self.arch.k_norm)
         return *call.batch.ropes[self.rope], *norms, self.arch
 
-    fused_linears = ()
+    @functools.cached_property
+    def projected_width(self) -> int:
+        return sum(linear.out_features for linear in self.arch.attention_linears()[0])
+
+    # ---- what it costs, for the planner ----
+
     elementwise_values = 0  # MixerSublayer counts norms
 
     @property
@@ -101,10 +107,6 @@ class AttentionMixer:
     @property
     def _qkv_width(self) -> int:
         return self.query_width + 2 * self.arch.n_kv_heads * self.arch.head_dim
-
-    @functools.cached_property
-    def projected_width(self) -> int:
-        return sum(linear.out_features for linear in self.arch.attention_linears()[0])
 
     @property
     def saved_values(self) -> int:

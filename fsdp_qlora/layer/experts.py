@@ -348,7 +348,7 @@ class MoESublayer:
         add_a_gradient(call, self.shared_gate_up, inputs, grad_d)
         return grad_x + from_factor
 
-    # ---- for the plan ----
+    # ---- what it costs, for the planner ----
 
     product_speed = GROUPED_SPEED
 

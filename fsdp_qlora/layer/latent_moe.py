@@ -72,6 +72,8 @@ class ExpertLatent:
         add_a_gradient(call, self.entry, x, grad_d)
         return grad
 
+    # ---- what it costs, for the planner ----
+
     @property
     def saved_values(self) -> int:
         """Values saved from forward to backward, if nothing is recomputed."""

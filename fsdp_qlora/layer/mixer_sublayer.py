@@ -34,6 +34,18 @@ class TokenMixer(Protocol):
     def saved_type(self) -> type[SavedMixing]:
         """The record of what the mixer saves, passed to the functions below."""
 
+    @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        """The mixer's own linears, between the sublayer's two matmuls."""
+
+    @property
+    def projected_width(self) -> int:
+        """Number of outputs of in_proj that the mixer reads."""
+
+    @property
+    def saves_projected(self) -> bool:
+        """True if saved_values includes saved.projected."""
+
     def forward(self, call: LayerCall, saved: Any) -> Tensor:
         """Return the inputs of the output projection [n, out.in_features], from saved.projected [n,
         projected_width]. May replace saved.projected; stores in `saved` what recompute_output() and
@@ -46,17 +58,7 @@ class TokenMixer(Protocol):
         """Return the gradient of saved.projected, from the gradient of forward()'s result. Sets the
         fields of `saved` that it has used to None."""
 
-    @property
-    def fused_linears(self) -> tuple[FusedLinear, ...]:
-        """The mixer's own linears, between the sublayer's two matmuls."""
-
-    @property
-    def projected_width(self) -> int:
-        """Number of outputs of in_proj that the mixer reads."""
-
-    @property
-    def saves_projected(self) -> bool:
-        """True if saved_values includes saved.projected."""
+    # ---- what it costs, for the planner ----
 
     @property
     def query_width(self) -> int:
@@ -163,6 +165,8 @@ class MixerSublayer:
         if not needs_x:
             return None
         return norm_gradient(call, arch.attention_norm, saved.x, grad, residual)
+
+    # ---- what it costs, for the planner ----
 
     @functools.cached_property
     def recomputed_values(self) -> int:

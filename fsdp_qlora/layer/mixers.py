@@ -31,6 +31,7 @@ class AutogradMixer:
     arch: Architecture
 
     saved_type = SavedGraph
+    fused_linears = ()
 
     def forward(self, call: LayerCall, saved: SavedGraph) -> Tensor:
         function = MIXERS[type(self.mixer)].function
@@ -51,9 +52,6 @@ class AutogradMixer:
         saved.mixed = saved.start = None
         return grad
 
-    fused_linears = ()
-    query_width = 0
-
     @property
     def projected_width(self) -> int:
         return sum(x.out_features for x in self.mixer.linears(self.arch.hidden_size)[0])
@@ -63,6 +61,10 @@ class AutogradMixer:
         if isinstance(self.mixer, DeltaNet):
             return not self.mixer.by_key_head  # else it saves copies of its parts instead
         return not (isinstance(self.mixer, Mamba2) and self.mixer.is_multiplied)
+
+    # ---- what it costs, for the planner ----
+
+    query_width = 0
 
     @property
     def saved_values(self) -> int:

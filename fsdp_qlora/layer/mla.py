@@ -35,6 +35,8 @@ class MLAMixer:
     q_b: FusedLinear | None  # None: in_proj's outputs contain the queries themselves
     kv_b: FusedLinear
 
+    saved_type = SavedMLA
+
     @property
     def mla(self) -> LatentAttention:
         mla: LatentAttention = self.arch.mla
@@ -43,8 +45,6 @@ class MLAMixer:
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return (self.q_b, self.kv_b) if self.q_b else (self.kv_b,)
-
-    saved_type = SavedMLA
 
     def forward(self, call: LayerCall, saved: SavedMLA) -> Tensor:
         query, kv_latent, rotary_key = saved.projected.split(self._projected_widths, 1)
@@ -119,12 +119,14 @@ class MLAMixer:
         return sum(self._projected_widths)
 
     @property
-    def query_width(self) -> int:
-        return self.arch.n_heads * self.arch.head_dim
-
-    @property
     def saves_projected(self) -> bool:
         return self.q_b is not None
+
+    # ---- what it costs, for the planner ----
+
+    @property
+    def query_width(self) -> int:
+        return self.arch.n_heads * self.arch.head_dim
 
     @property
     def saved_values(self) -> int:

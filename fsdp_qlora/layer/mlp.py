@@ -136,6 +136,11 @@ class MLPSublayer:
         parts = (call.vector(XIELU, part) for part in XIELU_SHAPES)
         return torch.stack([part.view(()) for part in parts if part is not None])
 
+    # ---- what it costs, for the planner ----
+
+    choice_values = 0  # values per token, see MoESublayer
+    product_speed = 1  # speed of its matmuls, relative to large ones
+
     @property
     def saved_values(self) -> int:
         """Values saved for backward, if nothing is recomputed."""
@@ -165,9 +170,6 @@ class MLPSublayer:
             total += n * (up.out_features + up.width + padded_lora) * item
             total += n * self.end.saved_values * item if self.end else 0
         return total
-
-    choice_values = 0  # values per token, see MoESublayer
-    product_speed = 1  # speed of its matmuls, relative to large ones
 
     @property
     def token_weights(self) -> int:

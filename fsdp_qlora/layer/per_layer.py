@@ -82,6 +82,8 @@ class PerLayerEnd:
         gate_inputs(out, saved.end_gates, call.layer_input, self.arch.activation,
                     evaluation=call.evaluation)
 
+    # ---- what it costs, for the planner ----
+
     @property
     def saved_values(self) -> int:
         padded_lora = sum(fused.padded_lora for fused in self.fused_linears)
