@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Merge a LoRA adapter trained by train_fsdp_qlora.py into its base model: plain bf16 safetensors.
+"""Merge a LoRA adapter into its 4-bit base model, as plain bf16 safetensors.
 
     python merge_adapters.py --adapter_dir runs/my-run --output_dir runs/my-run/merged
     python merge_adapters.py --adapter_dir runs/my-run/checkpoint-000040 --output_dir merged-40
@@ -17,8 +17,8 @@ is no train_config.json. It cannot be checked: that it was trained on the base i
 trust. W is then what transformers makes of the base with load_in_4bit.
 
 The job is below, in the order in which it happens: read_base(), read_adapter(), then for each
-tensor merged_tensor(): read_stored(), nf4_weight(), add_adapter(); write_files(); check().
-Tested with torch 2.13, transformers 5.20 and 5.24, peft 0.21, bitsandbytes 0.50.
+tensor merged_tensor(): read_stored(), nf4_weight(), add_adapter(); write_files(); compare_logits().
+Tested with torch 2.11 and 2.13, transformers 5.17 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ FAILED_ERROR = 1.0  # above this the merged model is further from the trained on
 UNMERGED = """; to use the adapter without merging it:
     nf4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    model = peft.PeftModel.from_pretrained(transformers.{}.from_pretrained(\
-"{}", quantization_config=nf4), "{}")"""
+    model = peft.PeftModel.from_pretrained(transformers.{auto_class}.from_pretrained(\
+"{base}", quantization_config=nf4), "{adapter}")"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -110,11 +110,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base_model",
                         help="Hub id or directory; default: the one that train_config.json names")
     parser.add_argument("--device", choices=("cpu", "cuda"),
-                        help="quantizes and checks; default: as in training")
+                        help="device for quantizing and for the check; default: as in training")
     parser.add_argument("--allow_other_base", action="store_true",
                         help="merge into another base, and never check")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True,
-                        help="compare at the end")
+                        help="compare the merged model with the trained one")
     return parser.parse_args(argv)
 
 
@@ -128,14 +128,16 @@ def merge(args: argparse.Namespace) -> None:
     adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
     transformers.utils.logging.disable_progress_bar()
     adapter_file = adapter_dir / ADAPTER_FILES[1]
-    # a missing file is reported below, when it is read
-    before = adapter_file.stat() if adapter_file.is_file() else None
+    # a training run may replace the file meanwhile; a missing one is reported when it is read
+    stat_before = adapter_file.stat() if adapter_file.is_file() else None
     if args.base_model and not find_train_config(adapter_dir).is_file():
         run, base, adapter = open_peft_run(adapter_dir, args.base_model)
     else:
         run = read_run(adapter_dir)
         base = read_base(args.base_model or run.base_model, run.quantization)
         check_base(base, run, args.allow_other_base)
+        if args.allow_other_base:
+            base.sums = {}  # digests of the tensors that training read
         adapter = read_adapter(adapter_dir, run, base)
     device = choose_device(args.device, run)
     log_base(base, len(adapter))
@@ -144,10 +146,11 @@ def merge(args: argparse.Namespace) -> None:
         new.is_whole = True
         verdict = "not checked: whether the merged model matches the trained one is not known"
         if args.check and run.probe and not args.allow_other_base:
-            verdict = check(base, run.probe, new.path, run.probe_input_ids, device)
+            verdict = compare_logits(base, run.probe, new.path, run.probe_input_ids, device)
             if verdict.startswith("warning") and not base.arch.moe:  # why: docs/serving.md
-                verdict += UNMERGED.format(base.auto_class.__name__, base.directory, adapter_dir)
-        require(before and os.path.samestat(before, adapter_file.stat()),
+                verdict += UNMERGED.format(auto_class=base.auto_class.__name__, base=base.directory,
+                                           adapter=adapter_dir)
+        require(stat_before and os.path.samestat(stat_before, adapter_file.stat()),
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
     asked = {json.dumps(way["chat_template_kwargs"]): way["answers"] for way in run.asked}
@@ -196,7 +199,6 @@ def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
     """Raise ValueError unless the base is the one that the run was trained on."""
     if allow_other:
         print("warning: --allow_other_base: the base may be another one: nothing will be compared")
-        base.sums = {}
     elif run.base_sha256:
         require(base_digest(base.directory) == run.base_sha256,
                 f"{base.directory}: its config.json or its weights {OTHER_BASE}")
@@ -356,9 +358,9 @@ def write_files(directory: Path, base: MergeBase, tensors: Iterator[torch.Tensor
 # ------------------------------------------------------------------------------------------------
 
 
-def check(base: MergeBase, merge_check: Path, merged_dir: Path, rows: list[list[int]],
-          device: str) -> str:
-    """Print how far the merged model's logits are from the trained model's. The file `merge_check`
+def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, rows: list[list[int]],
+                   device: str) -> str:
+    """Print how far the merged model's logits are from the trained model's. The file of MergeCheck
     has the inputs that the trained model's lm_head got for `rows`.
 
     Returns the verdict, one line. Raises ValueError if it is another model.
@@ -368,7 +370,7 @@ def check(base: MergeBase, merge_check: Path, merged_dir: Path, rows: list[list[
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
     with explain(f"the check did not run (see --no-check); {merged_dir} is whole: rename it"), \
             no_kernels:
-        plain, trained = trained_logits(merge_check, read_head(base, device), base.arch)
+        plain, trained = trained_logits(merge_check_file, read_head(base, device), base.arch)
         merged = logits_of(base.auto_class.from_pretrained(merged_dir, **settings), rows)
         effect, error = (trained - plain).norm(), merged - trained
     agree = (merged.argmax(-1) == trained.argmax(-1)).float().mean()

@@ -8,8 +8,8 @@ a PagedAdamW8bit loop. The whole job, in one file to copy.
 
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. With --offload --micro_batch_size 2, a 70B trains on one
-or two 24 GB GPUs: 15 GiB per GPU for rows of 2,048 tokens, and 64 GB of CPU RAM in all. Without
-torchrun the file runs as one process, and without a GPU on the CPU.
+or two 24 GB GPUs: 15 GiB per GPU for rows of 2,048 tokens, and about 64 GB of CPU RAM in all.
+Without torchrun the file runs as one process, and without a GPU on the CPU.
 
 The model is transformers', its 4-bit linears are bitsandbytes', the adapter is PEFT's, and FSDP2
 shards all of them. What is missing here, and where train_fsdp_qlora.py has it:
@@ -54,14 +54,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.utils import is_flash_attn_2_available
 
 DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
-# four 4-bit weights are stored as one bf16 number, because FSDP2 shards integers only in newer
-# versions of torch than the oldest that this file supports (2.11)
+# before torch 2.13 FSDP2 cannot shard integers: so four 4-bit weights are stored as a bf16 number
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 MAX_GRAD_NORM = 1.0
 WARMUP_FRACTION = 0.03  # fraction of all steps
 LOSS_CHUNK = 1024  # tokens whose logits are in fp32 at once: 0.5 GiB for a vocabulary of 128k
 IGNORE_INDEX = -100  # label of a token that is not in the loss
-Row = tuple[list[int], list[int]]  # token ids, and for each token the next one's id or IGNORE_INDEX
+# what a sequence to train on is: token ids, and for each token the next one's id or IGNORE_INDEX
+Row = tuple[list[int], list[int]]
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     directory = model_directory(args)
     # this class reads tokenizer.json as it is, whatever class the model names
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    rows = read_rows(args, tokenizer)
+    rows = rows_of_all_steps(read_rows(args, tokenizer), args)
     model = build_model(args, directory, device)
     load_and_shard(model, args, directory, device)
     verify(model)
@@ -90,15 +90,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max_steps", type=int, default=100, help="optimizer steps")
     parser.add_argument(
         "--batch_size", type=int, default=16,
-        help="rows (texts, or answers) per optimizer step, over all GPUs")
+        help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument(
         "--micro_batch_size", type=int, default=4,
-        help="rows that a GPU computes at once; more where they are shorter than --max_seq_len")
+        help="rows of --max_seq_len tokens that a GPU computes at once; of shorter rows, as many as"
+        " have that many tokens")
     parser.add_argument(
         "--max_seq_len", type=int, default=2048, help="tokens; longer rows are cut")
-    parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak")
+    parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--lora_rank", type=int, default=16, help="rank of the adapter")
-    parser.add_argument("--lora_alpha", type=int, default=32, help="scales it, by alpha / rank")
+    parser.add_argument(
+        "--lora_alpha", type=int, default=32,
+        help="the adapter is scaled by lora_alpha / lora_rank")
     parser.add_argument(
         "--offload", action="store_true",
         help="keep the model in CPU RAM, and on the GPU only the layers that compute")
@@ -217,7 +220,7 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 def check_dense(layers: nn.ModuleList, args: argparse.Namespace) -> None:
     """Refuse mixtures of experts: an expert that got no token has no gradient, so the ranks'
     reduce-scatters would not match. Experts are found by name, or by weights with three dimensions
-    that are not convolutions."""
+    that are not convolutions. Delete this if you train dense models only."""
     for name, weight in layers.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
             fail(f"--model {args.model}: is a mixture of experts ({name}); use train_fsdp_qlora.py")
@@ -248,9 +251,9 @@ def load_and_shard(
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             # sum the ranks' gradients, do not average them: their losses are already divided by
-            # the tokens of all ranks. By a plain sum, because gloo lacks NCCL's PREMUL_SUM.
+            # the tokens of all ranks
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
 
 def open_weights(causal_lm: PreTrainedModel, directory: Path) -> dict[str, Any]:
@@ -305,8 +308,8 @@ def init_lora(module: LoraLayer, device: torch.device) -> None:
 
 def round_to_nf4(linear: nn.Linear) -> None:
     """Round a weight to NF4 and store the result in bf16: transformers' load_in_4bit quantizes it
-    too, and the models must match. Gemma 4 has such a linear outside its layers,
-    per_layer_model_projection."""
+    too, and the models must match. Only Gemma 4 E2B and E4B have such a linear outside their
+    layers, per_layer_model_projection: delete this if you train others."""
     codes, state = bnb.functional.quantize_4bit(linear.weight.data, **NF4_KWARGS)
     linear.weight.data = bnb.functional.dequantize_4bit(codes, state)
 
@@ -388,26 +391,16 @@ def train(
         for param, local_param in zip(params, local_params):
             local_param.grad = param.grad.to_local().to(device)
         norm = clip_gradient(local_params, device)
-        if not torch.isfinite(loss + norm):
-            fail(f"step {step}: loss {loss}, gradient norm {norm}: use a lower --learning_rate")
-        if norm == 0:
-            fail(f"step {step}: the gradient is 0, so nothing is learned: "
-                 + ("are the model's weights right?" if step == 1 else
-                    "the run has diverged, use a lower --learning_rate"))
-        lr = learning_rate(step, args)
-        optimizer.param_groups[0]["lr"] = lr
+        stop_if_diverged(step, loss, norm)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, args)
         optimizer.step()
         if args.offload:
             for param, local_param in zip(params, local_params):
                 param.to_local().detach().copy_(local_param.detach())
         model.zero_grad()
         optimizer.zero_grad()  # else this gradient would use memory during the next step
-        n_tokens = sum(len(ids) for ids, _ in batch) / dist.get_world_size()
-        unit = "GPU" if device.type == "cuda" else "process"
-        width = len(str(args.max_steps))
-        log(f"step {step:{width}}/{args.max_steps} | loss {loss:7.4f} | lr {lr:.1e} | grad_norm"
-            f" {norm:6.3f} | {n_tokens / (time.perf_counter() - started):6,.0f} tok/s/{unit}"
-            f" | {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB")
+        n_tokens = sum(len(ids) for ids, _ in batch)
+        log_step(step, loss, norm, n_tokens / (time.perf_counter() - started), args, device)
 
 
 def micro_batches(batch: list[Row], args: argparse.Namespace) -> Iterator[list[Row]]:
@@ -470,6 +463,29 @@ def clip_gradient(local_params: list[nn.Parameter], device: torch.device) -> tor
     return norm
 
 
+def stop_if_diverged(step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+    """Fail if a step has learned nothing. All ranks must call this."""
+    if not torch.isfinite(loss + norm):
+        fail(f"step {step}: loss {loss}, gradient norm {norm}: use a lower --learning_rate")
+    if norm == 0 and step == 1:
+        fail("step 1: the gradient is 0, so nothing is learned: are the model's weights right?")
+    if norm == 0:
+        fail(f"step {step}: the gradient is 0, so nothing is learned: the run has diverged, use a"
+             " lower --learning_rate")
+
+
+def log_step(
+    step: int, loss: torch.Tensor, norm: torch.Tensor, tokens_per_second: float,
+    args: argparse.Namespace, device: torch.device
+) -> None:
+    """`tokens_per_second`: of all ranks together."""
+    unit, width = "GPU" if device.type == "cuda" else "process", len(str(args.max_steps))
+    log(f"step {step:{width}}/{args.max_steps} | loss {loss:7.4f} |"
+        f" lr {learning_rate(step, args):.1e} | grad_norm {norm:6.3f} |"
+        f" {tokens_per_second / dist.get_world_size():6,.0f} tok/s/{unit} |"
+        f" {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB")
+
+
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Return the learning rate of step 1..max_steps: linear warm-up, then cosine decay."""
     n_warmup = max(1, round(WARMUP_FRACTION * args.max_steps))
@@ -501,8 +517,7 @@ def save_adapter(
 
 
 def read_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
-    """Return the rows of all steps, in order. Each epoch is shuffled, with the epoch's number as
-    seed."""
+    """Return the rows of the data set that have a token in the loss."""
     if not Path(args.dataset).is_file():
         fail(f"--dataset {args.dataset}: no such file")
     sequences = []
@@ -526,14 +541,21 @@ def read_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> l
     n_epochs = args.max_steps * args.batch_size / len(rows)
     log(f"data: {len(rows):,} of {len(sequences):,} sequences have tokens to train on, {n_cut:,}"
         f" are truncated; {n_epochs:.2f} epochs")
-    order = []
-    for epoch in range(math.ceil(n_epochs)):
-        order += random.Random(epoch).sample(rows, len(rows))
-    return order
+    return rows
+
+
+def rows_of_all_steps(rows: list[Row], args: argparse.Namespace) -> list[Row]:
+    """Repeat the rows for as many epochs as the steps need, each in an order of its own."""
+    all_rows: list[Row] = []
+    epoch = 0
+    while len(all_rows) < args.max_steps * args.batch_size:
+        all_rows += random.Random(epoch).sample(rows, len(rows))
+        epoch += 1
+    return all_rows
 
 
 def encode(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerFast
+    example: dict[str, Any], tokenizer: PreTrainedTokenizerFast
 ) -> list[tuple[list[int], list[int]]]:
     """Tokenize a line of the data set. Returns (ids, labels) of its text, or of each answer in its
     conversation. A label is the token's id, or IGNORE_INDEX if the token is not in the loss.
@@ -542,11 +564,11 @@ def encode(
     answer is a row of its own that repeats these messages, because a template may change an answer
     that other messages follow: Qwen3's drops its reasoning.
     """
-    check_keys(row)
-    if "text" in row:
-        ids = tokenizer(row["text"] + (tokenizer.eos_token or ""))["input_ids"]
+    check_keys(example)
+    if "text" in example:
+        ids = tokenizer(example["text"] + (tokenizer.eos_token or ""))["input_ids"]
         return [(ids, ids)]
-    messages = row["messages"]
+    messages = example["messages"]
     return [encode_answer(messages[:i], messages[i], tokenizer)
             for i in range(1, len(messages)) if messages[i]["role"] == "assistant"]
 
@@ -588,12 +610,12 @@ def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: 
     return text
 
 
-def check_keys(row: dict[str, Any]) -> None:
+def check_keys(example: dict[str, Any]) -> None:
     """Raise ValueError for keys and roles that this file does not handle. Most other keys would
     change the training."""
-    if not isinstance(row, dict) or set(row) not in ({"text"}, {"messages"}):
-        raise ValueError(f"expected text alone or messages alone, not {str(row)[:80]}")
-    for message in row.get("messages", []):
+    if not isinstance(example, dict) or set(example) not in ({"text"}, {"messages"}):
+        raise ValueError(f"expected text alone or messages alone, not {str(example)[:80]}")
+    for message in example.get("messages", []):
         if set(message) != {"role", "content"} or not isinstance(message["content"], str):
             raise ValueError(f"expected a role and a content of text, not {str(message)[:80]}")
         if message["role"] not in ("system", "user", "assistant"):

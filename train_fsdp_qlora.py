@@ -17,14 +17,16 @@ docs/internals.md is its map. Where to look:
     NCCL, torchrun               join_processes()
     Flash Attention 2            choose_attention()
     FSDP policy                  shard_model(), make_mesh()
-    NF4                          load_model() in fsdp_qlora/model/load.py
+    NF4                          quantize(), called by load_model(), in fsdp_qlora/model/load.py
     PagedAdamW8bit, schedule     make_optimizer(), optimizer_step(), learning_rate()
-    loss                         compute_loss(), forward_backward()
+    loss                         compute_loss(); of each token, LinearCrossEntropy in
+                                 fsdp_qlora/model/lm_head.py
     the loop, a step             train(), train_step()
-    resume                       find_start_step(), start_adapter()
+    resume                       find_start_step(), start_adapter(); the files, in
+                                 fsdp_qlora/run/checkpoints.py
     gather and save              save_checkpoint(), save_results()
 
-Tested with torch 2.13, transformers 5.20 and 5.24, peft 0.21, bitsandbytes 0.50.
+Tested with torch 2.11 and 2.13, transformers 5.17 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
 from __future__ import annotations
@@ -183,17 +185,18 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         config = resolve_steps(config, len(rows))
 
         # 3. The linears to adapt, the base weights, and the step to start from
+        is_new = not saved_config  # else this run goes on
         status.enter("model")
         on_rank_0(check_tokenizer, base.directory, tokenizer, rows)
         with raise_on_all_ranks():
             lora_config, adapted = resolve_adapter(
                 arch, config, config.model or str(base.directory))
             specs = make_layer_specs(arch, adapted, config)
-            if config.init_adapter and not saved_config:
+            if config.init_adapter and is_new:
                 read_adapter(config, arch, specs)
             base_dir, base_sha256 = find_weights(config, base.directory, name, is_dry)
         digests = checkpoints.agree_on_digests(config, rows, eval_rows, base_sha256)
-        if config.init_adapter and not saved_config:
+        if config.init_adapter and is_new:
             on_rank_0(check_origin, config, base_sha256, tokenizer)
         start_step = find_start_step(config, directory, digests, saved_config, status, is_dry)
         on_rank_0(checkpoints.check_room, config, directory, specs)
@@ -309,6 +312,12 @@ def join_processes() -> torch.device:
         if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun allows each process one thread; share cores
             torch.set_num_threads(max(1, n_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     dist.init_process_group(**options)
+    quiet_libraries(local_rank)
+    return device
+
+
+def quiet_libraries(local_rank: int) -> None:
+    """Turn off progress bars and warnings that a user cannot act on."""
     transformers.utils.logging.disable_progress_bar()
     if local_rank:  # one rank of each machine shows the progress of downloads from the Hub
         huggingface_hub.utils.disable_progress_bars()
@@ -317,7 +326,6 @@ def join_processes() -> torch.device:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     # the kernel trial runs a few tokens through flex_attention without compiling it
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-    return device
 
 
 # ------------------------------------------------------------------------------------------------
@@ -359,10 +367,12 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
 
     chosen = Kernels({}, {})
     for attention_type, layer_arch in attention.architectures_by_attention_type(arch).items():
-        fastest = flash if attention_type == "window" else fixed_len
-        for kernels, first in (chosen.varlen, flash), (chosen.fixed_len, fastest):
-            kernels[attention_type] = first_that_works(
-                [*first, *any_len], layer_arch, attention_type)
+        chosen.varlen[attention_type] = first_that_works(
+            [*flash, *any_len], layer_arch, attention_type)
+        # SDPA has no windows
+        candidates = [*(flash if attention_type == "window" else fixed_len), *any_len]
+        chosen.fixed_len[attention_type] = first_that_works(
+            candidates, layer_arch, attention_type)
     is_used = attention.flash_attention in chosen.varlen.values()
     if config.attn == "flash_attention_2" and not is_used:
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
@@ -441,11 +451,11 @@ def make_optimizer(weights: nn.Parameter, config: Config) -> Optimizer:
 
 
 @torch.no_grad()
-def optimizer_step(optimizer: Optimizer, adapter: Adapter, rate: float) -> None:
+def optimizer_step(optimizer: Optimizer, adapter: Adapter, lr: float) -> None:
     """Update the adapter once and set its gradient to 0. This is bitsandbytes' step() without its
     two waits for the GPU: only checkpoints read the paged state on the host, and they wait."""
     (group,) = optimizer.param_groups
-    group["lr"] = rate
+    group["lr"] = lr
     optimizer.prefetch_state(adapter.weights)
     optimizer.update_step(group, adapter.weights, 0, 0)
     adapter.grad.zero_()
@@ -480,7 +490,9 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     # every rank knows the lengths of all rows, so the global counts need no communication
     n_trainable_tokens, tokens = int(batch.n_trainable_tokens.sum()), int(batch.lengths.sum())
     local_sums: Any = 0
-    n_micro_batches, capacity, global_values = 0, 0, values_of_all(run.model, batch, [batch])
+    n_micro_batches, capacity = 0, 0
+    # for a preference loss; KTO's is a forward of every row's prompt with another row's answer
+    global_values = values_of_all(run.model, batch, [batch])
     while micro_batches:
         micro_batch = micro_batches.pop(0)  # not a for loop: frees each one's memory after use
         is_last = not micro_batches
@@ -493,6 +505,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
             run.model.set_requires_all_reduce(is_last)
         local_sums += forward_backward(run, micro_batch, 1 / batch.num_items_in_batch)
     sum_gradient(run)
+    # one exchange: the sums of the losses, the gradient norm, what any rank requests
     stats = gather_step_stats(run.model, run.adapter, local_sums, pending_action(run))
     clip_gradient(run, stats.grad_norm)
     # prepared on the CPU while the GPU computes
@@ -500,12 +513,12 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     stats = stats.on_host()  # waits for the GPU, once a step
     metrics, norm = mean_metrics(stats.sums.tolist(), batch), float(stats.grad_norm)
     stop_if_diverged(run, step, metrics["loss"], norm)
-    rate = learning_rate(step, config)
-    optimizer_step(run.optimizer, run.adapter, rate)
+    lr = learning_rate(step, config)
+    optimizer_step(run.optimizer, run.adapter, lr)
     seconds, run.step_start = clock() - run.step_start, clock()
     run.status.longest_step = max(run.status.longest_step, seconds)
     record = {
-        "step": step, **metrics, "learning_rate": rate, "grad_norm": norm, "rows": len(batch),
+        "step": step, **metrics, "learning_rate": lr, "grad_norm": norm, "rows": len(batch),
         "tokens": tokens, "trainable_tokens": n_trainable_tokens, "micro_batches": n_micro_batches,
         "packing_efficiency": tokens / capacity, "seconds": seconds,
         "tokens_per_second_per_gpu": tokens / seconds / world_size,
@@ -628,15 +641,16 @@ def train(run: Run, start_step: int) -> list[Record]:
     config, status, records = run.config, run.status, []
     logs.log_steps(run)
     if run.rows.lengths.min() != run.rows.lengths.max():
-        compile_for_any_rows()
+        compile_for_any_rows()  # else kernels would be compiled anew for each number of tokens
     with raise_on_all_ranks():
         writer = MetricsWriter(run, start_step) if is_rank_0() else None
     save_steps, save_seconds = save_interval(config)
     run.step_start, run.save_due = clock(), clock() + save_seconds
     try:
-        # from `start_step`: a run that was stopped before evaluating that step evaluates it now
+        # the first pass is no step: it evaluates the base model, or what a resumed run had left
         for step in range(start_step, config.max_steps + 1):
-            action, cut_short, is_best, is_last = None, False, False, step == config.max_steps
+            is_last, action = step == config.max_steps, None
+            cut_short = is_best = False
             status.extend_deadline()
             status.step = step
             if step > start_step:
@@ -652,12 +666,12 @@ def train(run: Run, start_step: int) -> list[Record]:
                 # again, on one rank at a time while the others wait
                 gc.collect()
                 gc.freeze()
-            evaluates = step == 0 or is_last or config.eval_every and step % config.eval_every == 0
-            if (run.eval_rows and evaluates and run.progress.evaluated != step
-                    and action != "stop"):
+            evaluates = step == 0 or is_last or is_due(step, config.eval_every)
+            is_evaluated = run.progress.evaluated == step
+            if run.eval_rows and evaluates and not is_evaluated and action != "stop":
                 cut_short, is_best = evaluate_and_log(run, writer, step)
                 action = "stop" if cut_short else action
-            saves = is_last or action or is_best or save_steps and step % save_steps == 0
+            saves = is_last or is_best or action is not None or is_due(step, save_steps)
             if saves and run.saved_step < step:
                 save_checkpoint(run, step)
             if evaluates or saves:
@@ -669,6 +683,11 @@ def train(run: Run, start_step: int) -> list[Record]:
         if writer:
             writer.close()
     return records
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Return True if something is to happen after this step that happens every so many steps."""
+    return bool(every) and step % (every or 1) == 0
 
 
 # ------------------------------------------------------------------------------------------------

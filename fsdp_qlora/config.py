@@ -133,8 +133,10 @@ class Config:
     memory_limit_gib: float | None = flag(
         None, "GPU memory limit in GiB (default: all that is free)")
     plan_for: str | None = flag(
-        None, "print the plan for other GPUs and exit, as 4x4090, 8xH100, 2x24GB; needs no GPU and"
-        " reads only the model's config.json")
+        None, "print the plan for other GPUs and exit, e.g. 4x4090, 8xH100, 2x24GB; needs no GPU"
+        " and reads only the model's config.json")
+    host_memory_gib: float | None = flag(
+        None, "for --plan_for: free CPU RAM per GPU, in GiB (default: 120)")
     attn: str | None = flag(
         None, "attention implementation (default: sdpa for equal-length sequences on Hopper or"
         " newer; else flash_attention_2 if installed, else sdpa)",

@@ -281,7 +281,7 @@ def test_table_of_other_tools_is_that_of_the_pages():
             for name in sum(theirs, []):
                 if (answer := peer_answer(name)) and "`DPO" not in line:
                     seen += 1
-                    assert answer.startswith(f"give {flag[0]}"), (name, answer)
+                    assert answer.startswith(f"use {flag[0]}"), (name, answer)
     assert seen > 25
 
 

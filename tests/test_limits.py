@@ -251,9 +251,9 @@ def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, m
     args = base, Path("run/probe"), Path("merged"), [[1]], "cpu"
     if verdict is None:
         with pytest.raises(ValueError, match=f"does not match the trained one.*{why}"):
-            merge_adapters.check(*args)
+            merge_adapters.compare_logits(*args)
     else:
-        said = merge_adapters.check(*args)
+        said = merge_adapters.compare_logits(*args)
         assert said.startswith(f"{verdict}: ") and (why in said) == (verdict != "ok")
 
 
@@ -359,7 +359,7 @@ SAID = "max_steps learning_rate lr_schedule warmup_fraction weight_decay max_gra
 FREE = """model dataset eval_dataset columns chat_template output_dir resume num_epochs eval_every
     eval_samples save_every keep_checkpoints max_minutes step_timeout_minutes report_to
     micro_batch_tokens shard_group_size context_parallel_size recompute offload_activations
-    offload_params memory_limit_gib plan_for attn""".split()
+    offload_params memory_limit_gib plan_for host_memory_gib attn""".split()
 CONTENT = "data_sha256 base_sha256 eval_sha256".split()
 
 

@@ -229,6 +229,12 @@ def tiny_plain_model(family):
     return arch, plain_model(model_config, arch, tensors, 64)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_other_files_left_is_not_looked_through():
+    gc.collect()
+    gc.freeze()  # else each held_bytes() takes a tenth of a second longer
+
+
 def held_bytes(arch, model, n_layers, n_tokens):
     """Of all tensors that are there after a forward of n_tokens and were not before it."""
     ids = torch.arange(n_tokens) % 100
@@ -742,3 +748,48 @@ def test_shapes_have_the_parameters_of_their_names():
     for name, want in published.items():
         _, arch, _ = shapes_of(name)
         assert sum(map(math.prod, tensor_names(arch, {}).shapes.values())) == want
+
+
+# ------------------------------------------------------------------------------------------------
+# Context parallelism
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus, rows, longest, limit_gib, size", [
+    (2, 0.5, 98_304, 77.5, 2),  # one row for two GPUs
+    (2, 1, 98_304, 77.5, 1),  # a row for each
+    (8, 0.25, 65_536, 77.5, 4),  # two rows for eight
+    (8, 0.125, 131_072, 77.5, 8),
+    (2, 1, 65_536, 22.5, 2),  # a row does not fit one GPU
+    (2, 0.5, 2048, 22.5, 1),  # shares of short rows would take longer
+])  # fmt: skip
+def test_long_rows_are_shared_where_that_helps(gpus, rows, longest, limit_gib, size):
+    plan = choose("llama-3-8b", limit_gib, gpus=gpus, rows=rows, longest=longest,
+                  batch_size=max(1, int(gpus * rows)), host_gib=0)  # fmt: skip
+    assert plan.context_parallel_size == size and plan.fits(limit_gib * GIB)
+    assert plan.micro_batch_tokens * size >= longest
+    asked = choose("llama-3-8b", limit_gib, gpus=gpus, rows=rows, longest=longest,
+                   batch_size=max(1, int(gpus * rows)), host_gib=0,
+                   context_parallel_size=size)  # fmt: skip
+    assert asked == plan
+
+
+def test_recurrent_layers_share_no_micro_batches():
+    with pytest.raises(ValueError, match="--context_parallel_size 2: .* recurrent layers"):
+        choose("qwen3.5-9b", 77.5, context_parallel_size=2)
+    assert choose("qwen3.5-9b", 77.5, rows=0.5, longest=32_768).context_parallel_size == 1
+
+
+def test_attention_counts_for_what_it_takes():
+    """On long rows: once more where a layer is recomputed, and slower for variable lengths."""
+    config, arch, layouts = shapes_of("llama-3-8b")
+
+    def seconds(document=131_072, **fields):
+        plan = Plan(**{**PLAN, "n_layers": 32, "micro_batch_tokens": 131_072, **fields})
+        return predict_time(plan, arch, layouts, H200, document).token_seconds
+
+    one_pass = 2 * (131_072 - 2048) * 4096 * 32 / (FIT.sustained * H200.flops)
+    of_short = seconds(2048, recomputed=32) - seconds(2048)
+    assert seconds(recomputed=32) - seconds() - of_short == pytest.approx(one_pass, rel=0.01)
+    slower = seconds(varlen_attention=True) / seconds()
+    assert 1.2 < slower < FIT.sustained * H200.flops / FIT.varlen_flops

@@ -37,7 +37,8 @@ def answer(out):
     """(GiB of each GPU, GiB of its limit, tokens/s) of the last line."""
     line = out.strip().splitlines()[-1]
     gib, limit, speed = re.fullmatch(
-        r"fits: ([\d.]+) of ([\d.]+) GiB per GPU, predicted ([\d,]+) tok/s/GPU", line
+        r"fits: ([\d.]+) of ([\d.]+) GiB(?: and [\d.]+ GiB of host memory)? per GPU,"
+        r" predicted ([\d,]+) tok/s/GPU", line
     ).groups()  # fmt: skip
     return float(gib), float(limit), int(speed.replace(",", ""))
 
@@ -58,6 +59,18 @@ def test_answer_names_layout_memory_and_speed(run_main, directory, tmp_path, mon
     assert "plan: weights sharded over 2 GPUs; micro-batches" in out
     assert f": {gib} GiB per GPU" in line and f"predicted {speed} tok/s/GPU" in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_host_memory_of_another_machine(run_main, directory):
+    """It bounds what is offloaded; a run finds its own."""
+    argv = "--model", directory("llama-3-70b"), "--plan_for", "2x24GB", "--offload_activations"
+    ample, scarce = (run_main(*argv, "--host_memory_gib", n)[1] for n in ("60", "12"))
+    pinned = [float(re.search(r"and ([\d.]+) GiB of host memory per GPU", x)[1])
+              for x in (ample, scarce)]  # fmt: skip
+    assert ample != scarce and pinned[0] > 12 and pinned[1] < 12
+    code, _, err = run_main("--model", directory("llama-3-70b"), "--host_memory_gib", "60",
+                            "--random_weights")  # fmt: skip
+    assert code == 2 and "--host_memory_gib is for --plan_for" in err
 
 
 def test_page_shows_these_answers(run_main, directory):
@@ -115,7 +128,7 @@ def test_of_a_hub_id_config_json_alone_is_fetched(run_main, directory, tmp_path,
 
 @pytest.mark.parametrize("text, count, name", [
     ("4x4090", 4, "4090"), ("8 x H100", 8, "H100"), ("b200", 1, "B200"), ("2xRTX 5090", 2, "5090"),
-    ("24GB", 1, "3090"), ("4x24gb", 4, "3090"), ("2x80GB", 2, "A100"), ("2x48 GB", 2, "L40S"),
+    ("24GB", 1, "3090"), ("4x24gb", 4, "3090"), ("2x80GB", 2, "A100"), ("2x48 GB", 2, "A6000"),
 ])  # fmt: skip
 def test_cards_are_known_by_name_or_size(text, count, name):
     assert parse_gpus(text) == (count, name, GPU_SPECS[name])

@@ -231,6 +231,9 @@ class Fit:
     dequantizing: float = 0.65  # of the bandwidth, while weights are dequantized; measured, twice
     # work of attention in units of its forward, which has 2 matmuls; backward has 5; counted
     attention_passes: float = 3.5
+    # FLOP/s of the kernels for variable lengths, at most: Flash Attention 2 does not use Hopper's
+    # own instructions; measured: 345 TFLOP/s in whole steps of an 8B (2 x H200)
+    varlen_flops: float = 350e12
     # slowdown by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192 tokens
     # of Gemma 4 31B (H100), forward and backward
     wide_heads: float = 11
@@ -297,7 +300,11 @@ def layer_seconds(
                      + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
     flops = 2 * n * (2 * token_weights + weights_again)
     context = min(n * plan.context_parallel_size, mean_document_tokens)
-    flops += 2 * n * FIT.attention_passes * context * layers.mean_query_width
+    passes = FIT.attention_passes + plan.recomputed / n_layers  # a recomputed layer's forward
+    attention_flops = 2 * n * passes * context * layers.mean_query_width
+    attention_speed = FIT.sustained * machine.flops
+    if plan.varlen_attention:
+        attention_speed = min(attention_speed, FIT.varlen_flops)
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
     share = FIT.held_dequantized_again if plan.reuse_dequantized else FIT.dequantized_again
@@ -313,7 +320,8 @@ def layer_seconds(
         moved += routed * FIT.range_copies * n * arch.moe.top_k * width * item
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
-    compute = flops / (FIT.sustained * machine.flops) + moved / machine.bandwidth
+    compute = (flops / (FIT.sustained * machine.flops) + attention_flops / attention_speed
+               + moved / machine.bandwidth)
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     exchanged = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads) * n * item
     waits += (2 + again) * (plan.context_parallel_size - 1) * exchanged / machine.link

@@ -10,21 +10,27 @@ from fsdp_qlora.planner.machine import Machine, rounded
 
 class GPUSpec(NamedTuple):
     """Speeds of a GPU according to NVIDIA: the data sheets of A100, L40S, H100, H200 (SXM where it
-    exists) and HGX B200, and the whitepapers on GA102, Ada and RTX Blackwell."""
+    exists), A6000 and HGX B200, and the whitepapers on GA102, Ada and RTX Blackwell. Matmuls of the
+    4060, 3060 and 4060Ti follow from the 4090's and 3090's by tensor cores and clock."""
 
     size: int  # GB, as it is sold
     free: float  # GiB that CUDA and NCCL leave: what torch reports, less 1.2 to 2
     flops: float  # TFLOP/s of dense bf16 matmuls with fp32 sums; for GeForce half of fp16's
     bandwidth: float  # GB/s of its memory
     link: float  # GB/s received from the other GPUs: by NVLink, else by its bus
-    bus: float  # GB/s between GPU and CPU RAM, each way: PCIe 4.0 or 5.0, x16
+    bus: float  # GB/s between GPU and CPU RAM, each way: PCIe 4.0 or 5.0, x8 or x16
     groups: bool = False  # True if torch has grouped matmuls for it, see why_no_grouped_mm()
 
 
-GPU_SPECS = {
+GPU_SPECS = {  # of one size the slowest first
+    "4060": GPUSpec(8, 7.4, 30, 272, 16, 16),
+    "3060": GPUSpec(12, 11.2, 25, 360, 32, 32),
+    "4060Ti": GPUSpec(16, 15, 44, 288, 16, 16),
     "3090": GPUSpec(24, 22.5, 71, 936, 32, 32),
     "4090": GPUSpec(24, 22.5, 165, 1008, 32, 32),
     "5090": GPUSpec(32, 30, 209, 1792, 64, 64),
+    "A100-40GB": GPUSpec(40, 38, 312, 1555, 300, 32),
+    "A6000": GPUSpec(48, 45, 155, 768, 32, 32),
     "L40S": GPUSpec(48, 43, 362, 864, 32, 32),
     "A100": GPUSpec(80, 77.5, 312, 2039, 300, 32),
     "H100": GPUSpec(80, 77.5, 989, 3350, 450, 64, groups=True),
@@ -33,7 +39,7 @@ GPU_SPECS = {
 # The fractions of these speeds that measure_machine() finds on H100s and H200s. Other GPUs were not
 # available; the same fractions are assumed for them.
 FLOPS, BANDWIDTH, LINK, BUS = 0.81, 0.85, 0.67, 0.78
-HOST_GIB = 120  # CPU RAM per GPU
+HOST_GIB = 120  # free CPU RAM per GPU, without --host_memory_gib
 
 
 def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
@@ -41,8 +47,8 @@ def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
     2x24GB, the slowest GPU of that size. Raises ValueError."""
     match = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip().lower())
     count, name = match.groups() if match else (None, "")
-    names = {key.lower(): key for key in GPU_SPECS}
-    # the slowest GPU of a size comes last and wins
+    names = {key.lower().replace("-", ""): key for key in GPU_SPECS}
+    # the first GPU of a size comes last and wins
     names |= {f"{gpu.size}gb": key for key, gpu in reversed(GPU_SPECS.items())}
     key = names.get(re.sub(r"nvidia|geforce|rtx|[\s_-]", "", name))
     if not key or count and not 1 <= int(count) <= 1024:
@@ -53,11 +59,12 @@ def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
     return int(count or 1), key, GPU_SPECS[key]
 
 
-def gpu_machine(gpu: GPUSpec) -> Machine:
-    """Return the Machine that measure_machine() would find with this GPU."""
+def gpu_machine(gpu: GPUSpec, host_gib: float = HOST_GIB) -> Machine:
+    """Return the Machine that measure_machine() would find with this GPU, and with `host_gib` of
+    free CPU RAM per GPU."""
     flops, bandwidth, link, bus = (rounded(share * unit * speed) for share, unit, speed in (
         (FLOPS, 1e12, gpu.flops), (BANDWIDTH, 1e9, gpu.bandwidth), (LINK, 1e9, gpu.link),
         (BUS, 1e9, gpu.bus)))
     return Machine(
-        flops, bandwidth, link, bus, host_bytes=HOST_GIB * 2**30,
+        flops, bandwidth, link, bus, host_bytes=int(host_gib * 2**30),
         why_no_grouped="" if gpu.groups else "torch multiplies experts one by one on this GPU")

@@ -35,7 +35,10 @@ from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 # fractions of the memory that a plan must, and should, leave free, GAPS included
 SPARE, AMPLE_SPARE = 0.07, 0.1
-MUCH_FASTER = 0.8  # of a step's time: then ranks share micro-batches
+MUCH_FASTER = 0.8  # fraction of a step's time, for which ranks share micro-batches
+# tokens of a row on each rank, for which they do so: with fewer, exchanging keys takes longer than
+# --offload_activations
+LONG_SHARE = 4096
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
 HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 
@@ -108,7 +111,8 @@ def possible_plans(
                     expert_ranges=n_ranges, plain_attention=workload.plain_attention,
                     plain_recurrence=workload.plain_recurrence,
                     fused=workload.device.type == "cuda", state_bytes=workload.state_bytes,
-                    context_parallel_size=context_size)
+                    context_parallel_size=context_size,
+                    varlen_attention=workload.uneven or context_size > 1)
                 yield predict_memory(plan, arch, specs)
 
 
@@ -156,8 +160,8 @@ def find_plan(
 ) -> Plan:
     """Return the best plan, without CUDA graphs; if none fits, the smallest one.
 
-    Ranks share micro-batches if the plan does not fit otherwise, or if steps are much faster then,
-    because they have fewer rows than there are ranks."""
+    Ranks share micro-batches of long rows if the plan does not fit otherwise, or if steps are much
+    faster then, because they have fewer rows than there are ranks."""
     bound: float = limit
     if workload.device.type == "cpu" and not limit:
         bound = machine.host_bytes
@@ -172,7 +176,8 @@ def find_plan(
     has_idle_ranks = workload.tokens < workload.world_size * workload.longest
     for size in range(2, workload.world_size + 1):
         fits = best.fits_both(bound, machine.host_bytes)
-        if workload.world_size % size or fits and not has_idle_ranks:
+        is_long = workload.least_tokens(size) >= LONG_SHARE
+        if workload.world_size % size or not is_long or fits and not has_idle_ranks:
             continue
         plan = best_plan(size)
         is_faster = workload.step_seconds(plan) < MUCH_FASTER * workload.step_seconds(best)

@@ -346,9 +346,11 @@ def log_plan_elsewhere(user_config: Config, config: Config, plan: Plan, limit: i
     world_size, gpu, _ = parse_gpus(config.plan_for or "")
     lengths = "" if config.dataset else f" of {config.max_seq_len:,} tokens"
     log(f"plan for {world_size} x {gpu} (from data sheets, not measured): {config.batch_size:,}"
-        f" {row_word(config)}{lengths} per step, {HOST_GIB} GiB of host memory per GPU")
+        f" {row_word(config)}{lengths} per step, {config.host_memory_gib or HOST_GIB:g} GiB of host"
+        " memory per GPU")
     log_plan(user_config, plan, limit, world_size)
-    log(f"fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB per GPU, predicted"
+    pinned = f" and {plan.host_bytes / 2**30:.1f} GiB of host memory" if plan.host_bytes else ""
+    log(f"fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB{pinned} per GPU, predicted"
         f" {1 / plan.token_seconds:,.0f} tok/s/GPU")
 
 
@@ -359,12 +361,14 @@ def log_plan(
     """Print the plan: the memory that it is predicted to take, and how the work is laid out.
     `resident`: bytes that the process has already, on a CPU, where they count."""
     speed = f"predicted {1 / plan.token_seconds:,.0f} tok/s/{place}"
+    shared_by = plan.context_parallel_size
     checkpointed = f"activation checkpointing in {plan.recomputed} of {plan.n_layers} layers"
     if not plan.recomputed:
         checkpointed = "no activation checkpointing"
     notes = {
         describe_copies(plan, world_size, place): True,
-        f"micro-batches of up to {plan.micro_batch_tokens:,} tokens": True,
+        f"micro-batches of up to {plan.micro_batch_tokens * shared_by:,} tokens": True,
+        f"each shared by {shared_by} {place}s (context parallelism)": shared_by > 1,
         checkpointed: True,
         "nothing to offload": plan.offload_activations and not plan.recomputed,
         "embeddings in host memory": plan.embedding_on_host,

@@ -42,6 +42,8 @@ def check_combinations(config: Config) -> None:
     for name in "random_weights", "plan_for":
         if getattr(config, name) and not config.model:
             raise ValueError(f"--{name} needs a --model whose config.json gives the shapes")
+    if config.host_memory_gib and not config.plan_for:
+        raise ValueError("--host_memory_gib is for --plan_for: a run finds what is free")
     for name in "eval_every", "eval_samples":
         if (n := getattr(config, name)) and not config.eval_dataset:
             raise ValueError(f"--{name} {n} needs an --eval_dataset: files, a Hub id, or a fraction"
