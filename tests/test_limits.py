@@ -31,7 +31,8 @@ from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.files import digest
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
-from fsdp_qlora.planner.search import DoesNotFit, Workload, check_host, pick_plan, use_graphs
+from fsdp_qlora.planner.search import (
+    DoesNotFit, Search, Workload, check_host, pick_plan, use_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.checkpoints import MUST_MATCH, MAY_CHANGE, prepare_resume, refuse_other_run
 from fsdp_qlora.run.logs import log_startup
@@ -113,7 +114,7 @@ def picked(plans, limit, monkeypatch):
     """The one that is run of plans whose time is known."""
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: plan)
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    return pick_plan(plans, None, (), workload, limit, H200)
+    return pick_plan(plans, Search(None, None, (), workload, limit, H200))
 
 
 @pytest.mark.parametrize("size, fits", [(9600, True), (9601, False)])
@@ -152,7 +153,8 @@ def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypat
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: dataclasses.replace(
         plan, token_seconds=seconds))  # fmt: skip
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    assert use_graphs(plan_of(100), None, (), H200, 10_000, workload, False).graphs == is_graphed
+    search = Search(None, None, (), workload, 10_000, H200)
+    assert use_graphs(plan_of(100), search, False).graphs == is_graphed
 
 
 GIB = 2**30
@@ -166,7 +168,7 @@ def test_host_memory_is_pinned_for_speed_up_to_a_bound(host_gib, allowed, monkey
     monkeypatch.setattr(planner, "possible_plans", lambda *_: plans)
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cpu"))
     machine = dataclasses.replace(H200, host_bytes=host_gib * GIB)
-    found = planner.affordable_plans(Config(), None, (), workload, 100, machine, 1)
+    found = planner.affordable_plans(Search(Config(), None, (), workload, 100, machine), 1)
     assert [plan.host_bytes // GIB for plan in found] == allowed
 
 

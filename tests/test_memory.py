@@ -27,7 +27,8 @@ from fsdp_qlora.plan import GAPS, Plan
 from fsdp_qlora.planner.costs import FIT, count_layers, layer_seconds, predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
-    DoesNotFit, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs, why_no_capture)
+    DoesNotFit, Search, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs,
+    why_no_capture)
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.hub import read_model_config
@@ -462,7 +463,7 @@ def test_experts_are_in_no_more_ranges_than_there_are_experts():
     workload = Workload(tokens=4096, longest=2048, longest_row=2048,
                         mean_document_tokens=2048, uneven=False,
                         world_size=1, device=torch.device("cuda"))  # fmt: skip
-    plans = possible_plans(config, arch, layouts, workload, 1)
+    plans = possible_plans(Search(config, arch, layouts, workload, 0, H200), 1)
     assert {plan.expert_ranges for plan in plans} == {1, 4, 8}
 
 
@@ -559,8 +560,8 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     for ranges, graphs in ((1, True), (4, False)):  # ends of experts' rows are read by the host
         of_ranges = dataclasses.replace(plan, graphs=False, token_seconds=1, expert_ranges=ranges)
         workload = Workload(400, 200, 200, 200, True, 1, torch.device("cuda"))
-        settings = arch, layouts, H200, 140 * GIB, workload, True
-        assert use_graphs(of_ranges, *settings).graphs == graphs
+        search = Search(None, arch, layouts, workload, 140 * GIB, H200)
+        assert use_graphs(of_ranges, search, True).graphs == graphs
     assert sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS)) > 0
     assert choose("llama-3-8b", 140, gpus=1, **short).graphs
     assert not choose("llama-3-8b", 140).graphs  # 4,096 tokens and more keep the GPU busy
