@@ -61,7 +61,7 @@ from fsdp_qlora.pretrained.formats import (
     swap_nibbles)
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
 from fsdp_qlora.pretrained.merged_model import (
-    AUTO_CLASSES, Base, copy_all_but_weights, merged_tensors, write_weights)
+    AUTO_CLASSES, MergeBase, copy_all_but_weights, merged_tensors, write_weights)
 from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
@@ -70,7 +70,7 @@ from fsdp_qlora.ranks import explain, print_error
 from fsdp_qlora.run.directory import TrainedRun, find_train_config, new_directory, read_run
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
 from fsdp_qlora.run.peft_run import open_peft_run
-from fsdp_qlora.training.check import without_kernels
+from fsdp_qlora.training.compare_with_transformers import without_kernels
 from fsdp_qlora.training.divergence import why_worse
 
 LARGE_ERROR = 0.20  # fraction of the adapter's own effect: warn above this
@@ -177,7 +177,7 @@ def choose_device(asked: str | None, run: TrainedRun) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
-def read_base(name: str, quantization: dict[str, Any]) -> Base:
+def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
     """Return the base model, after the same checks of its files as in training."""
     directory = model_directory(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
@@ -190,11 +190,12 @@ def read_base(name: str, quantization: dict[str, Any]) -> Base:
                                              " With --base_model name the one in training")
         is_multimodal = text_config(model_config) is not model_config
         tensors, paths = merged_tensors(files, names, nf4_states, is_multimodal)
-    return Base(directory, files, names, nf4_states, tensors, paths, AUTO_CLASSES[is_multimodal],
-                getattr(torch, dtype), arch, quantization["tensor_sums"])
+    return MergeBase(directory, files, names, nf4_states, tensors, paths,
+                     AUTO_CLASSES[is_multimodal], getattr(torch, dtype), arch,
+                     quantization["tensor_sums"])
 
 
-def check_base(base: Base, run: TrainedRun, allow_other: bool) -> None:
+def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
     """Raise ValueError unless the base is the one that the run was trained on."""
     if allow_other:
         print("warning: --allow_other_base: the base may be another one: nothing will be compared")
@@ -206,7 +207,7 @@ def check_base(base: Base, run: TrainedRun, allow_other: bool) -> None:
             " base model?")
 
 
-def read_adapter(adapter_dir: Path, run: TrainedRun, base: Base) -> dict[str, LinearAdapter]:
+def read_adapter(adapter_dir: Path, run: TrainedRun, base: MergeBase) -> dict[str, LinearAdapter]:
     """Return {linear's name: its adapter}. Raises ValueError unless the files are those of the run.
     """
     rank, alpha, kind = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
@@ -223,7 +224,7 @@ def read_adapter(adapter_dir: Path, run: TrainedRun, base: Base) -> dict[str, Li
     return open_linear_adapters(adapter_dir, lora, parts, "train_config.json")
 
 
-def log_base(base: Base, n_adapted: int) -> None:
+def log_base(base: MergeBase, n_adapted: int) -> None:
     """Print what is merged."""
     linears, used = base.names.linears, {*base.tensors, *base.names.shapes}
     unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
@@ -248,7 +249,7 @@ class Rounding:
     error: float = 0.0  # of the changes by rounding to bf16
 
 
-def write_merged(partial: Path, output: Path, base: Base, adapter: dict[str, LinearAdapter],
+def write_merged(partial: Path, output: Path, base: MergeBase, adapter: dict[str, LinearAdapter],
                  run: TrainedRun, device: str) -> None:
     """Write the merged model into `partial`, which will be renamed to `output`, and print how much
     rounding to bf16 changes it. Raises ValueError if the disk has no room."""
@@ -264,7 +265,7 @@ def write_merged(partial: Path, output: Path, base: Base, adapter: dict[str, Lin
           " out; the check measures the effect on the logits")
 
 
-def merged_tensor(name: str, base: Base, adapter: dict[str, LinearAdapter], device: str,
+def merged_tensor(name: str, base: MergeBase, adapter: dict[str, LinearAdapter], device: str,
                   rounding: Rounding) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
     shape, dtype = base.tensors[name]
@@ -280,7 +281,7 @@ def merged_tensor(name: str, base: Base, adapter: dict[str, LinearAdapter], devi
     return finite(merged, f"{base.paths[name]}: what {name} becomes")
 
 
-def read_stored(base: Base, whole: str, part: str, index: Any,
+def read_stored(base: MergeBase, whole: str, part: str, index: Any,
                 device: str) -> tuple[torch.Tensor, bool]:
     """Return a tensor of the base model's files: `whole`, or the `part` of it at `index`, see
     TensorNames.parts(). Also returns whether the stored tensor is the transpose of this.
@@ -304,7 +305,7 @@ def read_stored(base: Base, whole: str, part: str, index: Any,
     return tensor, is_transposed
 
 
-def nf4_weight(weight: torch.Tensor, name: str, base: Base, path: Path) -> torch.Tensor:
+def nf4_weight(weight: torch.Tensor, name: str, base: MergeBase, path: Path) -> torch.Tensor:
     """Return W, the weight that training computed with: `weight` quantized to NF4 and dequantized;
     in MXFP4, `weight` itself. `path`: the file that has it."""
     linear = base.names.linears.get(name)  # None: a router in NF4
@@ -335,7 +336,7 @@ def add_adapter(
     return merged
 
 
-def write_files(directory: Path, base: Base, tensors: Iterator[torch.Tensor],
+def write_files(directory: Path, base: MergeBase, tensors: Iterator[torch.Tensor],
                 run: TrainedRun) -> None:
     """Write the merged tensors in files like the base's, with copies of all other files of the
     base. Files of the run are added: the tokenizer if the base has none, generation_config.json,
@@ -357,7 +358,7 @@ def write_files(directory: Path, base: Base, tensors: Iterator[torch.Tensor],
 # ------------------------------------------------------------------------------------------------
 
 
-def compare_logits(base: Base, merge_check_file: Path, merged_dir: Path, rows: list[list[int]],
+def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, rows: list[list[int]],
                    device: str) -> str:
     """Print how far the merged model's logits are from the trained model's. The file of MergeCheck
     has the inputs that the trained model's lm_head got for `rows`.
@@ -389,7 +390,7 @@ def compare_logits(base: Base, merge_check_file: Path, merged_dir: Path, rows: l
             " effect on the logits")
 
 
-def read_head(base: Base, device: str) -> torch.Tensor:
+def read_head(base: MergeBase, device: str) -> torch.Tensor:
     name = base.names.embedding if base.arch.tied else base.names.head
     return read_tensor(base.files[name], name, device).to(base.dtype)
 

@@ -75,19 +75,19 @@ from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import compile_for_any_rows
 from fsdp_qlora.kernels.flex import flex_document_attention
-from fsdp_qlora.kernels.context import ContextGroup
-from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.router import BALANCE
 from fsdp_qlora.lora.adapter import (
-    Adapter, check_origin, optimizer_state_bytes, read_adapter, resolve_target_modules,
+    Adapter, check_origin, optimizer_state_bytes, read_adapter, resolve_adapter,
     sharded_state)
 from fsdp_qlora.memory import limit_memory, memory_gib
+from fsdp_qlora.micro_batch.context import ContextGroup
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.load import load_model
-from fsdp_qlora.model.loss import preference_loss
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
+from fsdp_qlora.model.preference_loss import preference_loss
 from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.search import agree_on_plan
@@ -107,7 +107,7 @@ from fsdp_qlora.run.resolve import resolve_config, resolve_steps, save_interval
 from fsdp_qlora.run.start import end_process
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import ACTIONS, Status, watch_process
-from fsdp_qlora.training.check import check_family
+from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.training.divergence import stop_if_diverged
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_micro_batches
 from fsdp_qlora.training.finish import log_finish, stop_run
@@ -189,7 +189,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         status.enter("model")
         on_rank_0(check_tokenizer, base.directory, tokenizer, rows)
         with raise_on_all_ranks():
-            lora_config, adapted = resolve_target_modules(
+            lora_config, adapted = resolve_adapter(
                 arch, config, config.model or str(base.directory))
             specs = make_layer_specs(arch, adapted, config)
             if config.init_adapter and is_new:
@@ -214,7 +214,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         status.plan = plan
         logs.log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         if not config.random_weights:
-            on_rank_0(check_family, base.config, config.model)
+            on_rank_0(compare_with_transformers, base.config, config.model)
         if is_dry:
             raise RunError(f"--max_steps 0: nothing was trained; {logs.describe_steps(config)}", 0)
 
@@ -260,7 +260,7 @@ def find_start_step(config: Config, directory: Path, digests: dict[str, str | No
     if is_dry:
         on_rank_0(checkpoints.check_run, config, directory, digests, saved_config)
         return 0
-    start_step: int = on_rank_0(checkpoints.find_checkpoint, config, directory, digests)
+    start_step: int = on_rank_0(checkpoints.prepare_resume, config, directory, digests)
     status.begin(config, start_step)
     if start_step:
         status.checkpoint = checkpoints.checkpoint_path(directory, start_step).name

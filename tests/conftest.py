@@ -209,7 +209,7 @@ def write_rows(path, n=64):
 
 def segments_of(lengths, dropout_keys=None):
     """The Segments of documents of these lengths."""
-    from fsdp_qlora.kernels.segments import document_segments
+    from fsdp_qlora.micro_batch.segments import document_segments
 
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     return document_segments(bounds, lengths, max(lengths), dropout_keys)

@@ -57,7 +57,7 @@ def check_each_model_once():
     from fsdp_qlora.files import text_digest
     from fsdp_qlora.pretrained.config import shrunk_config
 
-    check = train_fsdp_qlora.check_family
+    check = train_fsdp_qlora.compare_with_transformers
     code = [(module, name, value) for module, names in snapshot().items()
             if not module.__name__.startswith(("train_", "fsdp_qlora.run"))
             for name, value in names.items() if not isinstance(value, bool)]  # what a run may set
@@ -75,7 +75,7 @@ def check_each_model_once():
             check(model_config, name)
             passed.touch()
 
-    train_fsdp_qlora.check_family = check_once
+    train_fsdp_qlora.compare_with_transformers = check_once
 
 
 def parse_config(argv):

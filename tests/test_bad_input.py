@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.files import digest, read_json, text_digest
-from fsdp_qlora.kernels import elementwise, offload
+from fsdp_qlora.kernels import elementwise
+from fsdp_qlora.micro_batch import offload
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run import base_model

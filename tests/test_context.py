@@ -13,9 +13,9 @@ from conftest import DEVICE, needs_ranks, segments_of
 from families import TINY, write_model
 
 from fsdp_qlora.kernels.attention import document_attention
-from fsdp_qlora.kernels.context import (
-    ContextGroup, KeyExchange, cut_documents, make_context_shard)
 from fsdp_qlora.kernels.flex import flex_document_attention
+from fsdp_qlora.micro_batch.context import (
+    ContextGroup, KeyExchange, cut_documents, make_context_shard)
 
 
 def random_lengths(draw, n):

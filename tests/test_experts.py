@@ -44,7 +44,7 @@ from fsdp_qlora.kernels.elementwise import (
     LimitedActivation, add_expert_rows, clamped_glu_backward, glu, glu_backward,
     glu_weight_gradients)
 from fsdp_qlora.layer import experts, grouped_mm, router
-from fsdp_qlora.lora.adapter import Adapter, read_adapter, resolve_target_modules
+from fsdp_qlora.lora.adapter import Adapter, read_adapter, resolve_adapter
 from fsdp_qlora.lora.peft_files import write_adapter
 from fsdp_qlora.lora.peft_names import expert_parts, stack_experts, unstack_experts
 from fsdp_qlora.model.load import weight_rows
@@ -54,8 +54,9 @@ from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.formats import scaled_weight
 from fsdp_qlora.pretrained.reader import Request, WeightReader, rows_in_memory, weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.training import check
-from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
+from fsdp_qlora.training import compare_with_transformers as check
+from fsdp_qlora.training.compare_with_transformers import (
+    plain_model, random_adapter, random_reference, read_weights)
 
 BAR = 1e-5  # of a relative difference in fp32
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]
@@ -351,7 +352,7 @@ def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
         layer.adapter.normal_(0, 0.1, generator=seed(i))
     values, parts = parts_of_adapter(model, arch, "data"), expert_parts(arch, config.lora_rank)
     write_adapter(
-        tmp_path, stack_experts(values, parts), resolve_target_modules(arch, config, "m")[0]
+        tmp_path, stack_experts(values, parts), resolve_adapter(arch, config, "m")[0]
     )
     ids = torch.randint(3, arch.vocab_size, (sum(check.LENGTHS),), generator=seed(2))
     with torch.enable_grad():
@@ -392,7 +393,7 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     model = make_layers(small, arch, random_reference(small, seed()).state_dict(), config)
     adapter, lora_config = (
         Adapter(model, torch.device("cpu")),
-        resolve_target_modules(arch, config, "m")[0],
+        resolve_adapter(arch, config, "m")[0],
     )
     values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
     write_adapter(tmp_path, values, lora_config)
@@ -430,12 +431,12 @@ def parts_of_adapter(model, arch, what):
 def test_adapters_that_experts_cannot_have_are_refused(name, change, words):
     config = Config(model="m", **ADAPTED | change)
     with pytest.raises(ValueError, match=words):
-        resolve_target_modules(describe_model(TINY[name](320)), config, "m")
+        resolve_adapter(describe_model(TINY[name](320)), config, "m")
 
 
 def test_adapters_are_on_attention_by_default():
     for name in "qwen3_moe", "glm4_moe", "mixtral":
-        lora_config, adapted = resolve_target_modules(
+        lora_config, adapted = resolve_adapter(
             describe_model(TINY[name](320)), Config(), "m"
         )
         assert lora_config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -452,7 +453,7 @@ def test_all_linear_stands_beside_other_words(name, words, same):
     arch, found = describe_model(TINY[name](320)), []
     for targets in words, same:
         config = Config(lora_rank=8, target_modules=tuple(targets))
-        lora_config, adapted = resolve_target_modules(arch, config, "m")
+        lora_config, adapted = resolve_adapter(arch, config, "m")
         found.append((lora_config.to_dict(), sorted(adapted)))
     assert found[0] == found[1] and found[0][1]
 
@@ -473,7 +474,7 @@ def test_log_tells_where_peft_does_not_load_a_shared_experts_adapter(
     model = make_layers(text_config(whole), arch, reference.state_dict(), config)
     for layer in model.layers:
         layer.adapter.normal_(generator=seed())
-    lora_config, _ = resolve_target_modules(arch, config, "m")
+    lora_config, _ = resolve_adapter(arch, config, "m")
     says = f"--target_modules {shared}: PEFT 0.21 cannot load adapters on "
     assert (says in capsys.readouterr().out) == (not is_loaded)
     write_adapter(tmp_path, parts_of_adapter(model, arch, "data"), lora_config)
@@ -555,8 +556,8 @@ def test_an_experts_bytes_are_bitsandbytes_own(width):
         codes, state = bnb.functional.quantize_4bit(
             weight, blocksize=64, compress_statistics=True, quant_type="nf4"
         )
-        assert torch.equal(layer.nf4.packed[linear.blocks].view(-1, 1), codes), name
-        assert torch.equal(layer.nf4.scales[linear.blocks, 0], state.absmax), name
+        assert torch.equal(layer.packed_weights.packed[linear.blocks].view(-1, 1), codes), name
+        assert torch.equal(layer.packed_weights.scales[linear.blocks, 0], state.absmax), name
         assert torch.equal(layer.nested.offsets[linear.index], state.offset), name
         assert torch.equal(layer.nested.absmax[linear.nested], state.state2.absmax), name
 

@@ -19,7 +19,7 @@ from short_runs import (
 from transformers import TrainingArguments
 
 from fsdp_qlora.config import VERSION, Config
-from fsdp_qlora.model.loss import LOSSES
+from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.run.foreign_flags import VALUES, peer_answer, read_peers
 from fsdp_qlora.run.resolve import resolve_config
 from train_fsdp_qlora import join_processes

@@ -34,15 +34,15 @@ from fsdp_qlora.kernels.attention import document_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
-from fsdp_qlora.kernels.offload import OffloadedActivations, make_store, put_record
 from fsdp_qlora.layer import linears, mixer_sublayer, mixers, mlp
-from fsdp_qlora.layer.attention import AttentionMixer, attend
+from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.saved import SavedMLP
-from fsdp_qlora.lora.adapter import resolve_target_modules
+from fsdp_qlora.lora.adapter import resolve_adapter
+from fsdp_qlora.micro_batch.offload import OffloadedActivations, make_store, put_record
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
@@ -57,8 +57,9 @@ from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run.merge_check import MergeCheck
-from fsdp_qlora.training import check
-from fsdp_qlora.training.check import check_family, random_reference, read_weights, text_model
+from fsdp_qlora.training import compare_with_transformers as check
+from fsdp_qlora.training.compare_with_transformers import (
+    compare_with_transformers, random_reference, read_weights, text_model)
 
 # Of documents: a multiple of a chunk of states, which longrope takes for a long one; one token; as
 # many as a window; fewer than a convolution reads
@@ -101,7 +102,7 @@ def uninitialized_memory_is_nan():
 def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     """The house's model of this process alone, from transformers' tensors; adapters are zero."""
     plan = plan or make_plan(arch.n_layers)
-    _, adapted = resolve_target_modules(arch, config, "test")
+    _, adapted = resolve_adapter(arch, config, "test")
     model = Model(arch, make_layer_specs(arch, adapted, config), plan, check.plain_kernels(arch),
                   torch.device("cpu"))
     names = tensor_names(arch, tensors)  # the only process reads all rows
@@ -175,7 +176,7 @@ class Pair:
                 weight = reference.get_submodule(linear).weight.detach()
                 value = weight.norm(dim=1) * (1 + value)
             self.values[key] = value
-        lora_config, _ = resolve_target_modules(self.arch, self.config, "test")
+        lora_config, _ = resolve_adapter(self.arch, self.config, "test")
         lora_config.task_type = None  # else PEFT wants a model that generates
         self.peft = get_peft_model(reference, lora_config).eval()
         set_peft_model_state_dict(self.peft, self.values)
@@ -318,7 +319,7 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
 def test_what_is_offloaded_is_not_held():
     """By the record, or by the function that takes it back."""
     store = OffloadedActivations(3, 8, torch.device("cpu"))
-    record = SavedMLP(source=torch.arange(8.0), gate_up=torch.ones(8, 2))
+    record = SavedMLP(mlp_input=torch.arange(8.0), gate_up=torch.ones(8, 2))
     want, first = record.gate_up.clone(), weakref.ref(record.gate_up)
     take = put_record(store, record)
     store.put(torch.ones(8)), store.put(torch.ones(8))  # frees earlier ones
@@ -484,7 +485,7 @@ def test_weights_are_quantized_from_the_compute_dtype():
     for dtype in torch.float32, torch.bfloat16:
         tensors = {key: tensor.to(dtype) for key, tensor in pair.tensors.items()}
         layer = make_model(pair.model_config, pair.arch, tensors, plan=plan).layers[0]
-        packed.append((layer.nf4.scales, layer.nested.absmax, layer.nested.offsets))
+        packed.append((layer.packed_weights.scales, layer.nested.absmax, layer.nested.offsets))
     assert all(map(torch.equal, *packed))
 
 
@@ -608,7 +609,7 @@ def test_check_at_start_passes(name):
     """Of the families that test_released.py does not check; the others by `make test-slow`."""
     model_config = TINY[name](VOCABULARY)
     state = torch.random.get_rng_state()
-    check_family(model_config, name)
+    compare_with_transformers(model_config, name)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -655,7 +656,7 @@ def test_check_at_start_catches(error, monkeypatch):
     monkeypatch.setattr(configs, "check_model", lambda config: None)
     plant(monkeypatch, family, fields)
     with pytest.raises(ValueError, match=f"the check at start failed: {family} "):
-        check_family(model_config, name)
+        compare_with_transformers(model_config, name)
 
 
 @pytest.mark.parametrize("name", ["granite4_h", "falcon_h1", "lfm2", "qwen3_5"])
@@ -674,7 +675,7 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
     function = of_mixer.function
     monkeypatch.setitem(mixers.MIXERS, kind, dataclasses.replace(of_mixer, function=all_as_one))
     with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
-        check_family(model_config, name)
+        compare_with_transformers(model_config, name)
 
 
 # shorter and longer than a chunk of 64, one or two chunks, one more or less
@@ -892,7 +893,7 @@ def test_check_at_start_catches_wrong_code(error, monkeypatch):
         for module in house.owners(function):
             monkeypatch.setattr(module, function, wrong)
     with pytest.raises(ValueError, match="the check at start failed: "):
-        check_family(TINY[name](VOCABULARY), name)
+        compare_with_transformers(TINY[name](VOCABULARY), name)
 
 
 STRAY = {
@@ -907,7 +908,7 @@ STRAY = {
 @pytest.mark.parametrize("name", ["llama", "granite", "olmo2"])
 @pytest.mark.parametrize("stray", STRAY)
 def test_check_at_start_takes_what_changes_no_output(stray, name):
-    check_family(tiny(name, None, **STRAY[stray])(VOCABULARY), name)
+    compare_with_transformers(tiny(name, None, **STRAY[stray])(VOCABULARY), name)
 
 
 GROUPED = dict(moe_intermediate_size=32, n_routed_experts=16, num_experts_per_tok=4, head_dim=24)
@@ -945,14 +946,14 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("what", UNUSUAL)
 def test_check_at_start_takes_what_transformers_computes(what):
     model_type, settings = UNUSUAL[what]
-    check_family(tiny(model_type, **settings)(VOCABULARY), model_type)
+    compare_with_transformers(tiny(model_type, **settings)(VOCABULARY), model_type)
 
 
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 def test_check_at_start_names_the_model_whatever_goes_wrong(what):
     model_type, settings = IMPOSSIBLE[what]
     with pytest.raises(ValueError, match="^--model the-name: the check at start failed: "):
-        check_family(tiny(model_type, **settings)(VOCABULARY), "the-name")
+        compare_with_transformers(tiny(model_type, **settings)(VOCABULARY), "the-name")
 
 
 def test_field_that_no_record_knows_is_refused():
@@ -1051,11 +1052,11 @@ def test_document_as_long_as_longropes_limit_is_short(name):
 def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
     """There transformers ignores it, so that the check at start refuses such a model."""
     yarn = YARN | dict(original_max_position_embeddings=64, beta_fast=8.0, truncate=False)
-    check_family(tiny("llama", rope_parameters=yarn)(VOCABULARY), "llama")
+    compare_with_transformers(tiny("llama", rope_parameters=yarn)(VOCABULARY), "llama")
     ropes = dict.fromkeys(("full_attention", "sliding_attention"), yarn)
     config = tiny("olmo3", None, sliding_window=7, rope_parameters=ropes)(VOCABULARY)
     with pytest.raises(ValueError, match="the check at start failed: olmo3 "):
-        check_family(config, "olmo3")
+        compare_with_transformers(config, "olmo3")
 
 
 @pytest.mark.parametrize("n, windowed", [(7, False), (8, True)])
@@ -1110,7 +1111,8 @@ def test_failed_check_ends_a_run_with_one_line(run_main, monkeypatch, demo_direc
     code, _, err = run_main(*flags, tmp_path / "right")
     assert code == 0, err
     plant(monkeypatch, "qwen3", {"qk_norm_after_rotary": True})
-    monkeypatch.setattr("train_fsdp_qlora.check_family", check_family)  # else it has passed already
+    # else it has passed already
+    monkeypatch.setattr("train_fsdp_qlora.compare_with_transformers", compare_with_transformers)
     code, _, err = run_main(*flags, tmp_path / "wrong")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 3 and "the check at start failed: qwen3 " in line and "Traceback" not in err

@@ -31,14 +31,16 @@ from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.files import digest
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
-from fsdp_qlora.planner.search import DoesNotFit, Workload, check_host, pick_plan, use_graphs
+from fsdp_qlora.planner.search import (
+    DoesNotFit, Search, Workload, check_host, pick_plan, use_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
-from fsdp_qlora.run.checkpoints import MUST_MATCH, SCHEDULE, find_checkpoint, refuse_other_run
+from fsdp_qlora.run.checkpoints import MUST_MATCH, MAY_CHANGE, prepare_resume, refuse_other_run
 from fsdp_qlora.run.logs import log_startup
 from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.state import Progress
-from fsdp_qlora.training import check, untrained_tokens
-from fsdp_qlora.training.check import check_family
+from fsdp_qlora.training import compare_with_transformers as check
+from fsdp_qlora.training import untrained_tokens
+from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.training.divergence import why_diverged, why_worse
 from fsdp_qlora.training.untrained_tokens import untrained_rows
 
@@ -75,9 +77,9 @@ def test_weights_may_differ_by_nf4s_rounding_alone(by, passes, monkeypatch):
 
 def check_is(passes, words):
     if passes:
-        return check_family(TINY["llama"](VOCABULARY), "m")
+        return compare_with_transformers(TINY["llama"](VOCABULARY), "m")
     with pytest.raises(ValueError, match=f"the check at start failed: .*{words}"):
-        check_family(TINY["llama"](VOCABULARY), "m")
+        compare_with_transformers(TINY["llama"](VOCABULARY), "m")
 
 
 @pytest.mark.parametrize("kind", ["norm", "distance"])
@@ -112,7 +114,7 @@ def picked(plans, limit, monkeypatch):
     """The one that is run of plans whose time is known."""
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: plan)
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    return pick_plan(plans, None, (), workload, limit, H200)
+    return pick_plan(plans, Search(None, None, (), workload, limit, H200))
 
 
 @pytest.mark.parametrize("size, fits", [(9600, True), (9601, False)])
@@ -151,7 +153,8 @@ def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypat
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: dataclasses.replace(
         plan, token_seconds=seconds))  # fmt: skip
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    assert use_graphs(plan_of(100), None, (), H200, 10_000, workload, False).graphs == is_graphed
+    search = Search(None, None, (), workload, 10_000, H200)
+    assert use_graphs(plan_of(100), search, False).graphs == is_graphed
 
 
 GIB = 2**30
@@ -165,7 +168,7 @@ def test_host_memory_is_pinned_for_speed_up_to_a_bound(host_gib, allowed, monkey
     monkeypatch.setattr(planner, "possible_plans", lambda *_: plans)
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cpu"))
     machine = dataclasses.replace(H200, host_bytes=host_gib * GIB)
-    found = planner.affordable_plans(Config(), None, (), workload, 100, machine, 1)
+    found = planner.affordable_plans(Search(Config(), None, (), workload, 100, machine), 1)
     assert [plan.host_bytes // GIB for plan in found] == allowed
 
 
@@ -372,7 +375,7 @@ def begun_run():
 def test_each_flag_may_change_or_not():
     names = [f.name for f in dataclasses.fields(Config)]
     assert sorted(names) == sorted(REFUSED + SAID + FREE)
-    assert {*MUST_MATCH} == {*REFUSED} and {*SCHEDULE} == {*SAID}
+    assert {*MUST_MATCH} == {*REFUSED} and {*MAY_CHANGE} == {*SAID}
 
 
 @pytest.mark.parametrize("key", [*REFUSED, *SAID, *FREE, *CONTENT, None])
@@ -394,17 +397,17 @@ def test_changed_schedule_is_said_or_refused_once_all_is_done(name, monkeypatch,
     path = tmp_path / "checkpoint-000005"
     monkeypatch.setattr("fsdp_qlora.run.checkpoints.newest_checkpoint", lambda _: (path, begun))
     begun["config"][name] = 9.5
-    assert find_checkpoint(config, tmp_path, content) == 5
+    assert prepare_resume(config, tmp_path, content) == 5
     assert f"changed on resume: --{name} 9.5 -> {vars(config)[name]} (" in capsys.readouterr().out
     begun["step"] = 9
     if name == "max_steps":
-        assert find_checkpoint(config, tmp_path, content) == 9
+        assert prepare_resume(config, tmp_path, content) == 9
     else:
         with pytest.raises(ValueError, match=f"complete run of .* steps with .*--{name} 9.5 "):
-            find_checkpoint(config, tmp_path, content)
+            prepare_resume(config, tmp_path, content)
     begun["step"] = 10
     with pytest.raises(ValueError, match="is already at step 10"):
-        find_checkpoint(config, tmp_path, content)
+        prepare_resume(config, tmp_path, content)
 
 
 # ------------------------------------------------------------------------------------------------

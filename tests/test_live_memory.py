@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, document_attention
 from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
-from fsdp_qlora.kernels.segments import document_segments
-from fsdp_qlora.kernels.offload import DeviceActivations
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
 from fsdp_qlora.layer.layer import DecoderLayer, make_layer_specs
+from fsdp_qlora.micro_batch.offload import DeviceActivations
+from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.lm_head import LinearCrossEntropy
 from fsdp_qlora.plan import Plan
@@ -410,7 +410,8 @@ def test_plan_knows_the_heads_peak(
         model = types.SimpleNamespace(arch=arch, head=head, norm=norm, norm_bias=None, shards=1,
                                       shard=0, own_rows=range(arch.vocab_size), group=None)
         labels, bounds = torch.empty(n, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
-        micro_batch = types.SimpleNamespace(labels=labels, trained_at=labels, loss_bounds=bounds)
+        micro_batch = types.SimpleNamespace(
+            labels=labels, label_positions=labels, loss_bounds=bounds)
         with Storages(fused) as storages:
             x = torch.empty(n, arch.hidden_size, dtype=dtype).requires_grad_()
             LinearCrossEntropy.apply(x, model, micro_batch).sum().backward()
@@ -431,7 +432,8 @@ def test_plan_counts_what_a_model_has_to_the_byte(family):
     tables = [model.embedding, model.head, model.per_layer_table, model.per_layer_projection]
     got = sum({t.data_ptr(): t.nbytes for t in tables if t is not None}.values())
     for layer in model.layers:
-        got += sum(part.nbytes for part in (layer.nf4.packed, layer.nf4.scales))
+        blocks = layer.packed_weights
+        got += sum(part.nbytes for part in (blocks.packed, blocks.scales))
         got += sum(part.nbytes for part in vars(layer.nested).values())
         got += sum(part.nbytes for part in (layer.vectors, *layer.small_tensors.values()))
     layouts = tuple(layer.spec for layer in model.layers)
@@ -472,7 +474,7 @@ def test_plan_counts_what_fsdp_gathers_to_the_byte():
     sizes = []
     for i, layout in enumerate(layouts):
         layer = DecoderLayer(arch, layout, i, plan)  # its parameters are on the meta device
-        weights = layer.nf4.packed.nbytes + layer.nf4.scales.nbytes
+        weights = layer.packed_weights.packed.nbytes + layer.packed_weights.scales.nbytes
         sizes.append((weights, layer.vectors.nbytes, layer.adapter.nbytes // 2))
     one, every = (sum(map(of_all, zip(*sizes))) for of_all in (max, sum))
     freed, kept = (predict_memory(dataclasses.replace(plan, reshard_after_forward=frees), arch,

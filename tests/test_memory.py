@@ -19,20 +19,21 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import ShuffledRows, make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels
-from fsdp_qlora.kernels.offload import pinned_copy
 from fsdp_qlora.layer.layer import make_layer_specs
-from fsdp_qlora.lora.adapter import resolve_target_modules
+from fsdp_qlora.lora.adapter import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
+from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import GAPS, Plan
 from fsdp_qlora.planner.costs import FIT, count_layers, layer_seconds, predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
-    DoesNotFit, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs, why_no_capture)
+    DoesNotFit, Search, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs,
+    why_no_capture)
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
-from fsdp_qlora.training.check import plain_model
+from fsdp_qlora.training.compare_with_transformers import plain_model
 
 GIB = 2**30
 H200 = Machine(flops=7e14, bandwidth=4e12, link=3e11, host=5e10, host_bytes=64 * GIB)
@@ -171,7 +172,7 @@ def shapes_of(name, layers=None, **flags):
     config = Config(model=name, random_weights=True, **flags)
     with unittest.mock.patch.dict(BUILTIN_CONFIGS, shapes):
         config, _, arch = read_model_config(Path(name), config)
-    _, adapted = resolve_target_modules(arch, config, name)
+    _, adapted = resolve_adapter(arch, config, name)
     return config, arch, make_layer_specs(arch, adapted, config)
 
 
@@ -244,7 +245,8 @@ def held_bytes(arch, model, n_layers, n_tokens):
     micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), model)
 
     def storages():
-        # not NF4Blocks, whose inner tensors are found, nor what an earlier test's tracing has left
+        # not FourBitBlocks, whose inner tensors are found, nor what an earlier test's tracing has
+        # left
         found = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
 
@@ -461,7 +463,7 @@ def test_experts_are_in_no_more_ranges_than_there_are_experts():
     workload = Workload(tokens=4096, longest=2048, longest_row=2048,
                         mean_document_tokens=2048, uneven=False,
                         world_size=1, device=torch.device("cuda"))  # fmt: skip
-    plans = possible_plans(config, arch, layouts, workload, 1)
+    plans = possible_plans(Search(config, arch, layouts, workload, 0, H200), 1)
     assert {plan.expert_ranges for plan in plans} == {1, 4, 8}
 
 
@@ -558,8 +560,8 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     for ranges, graphs in ((1, True), (4, False)):  # ends of experts' rows are read by the host
         of_ranges = dataclasses.replace(plan, graphs=False, token_seconds=1, expert_ranges=ranges)
         workload = Workload(400, 200, 200, 200, True, 1, torch.device("cuda"))
-        settings = arch, layouts, H200, 140 * GIB, workload, True
-        assert use_graphs(of_ranges, *settings).graphs == graphs
+        search = Search(None, arch, layouts, workload, 140 * GIB, H200)
+        assert use_graphs(of_ranges, search, True).graphs == graphs
     assert sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS)) > 0
     assert choose("llama-3-8b", 140, gpus=1, **short).graphs
     assert not choose("llama-3-8b", 140).graphs  # 4,096 tokens and more keep the GPU busy

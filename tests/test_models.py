@@ -25,7 +25,7 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.training.check import plain_kernels
+from fsdp_qlora.training.compare_with_transformers import plain_kernels
 from train_fsdp_qlora import choose_attention
 
 DROPOUT = {  # tiny configs whose own dropout is in one place
@@ -139,7 +139,7 @@ def test_bins_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
     want = train("plain", *flags)
     # as on a GPU; the check at start stays on the CPU
     monkeypatch.setattr("fsdp_qlora.data.packing.round_up", lambda n, device: -(-n // 64) * 64)
-    monkeypatch.setattr("train_fsdp_qlora.check_family", lambda *args: None)
+    monkeypatch.setattr("train_fsdp_qlora.compare_with_transformers", lambda *args: None)
     got = train("round", *flags, "--offload_activations")
     assert got == [pytest.approx(row, rel=1e-5) for row in want]
 

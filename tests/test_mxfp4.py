@@ -21,11 +21,12 @@ from fsdp_qlora.pretrained.config import describe_model, shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.quant.blocks import BLOCK, NF4Blocks
+from fsdp_qlora.quant.blocks import BLOCK, FourBitBlocks
 from fsdp_qlora.quant.nf4 import mxfp4_values
 from fsdp_qlora.ranks import RunError
-from fsdp_qlora.training import check
-from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
+from fsdp_qlora.training import compare_with_transformers as check
+from fsdp_qlora.training.compare_with_transformers import (
+    plain_model, random_adapter, random_reference, read_weights)
 
 IN_MXFP4 = {"quant_method": "mxfp4"}
 
@@ -80,8 +81,8 @@ def test_a_rank_may_have_a_part_of_a_row():
     fused = layer.spec.mlp.fused_linears[1]
     linear = fused.linears[2]
     assert fused.in_features == 3 * BLOCK
-    own, shard = OwnBlocks(linear, slice(2, 7), slice(1, 6)), NF4Blocks.zeros(6, "cpu", 2)
-    whole = layer.nf4.packed[linear.blocks], layer.nf4.scales[linear.blocks]
+    own, shard = OwnBlocks(linear, slice(2, 7), slice(1, 6)), FourBitBlocks.zeros(6, "cpu", 2)
+    whole = layer.packed_weights.packed[linear.blocks], layer.packed_weights.scales[linear.blocks]
 
     def read(name):
         blocks = slice(own.rows.start * 3, own.rows.stop * 3)

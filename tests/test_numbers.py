@@ -263,7 +263,7 @@ def test_every_16_bit_pattern_survives_fsdp(worked):
         assert torch.equal(got[f"{policy}_codes"], got["expected_codes"]), policy
     wrong = (got["unprotected"] != got["expected"]).view(-1, 2).any(-1).sum()
     print(f"without the byte path {wrong} of 65,536 patterns change")
-    assert (wrong > 0) == (DEVICE == "cuda")  # should it ever be 0 there, NF4Blocks can go
+    assert (wrong > 0) == (DEVICE == "cuda")  # should it ever be 0 there, FourBitBlocks can go
 
 
 # ------------------------------------------------------------------------------------------------

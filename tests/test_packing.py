@@ -24,9 +24,9 @@ from fsdp_qlora.data.packing import (
 from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
-from fsdp_qlora.kernels.context import NOT_SHARED
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
+from fsdp_qlora.micro_batch.context import NOT_SHARED
 from train_fsdp_qlora import next_step
 
 CPU = torch.device("cpu")
@@ -265,7 +265,7 @@ def test_bin_equals_one_token_at_a_time(processes):
                     assert got.input_ids.tolist() == ids
                     assert got.position_ids.tolist() == position_ids
                     assert got.cu_seqlens.tolist() == bounds
-                    assert got.trained_at.tolist() == trained and got.labels.tolist() == labels
+                    assert got.label_positions.tolist() == trained and got.labels.tolist() == labels
                     assert got.lengths == tuple(lengths) and got.longest >= max(lengths)
                     assert got.input_ids.dtype == got.position_ids.dtype == torch.int64
                     assert got.cu_seqlens.dtype == torch.int32
@@ -318,7 +318,7 @@ def test_first_token_is_never_trained():
     rows = [(ids, ids) for ids, _ in make_rows([5, 3])]
     batch = rows_of(rows)
     got = make_micro_batch(batch, [[0, 1]], 0, torch.tensor(0), make_model(8))
-    assert got.trained_at.tolist() == [0, 1, 2, 3, 5, 6]
+    assert got.label_positions.tolist() == [0, 1, 2, 3, 5, 6]
     assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
     assert batch.n_trainable_tokens.tolist() == [4, 2]
 

@@ -13,7 +13,7 @@ from test_benchmarks import bench
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.layer.layer import make_layer_specs
-from fsdp_qlora.lora.adapter import resolve_target_modules
+from fsdp_qlora.lora.adapter import resolve_adapter
 from fsdp_qlora.planner.gpu_specs import GPU_SPECS, gpu_machine, parse_gpus
 from fsdp_qlora.planner.machine import rounded
 from fsdp_qlora.planner.search import Workload, choose_plan
@@ -88,7 +88,7 @@ def test_plan_is_that_of_a_run_there(directory):
     with one_process():
         _, plan, limit = plan_elsewhere(config)
     config, _, arch = read_model_config(path, dataclasses.replace(config, random_weights=True))
-    layouts = make_layer_specs(arch, resolve_target_modules(arch, config, "")[1], config)
+    layouts = make_layer_specs(arch, resolve_adapter(arch, config, "")[1], config)
     workload = Workload(
         tokens=32 * 1024, longest=1024, longest_row=1024, mean_document_tokens=1024,
         uneven=False, world_size=4,

@@ -35,8 +35,8 @@ from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.prepare import prepare_data, prepare_rows
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sources import RefusedRow, find_pieces
-from fsdp_qlora.kernels.micro_batch import Answers
-from fsdp_qlora.model.loss import LOSSES, Loss, preference_loss
+from fsdp_qlora.micro_batch.micro_batch import Answers
+from fsdp_qlora.model.preference_loss import LOSSES, Loss, preference_loss
 from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run.status import Status
 from fsdp_qlora.training import evaluation, reference

@@ -27,7 +27,7 @@ from fsdp_qlora.data.encode import try_row
 from fsdp_qlora.data.forms import FORMS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
 from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.layer.router import BALANCE
-from fsdp_qlora.model.loss import LOSSES, METRICS
+from fsdp_qlora.model.preference_loss import LOSSES, METRICS
 from fsdp_qlora.pretrained import architecture
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.run.resolve import resolve_config
@@ -237,7 +237,7 @@ def defined(tree):
 
 def named(words):
     """Functions with their (), CamelCase and UPPER_CASE names."""
-    shapes = r"(\w+)\(\)|((?:[A-Z]\w*[a-z]\w*){2,}|[A-Z]+_[A-Z_]+|FAMILIES|FORMS|SCHEDULE|Config)"
+    shapes = r"(\w+)\(\)|((?:[A-Z]\w*[a-z]\w*){2,}|[A-Z]+_[A-Z_]+|FAMILIES|FORMS|MAY_CHANGE|Config)"
     return {m[1] or m[2] for m in (re.fullmatch(shapes, word) for word in words) if m}
 
 

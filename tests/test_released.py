@@ -14,7 +14,7 @@ from families import TINY
 from fsdp_qlora.config import Config
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
-from fsdp_qlora.training.check import check_family
+from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
@@ -540,7 +540,7 @@ def test_config_as_released_passes_the_check_at_start(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     config = Config(model=name, dataset=("rows.jsonl",))
     config, model_config, arch = read_model_config(tmp_path, config)
-    check_family(model_config, name)
+    compare_with_transformers(model_config, name)
     text_model = CONFIGS[name].get("text_config", CONFIGS[name])
     family = {"kimi_k2": "deepseek_v3", "qwen2_5_vl": "qwen2_5_vl_text"}
     assert arch.family == family.get(text_model["model_type"], text_model["model_type"])

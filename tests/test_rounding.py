@@ -29,10 +29,10 @@ from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import experts, lora_matmul, mixers, mla, per_layer, residual, router
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
-from fsdp_qlora.model.loss import sum_documents
+from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config
-from fsdp_qlora.training.check import random_reference
+from fsdp_qlora.training.compare_with_transformers import random_reference
 
 N, WIDTH, HEADS = 96, 128, 4
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]
@@ -426,14 +426,14 @@ def test_adapters_gradients_are_summed_in_fp32():
         want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), call.spec.scaling
         for seed in range(3):
             x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
-            columns = draw(N, fused.padded_columns, seed=seed)
-            _, grad_d = lora_matmul.lora_matmul_backward(call, fused, columns, grad, x)
+            hidden = draw(N, fused.padded_lora, seed=seed)
+            _, grad_d = lora_matmul.lora_matmul_backward(call, fused, hidden, grad, x)
             lora_matmul.add_a_gradient(call, fused, x, grad_d)
             of_b = call.weight(fused)[:, fused.in_features :].double()
-            check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_columns], "d")
+            check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_lora], "d")
             want_a = want_a + scaling * grad_d.double().t() @ x.double()
             for linear in fused.adapted:
-                part = grad[:, linear.outputs].double().t() @ columns[:, linear.columns].double()
+                part = grad[:, linear.outputs].double().t() @ hidden[:, linear.lora_slice].double()
                 want_b[linear] = want_b[linear] + part
         check_rounding(call.grad_adapter[fused.lora_a], want_a.flatten(), "A")
         for linear, want in want_b.items():
@@ -446,11 +446,11 @@ def test_doras_norms_and_magnitudes_are_fp32():
         factor, norm = lora_matmul.dora_factors(call, fused, weight)
         x, grad = torch.eye(n_in).bfloat16(), draw(n_in, fused.out_features)  # picks columns of W
         lora_matmul.lora_matmul_backward(
-            call, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
+            call, fused, x.new_zeros(n_in, fused.padded_lora), grad, x)
         a, weight = call.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
         for linear in fused.adapted:
             b, rows = call.adapter[linear.lora_b].view(-1, fused.lora_rank).double(), linear.outputs
-            of_rows = (weight[rows] + call.spec.scaling * b @ a[linear.columns]).norm(dim=1)
+            of_rows = (weight[rows] + call.spec.scaling * b @ a[linear.lora_slice]).norm(dim=1)
             sums = (grad[:, rows].double() * weight[rows].t()).sum(0) / of_rows
             check_rounding(norm[rows], of_rows, "norms")
             check_rounding(factor[rows], call.layer.adapter[linear.magnitude] / of_rows, "factors")
@@ -554,7 +554,7 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     model = types.SimpleNamespace(
         arch=arch, head=weight, norm=torch.ones(64).bfloat16(), norm_bias=None, shards=1, shard=0,
         own_rows=range(320))  # fmt: skip
-    micro_batch = types.SimpleNamespace(labels=labels, trained_at=torch.arange(N),
+    micro_batch = types.SimpleNamespace(labels=labels, label_positions=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
     x = x.requires_grad_()
     weights = torch.tensor([1 / 3, 0.7])

@@ -26,16 +26,16 @@ import train_fsdp_qlora
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.kernels.offload import pinned_copy
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import STATE_BLOCK
 from fsdp_qlora.lora.adapter import sharded_state
 from fsdp_qlora.memory import host_memory
+from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.lm_head import LinearCrossEntropy, best_tokens
 from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.model.shards import gathered, set_local
-from fsdp_qlora.quant.blocks import NF4Blocks
+from fsdp_qlora.quant.blocks import FourBitBlocks
 from fsdp_qlora.ranks import all_gather, on_rank_0
 from fsdp_qlora.run.demo import write_demo
 from fsdp_qlora.run.status import watch_process
@@ -91,8 +91,8 @@ def quantized(job, process):
                     for linear in fused.linears:
                         name = f"model.layers.{i}.{linear.name}"
                         values = {
-                            "packed": layer.nf4.packed[linear.blocks].clone(),
-                            "codes": layer.nf4.scales[linear.blocks, 0].clone(),
+                            "packed": layer.packed_weights.packed[linear.blocks].clone(),
+                            "codes": layer.packed_weights.scales[linear.blocks, 0].clone(),
                             "nested_absmax": layer.nested.absmax[linear.nested].clone(),
                             "nested_code": layer.nested.code_values[linear.index].clone(),
                             "offset": layer.nested.offsets[linear.index].clone(),
@@ -183,9 +183,9 @@ def vocabulary(job, process):
         out.update(hidden=x, labels=labels, ids=ids)
         mine = slice(rank * 17, (rank + 1) * 17)
         x, labels, ids = (t[mine].to(run.device) for t in (x, labels, ids))
-        trained_at = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
+        label_positions = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
         micro_batch = types.SimpleNamespace(
-            labels=labels[trained_at], trained_at=trained_at,
+            labels=labels[label_positions], label_positions=label_positions,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
         chunk_bytes, row = house.get("CHUNK_BYTES"), 4 * model.arch.vocab_size
         own_head = model.head
@@ -323,7 +323,7 @@ def resumed(job, process):
 
 
 def patterns(job, process):
-    """All 65,536 16-bit patterns through FSDP2: as NF4Blocks per policy, and as plain bf16."""
+    """All 65,536 16-bit patterns through FSDP2: as FourBitBlocks per policy, and as plain bf16."""
     device, _ = process
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     words = torch.arange(65536, dtype=torch.int32, device=device).to(torch.int16)
@@ -341,7 +341,7 @@ def patterns(job, process):
         if name == "unprotected":
             weight = words.view(torch.bfloat16)
         else:
-            weight = NF4Blocks.zeros(packed.shape[0], "meta", 2)
+            weight = FourBitBlocks.zeros(packed.shape[0], "meta", 2)
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
         module.bias = torch.nn.Parameter(torch.zeros(8, device=weight.device))  # as norms, LoRA do
         module.forward = lambda _, module=module, seen=seen: seen.update(w=module.weight)
@@ -350,7 +350,7 @@ def patterns(job, process):
         part = slice(rows.start, rows.stop)
         if name != "unprotected":
             place = pinned_copy if name == "offload" else torch.clone  # --offload_params
-            mine = NF4Blocks(place(packed[part]), place(codes[part]), device)
+            mine = FourBitBlocks(place(packed[part]), place(codes[part]), device)
             set_local(module, "weight", mine)
             set_local(module, "bias", torch.zeros(8 // dist.get_world_size(), device=device))
         for _ in range(2):  # the first gather allocates, the second fills what was freed

@@ -25,7 +25,7 @@ from fsdp_qlora.data.forms import IGNORE, Document, Ids, Part, parse_row, printa
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import columns_of
 from fsdp_qlora.data.sources import Piece, RefusedRow, read_pieces
-from fsdp_qlora.model.loss import LOSSES
+from fsdp_qlora.model.preference_loss import LOSSES
 
 BATCH = 256  # rows that are parsed at once, and documents of one RecordBatch
 # characters that the tokenizer gets at once; its result for them needs about 100 MB

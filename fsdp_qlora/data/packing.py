@@ -20,10 +20,10 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
-from fsdp_qlora.kernels.context import NOT_SHARED, ContextGroup, make_context_shard
-from fsdp_qlora.kernels.micro_batch import Answers, MicroBatch
-from fsdp_qlora.kernels.offload import DeviceActivations
 from fsdp_qlora.kernels.recurrence import chunk_table
+from fsdp_qlora.micro_batch.context import NOT_SHARED, ContextGroup, make_context_shard
+from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
+from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.model.model import Model
 
 
@@ -120,12 +120,8 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
     number, and the MicroBatch is this rank's part of it."""
     n_tokens, n_labels, longest = padded_shape(batch, micro_step, model, context.size)
     documents = micro_step[rank]
-    lengths = batch.lengths[documents].tolist()
-    n_unpadded = torch.tensor([sum(lengths)])
-    n_padding = n_tokens - sum(lengths)
-    lengths += [longest] * (n_padding // longest)
-    if n_padding % longest:
-        lengths.append(n_padding % longest)
+    n_unpadded = batch.lengths[documents].sum()[None]
+    lengths = padded_lengths(batch.lengths[documents].tolist(), n_tokens, longest)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     document_at = torch.arange(len(lengths)).repeat_interleave(starts.diff())
     position_ids = torch.arange(n_tokens) - starts[document_at]
@@ -138,39 +134,33 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
     is_fixed_len = len(set(lengths)) == 1
     if model.plan.graphs:
         n_documents = power_of_2(n_documents)
-    # one graph serves several numbers of documents
-    if several := model.plan.graphs and not is_fixed_len:
+    # one graph serves micro-batches of other numbers of documents, too
+    if of_any_lengths := model.plan.graphs and not is_fixed_len:
         longest = power_of_2(longest)
-        spare = 2 ** len(lengths).bit_length() - len(lengths)
-        starts = F.pad(starts, (0, spare), value=n_tokens)
+        n_empty = power_of_2(len(lengths) + 1) - len(lengths)  # at least one, for chunk_table()
+        starts = F.pad(starts, (0, n_empty), value=n_tokens)
     chunks = None
     if "recurrence" in model.kernels.varlen:
-        chunks = chunk_table(starts, of_any_lengths=several)
-    ids, trained_at, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
+        chunks = chunk_table(starts, of_any_lengths)
+    ids, label_positions, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
     shard = None
     if context.size > 1:
         shard = make_context_shard(lengths, context)
         ids, position_ids = ids[shard.tokens], position_ids[shard.tokens]
         keys = None if keys is None else keys[shard.tokens]
         n_unpadded = (shard.tokens < n_unpadded).sum()[None]
-        own_at = torch.full((n_tokens,), -1)
-        own_at[shard.tokens] = torch.arange(len(ids))
-        is_own = own_at[trained_at] >= 0
-        bounds = F.pad(is_own.cumsum(0), (1, 0))[bounds]
-        trained_at, labels = own_at[trained_at[is_own]], labels[is_own]
+        label_positions, labels, bounds = own_labels(
+            shard.tokens, n_tokens, label_positions, labels, bounds)
     assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
     padding = (0, n_labels - len(labels))
     tensors: dict[str, Any] = {
         "input_ids": ids, "n_unpadded": n_unpadded, "position_ids": position_ids,
-        "cu_seqlens": starts.int(), "trained_at": F.pad(trained_at, padding),
+        "cu_seqlens": starts.int(), "label_positions": F.pad(label_positions, padding),
         "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds, "dropout_keys": keys,
         "chunks": chunks}
     answers = find_answers(batch, micro_step, n_documents, model) if batch.loss != "sft" else []
-    if model.device.type == "cuda":
-        answers = [tensor.pin_memory().to(model.device, non_blocking=True) for tensor in answers]
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                tensors[name] = tensor.pin_memory().to(model.device, non_blocking=True)
+    answers = [to_device(tensor, model.device) for tensor in answers]
+    tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
     if shard:
         shard = shard.to(model.device, tensors["dropout_keys"])
     # an evaluation has no backward
@@ -181,10 +171,37 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
         kernels=model.kernels.fixed_len if is_fixed_len and not shard else model.kernels.varlen)
 
 
+def padded_lengths(lengths: list[int], n_tokens: int, longest: int) -> list[int]:
+    """Return the lengths of the documents, then those of the padding's documents: n_tokens in sum.
+    """
+    n_full, rest = divmod(n_tokens - sum(lengths), longest)
+    return lengths + [longest] * n_full + [rest] * (rest > 0)
+
+
+def own_labels(
+        own_tokens: torch.Tensor, n_tokens: int, label_positions: torch.Tensor,
+        labels: torch.Tensor, bounds: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return label_positions, labels and loss_bounds of a rank that has, of the micro-batch's
+    n_tokens tokens, only `own_tokens`."""
+    own_at = torch.full((n_tokens,), -1)
+    own_at[own_tokens] = torch.arange(len(own_tokens))
+    is_own = own_at[label_positions] >= 0
+    bounds = F.pad(is_own.cumsum(0), (1, 0))[bounds]
+    return own_at[label_positions[is_own]], labels[is_own], bounds
+
+
+def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | Any:
+    """Return the tensor on the device; the CPU does not wait until it is copied to a GPU."""
+    if tensor is None or device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def token_tensors(
         batch: Rows, documents: list[int], lengths: list[int],
         n_documents: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a MicroBatch's input_ids, its trained_at and labels without padding, and its
+    """Return a MicroBatch's input_ids, its label_positions and labels without padding, and its
     loss_bounds. `lengths`: those of the documents, then those of the padding."""
     n_tokens = sum(lengths)
     n_sums = 2 if batch.kind.trains_prompt else 1  # per document: its answer's, then its prompt's
@@ -200,10 +217,10 @@ def token_tensors(
             labels[trained] = row_ids[1:]
             sum_at[trained] += is_prompt
         start = whole.stop
-    trained_at = (labels != IGNORE).nonzero().view(-1)
-    trained_at = trained_at[sum_at[trained_at].argsort(stable=True)]
-    bounds = torch.searchsorted(sum_at[trained_at], torch.arange(n_sums * n_documents + 1))
-    return ids, trained_at, labels[trained_at], bounds
+    label_positions = (labels != IGNORE).nonzero().view(-1)
+    label_positions = label_positions[sum_at[label_positions].argsort(stable=True)]
+    bounds = torch.searchsorted(sum_at[label_positions], torch.arange(n_sums * n_documents + 1))
+    return ids, label_positions, labels[label_positions], bounds
 
 
 def find_answers(batch: Rows, micro_step: list[list[int]], n_documents: int,
@@ -230,8 +247,7 @@ def power_of_2(n: int) -> int:
 
 def padded_shape(batch: Rows, micro_step: list[list[int]], model: Model,
                  context_size: int = 1) -> tuple[int, int, int]:
-    """Return (tokens, tokens in the loss, longest document), to which all ranks pad their
-    micro-batch."""
+    """Return (tokens, labels, longest document), to which all ranks pad their micro-batch."""
     lengths = [batch.lengths[documents].tolist() for documents in micro_step]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
@@ -240,6 +256,6 @@ def padded_shape(batch: Rows, micro_step: list[list[int]], model: Model,
         limit = max(n_tokens, model.plan.micro_batch_tokens * context_size)
         n_tokens = min(round_up(n_tokens, model.device), limit)
     n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
-    n_scored = max(int(batch.n_scored()[documents].sum()) for documents in micro_step)
-    n_scored = min(n_scored, n_tokens // context_size)  # at most all of a shard's
-    return n_tokens, round_up(n_scored, model.device), max(all_lengths)
+    n_labels = max(int(batch.n_labels()[documents].sum()) for documents in micro_step)
+    n_labels = min(n_labels, n_tokens // context_size)  # at most all of a shard's
+    return n_tokens, round_up(n_labels, model.device), max(all_lengths)

@@ -14,7 +14,7 @@ from fsdp_qlora.data.forms import (
     COMPLETION, Document, as_object, find_form, is_empty, parse_object, read_list_text,
     read_message)
 from fsdp_qlora.data.sources import RefusedRow
-from fsdp_qlora.model.loss import LOSSES
+from fsdp_qlora.model.preference_loss import LOSSES
 
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
          ("preferred_output", "non_preferred_output"))  # keys of the better and the worse answer

@@ -32,7 +32,7 @@ from fsdp_qlora.data.sources import Piece, find_pieces
 from fsdp_qlora.data.template import how_to_ask, with_day
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
-from fsdp_qlora.model.loss import LOSSES
+from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.ranks import RunError, log, raise_on_all_ranks
 
 

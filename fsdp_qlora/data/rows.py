@@ -17,7 +17,7 @@ import torch
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.model.loss import LOSSES, Loss
+from fsdp_qlora.model.preference_loss import LOSSES, Loss
 
 
 COLUMNS = "prompt_length", "n_trainable_tokens", "desirable", "digest"  # in the order of Rows
@@ -27,7 +27,11 @@ COLUMNS = "prompt_length", "n_trainable_tokens", "desirable", "digest"  # in the
 class Rows:
     """The encoded data set. A row is one document, or two documents for a pair, the better answer's
     first. An example that is a conversation may become several rows. The tokens lie end to end in a
-    few int32 arrays, views of a memory-mapped file that all ranks of a node share."""
+    few int32 arrays, views of a memory-mapped file that all ranks of a node share.
+
+    `labels` are the tokens in the loss, and IGNORE elsewhere. n_trainable_tokens counts them, but
+    for a document's first token, which nothing predicts. n_labels() counts the tokens whose loss is
+    computed: the same ones and, for ORPO, the prompts of good answers."""
 
     loss: str  # the loss that these rows are for, a key of LOSSES
     input_ids: list[np.ndarray]
@@ -119,9 +123,8 @@ class Rows:
             answer_starts=(self.starts + self.prompt_lengths)[other],
             n_trainable_tokens=(self.n_trainable_tokens + (self.prompt_lengths == 0))[other])
 
-    def n_scored(self) -> torch.Tensor:
-        """Return [documents], the number of tokens whose loss is computed: those in the loss and,
-        for ORPO, the prompts of good answers."""
+    def n_labels(self) -> torch.Tensor:
+        """Return [documents], the number of MicroBatch.labels: of tokens whose loss is computed."""
         if not self.kind.trains_prompt:
             return self.n_trainable_tokens
         return torch.where(self.desirable, self.lengths - 1, self.n_trainable_tokens)

@@ -20,20 +20,19 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.kernels.elementwise import N_SITES, WEIGHTS_SITE, drop_eager
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention
-from fsdp_qlora.kernels.segments import Segments, document_segments
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention
+from fsdp_qlora.micro_batch.segments import Segments, document_segments
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.nf4 import why_no_triton
 
 
-# Each kernel is a function (query, key, value, sinks, segments, arch, window, layer's index):
-# causal attention within the segments of a micro-batch. Query, key and value are [n, heads,
-# head_dim], perhaps with fewer heads for key and value; the result is [n, heads, head_dim]. `sinks`
-# are [heads] or None; a kernel without support for them is not chosen, see kernel_matches().
-# `window` is the number of keys that a query sees; None: all. Layers differ in their attention
-# type, and perhaps also in their heads. "within": a layer whose window is longer than all documents
-# of the micro-batch.
+# The attention types of layers, and of the kernels for them. "within": a layer whose window is
+# longer than all documents of the micro-batch. Layers of two types may also differ in their heads.
 ATTENTION_TYPES = "full", "window", "within"
+SCORES_BYTES = 2**27  # bytes of scores, in fp32, that plain torch has in memory at once
+# torch 2.11 accepts fewer heads of keys without it; later versions need this argument
+GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {})
 
 
 class Kernels(NamedTuple):
@@ -42,6 +41,15 @@ class Kernels(NamedTuple):
 
     fixed_len: dict[str, Callable]  # all documents have one length
     varlen: dict[str, Callable]  # any lengths
+
+
+# Each kernel is causal attention within the segments of a micro-batch:
+#   query, key, value [n, heads, head_dim], perhaps with fewer heads for key and value;
+#   sinks [heads] or None; a kernel that does not support them is not chosen, see kernel_matches();
+#   segments: which keys each query sees;
+#   window: number of keys that a query sees; None: all;
+#   index: the layer's index, for dropout.
+# It returns [n, heads, head_dim].
 
 
 def batched_attention(
@@ -86,14 +94,6 @@ def varlen_attention(
         query, key, value, *segments.varlen, scale=arch.attention_scale,
         window_size=(window - 1 if window else -1, 0), **GROUPED)
     return out
-
-
-# torch 2.11 accepts fewer heads of keys without it; later versions need this argument
-GROUPED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {})
-
-
-SCORES_BYTES = 2**27  # bytes of scores, in fp32, that plain torch has in memory at once
 
 
 def document_attention(

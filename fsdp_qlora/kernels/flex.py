@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import compiled_copy
-from fsdp_qlora.kernels.segments import Segments
+from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.architecture import Architecture
 
 

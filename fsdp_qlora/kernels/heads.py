@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
-from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
 
 

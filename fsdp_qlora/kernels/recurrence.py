@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.kernels.attention import Kernels, recomputed
-from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
 from fsdp_qlora.ranks import log, n_cores
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
-from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.parameters import LayerParameters
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 
 
 class LayerCall:

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_qlora.layer.linears import FusedLinear, LinearSlices
 from fsdp_qlora.layer.parameters import LayerParameters
-from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK, Nested, NF4Blocks
+from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK, FourBitBlocks, Nested
 from fsdp_qlora.quant.nf4 import (
     launch_dequantize, mxfp4_code, mxfp4_values, nf4_code, why_no_triton)
 
@@ -22,11 +22,11 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
     adapter.
 
     W contains the weights of its linears, one below the other, bit for bit as bitsandbytes
-    dequantizes NF4 and transformers MXFP4. B of each linear is in the columns of its adapter, which
+    dequantizes NF4 and transformers MXFP4. B of each linear is in the columns lora_slice, which
     are 0 for the other linears. One kernel writes both, so B needs no launch of its own.
     """
     weight = adapter.new_empty(fused.out_features, fused.width)
-    blocks: NF4Blocks = layer.nf4
+    blocks: FourBitBlocks = layer.packed_weights
     packed, scales = blocks.packed[fused.blocks], blocks.scales[fused.blocks]
     nested: Nested = layer.nested
     in_mxfp4 = fused.linears[0].mxfp4
@@ -39,8 +39,8 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
             linears_table(fused, weight.device), weight, fused.in_features, fused.lora_rank,
             n_linears=len(fused.linears), equal=equal_blocks(fused), in_mxfp4=in_mxfp4)
         return weight
-    weights, columns = weight.split([fused.in_features, fused.padded_columns], 1)
-    columns.zero_()
+    weights, lora_b = weight.split([fused.in_features, fused.padded_lora], 1)
+    lora_b.zero_()
     for linear in fused.linears:
         outputs, first = fused.local_outputs(linear), fused.blocks.start
         part = slice(linear.blocks.start - first, linear.blocks.stop - first)
@@ -48,8 +48,8 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
             weights[outputs] = mxfp4_values(packed[part], scales[part]).view(-1, fused.in_features)
         else:
             weights[outputs] = nf4_values(packed[part], scales[part], nested, linear, weight.dtype)
-        if linear.columns:
-            columns[outputs, linear.columns] = adapter[linear.lora_b].view(-1, fused.lora_rank)
+        if linear.lora_slice:
+            lora_b[outputs, linear.lora_slice] = adapter[linear.lora_b].view(-1, fused.lora_rank)
     return weight
 
 
@@ -78,7 +78,7 @@ def linears_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
     for linear in fused.linears:
         outputs = fused.local_outputs(linear)
         b_start = linear.lora_b.start if linear.lora_b else 0
-        column = linear.columns.start if linear.columns else -1
+        column = linear.lora_slice.start if linear.lora_slice else -1
         table.append([linear.blocks.start - fused.blocks.start, outputs.start, linear.nested.start,
                       linear.index, b_start, column, outputs.stop])
     return torch.tensor(table, dtype=torch.int32, device=device)

@@ -21,14 +21,14 @@ from fsdp_qlora.kernels.elementwise import (
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.grouped_mm import (
-    ExpertChunk, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows,
-    split_columns, why_no_grouped_mm)
+    ExpertChunk, add_expert_gradients, cut_experts, fill_expert_lora_hidden, grouped, put_rows,
+    split_lora_gradient, why_no_grouped_mm)
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import (
-    branch_gradient, end_branch, last_columns, norm_gradient, norm_inputs, normed, normed_inputs,
-    save_inputs)
+    branch_gradient, copy_lora_hidden, end_branch, norm_gradient, norm_inputs, normed,
+    normed_inputs, save_inputs)
 from fsdp_qlora.layer.router import Routing, add_balance, route, route_backward
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.plan import Plan
@@ -62,30 +62,31 @@ class MoESublayer:
         return *shared, *latent, self.expert_gate_up, self.expert_down
 
     def forward(
-        self, call: LayerCall, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True,
-        choice: tuple[Tensor, list[int] | None] | None = None, save_gate_ups: bool = True
+        self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
+        want_sum: bool = True, routing_choice: tuple[Tensor, list[int] | None] | None = None,
+        save_gate_ups: bool = True
     ) -> tuple[Tensor | Any, SavedMoE]:
-        """Return mid_residual + MLP(norm(source)), None without want_sum, and what backward()
+        """Return mid_residual + MLP(norm(mlp_input)), None without want_sum, and what backward()
         needs.
 
-        When forward() is recomputed, `choice` is the choice of the first time, so that a tie is not
-        decided another way. Without save_gate_ups, backward() computes the experts' gate and up
+        When forward() is recomputed, `routing_choice` is that of the first time, so that a tie is
+        not decided another way. Without save_gate_ups, backward() computes the experts' gate and up
         again.
         """
         arch, norms, branch = self.arch, self.moe.norms, None
-        saved = SavedMoE(source=source)
+        saved = SavedMoE(mlp_input=mlp_input)
         # includes columns for the shared expert's adapter, which lora_matmul() fills
-        inputs = norm_inputs(call, arch.mlp_norm, source, self.fused_linears[0])
+        inputs = norm_inputs(call, arch.mlp_norm, mlp_input, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
         needs_bounds = call.layer.plan.expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
-        saved.routing = route(call, source if norms else x, choice, needs_bounds)
+        saved.routing = route(call, mlp_input if norms else x, routing_choice, needs_bounds)
         if not (call.is_backward or call.evaluation):
             add_balance(call.layer, saved.routing, call.batch.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         read = self.latent.enter(call, saved, x) if self.latent else x
-        if needs_branch or self.latent and self.latent.exit.n_columns:
-            read = normed(call, norms.before, source) if norms else read
+        if needs_branch or self.latent and self.latent.exit.n_lora:
+            read = normed(call, norms.before, mlp_input) if norms else read
             branch, saved.gate_ups = self._experts_forward(call, saved.routing, read, save_gate_ups)
             if self.latent:
                 branch = self.latent.leave(call, saved, branch, needs_branch)
@@ -106,7 +107,7 @@ class MoESublayer:
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
-        """Return the gradient of `mid_residual`, including the gradient of `source` through the
+        """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the
         MLP. `grad` is the gradient of forward()'s sum."""
         arch, norms = self.arch, self.moe.norms
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
@@ -116,12 +117,12 @@ class MoESublayer:
         grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         if self.latent:
-            x = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.fused_linears[0])
+            x = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
             grad_x = self.latent.enter_backward(call, saved, grad_x, x)
         grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
         if self.shared_gate_up:
             grad_x += self._shared_backward(call, saved, upstream)
-        return norm_gradient(call, arch.mlp_norm, saved.source, grad_x, grad)
+        return norm_gradient(call, arch.mlp_norm, saved.mlp_input, grad_x, grad)
 
     def _apart_backward(
         self, call: LayerCall, saved: SavedMoE, upstream: Tensor, grad: Tensor,
@@ -129,32 +130,33 @@ class MoESublayer:
     ) -> Tensor:
         """backward() for ExpertNorms: experts, router and shared expert each have their own norm.
         `upstream`: the gradient of the sum of their normed outputs."""
-        source, kind, eps = saved.source, self.arch.norm, self.arch.norm_eps
+        mlp_input, kind, eps = saved.mlp_input, self.arch.norm, self.arch.norm_eps
         grad_out = norm_backward(
             saved.expert_output, upstream, None, call.vector(norms.after), kind, eps)
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
-        grad = norm_gradient(call, norms.before, source, grad_x, grad)
-        grad += route_backward(call, saved.routing, grad_weights, source)
+        grad = norm_gradient(call, norms.before, mlp_input, grad_x, grad)
+        grad += route_backward(call, saved.routing, grad_weights, mlp_input)
         saved.expert_output = grad_out = None
         grad_shared = norm_backward(
             saved.shared_output, upstream, None, call.vector(norms.after_shared), kind, eps)
         grad_x, saved.shared_output = self._shared_backward(call, saved, grad_shared), None
-        return norm_gradient(call, self.arch.mlp_norm, source, grad_x, grad)
+        return norm_gradient(call, self.arch.mlp_norm, mlp_input, grad_x, grad)
 
     def forward_to_recompute(
-        self, call: LayerCall, mid_residual: Tensor, source: Tensor
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, tuple[Tensor, list[int] | None]]:
         """Return forward()'s sum, and the choice for recomputed_backward(). Nothing else is saved.
         """
         # not in slices of tokens as in MLPSublayer: each slice would dequantize all experts
-        out, saved = self.forward(call, mid_residual, source, save_gate_ups=False)
+        out, saved = self.forward(call, mid_residual, mlp_input, save_gate_ups=False)
         return out, saved.routing.choice
 
     def recomputed_backward(
-        self, call: LayerCall, source: Tensor, grad: Tensor, choice: tuple[Tensor, list[int] | None]
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor,
+        routing_choice: tuple[Tensor, list[int] | None]
     ) -> Tensor:
         """backward() after computing forward() again."""
-        saved = self.forward(call, None, source, False, choice, save_gate_ups=False)[1]
+        saved = self.forward(call, None, mlp_input, False, routing_choice, save_gate_ups=False)[1]
         grad = self.backward(call, saved, grad)
         call.dequantized.clear()
         return grad
@@ -176,7 +178,7 @@ class MoESublayer:
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
             glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
                  self.arch.gated, evaluation=call.evaluation)
-            fill_expert_columns(call, self.expert_down, activated, chunk)
+            fill_expert_lora_hidden(call, self.expert_down, activated, chunk)
             rows = grouped(activated, chunk.down.transpose(1, 2), chunk)
             self._add_bias(call, "down_proj", rows, routing, chunk)
             outputs = put_rows(outputs, rows, chunk, len(routing.token))
@@ -192,9 +194,9 @@ class MoESublayer:
     ) -> Tensor:
         """Return gate and up of the rows of one chunk, [m, 2 inner]."""
         inputs = x[routing.token[chunk.rows]]
-        if self.expert_gate_up.n_columns:
+        if self.expert_gate_up.n_lora:
             inputs = widen(inputs, self.expert_gate_up)
-            fill_expert_columns(call, self.expert_gate_up, inputs, chunk)
+            fill_expert_lora_hidden(call, self.expert_gate_up, inputs, chunk)
         gate_up = grouped(inputs, chunk.gate_up.transpose(1, 2), chunk)
         self._add_bias(call, "gate_up_proj", gate_up, routing, chunk)
         return gate_up
@@ -223,14 +225,14 @@ class MoESublayer:
         recomputed. Removes saved.gate_ups one by one and overwrites them.
         """
         routing, x = saved.routing, None
-        if not saved.gate_ups or self.expert_gate_up.n_columns:  # to recompute them; for A's grad
+        if not saved.gate_ups or self.expert_gate_up.n_lora:  # to recompute them; for A's grad
             if self.latent:
                 x = saved.latent
             elif norms := self.moe.norms:
-                x = normed(call, norms.before, saved.source)
+                x = normed(call, norms.before, saved.mlp_input)
             else:
                 x = normed_inputs(
-                    call, saved, self.arch.mlp_norm, saved.source, self.fused_linears[0])
+                    call, saved, self.arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for chunk in self._chunks(call, routing):
@@ -242,7 +244,7 @@ class MoESublayer:
             # grad_inner and grad_d exclude the routing weights; grad_gate_up includes them
             upstream = grad[routing.token[chunk.rows]]
             grad_inner = grouped(upstream, chunk.down, chunk)
-            grad_inner, grad_d = split_columns(call, self.expert_down, grad_inner, chunk)
+            grad_inner, grad_d = split_lora_gradient(call, self.expert_down, grad_inner, chunk)
             grad_weights[chunk.rows] = glu_weight_gradients(
                 grad_inner, gate_up, self._activation, self.arch.gated)
             weights = routing.row_weights[chunk.rows]
@@ -253,7 +255,7 @@ class MoESublayer:
                 add_expert_gradients(call, self.expert_down, weighted, grad_d, upstream, chunk)
             del grad_inner, activated, upstream, gate_up
             rows = grouped(grad_gate_up, chunk.gate_up, chunk)
-            rows, grad_d = split_columns(call, self.expert_gate_up, rows, chunk)
+            rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
             if grad_d is not None:
                 inputs = x[routing.token[chunk.rows]]
                 add_expert_gradients(
@@ -310,7 +312,7 @@ class MoESublayer:
         glu(activated[:, : self.shared_down.in_features], saved.shared_gate_up,
              self._shared_activation, self.arch.gated, evaluation=call.evaluation)
         out = lora_matmul(call, self.shared_down, activated)
-        saved.down_columns = last_columns(activated, self.shared_down)
+        saved.down_lora_hidden = copy_lora_hidden(activated, self.shared_down)
         if name := self.moe.shared_gate:
             saved.shared_out = out
             x = inputs[:, : self.arch.hidden_size]
@@ -335,18 +337,18 @@ class MoESublayer:
         if call.spec.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
             glu(activated, saved.shared_gate_up, self._shared_activation, arch.gated)
-        activated, grad_d = lora_matmul_backward(call, self.shared_down, saved.down_columns, grad,
-                                                 activated)
+        activated, grad_d = lora_matmul_backward(
+            call, self.shared_down, saved.down_lora_hidden, grad, activated)
         glu_backward(activated, self._shared_activation, None,
                      *saved.shared_gate_up.chunk(1 + arch.gated, -1))
         add_a_gradient(call, self.shared_down, activated, grad_d)  # now contains glu()'s result
-        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.shared_gate_up)
-        grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.columns,
+        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.shared_gate_up)
+        grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.lora_hidden,
                                               saved.shared_gate_up, inputs)
         add_a_gradient(call, self.shared_gate_up, inputs, grad_d)
         return grad_x + from_factor
 
-    # ---- for the plan ----
+    # ---- what it costs, for the planner ----
 
     product_speed = GROUPED_SPEED
 
@@ -368,8 +370,8 @@ class MoESublayer:
         # the Routing: scores in fp32; for each row, four int64 numbers and two fp32 weights
         values += 2 * moe.n_experts + (4 * 4 + 2 * 2) * moe.top_k
         if self.shared_gate_up and self.shared_down:
-            columns = self.shared_gate_up.padded_columns + self.shared_down.padded_columns
-            values += self.shared_gate_up.out_features + columns
+            padded_lora = self.shared_gate_up.padded_lora + self.shared_down.padded_lora
+            values += self.shared_gate_up.out_features + padded_lora
             values += (arch.hidden_size + 1) * (moe.shared_gate is not None)
         if moe.norms:  # the outputs of experts and shared expert
             values += 2 * arch.hidden_size
@@ -385,9 +387,9 @@ class MoESublayer:
         rows, up, down = n * moe.top_k, self.expert_gate_up, self.expert_down
         # plus gate and up, if they are recomputed, and if their gradient is a new tensor
         row_values, adapter_values = up.width + down.width, 0
-        if up.n_columns:  # the rows' gradient, its part from d, their sum; A's gradient, also fp32
+        if up.n_lora:  # the rows' gradient, its part from d, their sum; A's gradient, also fp32
             row_values = max(3 * up.width, up.width + 3 * down.width)
-            adapter_values = 3 * moe.n_experts * up.n_columns * width
+            adapter_values = 3 * moe.n_experts * up.n_lora * width
         row_values += self._gate_up_size * (recomputed + bool(moe.clamp))
         chunk_values = math.ceil((rows * row_values + adapter_values) / plan.expert_ranges)
         if recomputed and self.shared_gate_up and self.shared_down:
@@ -396,7 +398,7 @@ class MoESublayer:
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * width * (plan.expert_ranges > 1) + chunk_values + weights + 3 * n * hidden
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
-            values += n * hidden * (2 + 2 * recomputed + bool(up.n_columns))
+            values += n * hidden * (2 + 2 * recomputed + bool(up.n_lora))
         if self.latent:
             values += n * (self.latent.live_values + recomputed * self.latent.saved_values)
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
@@ -425,9 +427,9 @@ class MoESublayer:
         hidden, top_k = self.arch.hidden_size, self.moe.top_k
         width = self.expert_gate_up.in_features
         rows = top_k * (10 * width + 6 * self._gate_up_size)
-        if self.expert_gate_up.n_columns:  # narrow matmuls, which take as long as this; fitted
+        if self.expert_gate_up.n_lora:  # narrow matmuls, which take as long as this; fitted
             rows += top_k * 40 * (width + self._gate_up_size // 2)
         if self.moe.norms:  # four more norms: of both experts' outputs, and the router's and
-            # routed experts' own norms of `source`
+            # routed experts' own norms of `mlp_input`
             rows += 20 * hidden
         return 15 * hidden + rows

@@ -84,32 +84,32 @@ def grouped(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
 
 
 def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:
-    """Return A of a chunk's experts, [experts, n_columns, in], a view of the layer's adapter."""
+    """Return A of a chunk's experts, [experts, n_lora, in], a view of the layer's adapter."""
     every = call.adapter[fused.lora_a].view(fused.n_experts, -1, fused.in_features)
     return every[chunk.experts.start : chunk.experts.stop]
 
 
-def fill_expert_columns(
+def fill_expert_lora_hidden(
     call: LayerCall, fused: FusedLinear, inputs: Tensor, chunk: ExpertChunk
 ) -> None:
     """Write d = s x A.T, with A of each row's expert, into the last columns of inputs [m, width].
     """
-    if fused.n_columns:
-        columns = inputs[:, fused.in_features :]
-        columns[:, fused.n_columns :] = 0
+    if fused.n_lora:
+        lora_hidden = inputs[:, fused.in_features :]
+        lora_hidden[:, fused.n_lora :] = 0
         a = expert_a(call, fused, chunk)
         d = grouped(inputs[:, : fused.in_features], a.transpose(1, 2), chunk)
-        columns[:, : fused.n_columns] = d * call.spec.scaling
+        lora_hidden[:, : fused.n_lora] = d * call.spec.scaling
 
 
-def split_columns(
+def split_lora_gradient(
     call: LayerCall, fused: FusedLinear, grad_inputs: Tensor, chunk: ExpertChunk
 ) -> tuple[Tensor, Tensor | None]:
     """Split the gradient of [x, d] [m, width]. Returns the gradients of x [m, in], which includes
-    the part through d, and of d [m, n_columns]; None for d if the experts have no adapters."""
-    if not fused.n_columns:
+    the part through d, and of d [m, n_lora]; None for d if the experts have no adapters."""
+    if not fused.n_lora:
         return grad_inputs, None
-    grad_d = grad_inputs[:, fused.in_features : fused.in_features + fused.n_columns].contiguous()
+    grad_d = grad_inputs[:, fused.in_features : fused.in_features + fused.n_lora].contiguous()
     grad_x = grad_inputs[:, : fused.in_features]
     from_d = grouped(grad_d, expert_a(call, fused, chunk), chunk)
     return torch.add(grad_x, from_d, alpha=call.spec.scaling), grad_d
@@ -119,11 +119,11 @@ def add_expert_gradients(
     call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor, grad: Tensor, chunk: ExpertChunk
 ) -> None:
     """Add the gradients of A and B of a chunk's experts to call.grad_adapter, from x [m, in], the
-    gradient of d [m, n_columns] and the gradient of the outputs [m, out]. The caller must have
+    gradient of d [m, n_lora] and the gradient of the outputs [m, out]. The caller must have
     multiplied a row's routing weight into x or into both gradients."""
     chunk_experts, n = slice(chunk.experts.start, chunk.experts.stop), fused.n_experts
-    scaling, columns = call.spec.scaling, fused.n_columns
-    grad_a = call.grad_adapter[fused.lora_a].view(n, columns, fused.in_features)[chunk_experts]
+    scaling, n_lora = call.spec.scaling, fused.n_lora
+    grad_a = call.grad_adapter[fused.lora_a].view(n, n_lora, fused.in_features)[chunk_experts]
     grad_a.add_(grouped_outer(grad_d, x, chunk), alpha=scaling)
     d = grouped(x, expert_a(call, fused, chunk).transpose(1, 2), chunk) * scaling
     first, last = fused.linears[0].lora_b, fused.linears[-1].lora_b
@@ -132,7 +132,7 @@ def add_expert_gradients(
     offset = 0
     for linear in fused.linears[: len(fused.linears) // n]:  # linears of one expert
         stop = offset + linear.out_features
-        part = grad[:, offset:stop].contiguous(), d[:, linear.columns].contiguous()
+        part = grad[:, offset:stop].contiguous(), d[:, linear.lora_slice].contiguous()
         grad_b[:, offset:stop] += grouped_outer(*part, chunk)
         offset = stop
 

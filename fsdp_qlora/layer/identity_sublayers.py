@@ -54,7 +54,7 @@ class NoMLPSublayer(_Identity):
     recomputed_weights = 0
 
     def forward(
-        self, call: LayerCall, mid_residual: Tensor, source: Tensor
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, SavedMLP]:
         return mid_residual, SavedMLP()
 
@@ -62,11 +62,11 @@ class NoMLPSublayer(_Identity):
         return grad
 
     def forward_to_recompute(
-        self, call: LayerCall, mid_residual: Tensor, source: Tensor
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, None]:
         return mid_residual, None
 
     def recomputed_backward(
-        self, call: LayerCall, source: Tensor, grad: Tensor, choice: None
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choice: None
     ) -> Tensor:
         return grad

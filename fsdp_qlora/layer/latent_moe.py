@@ -13,8 +13,8 @@ from torch import Tensor
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
-    add_a_gradient, fill_columns, lora_matmul, lora_matmul_backward, widen)
-from fsdp_qlora.layer.residual import last_columns
+    add_a_gradient, fill_lora_hidden, lora_matmul, lora_matmul_backward, widen)
+from fsdp_qlora.layer.residual import copy_lora_hidden
 from fsdp_qlora.layer.saved import SavedMoE
 
 
@@ -34,7 +34,7 @@ class ExpertLatent:
         """Project x [n, hidden] to the experts' inputs [n, latent]; saves them as saved.latent."""
         inputs = widen(x, self.entry)
         saved.latent = lora_matmul(call, self.entry, inputs)
-        saved.entry_columns, saved.exit_inputs = last_columns(inputs, self.entry), None
+        saved.entry_lora_hidden, saved.exit_inputs = copy_lora_hidden(inputs, self.entry), None
         latent: Tensor = saved.latent
         return latent
 
@@ -44,11 +44,11 @@ class ExpertLatent:
         """Project the experts' sum [n, latent] to the output of `exit` [n, hidden]; None without
         want_output."""
         inputs = widen(summed, self.exit)
-        if self.exit.n_columns:
+        if self.exit.n_lora:
             saved.exit_inputs = inputs
         if want_output:
             return lora_matmul(call, self.exit, inputs)
-        fill_columns(call, self.exit, inputs)  # backward reads them
+        fill_lora_hidden(call, self.exit, inputs)  # backward reads them
         return None
 
     def leave_backward(
@@ -58,8 +58,8 @@ class ExpertLatent:
         inputs, saved.exit_inputs = saved.exit_inputs, None
         if inputs is None:  # without an adapter they are not read
             inputs = grad.new_empty(0, self.exit.width)
-        summed, columns = inputs.tensor_split([self.exit.in_features], 1)
-        grad, grad_d = lora_matmul_backward(call, self.exit, columns, grad, summed)
+        summed, lora_hidden = inputs.tensor_split([self.exit.in_features], 1)
+        grad, grad_d = lora_matmul_backward(call, self.exit, lora_hidden, grad, summed)
         add_a_gradient(call, self.exit, summed, grad_d)
         return grad
 
@@ -68,15 +68,17 @@ class ExpertLatent:
     ) -> Tensor:
         """Return the gradient of x, from the gradient of enter()'s result."""
         saved.latent = None
-        grad, grad_d = lora_matmul_backward(call, self.entry, saved.entry_columns, grad, x)
+        grad, grad_d = lora_matmul_backward(call, self.entry, saved.entry_lora_hidden, grad, x)
         add_a_gradient(call, self.entry, x, grad_d)
         return grad
+
+    # ---- what it costs, for the planner ----
 
     @property
     def saved_values(self) -> int:
         """Values saved from forward to backward, if nothing is recomputed."""
-        exit_values = self.exit.width if self.exit.n_columns else 0
-        return self.entry.out_features + self.entry.padded_columns + exit_values
+        exit_values = self.exit.width if self.exit.n_lora else 0
+        return self.entry.out_features + self.entry.padded_lora + exit_values
 
     @property
     def live_values(self) -> int:

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.kernels.micro_batch import MicroBatch
-from fsdp_qlora.kernels.offload import put_record
-from fsdp_qlora.layer.attention import AttentionMixer
+from fsdp_qlora.layer.attention_mixer import AttentionMixer
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
@@ -29,6 +27,8 @@ from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.parameters import LayerParameters, ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerEnd
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.micro_batch.offload import put_record
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
@@ -183,6 +183,8 @@ class LayerFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, batch: MicroBatch,
         is_training: bool, *shared_kv: Tensor
     ) -> tuple[Tensor, ...]:
+        # What is saved is on ctx and not in save_for_backward(): backward must be able to free each
+        # tensor as soon as it has used it, and offloaded tensors are keys of the store here
         ctx.layer, ctx.batch, x = layer, batch, x.detach()
         ctx.shared_kv = tuple(part.detach() for part in shared_kv)
         call = LayerCall(layer, batch, ctx.shared_kv, evaluation=not is_training)
@@ -202,9 +204,9 @@ class LayerFunction(torch.autograd.Function):
             ctx.saved = x_key, put_record(batch.store, mlp_saved)
             return call.scaled(out), *call.kv_to_share
         mid_residual_key = put(mid_residual) if layer.saves == "mid_residual" else None
-        out, choice = mlp.forward_to_recompute(call, mid_residual,
-                                               x if layer.arch.parallel else mid_residual)
-        ctx.saved = x_key, mid_residual_key, choice
+        out, routing_choice = mlp.forward_to_recompute(
+            call, mid_residual, x if layer.arch.parallel else mid_residual)
+        ctx.saved = x_key, mid_residual_key, routing_choice
         return call.scaled(out), *call.kv_to_share
 
     @staticmethod
@@ -222,18 +224,19 @@ class LayerFunction(torch.autograd.Function):
                 x_key, take_mlp_saved = saved
                 grad_mid_residual = mlp.backward(call, take_mlp_saved(), grad)
             else:
-                x_key, mid_residual_key, choice = saved
+                x_key, mid_residual_key, routing_choice = saved
                 (mid_residual,) = take(mid_residual_key)
-                grad_mid_residual = mlp.recomputed_backward(call, mid_residual, grad, choice)
+                grad_mid_residual = mlp.recomputed_backward(
+                    call, mid_residual, grad, routing_choice)
                 del mid_residual
             (x,) = take(x_key)  # copied back while the MLP ran
             mixer_saved = mixer.forward(call, x, want_sum=False)[1]
         else:
-            (x,), choice = take(saved[0]), saved[2]
+            (x,), routing_choice = take(saved[0]), saved[2]
             mid_residual, mixer_saved = mixer.forward(call, x, want_sum=not parallel)
             call.dequantized.clear()  # room for the MLP's weights
             grad_mid_residual = mlp.recomputed_backward(
-                call, x if parallel else mid_residual, grad, choice)
+                call, x if parallel else mid_residual, grad, routing_choice)
             del mid_residual
         # in a parallel layer the mixer gets the gradient of the layer's sum, and grad_mid_residual
         # already includes the gradient of x through the MLP

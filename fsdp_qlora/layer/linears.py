@@ -3,7 +3,7 @@
 pretrained/architecture.py says which linears a model has, model/load.py fills them, lora_matmul.py
 computes with them. Of k, where `own` is an OwnBlocks of model/shards.py:
 
-    layer's nf4    |  q  |  k  |  v  |  o  | gate ..   linear.blocks: from the layer's first block
+  packed_weights   |  q  |  k  |  v  |  o  | gate ..   linear.blocks: from the layer's first block
     ranks' shards  |   0    |   1    |   2    | ..
     k on rank 0          [==]                          own.blocks: from k's first block
                          [==]                          own.local: from the shard's first block
@@ -35,10 +35,10 @@ class LinearSlices(Linear):
 
     index: int  # its number in the layer: row of Nested.offsets and Nested.code_values, which have
     #             no rows for linears in MXFP4 (these come last)
-    blocks: slice  # into the layer's `nf4`, in blocks of 64 weights
+    blocks: slice  # into the layer's `packed_weights`, in blocks of 64 weights
     nested: slice  # into Nested.absmax, its second-level scales
     outputs: slice  # into the outputs of its FusedLinear
-    columns: slice | None = None  # into the d of its FusedLinear, see lora_matmul.py; None: no
+    lora_slice: slice | None = None  # into the d of its FusedLinear, see lora_matmul.py; None: no
     #                               adapter
     lora_a: slice | None = None  # into the layer's `adapter`: A [lora_rank, in]
     lora_b: slice | None = None  # into the layer's `adapter`: B [out, lora_rank]
@@ -54,15 +54,15 @@ class FusedLinear:
     in_features: int
     out_features: int
     lora_rank: int
-    n_columns: int  # columns of all adapters, lora_rank each
-    lora_a: slice  # into the layer's `adapter`: all A, one below the other, [n_columns, in]
+    n_lora: int  # LoRA's hidden values of a token: lora_rank for each adapted linear
+    lora_a: slice  # into the layer's `adapter`: all A, one below the other, [n_lora, in]
     bias: slice | None  # into the layer's `vectors`
     n_experts: int = 0  # number of experts, whose linears follow one another; then lora_a is
-    #                     [experts, n_columns, in], and all experts' adapters share the columns
+    #                     [experts, n_lora, in], and all experts' adapters share them
 
     @property
     def adapted(self) -> list[LinearSlices]:
-        return [linear for linear in self.linears if linear.columns]
+        return [linear for linear in self.linears if linear.lora_slice]
 
     @property
     def outputs(self) -> slice:
@@ -71,7 +71,7 @@ class FusedLinear:
 
     @property
     def blocks(self) -> slice:
-        """Slice into the layer's `nf4`, with all its blocks."""
+        """Slice into the layer's `packed_weights`, with all its blocks."""
         return slice(self.linears[0].blocks.start, self.linears[-1].blocks.stop)
 
     def local_outputs(self, linear: LinearSlices) -> slice:
@@ -81,7 +81,7 @@ class FusedLinear:
         return slice(linear.outputs.start - start, linear.outputs.stop - start)
 
     def part(self, linears: Sequence[LinearSlices]) -> FusedLinear:
-        """Return a FusedLinear of some of the linears; width, n_columns, lora_a and bias stay those
+        """Return a FusedLinear of some of the linears; width, n_lora, lora_a and bias stay those
         of the whole one."""
         n_out = sum(linear.out_features for linear in linears)
         return dataclasses.replace(self, linears=tuple(linears), out_features=n_out)
@@ -96,12 +96,12 @@ class FusedLinear:
 
     @property
     def width(self) -> int:
-        """Columns of an input and of the weight: in_features plus padded_columns."""
-        return self.in_features + self.padded_columns
+        """Columns of an input and of the weight: in_features plus padded_lora."""
+        return self.in_features + self.padded_lora
 
     @property
-    def padded_columns(self) -> int:
-        return math.ceil(self.n_columns / LORA_COLUMNS) * LORA_COLUMNS
+    def padded_lora(self) -> int:
+        return math.ceil(self.n_lora / LORA_COLUMNS) * LORA_COLUMNS
 
     @property
     def n_weights(self) -> int:
@@ -133,7 +133,7 @@ def fuse_linears(
     """
     rank, n_in = config.lora_rank, linears[0].in_features
     with_adapter = [linear for linear in linears if linear.name in adapted]
-    n_columns = rank * len(with_adapter) // max(1, n_experts)
+    n_lora = rank * len(with_adapter) // max(1, n_experts)
     n_adapted = sum(linear.out_features for linear in with_adapter)
     # each begins at a multiple of STATE_BLOCK: no block of the optimizer's state has both A and B
     sizes = (rank * len(with_adapter) * n_in, n_adapted * rank,
@@ -145,8 +145,8 @@ def fuse_linears(
     for linear in linears:
         n_out, adapter = linear.out_features, dict[str, Any]()
         if linear in with_adapter:
-            first_column = column % n_columns  # starts at 0 for each expert, see n_experts
-            adapter = {"columns": slice(first_column, first_column + rank),
+            first_column = column % n_lora  # starts at 0 for each expert, see n_experts
+            adapter = {"lora_slice": slice(first_column, first_column + rank),
                        "lora_a": _part(lora_a, column * n_in, rank * n_in),
                        "lora_b": _part(lora_b, b_row * rank, n_out * rank)}
             if config.adapter == "dora":
@@ -163,7 +163,7 @@ def fuse_linears(
     if linears[0].bias:  # the biases of a fused linear follow one another in `vectors`
         first, last = (vectors[f"{linears[i].name}.bias"][0] for i in (0, -1))
         bias = slice(first.start, last.stop)
-    return FusedLinear(dropout_site, tuple(placed), n_in, outputs, rank, n_columns, lora_a, bias,
+    return FusedLinear(dropout_site, tuple(placed), n_in, outputs, rank, n_lora, lora_a, bias,
                        n_experts)
 
 

@@ -14,8 +14,9 @@ from fsdp_qlora.layer.linears import FusedLinear
 
 
 # y = x W.T + s x A.T B.T is one matmul, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
-# columns, not a pass over y. d [n, n_columns] has the columns of all linears side by side; with
-# padding, d is the last columns of the inputs [n, width]. In backward, the gradient of y times
+# columns, not a pass over y. d [n, n_lora], LoRA's hidden values,
+# has the columns of all linears side by side; with padding, d is the last columns of the inputs
+# [n, width]. In backward, the gradient of y times
 # [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient of A, and the part of
 # x's gradient that passes through A.
 
@@ -27,22 +28,22 @@ def widen(x: Tensor, fused: FusedLinear) -> Tensor:
     return wide
 
 
-def fill_columns(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> None:
+def fill_lora_hidden(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> None:
     """Write d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
-    if not fused.n_columns:
+    if not fused.n_lora:
         return
-    x, columns = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
+    x, lora_hidden = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
     a = call.adapter[fused.lora_a].view(-1, fused.in_features)
     dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
-    columns.zero_()  # torch 2.13 on a CPU reads `out` even with beta=0, and 0 * NaN is NaN
+    lora_hidden.zero_()  # torch 2.13 on a CPU reads `out` even with beta=0, and 0 * NaN is NaN
     torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=call.spec.scaling,
-                out=columns[:, : fused.n_columns])
+                out=lora_hidden[:, : fused.n_lora])
 
 
 def lora_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
     """Return the outputs [n, out] of linears with their adapters. Fills the last columns of inputs
     [n, width]."""
-    fill_columns(call, fused, inputs)
+    fill_lora_hidden(call, fused, inputs)
     if len(fused.splits) == 1:
         return _one_product(call, fused, inputs)
     out = inputs.new_empty(len(inputs), fused.out_features)
@@ -64,15 +65,15 @@ def _one_product(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
 
 
 def lora_matmul_backward(
-    call: LayerCall, fused: FusedLinear, columns: Tensor, grad: Tensor, x: Tensor | None,
+    call: LayerCall, fused: FusedLinear, lora_hidden: Tensor, grad: Tensor, x: Tensor | None,
     needs_x: bool = True
 ) -> tuple[Tensor | Any, Tensor]:
-    """Return the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from
+    """Return the gradients of x [n, in], None without needs_x, and of d [n, n_lora], from
     `grad`, the gradient of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes
     to call.grad_adapter. A's gradient is left to add_a_gradient(), because x may have to be
     recomputed for it.
 
-    `columns` [n, padded_columns] are last_columns() of lora_matmul()'s inputs, which contain d; x
+    `lora_hidden` [n, padded_lora] is copy_lora_hidden() of lora_matmul()'s inputs: d and padding; x
     is read for DoRA only.
     """
     n_in, spec, grad_inputs = fused.in_features, call.spec, None
@@ -81,7 +82,7 @@ def lora_matmul_backward(
         if spec.dora and one.adapted:
             # y = c u + bias with c = m / norm; like PEFT, treat the norm as a constant
             factor, norm = dora_factors(call, one, weight)
-            u = torch.addmm(x @ weight[:, :n_in].t(), columns, weight[:, n_in:].t())
+            u = torch.addmm(x @ weight[:, :n_in].t(), lora_hidden, weight[:, n_in:].t())
             sums = (part.float() * u.float()).sum(0) / norm
             for p in one.adapted:
                 call.grad_adapter[p.magnitude] += sums[one.local_outputs(p)]
@@ -96,13 +97,13 @@ def lora_matmul_backward(
         del weight, used
         for p in one.adapted:
             grad_b = call.grad_adapter[p.lora_b].view(-1, fused.lora_rank)
-            grad_b += fp32_product(part[:, one.local_outputs(p)].t(), columns[:, p.columns])
+            grad_b += fp32_product(part[:, one.local_outputs(p)].t(), lora_hidden[:, p.lora_slice])
     assert grad_inputs is not None, "there is a split"
     grad_x, grad_d = grad_inputs.split([n_in * needs_x, fused.width - n_in], 1)
-    grad_d = grad_d[:, : fused.n_columns]
-    if not needs_x or not fused.n_columns:
+    grad_d = grad_d[:, : fused.n_lora]
+    if not needs_x or not fused.n_lora:
         return grad_x if needs_x else None, grad_d
-    a = call.adapter[fused.lora_a].view(-1, n_in)  # [n_columns, in]
+    a = call.adapter[fused.lora_a].view(-1, n_in)  # [n_lora, in]
     if spec.dropout:
         from_d = spec.scaling * (grad_d @ a)
         return grad_x + call.drop(from_d, spec.dropout, fused.dropout_site), grad_d
@@ -111,8 +112,8 @@ def lora_matmul_backward(
 
 def add_a_gradient(call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:
     """Add the gradient of all A to call.grad_adapter, from x [n, in] and the gradient of d [n,
-    n_columns]: the second half of lora_matmul_backward()."""
-    if fused.n_columns:
+    n_lora]: the second half of lora_matmul_backward()."""
+    if fused.n_lora:
         dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
         grad_a = call.grad_adapter[fused.lora_a].view(-1, fused.in_features)
         grad_a.add_(fp32_product(grad_d.t(), dropped), alpha=call.spec.scaling)
@@ -130,9 +131,9 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
     a, norm = a.float(), torch.ones(fused.out_features, device=weight.device)
     factor = norm.clone()
     for p in fused.adapted:
-        a_p, outputs = a[p.columns], fused.local_outputs(p)
+        a_p, outputs = a[p.lora_slice], fused.local_outputs(p)
         b_p = call.adapter[p.lora_b].view(-1, fused.lora_rank).float()
-        cross = (b_p * w_a[outputs, p.columns]).sum(1)
+        cross = (b_p * w_a[outputs, p.lora_slice]).sum(1)
         square = (b_p @ (a_p @ a_p.t()) * b_p).sum(1)
         norm_w = call.layer.weight_norms[p.name].square()
         norm[outputs] = (norm_w + 2 * scaling * cross + scaling * scaling * square).sqrt()

@@ -1,7 +1,7 @@
 """The token-mixing sublayer: x + out(mixer(in_proj(norm(x)))).
 
-Forward and backward, and what it costs. The mixers are AttentionMixer (attention.py), MLAMixer
-(mla.py) and AutogradMixer (mixers.py).
+Forward and backward, and what it costs. The mixers are AttentionMixer (attention_mixer.py),
+MLAMixer (mla.py) and AutogradMixer (mixers.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
-    add_a_gradient, fill_columns, lora_matmul, lora_matmul_backward, widen)
+    add_a_gradient, fill_lora_hidden, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.layer.residual import (
-    branch_gradient, end_branch, last_columns, norm_gradient, norm_inputs, normed_inputs,
+    branch_gradient, copy_lora_hidden, end_branch, norm_gradient, norm_inputs, normed_inputs,
     save_inputs, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMixer, SavedMixing
 from fsdp_qlora.plan import Plan
@@ -31,20 +31,8 @@ class TokenMixer(Protocol):
     properties are for the planner and count values per token."""
 
     @property
-    def saved(self) -> type[SavedMixing]:
+    def saved_type(self) -> type[SavedMixing]:
         """The record of what the mixer saves, passed to the functions below."""
-
-    def forward(self, call: LayerCall, saved: Any) -> Tensor:
-        """Return the inputs of the output projection [n, out.in_features], from saved.projected [n,
-        projected_width]. May replace saved.projected; stores in `saved` what mixed() and backward()
-        need."""
-
-    def mixed(self, call: LayerCall, saved: Any) -> Tensor:
-        """Return forward()'s result again."""
-
-    def backward(self, call: LayerCall, saved: Any, grad: Tensor) -> Tensor:
-        """Return the gradient of saved.projected, from the gradient of forward()'s result. Sets the
-        fields of `saved` that it has used to None."""
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -57,6 +45,20 @@ class TokenMixer(Protocol):
     @property
     def saves_projected(self) -> bool:
         """True if saved_values includes saved.projected."""
+
+    def forward(self, call: LayerCall, saved: Any) -> Tensor:
+        """Return the inputs of the output projection [n, out.in_features], from saved.projected [n,
+        projected_width]. May replace saved.projected; stores in `saved` what recompute_output() and
+        backward() need."""
+
+    def recompute_output(self, call: LayerCall, saved: Any) -> Tensor:
+        """Return forward()'s result again."""
+
+    def backward(self, call: LayerCall, saved: Any, grad: Tensor) -> Tensor:
+        """Return the gradient of saved.projected, from the gradient of forward()'s result. Sets the
+        fields of `saved` that it has used to None."""
+
+    # ---- what it costs, for the planner ----
 
     @property
     def query_width(self) -> int:
@@ -118,7 +120,7 @@ class MixerSublayer:
         save_inputs(call, saved, inputs, self.in_proj)
         del inputs
         widths = [mixer.projected_width for _, mixer in self.paths]
-        saved.mixers = [mixer.saved(projected=part) for (_, mixer), part in zip(
+        saved.mixers = [mixer.saved_type(projected=part) for (_, mixer), part in zip(
             self.paths, projected.split(widths, 1))]
         del projected
         # the post norm's backward also reads the branch
@@ -129,8 +131,8 @@ class MixerSublayer:
                 added = lora_matmul(call, fused, out_inputs)
                 branch = added if branch is None else branch.add_(added)
             else:
-                fill_columns(call, fused, out_inputs)  # backward reads them
-            part.out_columns = last_columns(out_inputs, fused)
+                fill_lora_hidden(call, fused, out_inputs)  # backward reads them
+            part.out_lora_hidden = copy_lora_hidden(out_inputs, fused)
         out, saved.branch = None, None
         if branch is not None:
             out, saved.branch = end_branch(call, x, branch, arch.attention_post_norm,
@@ -148,8 +150,8 @@ class MixerSublayer:
             call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         saved.branch = None
         for (fused, mixer), part in zip(self.paths, saved.mixers):
-            mixed = mixer.mixed(call, part)
-            grad, grad_d = lora_matmul_backward(call, fused, part.out_columns, upstream, mixed)
+            mixed = mixer.recompute_output(call, part)
+            grad, grad_d = lora_matmul_backward(call, fused, part.out_lora_hidden, upstream, mixed)
             add_a_gradient(call, fused, mixed, grad_d)
             mixed = None
             grads.append(mixer.backward(call, part, grad))
@@ -158,11 +160,13 @@ class MixerSublayer:
         del grads
         inputs = normed_inputs(call, saved, arch.attention_norm, saved.x, self.in_proj)
         grad, grad_d = lora_matmul_backward(
-            call, self.in_proj, saved.columns, grad, inputs, needs_x)
+            call, self.in_proj, saved.lora_hidden, grad, inputs, needs_x)
         add_a_gradient(call, self.in_proj, inputs, grad_d)
         if not needs_x:
             return None
         return norm_gradient(call, arch.attention_norm, saved.x, grad, residual)
+
+    # ---- what it costs, for the planner ----
 
     @functools.cached_property
     def recomputed_values(self) -> int:
@@ -174,8 +178,8 @@ class MixerSublayer:
     def saved_values(self) -> int:
         """Values saved for backward, if nothing is recomputed."""
         hidden = self.arch.hidden_size
-        values = hidden + self.in_proj.padded_columns
-        values += sum(out.padded_columns + mixer.saved_values for out, mixer in self.paths)
+        values = hidden + self.in_proj.padded_lora
+        values += sum(out.padded_lora + mixer.saved_values for out, mixer in self.paths)
         if any(mixer.saves_projected for _, mixer in self.paths):  # in the same tensor: kept whole
             values += sum(mixer.projected_width for _, mixer in self.paths
                           if not mixer.saves_projected)

@@ -30,7 +30,8 @@ class AutogradMixer:
     mixer: Mixer
     arch: Architecture
 
-    saved = SavedGraph
+    saved_type = SavedGraph
+    fused_linears = ()
 
     def forward(self, call: LayerCall, saved: SavedGraph) -> Tensor:
         function = MIXERS[type(self.mixer)].function
@@ -40,9 +41,9 @@ class AutogradMixer:
                 projected = GraphStart.apply(torch.empty(0, requires_grad=True), projected)
                 saved.start = get_gradient_edge(projected)
             saved.mixed = function(call, projected, self.mixer)
-        return self.mixed(call, saved)
+        return self.recompute_output(call, saved)
 
-    def mixed(self, call: LayerCall, saved: SavedGraph) -> Tensor:
+    def recompute_output(self, call: LayerCall, saved: SavedGraph) -> Tensor:
         mixed: Tensor = saved.mixed.detach()
         return mixed
 
@@ -50,9 +51,6 @@ class AutogradMixer:
         (grad,) = torch.autograd.grad(saved.mixed, saved.start, grad)
         saved.mixed = saved.start = None
         return grad
-
-    fused_linears = ()
-    query_width = 0
 
     @property
     def projected_width(self) -> int:
@@ -63,6 +61,10 @@ class AutogradMixer:
         if isinstance(self.mixer, DeltaNet):
             return not self.mixer.by_key_head  # else it saves copies of its parts instead
         return not (isinstance(self.mixer, Mamba2) and self.mixer.is_multiplied)
+
+    # ---- what it costs, for the planner ----
+
+    query_width = 0
 
     @property
     def saved_values(self) -> int:

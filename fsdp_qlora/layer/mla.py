@@ -15,13 +15,13 @@ from torch import Tensor
 from fsdp_qlora.kernels.attention import document_attention, explicit_bytes
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
 from fsdp_qlora.kernels.heads import rotate
-from fsdp_qlora.kernels.micro_batch import MicroBatch
-from fsdp_qlora.layer.attention import attend
+from fsdp_qlora.layer.attention_mixer import attend
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
-from fsdp_qlora.layer.residual import last_columns
+from fsdp_qlora.layer.residual import copy_lora_hidden
 from fsdp_qlora.layer.saved import SavedMLA
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
 
@@ -35,6 +35,8 @@ class MLAMixer:
     q_b: FusedLinear | None  # None: in_proj's outputs contain the queries themselves
     kv_b: FusedLinear
 
+    saved_type = SavedMLA
+
     @property
     def mla(self) -> LatentAttention:
         mla: LatentAttention = self.arch.mla
@@ -44,26 +46,24 @@ class MLAMixer:
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return (self.q_b, self.kv_b) if self.q_b else (self.kv_b,)
 
-    saved = SavedMLA
-
     def forward(self, call: LayerCall, saved: SavedMLA) -> Tensor:
         query, kv_latent, rotary_key = saved.projected.split(self._projected_widths, 1)
         saved.projected, saved.q_latent = None, None
         if self.q_b:
             saved.q_latent = query
-            query, saved.q_columns = self._heads(call, self.q_b, self.mla.q_norm, query)
+            query, saved.q_lora_hidden = self._heads(call, self.q_b, self.mla.q_norm, query)
         # without q_b, a view would keep the tensor alive that also contains the queries
         saved.kv_latent = kv_latent if self.q_b else kv_latent.clone()
-        key_value, saved.kv_columns = self._heads(call, self.kv_b, self.mla.kv_norm, kv_latent)
+        key_value, saved.kv_lora_hidden = self._heads(call, self.kv_b, self.mla.kv_norm, kv_latent)
         heads = latent_heads(query, key_value, rotary_key, *call.batch.ropes[self.rope], self.arch,
                              kernel_value_width(call.batch, self.arch), evaluation=call.evaluation)
         del query, key_value, kv_latent, rotary_key
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             saved.heads = [part.detach().requires_grad_() for part in heads]
             saved.attended = attend(call, self.arch, None, *saved.heads)
-        return self.mixed(call, saved)
+        return self.recompute_output(call, saved)
 
-    def mixed(self, call: LayerCall, saved: SavedMLA) -> Tensor:
+    def recompute_output(self, call: LayerCall, saved: SavedMLA) -> Tensor:
         attended: Tensor = saved.attended.detach()
         return attended[..., : self.mla.value].flatten(1)
 
@@ -77,9 +77,9 @@ class MLAMixer:
         del grads, grad
         if self.q_b:
             query = self._heads_backward(call, self.q_b, self.mla.q_norm, saved.q_latent,
-                                         saved.q_columns, query)
+                                         saved.q_lora_hidden, query)
         kv_latent = self._heads_backward(call, self.kv_b, self.mla.kv_norm, saved.kv_latent,
-                                         saved.kv_columns, key_value)
+                                         saved.kv_lora_hidden, key_value)
         return torch.cat([query, kv_latent, rotary_key], 1)
 
     def _normed(self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor) -> Tensor:
@@ -93,18 +93,18 @@ class MLAMixer:
     def _heads(
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of `fused` for the norm of a latent, and the columns that its backward
-        needs."""
+        """Return the outputs of `fused` for the norm of a latent, and LoRA's hidden values,
+        which its backward needs."""
         inputs = self._normed(call, fused, norm, latent)
-        return lora_matmul(call, fused, inputs), last_columns(inputs, fused)
+        return lora_matmul(call, fused, inputs), copy_lora_hidden(inputs, fused)
 
     def _heads_backward(
-        self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor, columns: Tensor,
+        self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor, lora_hidden: Tensor,
         grad: Tensor
     ) -> Tensor:
         """Return the gradient of the latent, from the gradient of _heads()'s outputs."""
         normed = self._normed(call, fused, norm, latent)[:, : fused.in_features]
-        grad, grad_d = lora_matmul_backward(call, fused, columns, grad, normed)
+        grad, grad_d = lora_matmul_backward(call, fused, lora_hidden, grad, normed)
         add_a_gradient(call, fused, normed, grad_d)
         return norm_backward(
             latent, grad, None, call.vector(norm), self.arch.norm, self.mla.norm_eps)
@@ -119,20 +119,22 @@ class MLAMixer:
         return sum(self._projected_widths)
 
     @property
+    def saves_projected(self) -> bool:
+        return self.q_b is not None
+
+    # ---- what it costs, for the planner ----
+
+    @property
     def query_width(self) -> int:
         return self.arch.n_heads * self.arch.head_dim
 
     @property
-    def saves_projected(self) -> bool:
-        return self.q_b is not None
-
-    @property
     def saved_values(self) -> int:
-        """Latents and adapters' columns; query, key, value and the kernel's output, each as wide as
-        the queries; the kernel's sums, fp32."""
+        """Latents and LoRA's hidden values; query, key, value and the kernel's output, each as wide
+        as the queries; the kernel's sums, fp32."""
         latents = self.projected_width if self.saves_projected else self.mla.kv_rank
-        columns = sum(fused.padded_columns for fused in self.fused_linears)
-        return latents + columns + 4 * self.query_width + 2 * self.arch.n_heads
+        padded_lora = sum(fused.padded_lora for fused in self.fused_linears)
+        return latents + padded_lora + 4 * self.query_width + 2 * self.arch.n_heads
 
     @property
     def recomputed_values(self) -> int:

@@ -20,7 +20,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.per_layer import PerLayerEnd
 from fsdp_qlora.layer.residual import (
-    add_branch, branch_gradient, last_columns, norm_gradient, norm_inputs, normed_inputs,
+    add_branch, branch_gradient, copy_lora_hidden, norm_gradient, norm_inputs, normed_inputs,
     save_inputs, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.plan import Plan
@@ -35,8 +35,8 @@ class MLPSublayer:
     """The MLP of one layer: forward and backward, whole or recomputed in slices; and its costs, in
     the same terms as MixerSublayer's.
 
-    It adds MLP(norm(source)) to `mid_residual`, the sum after the mixer. `source` is `mid_residual`
-    too, except in a parallel layer (Cohere), where it is the layer's own x.
+    It adds MLP(norm(mlp_input)) to `mid_residual`, the sum after the mixer. `mlp_input` is
+    `mid_residual` too, except in a parallel layer (Cohere), where it is the layer's own x.
     """
 
     arch: Architecture
@@ -51,21 +51,21 @@ class MLPSublayer:
         return self.gate_up, self.down, *(self.end.fused_linears if self.end else ())
 
     def forward(
-        self, call: LayerCall, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True
+        self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor, want_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMLP]:
-        """Return mid_residual + MLP(norm(source)) for the tokens call.tokens, after `end` if there
-        is one, None without want_sum; and what backward() needs."""
-        arch, saved = self.arch, SavedMLP(source=source)
-        inputs = norm_inputs(call, arch.mlp_norm, source, self.gate_up)
+        """Return mid_residual + MLP(norm(mlp_input)) for the tokens call.tokens, after `end` if
+        there is one, None without want_sum; and what backward() needs."""
+        arch, saved = self.arch, SavedMLP(mlp_input=mlp_input)
+        inputs = norm_inputs(call, arch.mlp_norm, mlp_input, self.gate_up)
         saved.gate_up = lora_matmul(call, self.gate_up, inputs)
         save_inputs(call, saved, inputs, self.gate_up)
         del inputs
-        activated = saved.gate_up.new_empty(len(source), self.down.width)
+        activated = saved.gate_up.new_empty(len(mlp_input), self.down.width)
         glu(activated[:, : self.down.in_features], saved.gate_up, self.activation(call), arch.gated,
              evaluation=call.evaluation)
         out, saved.branch = add_branch(call, mid_residual, self.down, activated, MLP_SITE,
                                       arch.mlp_post_norm, want_sum or self.end is not None)
-        saved.down_columns = last_columns(activated, self.down)
+        saved.down_lora_hidden = copy_lora_hidden(activated, self.down)
         del activated
         if self.end:
             assert out is not None, "the end needs the sum"
@@ -73,7 +73,7 @@ class MLPSublayer:
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
-        """Return the gradient of `mid_residual`, including the gradient of `source` through the
+        """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the
         MLP. `grad` is the gradient of forward()'s sum."""
         arch, activated = self.arch, None
         if self.end:
@@ -83,41 +83,41 @@ class MLPSublayer:
         if call.spec.dora:
             activated = upstream.new_empty(len(upstream), self.down.in_features)
             glu(activated, saved.gate_up, self.activation(call), arch.gated)
-        grad_activated, grad_d = lora_matmul_backward(call, self.down, saved.down_columns, upstream,
-                                                      activated)
+        grad_activated, grad_d = lora_matmul_backward(
+            call, self.down, saved.down_lora_hidden, upstream, activated)
         del upstream, activated
         # in place; gate and up as two tensors, so that one kernel can read and write their columns
         parts = saved.gate_up.chunk(1 + arch.gated, -1)
         glu_backward(grad_activated, self.activation(call), None, *parts)
         add_a_gradient(call, self.down, grad_activated, grad_d)  # now contains glu()'s result
         del grad_activated, grad_d
-        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.gate_up)
-        grad_inputs, grad_d = lora_matmul_backward(call, self.gate_up, saved.columns, saved.gate_up,
-                                                   inputs)
+        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.gate_up)
+        grad_inputs, grad_d = lora_matmul_backward(
+            call, self.gate_up, saved.lora_hidden, saved.gate_up, inputs)
         add_a_gradient(call, self.gate_up, inputs, grad_d)
-        return norm_gradient(call, arch.mlp_norm, saved.source, grad_inputs, grad)
+        return norm_gradient(call, arch.mlp_norm, saved.mlp_input, grad_inputs, grad)
 
     def forward_to_recompute(
-        self, call: LayerCall, mid_residual: Tensor, source: Tensor
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, None]:
         """Return forward()'s sum for all tokens, computed a slice at a time with nothing saved; and
         None, because an MLP without experts has no choice to repeat."""
         sums = []
         for tokens in token_slices(len(mid_residual), self.slice_tokens):
             call.tokens = tokens
-            sums.append(self.forward(call, mid_residual[tokens], source[tokens])[0])
+            sums.append(self.forward(call, mid_residual[tokens], mlp_input[tokens])[0])
         call.tokens = slice(None)
         return torch.cat(sums), None
 
     def recomputed_backward(
-        self, call: LayerCall, source: Tensor, grad: Tensor, choice: None
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choice: None
     ) -> Tensor:
         """backward() for all tokens, a slice at a time, after computing forward() again."""
         grads = []
-        for tokens in token_slices(len(source), self.slice_tokens):
+        for tokens in token_slices(len(mlp_input), self.slice_tokens):
             call.tokens = tokens
-            mid_residual = source[tokens] if self.end else None
-            saved = self.forward(call, mid_residual, source[tokens], want_sum=False)[1]
+            mid_residual = mlp_input[tokens] if self.end else None
+            saved = self.forward(call, mid_residual, mlp_input[tokens], want_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))
             del saved  # before the next slice allocates its own
         call.tokens = slice(None)
@@ -136,11 +136,16 @@ class MLPSublayer:
         parts = (call.vector(XIELU, part) for part in XIELU_SHAPES)
         return torch.stack([part.view(()) for part in parts if part is not None])
 
+    # ---- what it costs, for the planner ----
+
+    choice_values = 0  # values per token, see MoESublayer
+    product_speed = 1  # speed of its matmuls, relative to large ones
+
     @property
     def saved_values(self) -> int:
         """Values saved for backward, if nothing is recomputed."""
         hidden, arch = self.arch.hidden_size, self.arch
-        values = self.gate_up.out_features + self.gate_up.padded_columns + self.down.padded_columns
+        values = self.gate_up.out_features + self.gate_up.padded_lora + self.down.padded_lora
         values += hidden * (not arch.parallel)  # a parallel layer's x is counted with the mixer
         values += self.end.saved_values if self.end else 0
         return values + hidden * (arch.mlp_post_norm is not None)
@@ -161,13 +166,10 @@ class MLPSublayer:
         total = max(first, second, end_bytes)
         total += 2 * n_tokens * hidden * item  # gradients: of the sum, and of finished slices
         if recomputed:
-            columns = up.padded_columns + down.padded_columns
-            total += n * (up.out_features + up.width + columns) * item
+            padded_lora = up.padded_lora + down.padded_lora
+            total += n * (up.out_features + up.width + padded_lora) * item
             total += n * self.end.saved_values * item if self.end else 0
         return total
-
-    choice_values = 0  # values per token, see MoESublayer
-    product_speed = 1  # speed of its matmuls, relative to large ones
 
     @property
     def token_weights(self) -> int:

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from fsdp_qlora.layer.linears import STATE_BLOCK, FusedLinear, LinearSlices
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.quant.blocks import Nested, NF4Blocks
+from fsdp_qlora.quant.blocks import FourBitBlocks, Nested
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ParameterLayout:
     """The contents of a layer's three parameters."""
 
-    fused_linears: tuple[FusedLinear, ...]  # slices of `nf4` and `adapter`
+    fused_linears: tuple[FusedLinear, ...]  # slices of `packed_weights` and `adapter`
     # {name in the layer: (slice of `vectors`, shape)} of norms and biases
     vectors: dict[str, tuple[slice, tuple[int, ...]]]
     small_tensors: dict[str, tuple[int, ...]]  # {name in the layer: shape}
-    n_blocks: int  # blocks of `nf4`
+    n_blocks: int  # blocks of `packed_weights`
     n_vectors: int  # values of `vectors`
     n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
     scaling: float  # factor of B @ A
@@ -41,7 +41,7 @@ class ParameterLayout:
 
     @property
     def n_scales(self) -> int:
-        """Bytes of each block's scales, see NF4Blocks."""
+        """Bytes of each block's scales, see FourBitBlocks."""
         return 2 if any(linear.mxfp4 for linear in self.linears) else 1
 
     @functools.cached_property
@@ -55,8 +55,8 @@ class ParameterLayout:
         """Return {(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
         parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}
         for linear in self.linears:
-            if linear.columns:
-                rank = linear.columns.stop - linear.columns.start
+            if linear.lora_slice:
+                rank = linear.lora_slice.stop - linear.lora_slice.start
                 parts[linear.name, "lora_A.weight"] = linear.lora_a, (rank, linear.in_features)
                 parts[linear.name, "lora_B.weight"] = linear.lora_b, (linear.out_features, rank)
             if linear.magnitude:
@@ -66,8 +66,8 @@ class ParameterLayout:
 
 
 class LayerParameters(nn.Module):
-    """The tensors of one layer: `nf4`, the weights of all linears; `vectors`, norms and biases;
-    `adapter`, the only trainable one; and small tensors that every rank has whole."""
+    """The tensors of one layer: `packed_weights`, the weights of all linears; `vectors`, norms and
+    biases; `adapter`, the only trainable one; and small tensors that every rank has whole."""
 
     def __init__(self, arch: Architecture, spec: ParameterLayout, index: int, plan: Plan) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class LayerParameters(nn.Module):
 
         dtype = getattr(torch, plan.compute_dtype)
         # this rank's shard while the model loads; gathered by FSDP2's hooks while the layer runs
-        self.nf4 = parameter(spec.n_blocks, 1, functools.partial(
-            NF4Blocks.zeros, n_scales=spec.n_scales))
+        self.packed_weights = parameter(spec.n_blocks, 1, functools.partial(
+            FourBitBlocks.zeros, n_scales=spec.n_scales))
         self.vectors = parameter(spec.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
         self.adapter = parameter(spec.n_adapter, STATE_BLOCK, torch.empty, trained=True)

@@ -10,7 +10,7 @@ from fsdp_qlora.kernels.elementwise import MLP_SITE, activation_pair, elementwis
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.layer.residual import add_branch, branch_gradient, last_columns, weight_bytes
+from fsdp_qlora.layer.residual import add_branch, branch_gradient, copy_lora_hidden, weight_bytes
 from fsdp_qlora.layer.saved import SavedEnd
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -52,13 +52,13 @@ class PerLayerEnd:
         """Return the sum, None without want_sum. Adds to `saved` what backward() needs."""
         inputs, saved.end_x = widen(x, self.gate), x
         saved.end_gates = lora_matmul(call, self.gate, inputs)
-        saved.end_columns = last_columns(inputs, self.gate)
+        saved.end_gate_lora_hidden = copy_lora_hidden(inputs, self.gate)
         activated = x.new_empty(len(x), self.out.width)
         self._activate(call, saved, activated[:, : self.out.in_features])
         # uses the MLP's dropout site: no family with this end has dropout of its own
         out, saved.end_branch = add_branch(call, x, self.out, activated, MLP_SITE,
                                           self.norm, want_sum)
-        saved.end_out_columns = last_columns(activated, self.out)
+        saved.end_out_lora_hidden = copy_lora_hidden(activated, self.out)
         return out
 
     def backward(self, call: LayerCall, saved: SavedEnd, grad: Tensor) -> Tensor:
@@ -68,13 +68,13 @@ class PerLayerEnd:
         saved.end_branch = None
         activated = upstream.new_empty(len(upstream), self.out.in_features)
         self._activate(call, saved, activated)
-        grad_gates, grad_d = lora_matmul_backward(call, self.out, saved.end_out_columns, upstream,
-                                                  activated)
+        grad_gates, grad_d = lora_matmul_backward(
+            call, self.out, saved.end_out_lora_hidden, upstream, activated)
         add_a_gradient(call, self.out, activated, grad_d)
         grad_gates = gate_inputs_backward(
             grad_gates, saved.end_gates, call.layer_input, self.arch.activation)
         grad_x, grad_d = lora_matmul_backward(
-            call, self.gate, saved.end_columns, grad_gates, saved.end_x)
+            call, self.gate, saved.end_gate_lora_hidden, grad_gates, saved.end_x)
         add_a_gradient(call, self.gate, saved.end_x, grad_d)
         return grad + grad_x
 
@@ -82,10 +82,12 @@ class PerLayerEnd:
         gate_inputs(out, saved.end_gates, call.layer_input, self.arch.activation,
                     evaluation=call.evaluation)
 
+    # ---- what it costs, for the planner ----
+
     @property
     def saved_values(self) -> int:
-        columns = sum(fused.padded_columns for fused in self.fused_linears)
-        return 2 * self.arch.hidden_size + self.gate.out_features + columns
+        padded_lora = sum(fused.padded_lora for fused in self.fused_linears)
+        return 2 * self.arch.hidden_size + self.gate.out_features + padded_lora
 
     def live_bytes(self, n: int, item: int, reuse_dequantized: bool) -> int:
         """Peak bytes of backward() for n tokens, besides what is saved."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import norm_backward, normalize
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import fill_columns, lora_matmul, widen
+from fsdp_qlora.layer.lora_matmul import fill_lora_hidden, lora_matmul, widen
 from fsdp_qlora.layer.saved import SavedInputs
 
 
@@ -39,11 +39,11 @@ def normed(call: LayerCall, name: str, x: Tensor) -> Tensor:
 def save_inputs(
     call: LayerCall, saved: SavedInputs, inputs: Tensor, fused: FusedLinear | None
 ) -> None:
-    """Set saved.inputs and saved.columns from `inputs`, norm_inputs()'s result. `fused`: the
-    FusedLinear for which lora_matmul() has filled their last columns; None: no columns are filled.
+    """Set saved.inputs and saved.lora_hidden from `inputs`, norm_inputs()'s result. `fused`: the
+    FusedLinear for which lora_matmul() has filled their last columns; None: they are not filled.
     The normed inputs are cheap to recompute, so they are saved only while backward is running."""
     saved.inputs = inputs if call.is_backward else None
-    saved.columns = last_columns(inputs, fused) if fused else None
+    saved.lora_hidden = copy_lora_hidden(inputs, fused) if fused else None
 
 
 def normed_inputs(
@@ -70,7 +70,7 @@ def add_branch(
     """end_branch() of the matmul of `inputs`. The matmul is skipped if neither the sum nor the
     norm's backward needs it."""
     if not (want_sum or post_norm):
-        fill_columns(call, fused, inputs)  # backward reads them
+        fill_lora_hidden(call, fused, inputs)  # backward reads them
         return None, None
     return end_branch(call, x, lora_matmul(call, fused, inputs), post_norm, site, want_sum)
 
@@ -95,8 +95,9 @@ def end_branch(
     return out, branch if post_norm else None
 
 
-def last_columns(inputs: Tensor, fused: FusedLinear) -> Tensor:
-    """Return a copy of the columns of lora_matmul()'s inputs that backward reads besides x."""
+def copy_lora_hidden(inputs: Tensor, fused: FusedLinear) -> Tensor:
+    """Return a copy of LoRA's hidden values d and their padding, [n, padded_lora]: the last columns
+    of lora_matmul()'s inputs, which backward reads besides x."""
     return inputs[:, fused.in_features :].clone()
 
 

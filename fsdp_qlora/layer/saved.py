@@ -19,7 +19,7 @@ class SavedInputs:
     """The inputs of a sublayer's first matmul, as saved by save_inputs()."""
 
     inputs: Tensor = None  # normed; None: normed_inputs() computes them again
-    columns: Tensor = None  # their last columns, which contain d, see lora_matmul.py
+    lora_hidden: Tensor = None  # d, padded: their last columns, see lora_matmul.py
 
 
 @dataclasses.dataclass
@@ -27,7 +27,7 @@ class SavedMixing:
     """A token mixer's inputs, and inputs of the matmul that follows it."""
 
     projected: Tensor = None  # [n, projected_width], in_proj's outputs for this mixer
-    out_columns: Tensor = None  # like SavedInputs.columns, for the matmul after the mixer
+    out_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden, for the matmul after the mixer
 
 
 @dataclasses.dataclass
@@ -40,8 +40,8 @@ class SavedAttention(SavedMixing):
 class SavedMLA(SavedAttention):
     q_latent: Tensor = None  # both latents are before their norms
     kv_latent: Tensor = None
-    q_columns: Tensor = None  # like SavedInputs.columns
-    kv_columns: Tensor = None
+    q_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden
+    kv_lora_hidden: Tensor = None
 
 
 @dataclasses.dataclass
@@ -68,36 +68,36 @@ class SavedEnd:
     end_x: Tensor = None
     end_gates: Tensor = None
     end_branch: Tensor = None
-    end_columns: Tensor = None  # both: like SavedInputs.columns, for `gate` and for `out`
-    end_out_columns: Tensor = None
+    end_gate_lora_hidden: Tensor = None  # both: like SavedInputs.lora_hidden
+    end_out_lora_hidden: Tensor = None
 
 
 @dataclasses.dataclass
 class SavedMLP(SavedInputs, SavedEnd):
     """The tensors that an MLPSublayer saves."""
 
-    source: Tensor = None  # [n, hidden], the input of its norm
+    mlp_input: Tensor = None  # [n, hidden], the input of its norm
     gate_up: Tensor = None  # [n, gate and up]
     branch: Tensor = None  # [n, hidden], the branch before its norm
-    down_columns: Tensor = None  # like SavedInputs.columns
+    down_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden
 
 
 @dataclasses.dataclass
 class SavedMoE(SavedInputs):
     """The tensors that a MoESublayer saves."""
 
-    source: Tensor = None  # [n, hidden], the input of its norm
+    mlp_input: Tensor = None  # [n, hidden], the input of its norm
     branch: Tensor = None  # [n, hidden], the branch before its norm
     routing: Routing = None
     gate_ups: list[Tensor] | None = None  # one per ExpertChunk; None: they are computed again
     expert_output: Tensor = None  # [n, hidden], the experts' output, before a norm of their own
     # for the shared expert
     shared_gate_up: Tensor = None
-    down_columns: Tensor = None  # like SavedInputs.columns
+    down_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden
     shared_output: Tensor = None  # its output, before a norm of its own
     shared_out: Tensor = None  # its output, before the factor of its gate
     shared_factor: Tensor = None
     # for the latent space, see ExpertLatent
     latent: Tensor = None
-    entry_columns: Tensor = None  # like SavedInputs.columns
+    entry_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden
     exit_inputs: Tensor = None

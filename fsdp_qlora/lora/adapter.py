@@ -39,7 +39,7 @@ SETTING_FLAGS = {"r": "--lora_rank", "lora_alpha": "--lora_alpha", "use_dora": "
                  "use_rslora": "--adapter"}
 
 
-def resolve_target_modules(
+def resolve_adapter(
     arch: Architecture, config: Config, base_name: str,
 ) -> tuple[LoraConfig, list[str]]:
     """Return PEFT's LoraConfig, and the names, within a layer, of the linears that get an adapter.

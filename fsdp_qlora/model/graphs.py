@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.model import Model
 
 

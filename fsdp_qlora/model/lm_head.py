@@ -3,7 +3,7 @@ table is sharded by rows.
 
 To train another loss of a token, change logits_statistics(), logits_gradient(),
 LinearCrossEntropy.forward(), which uses both, and what they are compared with at the start,
-reference_results() in training/check.py.
+reference_results() in training/compare_with_transformers.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
-from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.layer.lora_matmul import fp32_product
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.embedding import CHUNK_BYTES
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.ranks import all_gather
@@ -42,27 +42,27 @@ def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
 
 @elementwise
 def logits_statistics(
-    logits: Tensor, targets: Tensor, multiplier: float, cap: float | None
+    logits: Tensor, labels: Tensor, multiplier: float, cap: float | None
 ) -> Tensor:
     """Return fp32 [3, n] for logits [n, columns]: the maximum of each row, the sum of exp(logit -
-    maximum), and the logit in column `targets`, 0 where that is -1."""
+    maximum), and the logit in column `labels`, 0 where that is -1."""
     logits = scaled_logits(logits, multiplier, cap)
     top = logits.amax(-1)
-    target_logit = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    return torch.stack([top, (logits - top[:, None]).exp().sum(-1), target_logit * (targets >= 0)])
+    label_logit = logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    return torch.stack([top, (logits - top[:, None]).exp().sum(-1), label_logit * (labels >= 0)])
 
 
 @elementwise
 def logits_gradient(
-    logits: Tensor, log_sum: Tensor, targets: Tensor, absent: Tensor, multiplier: float,
+    logits: Tensor, log_sum: Tensor, labels: Tensor, absent: Tensor, multiplier: float,
     cap: float | None
 ) -> Tensor:
     """Return the gradient of the cross-entropies [n, columns]: probabilities, minus 1 at the
-    target; 0 for tokens that are `absent` from the loss. log_sum [n] is over the whole vocabulary.
+    label; 0 for tokens that are `absent` from the loss. log_sum [n] is over the whole vocabulary.
     """
     capped = scaled_logits(logits, multiplier, cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    hit = (columns[None] == targets[:, None]).float()
+    hit = (columns[None] == labels[:, None]).float()
     gradient = ((capped - log_sum[:, None]).exp() - hit) * multiplier
     if cap is not None:
         gradient = gradient * (1 - (capped / cap).square())
@@ -70,8 +70,10 @@ def logits_gradient(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Final norm, lm_head and cross-entropy: from the last layer's outputs [tokens, hidden] to the
-    loss of each of this rank's tokens in the loss, MicroBatch.labels, fp64 [labels], 0 for padding.
+    """Final norm, lm_head and cross-entropy of the last layer's outputs [tokens, hidden]. Returns
+    the cross-entropy of each entry of MicroBatch.labels, fp64 [n], 0 where padded. In fp64, because
+    thousands are summed, in an order that depends on the packing: a preference loss is a small
+    difference of two such sums, and the loss in the log is the same on any number of GPUs.
 
     Each rank computes the logits of all ranks' tokens for its own rows of the vocabulary; for the
     softmax the ranks exchange three numbers per token. The lm_head is never gathered, and the full
@@ -94,32 +96,33 @@ class LinearCrossEntropy(torch.autograd.Function):
         all_labels = gather(batch.labels)  # [shards, n], negative where padded
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
-            part = x[batch.trained_at[chunk]]
+            part = x[batch.label_positions[chunk]]
             hidden = torch.empty_like(part)
             normalize(hidden, part, model.norm, model.norm_bias, arch.final_norm_kind,
                       arch.norm_eps, any_rows=True)
             logits = gather(hidden).flatten(0, 1) @ weight.t()
             labels = all_labels[:, chunk].flatten()
-            absent, targets = labels < 0, labels - model.own_rows.start
-            targets = targets.where((targets >= 0) & (targets < len(weight)) & ~absent, -1)
-            statistics = logits_statistics(logits, targets, *logits_args, any_rows=True)
+            absent, own_labels = labels < 0, labels - model.own_rows.start
+            is_own = (own_labels >= 0) & (own_labels < len(weight)) & ~absent
+            own_labels = own_labels.where(is_own, -1)
+            statistics = logits_statistics(logits, own_labels, *logits_args, any_rows=True)
             statistics = gather(statistics)
-            top, total, target_logit = statistics.unbind(1)  # each [shards, n]
+            top, total, label_logit = statistics.unbind(1)  # each [shards, n]
             global_top = top.amax(0)
             log_sum = global_top + ((top - global_top).exp() * total).sum(0).log()
-            losses = (log_sum - target_logit.sum(0)).masked_fill(absent, 0)
+            losses = (log_sum - label_logit.sum(0)).masked_fill(absent, 0)
             token_losses[chunk] = losses.view(shards, -1)[model.shard]
             if evaluation:
                 continue
             grad = logits_gradient(
-                logits, log_sum, targets, absent, *logits_args, any_rows=True)
+                logits, log_sum, own_labels, absent, *logits_args, any_rows=True)
             grad = fp32_product(grad, weight)
             if shards > 1:
                 whole, grad = grad, grad.new_empty(len(grad) // shards, grad.shape[1])
                 dist.reduce_scatter_tensor(grad, whole, group=model.group)
             grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
                                  any_rows=True)
-            grad_x.index_add_(0, batch.trained_at[chunk], grad)  # padding: adds 0 to token 0
+            grad_x.index_add_(0, batch.label_positions[chunk], grad)  # padding: adds 0 to token 0
         ctx.grad_x, ctx.batch = grad_x, batch
         return token_losses
 
@@ -128,5 +131,5 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_x, batch, ctx.grad_x = ctx.grad_x, ctx.batch, None
         # padded labels point to token 0 and add 0 to it
         weights = grad_losses.float().masked_fill(batch.labels < 0, 0)
-        token_weights = weights.new_zeros(len(grad_x)).index_add_(0, batch.trained_at, weights)
+        token_weights = weights.new_zeros(len(grad_x)).index_add_(0, batch.label_positions, weights)
         return grad_x.mul_(token_weights[:, None]), None, None

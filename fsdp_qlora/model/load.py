@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import as_hex, content_sum
-from fsdp_qlora.kernels.offload import pinned_copy
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.memory import host_memory, log_memory
+from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
@@ -34,7 +34,8 @@ from fsdp_qlora.pretrained.formats import (
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, weight_files)
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
-from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks
+from fsdp_qlora.quant.blocks import (
+    BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, Nested)
 from fsdp_qlora.quant.nf4 import dynamic_map
 from fsdp_qlora.ranks import all_gather, is_rank_0, log, log_each_rank, raise_on_all_ranks
 
@@ -126,8 +127,8 @@ def fill_model(
         model.per_layer_norm = read(
             names.of_model(arch.per_layer.projection_norm)).to(device, dtype)
     # Allocate the 4-bit weights before anything temporary, else gaps between them would stay. FSDP2
-    # sees them as QUANT_STORAGE, bf16. If it copied them as bf16, without the hooks of NF4Blocks,
-    # the 0.08 % of words that are NaN in bf16 would be changed without an error.
+    # sees them as QUANT_STORAGE, bf16. If it copied them as bf16, without the hooks of
+    # FourBitBlocks, the 0.08 % of words that are NaN in bf16 would be changed without an error.
     shards = [None if plan.offload_params else zero_shard(model, i, device)
               for i in range(len(model.layers))]
     quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
@@ -141,18 +142,19 @@ def fill_model(
     model.head = model.embedding if arch.tied else table(names.head, hidden)
 
 
-def zero_shard(model: Model, i: int, device: torch.device) -> NF4Blocks:
+def zero_shard(model: Model, i: int, device: torch.device) -> FourBitBlocks:
     """Return zeros for this rank's blocks of layer i."""
     layer: DecoderLayer = model.layers[i]
-    own: NF4Blocks = local_part(layer.nf4)
+    own: FourBitBlocks = local_part(layer.packed_weights)
     return own.zeros_on(device, QUANT_STORAGE)
 
 
 def fill_layer(
-    model: Model, i: int, shard: NF4Blocks, names: TensorNames, read: Callable[[str], torch.Tensor],
+    model: Model, i: int, shard: FourBitBlocks, names: TensorNames,
+    read: Callable[[str], torch.Tensor],
     nf4_states: dict[str, dict[str, Any]],
 ) -> None:
-    """Set layer i's 4-bit weights, written into `shard`, NF4Blocks of zeros on the device; its
+    """Set layer i's 4-bit weights, written into `shard`, FourBitBlocks of zeros on the device; its
     norms and biases; and its small tensors, such as the experts' router. All ranks of model.group
     must call this."""
     device, dtype = shard.device, getattr(torch, model.plan.compute_dtype)
@@ -162,8 +164,8 @@ def fill_layer(
     own_linears = copy_mxfp4(own_linears, shard, read)
     layer.nested = quantize(own_linears, shard, read, names, nf4_states, dtype, model)
     if model.plan.offload_params:
-        shard = NF4Blocks(pinned_copy(shard.packed), pinned_copy(shard.scales), device)
-    set_local(layer, "nf4", shard)
+        shard = FourBitBlocks(pinned_copy(shard.packed), pinned_copy(shard.scales), device)
+    set_local(layer, "packed_weights", shard)
     vectors = torch.zeros(model.shards, len(local_part(layer.vectors)), dtype=dtype, device=device)
     for name, (where, _) in layer.spec.vectors.items():
         vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
@@ -174,11 +176,12 @@ def fill_layer(
 
 
 def quantize(
-    own_linears: list[tuple[OwnBlocks, str]], shard: NF4Blocks, read: Callable[[str], torch.Tensor],
+    own_linears: list[tuple[OwnBlocks, str]], shard: FourBitBlocks,
+    read: Callable[[str], torch.Tensor],
     names: TensorNames, nf4_states: dict[str, dict[str, Any]], dtype: torch.dtype, model: Model,
 ) -> Nested:
     """Quantize this rank's blocks of a layer to NF4 with double quantization, into `shard`,
-    NF4Blocks of zeros. Linears that are in NF4 in the files (in `nf4_states`) keep their bytes.
+    FourBitBlocks of zeros. Linears that are in NF4 in the files (in `nf4_states`) keep their bytes.
     Returns the layer's Nested. All ranks of the group must call this.
 
     `own_linears` are (OwnBlocks, name in files), one per linear. Blocks of 64 weights are quantized
@@ -214,7 +217,8 @@ def quantize(
 
 
 def copy_mxfp4(
-    own_linears: list[tuple[OwnBlocks, str]], shard: NF4Blocks, read: Callable[[str], torch.Tensor],
+    own_linears: list[tuple[OwnBlocks, str]], shard: FourBitBlocks,
+    read: Callable[[str], torch.Tensor],
 ) -> list[tuple[OwnBlocks, str]]:
     """Copy this rank's blocks of the linears that are in MXFP4 in the files into `shard`. Returns
     the other linears. Both lists contain (OwnBlocks, name in files)."""
@@ -229,7 +233,7 @@ def copy_mxfp4(
 
 
 def copy_nf4(
-    own: OwnBlocks, name: str, shard: NF4Blocks, read: Callable[[str], torch.Tensor],
+    own: OwnBlocks, name: str, shard: FourBitBlocks, read: Callable[[str], torch.Tensor],
     state: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. `state`: the

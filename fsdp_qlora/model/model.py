@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop, normalize
 from fsdp_qlora.kernels.heads import rope_tables
-from fsdp_qlora.kernels.micro_batch import MicroBatch
-from fsdp_qlora.kernels.segments import document_segments
 from fsdp_qlora.layer.dequantize import dequantize
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.lm_head import LinearCrossEntropy
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.model.shards import gathered, local_part
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.quant.blocks import NF4Blocks
+from fsdp_qlora.quant.blocks import FourBitBlocks
 from fsdp_qlora.ranks import RunError, log_each_rank
 
 
@@ -67,7 +67,7 @@ def measure_weight_norms(model: Model) -> None:
         with gathered(layer):
             no_adapter = layer.vectors.new_zeros(layer.spec.n_adapter)
             for fused in layer.spec.fused_linears:
-                if fused.n_columns:
+                if fused.n_lora:
                     weight = dequantize(layer, fused, no_adapter)[:, : fused.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     for linear in fused.adapted:
@@ -94,8 +94,8 @@ def verify_model(model: Model, plan: Plan) -> None:
             assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
             shards = p.device_mesh["shard"].size() if isinstance(p, DTensor) else 1
             assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
-            parts = [local.packed, local.scales] if isinstance(local, NF4Blocks) else [local]
-            kind = {"nf4": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
+            parts = [local.packed, local.scales] if isinstance(local, FourBitBlocks) else [local]
+            kind = {"packed_weights": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
             n_bytes[kind] += sum(part.nbytes for part in parts)
             if parts[0].is_cpu and torch.cuda.is_available():
                 n_bytes["of these on the host"] += sum(part.nbytes for part in parts)

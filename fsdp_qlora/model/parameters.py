@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_qlora.kernels.attention import Kernels
-from fsdp_qlora.kernels.context import NOT_SHARED, ContextGroup
-from fsdp_qlora.kernels.offload import make_store
 from fsdp_qlora.layer.layer import DecoderLayer, LayerSpec
+from fsdp_qlora.micro_batch.context import NOT_SHARED, ContextGroup
+from fsdp_qlora.micro_batch.offload import make_store
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 

@@ -44,7 +44,7 @@ class OwnBlocks:
 
     linear: LinearSlices
     blocks: slice  # counted from the linear's first block
-    local: slice  # the same blocks in this rank's shard of the layer's `nf4`
+    local: slice  # the same blocks in this rank's shard of the layer's `packed_weights`
 
     @property
     def rows(self) -> range:
@@ -68,7 +68,7 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
     slices are empty for a linear that is in other shards only. FSDP2 cuts at the same places,
     because LayerParameters pads its parameters to shards of one size.
     """
-    n = len(local_part(layer.nf4))
+    n = len(local_part(layer.packed_weights))
     first, own = shard * n, []
     for linear in layer.spec.linears:
         whole = linear.blocks

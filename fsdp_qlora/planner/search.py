@@ -71,11 +71,38 @@ class Workload:
         return n_micro_steps * plan.micro_batch_tokens * plan.token_seconds
 
 
-def possible_plans(
-    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
-    context_size: int,
-) -> Iterator[Plan]:
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What a plan is searched for."""
+
+    config: Config
+    arch: Architecture
+    specs: tuple[LayerSpec, ...]
+    workload: Workload
+    limit: int  # bytes per GPU; 0: no limit, or on a CPU the memory of the host
+    machine: Machine
+
+    @property
+    def is_by_host(self) -> bool:
+        """True if CPU RAM is the only limit."""
+        return self.workload.device.type == "cpu" and not self.limit
+
+    @property
+    def bound(self) -> float:
+        """Bytes that a plan may need of the memory that it computes in; 0: any number."""
+        return self.machine.host_bytes if self.is_by_host else self.limit
+
+    def predict_memory(self, plan: Plan) -> Plan:
+        return predict_memory(plan, self.arch, self.specs)
+
+    def predict_time(self, plan: Plan) -> Plan:
+        return predict_time(
+            plan, self.arch, self.specs, self.machine, self.workload.mean_document_tokens)
+
+
+def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
     """Yield all plans that the flags allow."""
+    config, arch, workload = search.config, search.arch, search.workload
     longest, world_size = workload.least_tokens(context_size), workload.world_size
     groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
     groups = [config.shard_group_size] if config.shard_group_size else groups
@@ -113,7 +140,7 @@ def possible_plans(
                     fused=workload.device.type == "cuda", state_bytes=workload.state_bytes,
                     context_parallel_size=context_size,
                     varlen_attention=workload.uneven or context_size > 1)
-                yield predict_memory(plan, arch, specs)
+                yield search.predict_memory(plan)
 
 
 def choose_plan(
@@ -123,10 +150,10 @@ def choose_plan(
     """Return the plan to run within `limit` bytes per GPU, 0: within the memory of the host. Raises
     ValueError with what would help."""
     refuse_flags(config, arch, workload)
-    plan = find_plan(config, arch, specs, workload, limit, machine)
-    is_by_host = workload.device.type == "cpu" and not limit
-    if not is_by_host:
-        check_plan(plan, config, arch, specs, workload, limit, machine)
+    search = Search(config, arch, specs, workload, limit, machine)
+    plan = find_plan(search)
+    if not search.is_by_host:
+        check_plan(plan, search)
     if workload.device.type == "cpu":
         check_host(plan, machine)
     # micro-batches have several shapes if the rows do, or if a step's last micro-batches have fewer
@@ -134,8 +161,7 @@ def choose_plan(
     least = workload.least_tokens(plan.context_parallel_size)
     n_rows = workload.world_size * (plan.micro_batch_tokens // least)
     uneven_micro_batches = workload.uneven or config.batch_size % n_rows > 0
-    bound = machine.host_bytes if is_by_host else limit
-    return use_graphs(plan, arch, specs, machine, bound, workload, uneven_micro_batches)
+    return use_graphs(plan, search, uneven_micro_batches)
 
 
 def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None:
@@ -154,86 +180,76 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
                          " --max_seq_len")
 
 
-def find_plan(
-    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
-    limit: int, machine: Machine,
-) -> Plan:
+def find_plan(search: Search) -> Plan:
     """Return the best plan, without CUDA graphs; if none fits, the smallest one.
 
     Ranks share micro-batches of long rows if the plan does not fit otherwise, or if steps are much
     faster then, because they have fewer rows than there are ranks."""
-    bound: float = limit
-    if workload.device.type == "cpu" and not limit:
-        bound = machine.host_bytes
+    config, workload = search.config, search.workload
 
     def best_plan(context_size: int) -> Plan:
-        plans = affordable_plans(config, arch, specs, workload, bound, machine, context_size)
-        return pick_plan(plans, arch, specs, workload, bound, machine)
+        return pick_plan(affordable_plans(search, context_size), search)
+
+    def fits_both(plan: Plan) -> bool:
+        return plan.fits_both(search.bound, search.machine.host_bytes)
 
     best = best_plan(config.context_parallel_size or 1)
-    if config.context_parallel_size or mixer_with_state(arch):
+    if config.context_parallel_size or mixer_with_state(search.arch):
         return best
     has_idle_ranks = workload.tokens < workload.world_size * workload.longest
     for size in range(2, workload.world_size + 1):
-        fits = best.fits_both(bound, machine.host_bytes)
+        fits = fits_both(best)
         is_long = workload.least_tokens(size) >= LONG_SHARE
         if workload.world_size % size or not is_long or fits and not has_idle_ranks:
             continue
         plan = best_plan(size)
         is_faster = workload.step_seconds(plan) < MUCH_FASTER * workload.step_seconds(best)
-        if plan.fits_both(bound, machine.host_bytes) and (is_faster or not fits):
+        if fits_both(plan) and (is_faster or not fits):
             best = plan
     return best
 
 
-def affordable_plans(
-    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
-    limit: float, machine: Machine, context_size: int,
-) -> list[Plan]:
+def affordable_plans(search: Search, context_size: int) -> list[Plan]:
     """Return the possible plans that do not pin too much CPU RAM. If none of them leaves SPARE of
-    `limit`, all plans get the embedding in CPU RAM, where that is possible."""
-    plans = list(possible_plans(config, arch, specs, workload, context_size))
+    the memory, all plans get the embedding in CPU RAM, where that is possible."""
+    arch, machine, bound = search.arch, search.machine, search.bound
+    plans = list(possible_plans(search, context_size))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
-                         f" {config.shard_group_size} processes: use a smaller --shard_group_size")
-    if not any(plan.fits(limit, SPARE) for plan in plans) and workload.device.type == "cuda" \
+                         f" {search.config.shard_group_size} processes: use a smaller"
+                         " --shard_group_size")
+    if not any(plan.fits(bound, SPARE) for plan in plans) \
+            and search.workload.device.type == "cuda" \
             and (arch.per_layer or not arch.tied) and not machine.why_no_triton:
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
-        plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, specs)
+        plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]
-    runnable = [plan for plan in plans if plan.fits_both(limit, machine.host_bytes)]
-    roomy = [plan for plan in runnable if plan.fits(limit, SPARE)]
+    runnable = [plan for plan in plans if plan.fits_both(bound, machine.host_bytes)]
+    roomy = [plan for plan in runnable if plan.fits(bound, SPARE)]
     needed = min(plan.host_bytes for plan in roomy or runnable or plans)
     # beyond what is needed, CPU RAM is pinned only for speed
     allowed = min(needed + HOST_SPARE, max(needed, machine.host_bytes / 2))
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
-def pick_plan(
-    plans: list[Plan], arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
-    limit: float, machine: Machine,
-) -> Plan:
-    """Return the plan to run, among those that leave SPARE of the memory, `limit` bytes, free.
+def pick_plan(plans: list[Plan], search: Search) -> Plan:
+    """Return the plan to run, among those that leave SPARE of the memory free.
 
     Among the plans that are as fast as the fastest, by SAME_TIME, it is the preferred one that
     leaves AMPLE_SPARE, else the smallest. If no plan leaves SPARE, it is the smallest plan.
     """
     smallest = min(plans, key=lambda plan: plan.bytes)
-    fitting = [p for p in plans if p.fits(limit, SPARE)]
-    fitting = [predict_time(p, arch, specs, machine, workload.mean_document_tokens)
-               for p in fitting or [smallest]]
+    fitting = [p for p in plans if p.fits(search.bound, SPARE)]
+    fitting = [search.predict_time(p) for p in fitting or [smallest]]
     fastest = min(p.token_seconds for p in fitting)
     near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
-    roomy = [p for p in near if p.fits(limit, AMPLE_SPARE)]
+    roomy = [p for p in near if p.fits(search.bound, AMPLE_SPARE)]
     if roomy:
         return min(roomy, key=lambda plan: plan.preference)
     return min(near, key=lambda plan: plan.bytes)
 
 
-def use_graphs(
-    plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...], machine: Machine, limit: float,
-    workload: Workload, uneven_micro_batches: bool,
-) -> Plan:
+def use_graphs(plan: Plan, search: Search, uneven_micro_batches: bool) -> Plan:
     """Return the plan, with CUDA graphs if the CPU is slower than the GPU, or with the reason why
     they are not used.
 
@@ -242,16 +258,15 @@ def use_graphs(
     micro-batches have one shape, the memory of the runs before the capture is free again.
     """
     graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_micro_batches else 0)
-    graphed = predict_memory(graphed, arch, specs)
-    graphed = predict_time(graphed, arch, specs, machine, workload.mean_document_tokens)
+    graphed = search.predict_time(search.predict_memory(graphed))
     reasons = {
         "FSDP2 gathers the weights": plan.uses_fsdp,
         "activations are offloaded": plan.offload_activations,
         "ranks exchange keys and values": plan.context_parallel_size > 1,
-        workload.why_no_capture: workload.why_no_capture,
+        search.workload.why_no_capture: search.workload.why_no_capture,
         "ranges of experts wait for the GPU": plan.expert_ranges > 1,
         "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
-        "no memory for them": not graphed.fits(limit)}
+        "no memory for them": not graphed.fits(search.bound)}
     reason = next((text for text, is_so in reasons.items() if is_so), "")
     return dataclasses.replace(plan, why_no_graphs=reason) if reason else graphed
 
@@ -276,18 +291,16 @@ def check_host(plan: Plan, machine: Machine) -> None:
             " Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
-def check_plan(
-    plan: Plan, config: Config, arch: Architecture, specs: tuple[LayerSpec, ...],
-    workload: Workload, limit: int, machine: Machine,
-) -> None:
+def check_plan(plan: Plan, search: Search) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
+    limit, machine = search.limit, search.machine
     if plan.host_bytes > machine.host_bytes:
         raise DoesNotFit(f"does not fit: needs {plan.host_bytes / 2**30:.1f} GiB of host memory per"
                          f" process on this machine, but only {machine.host_bytes / 2**30:.1f} GiB"
                          " are available. Offload less")
     if plan.fits(limit):
         return
-    flags, smaller = way_out(plan, config, arch, specs, workload, limit, machine)
+    flags, smaller = way_out(plan, search)
     size = f"{smaller.bytes / 2**30:.1f} GiB per GPU"
     is_enough = smaller.fits_both(limit, machine.host_bytes)
     if smaller.host_bytes:
@@ -300,12 +313,10 @@ def check_plan(
     raise DoesNotFit(text, flags if is_enough else "", smaller)
 
 
-def way_out(
-    plan: Plan, config: Config, arch: Architecture, specs: tuple[LayerSpec, ...],
-    workload: Workload, limit: int, machine: Machine,
-) -> tuple[str, Plan]:
+def way_out(plan: Plan, search: Search) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
+    config, workload = search.config, search.workload
     flags, n = "", workload.longest_row if workload.world_size == 1 else workload.longest
     shorter: dict[str, Any] = {"micro_batch_tokens": n}
     if plan.micro_batch_tokens <= n:  # a micro-batch is the longest row alone: shorten the rows
@@ -325,8 +336,8 @@ def way_out(
                 mean_document_tokens=mean)
         flags = " ".join([flags, *(f"--{name}" + ("" if value is True else f" {value}")
                                    for name, value in change.items())]).strip()
-        plan = find_plan(config, arch, specs, workload, limit, machine)
-        if plan.fits_both(limit, machine.host_bytes):
+        plan = find_plan(dataclasses.replace(search, config=config, workload=workload))
+        if plan.fits_both(search.limit, search.machine.host_bytes):
             break
     return flags, plan
 
@@ -351,7 +362,7 @@ def describe_workload(
     rows = source.rows
     longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
                             for count in (longest_document, longest_of_rows))
-    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_scored()))
+    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_labels()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
     row_lengths = rows.lengths.view(-1, rows.n_answers).sum(1)
     tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)

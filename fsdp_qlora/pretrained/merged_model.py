@@ -24,7 +24,7 @@ AUTO_CLASSES = transformers.AutoModelForCausalLM, transformers.AutoModelForImage
 
 
 @dataclasses.dataclass
-class Base:
+class MergeBase:
     """A base model, and the tensors of the model that a merge makes from it."""
 
     directory: Path
@@ -88,7 +88,7 @@ def in_order(files: dict[str, Stored]) -> list[tuple[str, Stored]]:
     return sorted(files.items(), key=lambda item: (item[1].path, item[1].start))
 
 
-def copy_all_but_weights(base: Base, directory: Path) -> None:
+def copy_all_but_weights(base: MergeBase, directory: Path) -> None:
     """Write config.json, the index of tensors, and copies of the base's other files."""
     copy_small_files(base.directory, directory)
     index = {"metadata": {"total_size": base.n_bytes},
@@ -102,7 +102,7 @@ def copy_all_but_weights(base: Base, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def write_weights(base: Base, directory: Path, tensors: Iterator[torch.Tensor]) -> None:
+def write_weights(base: MergeBase, directory: Path, tensors: Iterator[torch.Tensor]) -> None:
     """Write the merged tensors, in the order of base.tensors, in files like the base's."""
     for path in dict.fromkeys(base.paths.values()):
         described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}

@@ -18,11 +18,11 @@ MX_BLOCK = 32  # weights that share one scale, a power of two, in MXFP4: half a 
 NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantization)
 # FSDP2 before torch 2.13 does not shard integers, so 4-bit codes are declared as bf16. If they were
 # also copied as bf16, they would be damaged without an error: CUDA rewrites NaN patterns, 0.08 % of
-# the words. The hooks of NF4Blocks make FSDP2 copy bytes.
+# the words. The hooks of FourBitBlocks make FSDP2 copy bytes.
 QUANT_STORAGE = torch.bfloat16
 
 
-class NF4Blocks(torch.Tensor):
+class FourBitBlocks(torch.Tensor):
     """Storage of 4-bit weights: n blocks of 64 weights each.
 
     For FSDP2 it is a tensor [n] of QUANT_STORAGE. It contains two uint8 tensors, which the two
@@ -38,7 +38,7 @@ class NF4Blocks(torch.Tensor):
     def __new__(
         cls, packed: torch.Tensor, scales: torch.Tensor, device: torch.device | None = None,
         dtype: torch.dtype = QUANT_STORAGE,
-    ) -> NF4Blocks:
+    ) -> FourBitBlocks:
         return torch.Tensor._make_wrapper_subclass(
             cls, (packed.shape[0],), dtype=dtype, device=device or packed.device)
 
@@ -52,17 +52,17 @@ class NF4Blocks(torch.Tensor):
     def zeros(
         cls, n_blocks: int, device: torch.device | str, n_scales: int = 1,
         quant_storage: torch.dtype = QUANT_STORAGE,
-    ) -> NF4Blocks:
+    ) -> FourBitBlocks:
         packed = torch.zeros(n_blocks, BLOCK // 2, dtype=torch.uint8, device=device)
         scales = torch.zeros(n_blocks, n_scales, dtype=torch.uint8, device=device)
         return cls(packed, scales, dtype=quant_storage)
 
-    def zeros_on(self, device: torch.device, quant_storage: torch.dtype) -> NF4Blocks:
+    def zeros_on(self, device: torch.device, quant_storage: torch.dtype) -> FourBitBlocks:
         """Return the same number of blocks on `device`, all zeros."""
-        return NF4Blocks.zeros(len(self), device, self.scales.shape[1], quant_storage)
+        return FourBitBlocks.zeros(len(self), device, self.scales.shape[1], quant_storage)
 
     def __repr__(self) -> str:
-        return f"NF4Blocks({self.shape[0]} blocks, {self.device})"
+        return f"FourBitBlocks({self.shape[0]} blocks, {self.device})"
 
     @classmethod
     def __torch_dispatch__(
@@ -83,12 +83,12 @@ class NF4Blocks(torch.Tensor):
             (n,) = args[1]
             return cls(*(t.new_zeros(n, t.shape[1], **kwargs) for t in inner))
         if op in (aten.view, aten.as_strided):  # FSDP2 only requests the shape that it has
-            assert args[1] in ([-1], list(args[0].shape)), f"{func} of NF4Blocks to {args[1:]}"
+            assert args[1] in ([-1], list(args[0].shape)), f"{func} of FourBitBlocks to {args[1:]}"
             return cls(*inner, device=args[0].device if offloaded else None)
         if op in (aten.detach, aten.slice):
             inner = [func(t, *args[1:], **kwargs) for t in inner]
             return cls(*inner, device=args[0].device if offloaded else None)
-        raise NotImplementedError(f"{func} of NF4Blocks")
+        raise NotImplementedError(f"{func} of FourBitBlocks")
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...],
@@ -108,14 +108,14 @@ class NF4Blocks(torch.Tensor):
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], n_scales: int, param_dtype: torch.dtype, *,
-        out: NF4Blocks | None = None,
-    ) -> tuple[NF4Blocks, tuple[torch.Tensor, ...]] | None:
-        """Hook that FSDP2 calls with the gathered tensors. Returns (the whole NF4Blocks, the
+        out: FourBitBlocks | None = None,
+    ) -> tuple[FourBitBlocks, tuple[torch.Tensor, ...]] | None:
+        """Hook that FSDP2 calls with the gathered tensors. Returns (the whole FourBitBlocks, the
         tensors that FSDP2 frees with it); None if `out` already contains them."""
         packed, scales = outputs if len(outputs) == 2 else outputs[0].split(
             [outputs[0].numel() // (BLOCK // 2 + n_scales) * n for n in (BLOCK // 2, n_scales)])
         if out is None:
-            return NF4Blocks(packed.view(-1, BLOCK // 2), scales.view(-1, n_scales)), outputs
+            return FourBitBlocks(packed.view(-1, BLOCK // 2), scales.view(-1, n_scales)), outputs
         assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
         return None
 

@@ -20,7 +20,7 @@ except ImportError:  # Triton comes with CUDA builds of torch only
     triton = None
 
 
-LORA_COLUMNS = 64  # adapters' columns of a matmul are padded to a multiple, whole cache lines
+LORA_COLUMNS = 64  # LoRA's columns of a matmul are padded to a multiple, whole cache lines
 
 
 def ceil_div(n: int, size: int) -> int:
@@ -49,7 +49,7 @@ def mxfp4_code(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the weights fp32 [n, 2, 32] of n blocks in MXFP4, as NF4Blocks stores them."""
+    """Return the weights fp32 [n, 2, 32] of n blocks in MXFP4, as FourBitBlocks stores them."""
     code, scale_values = mxfp4_code(packed.device)
     values = code[torch.stack([packed >> 4, packed & 15], -1).int()]
     return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * scale_values[scales.int()][..., None]
@@ -65,12 +65,12 @@ def launch_dequantize(
     out: torch.Tensor, n_in: int, rank: int, *, n_linears: int, equal: int, in_mxfp4: bool,
 ) -> None:
     """Launch dequantize_kernel(), which fills `out` [rows, n_in + padded adapter columns]."""
-    n_rows, n_columns = len(out), out.shape[1] - n_in
+    n_rows, padded_lora = len(out), out.shape[1] - n_in
     n_tiles = ceil_div(len(packed), TILE_BLOCKS)
-    column_tiles = ceil_div(n_rows, 64) * (n_columns // LORA_COLUMNS)
+    column_tiles = ceil_div(n_rows, 64) * (padded_lora // LORA_COLUMNS)
     dequantize_kernel[(n_tiles + column_tiles,)](
         packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
-        len(packed), n_tiles, n_rows, n_in, n_columns, rank,
+        len(packed), n_tiles, n_rows, n_in, padded_lora, rank,
         LINEARS=n_linears, EQUAL=equal, MXFP4=in_mxfp4, N_SCALES=scales.shape[1],
         BLOCKS=TILE_BLOCKS, BLOCK=BLOCK, NESTED_BLOCK=NESTED_BLOCK, COLUMNS=LORA_COLUMNS,
         FIELDS=FIELDS, num_warps=4,
@@ -82,7 +82,7 @@ if triton:
     @triton.jit
     def dequantize_kernel(
         packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
-        n_blocks, n_tiles, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
+        n_blocks, n_tiles, n_rows, n_in, padded_lora, rank, LINEARS: tl.constexpr,
         EQUAL: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr, BLOCKS: tl.constexpr,
         BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
         FIELDS: tl.constexpr,
@@ -91,7 +91,7 @@ if triton:
         others 64 rows and COLUMNS columns of B each. `table` is linears_table(); code_values has
         the values of 8-bit scales, [linears, 256], or [256] in MXFP4."""
         tile = tl.program_id(0)
-        stride = n_in + n_columns
+        stride = n_in + padded_lora
         if tile < n_tiles:
             block = tile.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
             inside = block < n_blocks
@@ -125,21 +125,21 @@ if triton:
             row = weight // n_in  # row of the linear
             if n_in % BLOCK == 0:  # a block is in one row: fewer divisions
                 row = (block_of * BLOCK // n_in)[:, None] + tl.zeros([1, BLOCK], tl.int32)
-            target = first.to(tl.int64)[:, None] * stride + weight + row * n_columns
+            target = first.to(tl.int64)[:, None] * stride + weight + row * padded_lora
             inside = inside[:, None] & (first[:, None] + row < last[:, None])
             tl.store(out + target, values, inside)
         else:
-            write_columns(adapter, table, out, tile - n_tiles, n_rows, n_in, n_columns, rank,
+            write_lora_b(adapter, table, out, tile - n_tiles, n_rows, n_in, padded_lora, rank,
                           LINEARS, EQUAL, COLUMNS, FIELDS)
 
     @triton.jit
-    def write_columns(
-        adapter, table, out, tile, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
+    def write_lora_b(
+        adapter, table, out, tile, n_rows, n_in, padded_lora, rank, LINEARS: tl.constexpr,
         EQUAL: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr,
     ):
         """Write 64 rows and COLUMNS columns of B, see dequantize_kernel()."""
-        row = tile // (n_columns // COLUMNS) * 64 + tl.arange(0, 64)
-        column = tile % (n_columns // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+        row = tile // (padded_lora // COLUMNS) * 64 + tl.arange(0, 64)
+        column = tile % (padded_lora // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
         linear = tl.zeros([64], tl.int32)
         if EQUAL:  # then the linears also have equally many outputs
             linear = tl.minimum(row // (n_rows // LINEARS), LINEARS - 1).to(tl.int32)
@@ -152,7 +152,7 @@ if triton:
         there = (first_column >= 0)[:, None] & (r >= 0) & (r < rank) & (row < n_rows)[:, None]
         first = start.to(tl.int64) + (row - tl.load(fields + 1)).to(tl.int64) * rank
         values = tl.load(adapter + first[:, None] + r, there, 0.0)
-        target = row.to(tl.int64)[:, None] * (n_in + n_columns) + n_in + column[None, :]
+        target = row.to(tl.int64)[:, None] * (n_in + padded_lora) + n_in + column[None, :]
         tl.store(out + target, values, (row < n_rows)[:, None] & (column >= 0)[None, :])
 
 

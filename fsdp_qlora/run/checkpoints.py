@@ -1,6 +1,7 @@
 """Atomic checkpoints: write, validate, find the latest, refuse those of another run.
 
-The script decides when to save, and gathers what is saved.
+The script decides when to save, and gathers what is saved. A run resumes exactly from the adapter,
+the optimizer's state and the step number, because rows and dropout are functions of (seed, step).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base 
     "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
     "target_modules", "init_adapter", "max_seq_len", "batch_size", "seed", "loss", "beta",
     "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
-SCHEDULE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
-            "max_grad_norm")  # flags that it can change; each change is logged
+MAY_CHANGE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
+              "max_grad_norm")  # flags that it can change; each change is logged
 # bytes per weight of the adapter: in fp32, and AdamW's two 8-bit states with an fp32 scale per 256
 CHECKPOINT_BYTES = 4 + 2 * (1 + 4 / 256)
 # errors of a disk that is full, damaged, gone or another run's by now; any other error is a bug
@@ -212,9 +213,10 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
     return None, None
 
 
-def find_checkpoint(config: Config, directory: Path, digests: dict[str, str | None]) -> int:
-    """Return the step of the latest complete checkpoint in --output_dir, 0 if there is none. Raises
-    ValueError if the run there has other flags, data or base model. Rank 0 only."""
+def prepare_resume(config: Config, directory: Path, digests: dict[str, str | None]) -> int:
+    """Return the step of the latest complete checkpoint in --output_dir, 0 if there is none; and
+    rename what is named like a later one. Raises ValueError if the run there has other flags, data
+    or base model. Rank 0 only."""
     path, state = newest_checkpoint(directory)
     saved_config = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
@@ -228,7 +230,7 @@ def find_checkpoint(config: Config, directory: Path, digests: dict[str, str | No
     if not path or not state:
         return 0
     before, now = compared_flags(config, state)
-    changed = [name for name in SCHEDULE if before.get(name) != now[name]]
+    changed = [name for name in MAY_CHANGE if before.get(name) != now[name]]
     if state["step"] == config.max_steps and {*changed} - {"max_steps"}:
         other = "; ".join(f"--{name} {before.get(name)} (now {now[name]})" for name in changed)
         raise ValueError(f"--output_dir {directory} is a complete run of {config.max_steps} steps"

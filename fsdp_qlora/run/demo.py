@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.model.loss import LOSSES
+from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.ranks import log, on_rank_0
 
 

@@ -28,7 +28,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.files import put_in_place, read_records, text_digest, write_whole
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.memory import host_memory
-from fsdp_qlora.model.loss import LOSSES
+from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, parse_gpus
 from fsdp_qlora.quant.nf4 import why_no_triton

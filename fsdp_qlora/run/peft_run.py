@@ -20,7 +20,7 @@ from fsdp_qlora.lora.peft_names import FilePart
 from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
-from fsdp_qlora.pretrained.merged_model import AUTO_CLASSES, Base, in_order
+from fsdp_qlora.pretrained.merged_model import AUTO_CLASSES, MergeBase, in_order
 from fsdp_qlora.pretrained.reader import FLOATS, Stored, tensors_of, weight_files
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.ranks import explain
@@ -29,7 +29,7 @@ from fsdp_qlora.run.directory import TrainedRun
 
 def open_peft_run(
     adapter_dir: Path, base_model: str
-) -> tuple[TrainedRun, Base, dict[str, LinearAdapter]]:
+) -> tuple[TrainedRun, MergeBase, dict[str, LinearAdapter]]:
     """Return the run, the base and the adapter for a merge that cannot be checked: that
     transformers loaded the base with load_in_4bit, from bf16, is taken on trust."""
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
@@ -74,8 +74,8 @@ def open_peft_run(
                             for n in linears},
         sources={}, scaled={}, small_tensors=set(), embedding="", norm="", norm_bias=None, head="",
         stem="", renames=(), aliases={})
-    base = Base(directory, files, names, {}, tensors, {name: files[name].path for name in tensors},
-                auto_class, torch.bfloat16)
+    base = MergeBase(directory, files, names, {}, tensors,
+                     {name: files[name].path for name in tensors}, auto_class, torch.bfloat16)
     run = TrainedRun({}, {}, str(directory), None, [], None, [], tokenizer=[], extras=[],
                      template=template_beside(adapter_dir), losses=[])
     return run, base, adapter

@@ -13,7 +13,7 @@ from fsdp_qlora.data.packing import ShuffledRows
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
 from fsdp_qlora.layer.layer import make_layer_specs
-from fsdp_qlora.lora.adapter import resolve_target_modules
+from fsdp_qlora.lora.adapter import resolve_adapter
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, gpu_machine, parse_gpus
 from fsdp_qlora.planner.search import choose_plan, describe_workload, why_no_capture
@@ -55,7 +55,7 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     base = model_directory(config.model or "", "config")
     config = dataclasses.replace(config, random_weights=True)
     config, _, arch = read_model_config(base, config)
-    _, adapted = resolve_target_modules(arch, config, config.model or "")
+    _, adapted = resolve_adapter(arch, config, config.model or "")
     specs = make_layer_specs(arch, adapted, config)
     source = ShuffledRows(rows or random_rows(arch.vocab_size, config), config)
     workload = describe_workload(config, source, eval_rows, world_size, torch.device("cuda"),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.model.loss import LOSSES
+from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.planner.gpu_specs import parse_gpus
 from fsdp_qlora.run.flags import parse_value
 

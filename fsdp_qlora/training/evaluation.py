@@ -8,9 +8,9 @@ import torch
 
 from fsdp_qlora.data.packing import make_micro_batch, pack_rows
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.kernels.micro_batch import MicroBatch
-from fsdp_qlora.model.loss import gather_documents, sum_documents
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.model import Model
+from fsdp_qlora.model.preference_loss import gather_documents, sum_documents
 from fsdp_qlora.ranks import gather_objects
 from fsdp_qlora.run.status import Status
 

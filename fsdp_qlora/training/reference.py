@@ -123,7 +123,7 @@ def values_of_all(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str
     if rows.kind.is_unpaired:
         return {"kl": estimate_kl(model, batches, len(rows))}
     if rows.kind.trains_prompt:
-        n_tokens = int(rows.n_scored()[rows.desirable].sum())
+        n_tokens = int(rows.n_labels()[rows.desirable].sum())
         return {"rows_per_token": torch.tensor(
             len(rows) / n_tokens, dtype=torch.float64, device=model.device)}
     return {}

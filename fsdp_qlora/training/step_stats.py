@@ -11,8 +11,8 @@ import torch
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.layer.router import take_balance
 from fsdp_qlora.lora.adapter import Adapter
-from fsdp_qlora.model.loss import METRICS
 from fsdp_qlora.model.model import Model
+from fsdp_qlora.model.preference_loss import METRICS
 from fsdp_qlora.ranks import all_gather
 
 

@@ -48,7 +48,7 @@ CHECK_LIMIT = 1e-4  # relative difference; another order of fp32 sums causes 1e-
 NF4_ROUNDING = 0.2
 
 
-def check_family(model_config: PreTrainedConfig, name: str) -> None:
+def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None:
     """Compare weights, logits, loss and the adapter's gradient of a shrunk model, in fp32 on the
     CPU, with transformers'. Raises ValueError if they differ, or if transformers cannot compute the
     model. Rank 0 only."""
@@ -233,7 +233,7 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
     if model.layers[0].spec.dora:
         measure_weight_norms(model)
         for layer in model.layers:
-            for linear in filter(lambda linear: linear.columns, layer.spec.linears):
+            for linear in filter(lambda linear: linear.lora_slice, layer.spec.linears):
                 layer.adapter[linear.magnitude] += 1
                 layer.adapter[linear.magnitude] *= layer.weight_norms[linear.name]
 
@@ -266,7 +266,7 @@ def reference_results(
         for linear in layer.spec.linears:
             name = names.of_layer(i, f"{linear.name}.weight")
             weight = rows_in_memory(weights, names.sources, name).view(-1, linear.in_features)
-            if linear.columns:
+            if linear.lora_slice:
                 a = adapters[i][linear.lora_a].view(CHECK_RANK, -1)
                 b = adapters[i][linear.lora_b].view(-1, CHECK_RANK)
                 weight = weight + CHECK_ALPHA / CHECK_RANK * b @ a

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_qlora.kernels.context import ContextShard
-from fsdp_qlora.kernels.offload import DeviceActivations, OffloadedActivations
-from fsdp_qlora.kernels.segments import Segments
+from fsdp_qlora.micro_batch.context import ContextShard
+from fsdp_qlora.micro_batch.offload import DeviceActivations, OffloadedActivations
+from fsdp_qlora.micro_batch.segments import Segments
 
 
 @dataclasses.dataclass
@@ -25,8 +25,8 @@ class MicroBatch:
     n_unpadded: torch.Tensor  # int64 [1], number of tokens from rows; the rest is padding
     position_ids: torch.Tensor  # int64 [tokens], 0 at the first token of each document
     cu_seqlens: torch.Tensor  # int32 [documents + 1], where documents begin and end
-    trained_at: torch.Tensor  # int64 [n], tokens whose next token is in the loss, padded with 0
-    labels: torch.Tensor  # int64 [n], these next tokens, padded with IGNORE
+    labels: torch.Tensor  # int64 [n], tokens whose loss is computed, padded with IGNORE
+    label_positions: torch.Tensor  # int64 [n], the token before each of `labels`, padded with 0
     # int64 [sums + 1]: where in `labels` the tokens of each document begin and end. If the loss
     # also reads prompts: those of its answer, then those of its prompt. Same length on all ranks
     loss_bounds: torch.Tensor
@@ -50,7 +50,7 @@ class Answers:
     has two answers, the better one first, or one."""
 
     documents: torch.Tensor  # int64 [rows, answers], index of each among the sums of all ranks
-    n_trainable_tokens: torch.Tensor  # fp64 [rows, answers], tokens in the loss; 0: padding
+    n_trainable_tokens: torch.Tensor  # fp64 [rows, answers], labels of the answer; 0: padding
     reference: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
     desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
     # the next two: fp64 [], for the whole step or evaluation, see values_of_all() in reference.py

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_qlora.kernels.segments import Segments
+from fsdp_qlora.micro_batch.segments import Segments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,8 @@ class AttentionMixer:
     window: int | None  # number of keys that a query sees; None: all
     rope: int | None  # index of arch.ropes; None: no rotary
 
-    saved = SavedAttention
+    saved_type = SavedAttention
+    fused_linears = ()
 
     def forward(self, call: LayerCall, saved: SavedAttention) -> Tensor:
         rotated = rotate_forward(
@@ -42,7 +43,7 @@ class AttentionMixer:
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             saved.heads = [part.detach().requires_grad_() for part in heads]
             saved.attended = attend(call, self.arch, self.window, *saved.heads)
-        return self.mixed(call, saved)
+        return self.recompute_output(call, saved)
 
     @property
     def saves_projected(self) -> bool:
@@ -56,7 +57,7 @@ class AttentionMixer:
         factor: float = self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
         return factor
 
-    def mixed(self, call: LayerCall, saved: SavedAttention) -> Tensor:
+    def recompute_output(self, call: LayerCall, saved: SavedAttention) -> Tensor:
         attended: Tensor = saved.attended.detach()
         if self._output_factor != 1:
             attended = attended * self._output_factor
@@ -91,7 +92,12 @@ class AttentionMixer:
         norms = call.vector(self.arch.q_norm), call.vector(self.arch.k_norm)
         return *call.batch.ropes[self.rope], *norms, self.arch
 
-    fused_linears = ()
+    @functools.cached_property
+    def projected_width(self) -> int:
+        return sum(linear.out_features for linear in self.arch.attention_linears()[0])
+
+    # ---- what it costs, for the planner ----
+
     elementwise_values = 0  # MixerSublayer counts norms
 
     @property
@@ -101,10 +107,6 @@ class AttentionMixer:
     @property
     def _qkv_width(self) -> int:
         return self.query_width + 2 * self.arch.n_kv_heads * self.arch.head_dim
-
-    @functools.cached_property
-    def projected_width(self) -> int:
-        return sum(linear.out_features for linear in self.arch.attention_linears()[0])
 
     @property
     def saved_values(self) -> int:
