@@ -46,7 +46,6 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 import torch
 import transformers
-from peft import LoraConfig
 from safetensors import SafetensorError
 from tqdm import tqdm
 
@@ -54,7 +53,7 @@ from fsdp_qlora.data.template import how_to_ask
 from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.files import read_json, sync_file
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, LinearAdapter, open_linear_adapters
-from fsdp_qlora.lora.peft_names import as_saved, expert_parts, expert_settings, file_parts
+from fsdp_qlora.lora.peft_names import as_saved, expert_parts, file_parts, lora_settings
 from fsdp_qlora.pretrained.config import describe_model, text_config
 from fsdp_qlora.pretrained.formats import (
     INT4_PACKED, MX_PARTS, NF4_PARTS, dequantize_stored, nf4_round_trip, scaled_weight,
@@ -214,8 +213,7 @@ def read_adapter(adapter_dir: Path, run: TrainedRun, base: MergeBase) -> dict[st
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
     arch = as_saved(base.arch, read_json(path), tensors_of(file))
     names, adapted = base.names, set(arch.adapted(run.config["target_modules"]))
-    lora = LoraConfig(r=rank, lora_alpha=alpha, use_rslora=kind == "rslora",
-                      use_dora=kind == "dora", **expert_settings(arch, rank, alpha, adapted))
+    lora = lora_settings(arch, rank, alpha, kind, adapted)
     parts, parts_of_experts = {}, expert_parts(arch, rank)
     for name, linear in names.linears.items():
         if linear.name in adapted:

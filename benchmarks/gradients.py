@@ -96,10 +96,10 @@ def traced(path, argv):
     next_step = script.next_step
 
     def looked_at(run, step):
-        batch, bins = next_step(run, step)
+        batch, micro_batches = next_step(run, step)
         ids, labels = map(torch.cat, zip(*(batch.tokens(i) for i in range(len(batch)))))
         save_file({"ids": ids, "labels": labels, "lengths": batch.lengths}, path)
-        return batch, bins
+        return batch, micro_batches
 
     def leave_gradient(optimizer, adapter, rate):
         adapter.weights.data.copy_(adapter.weights.grad)

@@ -12,7 +12,7 @@
     python benchmarks/run.py minimal --out bench --peers trl-fsdp   # minimal_fsdp_qlora.py
     python benchmarks/run.py start --out bench        # seconds from the launch to the first step
     python benchmarks/run.py profile --out bench --cases 70b8-nooffload     # of any group
-    python benchmarks/run.py ceiling llama-2-70b:4096 # of bf16 products on 4,096 tokens
+    python benchmarks/run.py ceiling llama-2-70b:4096 # of bf16 matmuls on 4,096 tokens
     python benchmarks/run.py memory --list
 
 Written to --out after each case: GROUP.md, the table; results.jsonl, one object a case, appended;
@@ -398,7 +398,7 @@ COLUMNS = {  # title: (key of a row, format)
 
 
 def products(model):
-    """(how many, inputs, outputs) of a layer's matrix products: qkv, o, gate and up, down."""
+    """(how many, inputs, outputs) of a layer's matmuls: qkv, o, gate and up, down."""
     hidden, intermediate, _, heads, kv_heads, _ = BUILTIN_CONFIGS[model]
     head_dim = HEAD_DIM.get(model, hidden // heads)
     return ((1, hidden, (heads + 2 * kv_heads) * head_dim), (1, heads * head_dim, hidden),
@@ -476,7 +476,7 @@ def write_chat(directory, lengths):
 
 
 def gemm_ceiling(model, tokens):
-    """TFLOP/s of torch.matmul in bf16 over a block's products; about a second on one GPU."""
+    """TFLOP/s of torch.matmul in bf16 over a layer's matmuls; about a second on one GPU."""
     import torch
 
     flops = seconds = 0

@@ -103,7 +103,7 @@ def changed_plan(ranges, **settings):
 @pytest.mark.parametrize("ranges", [1, 3, 8])
 @pytest.mark.parametrize("again", [False, True])
 def test_ranges_of_experts_give_the_same(again, ranges, torch_grouped, monkeypatch):
-    """Whether the products loop or are torch's, which on a CPU works, too."""
+    """Whether the grouped matmuls loop or are torch's, which on a CPU works, too."""
     difference = worst("glm4_moe", again, monkeypatch, ranges=ranges, torch_grouped=torch_grouped)
     assert difference < BAR
 

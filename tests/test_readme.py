@@ -268,7 +268,7 @@ def test_what_people_change_is_where_the_pages_say():
 
 
 def test_names_in_drawings_exist():
-    """The functions in the pictures of a weight's way and a row's way."""
+    """The functions in the pictures of the path of a weight and of a row."""
     blocks = re.findall(FENCED, PAGES["internals.md"], re.M | re.S)
     drawings = [text for language, text in blocks if language == "text" and "v\n" in text]
     names = set(re.findall(r"(\w+)\(\)", "".join(drawings)))

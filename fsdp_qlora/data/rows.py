@@ -177,8 +177,8 @@ def random_rows(vocab_size: int, config: Config) -> Rows:
 
 def columns_of(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
                desirable: bool = True) -> dict[str, Any]:
-    """Return ENCODED's values that depend on the tokens of one document, cut to `max_tokens`.
-    `desirable`: is it a good answer?"""
+    """Return the values of encode.py's ENCODED that depend on the tokens of one document, cut to
+    `max_tokens`. `desirable`: is it a good answer?"""
     is_cut = len(ids) > max_tokens
     ids, labels = (np.asarray(values[:max_tokens], np.int32) for values in (ids, labels))
     content = ids.tobytes() + labels.tobytes() + b"bad" * (not desirable)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) of DeepSeek and its kin, as a token mixer.
+"""Multi-head latent attention (MLA) of DeepSeek and related models, as a token mixer.
 
 The sublayer's first matmul gives two latents of each token; the matmuls that make heads of them are
 here. The kernels are those of softmax attention.

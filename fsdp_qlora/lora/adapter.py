@@ -10,7 +10,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -25,7 +24,8 @@ from fsdp_qlora.layer.layer import DecoderLayer, LayerSpec
 from fsdp_qlora.layer.linears import STATE_BLOCK
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, open_adapter
 from fsdp_qlora.lora.peft_names import (
-    as_saved, expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
+    as_saved, expert_parts, expert_settings, lora_settings, peft_name, stack_experts,
+    unstack_experts)
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import local_part, set_local
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -49,17 +49,10 @@ def resolve_adapter(
         f" {' '.join(words)}")
     adapted = arch.adapted(config.target_modules)
     check_rank(arch, config.lora_rank, adapted)
-    targets, settings = peft_targets(arch, config, words)
-    lora_config = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        use_rslora=config.adapter == "rslora",
-        use_dora=config.adapter == "dora",
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-        **settings,
-        base_model_name_or_path=base_name)
+    lora_config = lora_settings(
+        arch, config.lora_rank, config.lora_alpha, config.adapter, adapted,
+        lora_dropout=config.lora_dropout, target_modules=peft_targets(arch, config, words),
+        task_type="CAUSAL_LM", base_model_name_or_path=base_name)
     return lora_config, adapted
 
 
@@ -105,26 +98,23 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
     return words
 
 
-def peft_targets(
-    arch: Architecture, config: Config, words: list[str],
-) -> tuple[list[str] | str, dict[str, Any]]:
-    """Return PEFT's target_modules for requested_words(), and the other settings that its
-    LoraConfig needs for experts. Raises ValueError."""
-    targets, settings = words, {}
+def peft_targets(arch: Architecture, config: Config, words: list[str]) -> list[str] | str:
+    """Return PEFT's target_modules for requested_words(). Raises ValueError."""
+    targets = words
     if "experts" in words:
         refuse_expert_adapters(arch, config)
         experts, renames = arch.experts(), arch.moe.renames if arch.moe else ()
         leaves = {renamed(name, renames).rsplit(".", 1)[-1] for name in experts}
-        settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
-        targets = sorted({*words} - {"experts"} | (set() if settings else leaves))
+        has_own_settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
+        targets = sorted({*words} - {"experts"} | (set() if has_own_settings else leaves))
         if arch.expert_down[0].mxfp4:
             log("warning: --target_modules experts: PEFT 0.21 finds no experts in an MXFP4 model."
                 " Load it with Mxfp4Config(dequantize=True), or merge, to bf16")
     if arch.module_prefix == "model." or not targets:
-        return targets, settings
+        return targets
     # a vision tower may have linears with the same names
     either = "|".join(re.escape(target) for target in targets)
-    return rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})", settings
+    return rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"
 
 
 def refuse_expert_adapters(arch: Architecture, config: Config) -> None:
@@ -299,7 +289,8 @@ def read_adapter(config: Config, arch: Architecture,
             own_arch, arch = arch, as_saved(arch, read_json(path), tensors_of(file))
         except (OSError, ValueError, SafetensorError) as e:
             raise ValueError(f"is not an adapter in PEFT's format: {e}")
-        wanted = lora_settings(arch, config)
+        wanted = lora_settings(arch, config.lora_rank, config.lora_alpha, config.adapter,
+                               arch.adapted(config.target_modules))
         shapes = {name: shape for i, spec in enumerate(specs)
                   for name, (_, shape) in layer_names(own_arch, i, spec).items()}
         parts = expert_parts(arch, config.lora_rank)
@@ -313,12 +304,3 @@ def read_adapter(config: Config, arch: Architecture,
                 raise ValueError(f"in its {name} gate and up of an expert are not apart, as they"
                                  " are here")
     return {name: value.float() for name, value in own.items()}
-
-
-def lora_settings(arch: Architecture, config: Config) -> LoraConfig:
-    """Return the PEFT settings that determine the meaning of an adapter's values."""
-    rank, alpha = config.lora_rank, config.lora_alpha
-    adapted = arch.adapted(config.target_modules)
-    return LoraConfig(r=rank, lora_alpha=alpha, use_rslora=config.adapter == "rslora",
-                      use_dora=config.adapter == "dora",
-                      **expert_settings(arch, rank, alpha, adapted))

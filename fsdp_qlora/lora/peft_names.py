@@ -9,6 +9,7 @@ from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
+from peft import LoraConfig
 
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.tensor_names import renamed
@@ -58,6 +59,16 @@ def as_saved(arch: Architecture, settings: Mapping[str, Any],
     if settings.get("target_parameters"):
         form = "parameters" if any(".experts.0." in name for name in names) else "stacked"
     return dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, adapters=form))
+
+
+def lora_settings(
+    arch: Architecture, rank: int, alpha: int, kind: str, adapted: Collection[str], **others: Any
+) -> LoraConfig:
+    """Return PEFT's LoraConfig with the settings that determine the meaning of an adapter's values,
+    and `others`. `kind`: a value of --adapter; `adapted`: names of linears in the layer."""
+    return LoraConfig(
+        r=rank, lora_alpha=alpha, use_rslora=kind == "rslora", use_dora=kind == "dora",
+        **expert_settings(arch, rank, alpha, adapted), **others)
 
 
 def expert_settings(arch: Architecture, rank: int, alpha: int,

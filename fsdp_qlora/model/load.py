@@ -1,7 +1,7 @@
 """Load the base model: read each weight, quantize it to NF4 or copy it, into this rank's shard.
 
-load_model() opens and checks the files. `read(name)` returns this rank's rows of a tensor as a flat
-vector.
+load_model() opens and checks the files. The parameter `read` of fill_model() and below is a
+function: read(name) returns this rank's rows of a tensor as a flat vector.
 """
 
 from __future__ import annotations

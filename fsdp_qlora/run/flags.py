@@ -34,18 +34,6 @@ GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapt
 SWITCHED = "true", "false", "yes", "no", "on", "off", "1", "0"  # values of switches in other tools
 
 
-def answer_at_once(argv: list[str]) -> None:
-    """Exit here for --help, --version or a wrong flag, before torch is imported, which takes
-    seconds. Does nothing under torchrun, where all ranks end together."""
-    if "RANK" in os.environ:
-        return
-    try:
-        parse_flags(argv)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return a parser of the fields of Config that raises ValueError where argparse would exit."""
     parser = argparse.ArgumentParser(

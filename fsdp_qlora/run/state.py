@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from bitsandbytes.optim import PagedAdamW8bit
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast
 
@@ -52,7 +51,7 @@ class Run:
     lora_config: LoraConfig
     model: Model
     adapter: Adapter
-    optimizer: PagedAdamW8bit
+    optimizer: Any  # the Optimizer of the script, which may be another one
     merge_check: MergeCheck
     graphs: Graphs | Literal[False]
     # the fields below change during training
