@@ -53,14 +53,15 @@ class LayerSpec(ParameterLayout):
         """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
         and recomputed values."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
-        live = max(self.mixer.live_bytes(plan, recomputed=saves != "all"),
-                   self.mlp.live_bytes(plan, recomputed=saves in ("mid_residual", "input")))
+        mixer = self.mixer.live_bytes(plan, recomputed=saves != "all")
+        mlp = self.mlp.live_bytes(plan, recomputed=saves in ("mid_residual", "input"))
+        if saves == "input":  # what the mixer will need, recomputed first to get mid_residual
+            mlp += n * (self.mixer.arch.hidden_size + self.mixer.recomputed_values) * item
+        live = max(mixer, mlp)
         if saves != "all":  # x and mid_residual, if they are not counted as saved
             live += 2 * n * self.mixer.arch.hidden_size * item
         if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
             live += n * self.mixer.arch.hidden_size * item
-        if saves == "input":  # the mixer sublayer is recomputed first, to get mid_residual
-            live += n * (self.mixer.arch.hidden_size + self.mixer.recomputed_values) * item
         return live
 
     @property
