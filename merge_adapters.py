@@ -136,7 +136,7 @@ def merge(args: argparse.Namespace) -> None:
         base = read_base(args.base_model or run.base_model, run.quantization)
         check_base(base, run, args.allow_other_base)
         if args.allow_other_base:
-            base.sums = {}  # digests of the tensors that training read
+            base.sums = {}  # else read_stored() would refuse what training has not read
         adapter = read_adapter(adapter_dir, run, base)
     device = choose_device(args.device, run)
     log_base(base, len(adapter))
@@ -152,6 +152,7 @@ def merge(args: argparse.Namespace) -> None:
         require(stat_before and os.path.samestat(stat_before, adapter_file.stat()),
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
+    # the switches of the chat template (such as enable_thinking) that the trained rows used
     asked = {json.dumps(way["chat_template_kwargs"]): way["answers"] for way in run.asked}
     if how := how_to_ask(asked):
         print(how)

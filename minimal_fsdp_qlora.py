@@ -116,7 +116,7 @@ def init_distributed() -> torch.device:
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", **group)
         return torch.device("cpu")
-    # less fragmentation
+    # less fragmentation; read at the first allocation on the GPU
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
@@ -141,10 +141,9 @@ def log(message: str) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line instead of a traceback. All ranks must call this."""
-    log(f"error: {message}")
-    dist.barrier()  # torchrun kills all ranks when the first one exits: let rank 0 print
-    raise SystemExit(1)
+    """End with one line instead of a traceback, which every rank prints that calls this."""
+    print(f"error: {message}", flush=True)
+    raise SystemExit(1)  # torchrun then ends the other ranks
 
 
 # ------------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         source = ShuffledRows(rows, config)
         plan = agree_on_plan(config, arch, specs, source, eval_rows, limit, device, kernels,
                              optimizer_state_bytes(make_optimizer, config))
-        if plan.context_parallel_size > 1:
+        if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
             kernels = choose_attention(config, arch, device, whole_documents=False)
         status.plan = plan
         logs.log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)

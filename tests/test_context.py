@@ -35,14 +35,14 @@ def test_all_ranks_have_as_many_tokens_and_each_token_has_one(n):
         assert {len(own) for own in tokens} == {sum(lengths) // n}
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         for piece in sum(pieces, []):
-            end = piece.document + lengths[starts.index(piece.document)]
-            assert piece.document <= piece.start < piece.stop <= end
+            end = piece.document_start + lengths[starts.index(piece.document_start)]
+            assert piece.document_start <= piece.start < piece.stop <= end
 
 
 @pytest.mark.parametrize("lengths", [[60_000], [60_000, *[100] * 40], [4_001, 7_003, 12_996]])
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_all_ranks_have_as_much_attention(lengths, n):
-    work = [sum((p.stop - p.start) * (p.start + p.stop - 2 * p.document) / 2 for p in own)
+    work = [sum((p.stop - p.start) * (p.start + p.stop - 2 * p.document_start) / 2 for p in own)
             for own in cut_documents(lengths, n)]  # fmt: skip
     assert max(work) < 1.001 * min(work)
 

@@ -180,7 +180,7 @@ def kernels_make_shapes_alone(monkeypatch):
             len(rows), weights.shape[2]))
     monkeypatch.setattr(grouped_mm, "grouped_outer", lambda a, b, chunk: a.new_empty(
         len(chunk.experts), a.shape[1], b.shape[1], dtype=torch.float32))
-    monkeypatch.setattr(lora_matmul, "fp32_product", torch.mm)  # a GPU's reads bf16, too
+    monkeypatch.setattr(lora_matmul, "fp32_matmul", torch.mm)  # a GPU's reads bf16, too
     route = experts.route
 
     def even_route(call, x, choice, needs_bounds):  # to each expert as many rows
@@ -402,7 +402,7 @@ def test_plan_knows_the_heads_peak(
     n, dtype = 4096, torch.bfloat16
     plan = plan_of(arch, "all", micro_batch_tokens=n, fused=fused)
     if fused:  # a GPU's product makes no copies of what it reads
-        monkeypatch.setattr(lm_head, "fp32_product", lambda a, b: torch.empty(
+        monkeypatch.setattr(lm_head, "fp32_matmul", lambda a, b: torch.empty(
             len(a), b.shape[1]))
     with shapes_alone(plan):
         head, norm = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), torch.empty(

@@ -109,17 +109,17 @@ def round_up(n: int, device: torch.device) -> int:
     return math.ceil(n / multiple) * multiple
 
 
-def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
+def make_micro_batch(batch: Rows, micro_step: list[list[int]], index: int,
                      step_key: torch.Tensor | None, model: Model,
                      context: ContextGroup = NOT_SHARED) -> MicroBatch:
     """Return this rank's MicroBatch of a micro-step of pack_rows(). `batch`: the Rows of the step.
     `step_key`: seeds dropout; None: an evaluation. All ranks pad to one shape, because they compute
     embedding and lm_head together, and every rank waits for the longest one anyway.
 
-    `rank`: which micro-batch of the micro-step; with context parallelism the `context` group's
+    `index`: which micro-batch of the micro-step; with context parallelism the `context` group's
     number, and the MicroBatch is this rank's part of it."""
     n_tokens, n_labels, longest = padded_shape(batch, micro_step, model, context.size)
-    documents = micro_step[rank]
+    documents = micro_step[index]
     n_unpadded = batch.lengths[documents].sum()[None]
     lengths = padded_lengths(batch.lengths[documents].tolist(), n_tokens, longest)
     starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -158,7 +158,7 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
         "cu_seqlens": starts.int(), "label_positions": F.pad(label_positions, padding),
         "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds, "dropout_keys": keys,
         "chunks": chunks}
-    answers = find_answers(batch, micro_step, n_documents, model) if batch.loss != "sft" else []
+    answers = answer_tensors(batch, micro_step, n_documents, model) if batch.loss != "sft" else []
     answers = [to_device(tensor, model.device) for tensor in answers]
     tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
     if shard:
@@ -223,7 +223,7 @@ def token_tensors(
     return ids, label_positions, labels[label_positions], bounds
 
 
-def find_answers(batch: Rows, micro_step: list[list[int]], n_documents: int,
+def answer_tensors(batch: Rows, micro_step: list[list[int]], n_documents: int,
                  model: Model) -> list[torch.Tensor]:
     """Return the first four tensors of Answers for a micro-step. Each rank's micro-batch has
     `n_documents` documents, padding included."""

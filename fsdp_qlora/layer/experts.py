@@ -350,7 +350,7 @@ class MoESublayer:
 
     # ---- what it costs, for the planner ----
 
-    product_speed = GROUPED_SPEED
+    matmul_speed = GROUPED_SPEED
 
     @property
     def choice_values(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import fp32_product
+from fsdp_qlora.layer.lora_matmul import fp32_matmul
 from fsdp_qlora.layer.router import Routing
 
 
@@ -146,7 +146,7 @@ def grouped_outer(a: Tensor, b: Tensor, chunk: ExpertChunk) -> Tensor:
     out = torch.zeros(len(chunk.experts), a.shape[1], b.shape[1], device=a.device)
     for i, (start, stop) in enumerate(zip(chunk.bounds, chunk.bounds[1:])):
         if start < stop:
-            out[i] = fp32_product(a[start:stop].t(), b[start:stop])
+            out[i] = fp32_matmul(a[start:stop].t(), b[start:stop])
     return out
 
 

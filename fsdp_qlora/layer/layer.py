@@ -71,7 +71,7 @@ class LayerSpec(ParameterLayout):
     def token_weights(self, by_time: bool = False) -> float:
         """Weights that one token is multiplied by. With by_time, the weights of slow matmuls count
         more."""
-        speed = self.mlp.product_speed if by_time else 1
+        speed = self.mlp.matmul_speed if by_time else 1
         return (sum(fused.n_weights for fused in self.mixer.fused_linears)
                 + self.mlp.token_weights / speed)
 

@@ -45,17 +45,17 @@ def lora_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
     [n, width]."""
     fill_lora_hidden(call, fused, inputs)
     if len(fused.splits) == 1:
-        return _one_product(call, fused, inputs)
+        return _matmul_of_split(call, fused, inputs)
     out = inputs.new_empty(len(inputs), fused.out_features)
     for one in fused.splits:
         if inputs.is_cuda and one.bias is None and not call.spec.dora:
             torch.mm(inputs, call.weight(one).t(), out=out[:, one.outputs])  # without a copy
         else:
-            out[:, one.outputs] = _one_product(call, one, inputs)
+            out[:, one.outputs] = _matmul_of_split(call, one, inputs)
     return out
 
 
-def _one_product(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
+def _matmul_of_split(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
     bias = None if fused.bias is None else call.layer.vectors[fused.bias][fused.outputs]
     weight = call.weight(fused)
     if not call.spec.dora or not fused.adapted:
@@ -93,11 +93,11 @@ def lora_matmul_backward(
         elif part.is_cuda:
             grad_inputs = part @ used
         else:  # bf16 matmuls take 200 times as long on CPUs without AVX-512
-            grad_inputs = fp32_product(part, used).to(part.dtype)
+            grad_inputs = fp32_matmul(part, used).to(part.dtype)
         del weight, used
         for p in one.adapted:
             grad_b = call.grad_adapter[p.lora_b].view(-1, fused.lora_rank)
-            grad_b += fp32_product(part[:, one.local_outputs(p)].t(), lora_hidden[:, p.lora_slice])
+            grad_b += fp32_matmul(part[:, one.local_outputs(p)].t(), lora_hidden[:, p.lora_slice])
     assert grad_inputs is not None, "there is a split"
     grad_x, grad_d = grad_inputs.split([n_in * needs_x, fused.width - n_in], 1)
     grad_d = grad_d[:, : fused.n_lora]
@@ -116,7 +116,7 @@ def add_a_gradient(call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tenso
     if fused.n_lora:
         dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
         grad_a = call.grad_adapter[fused.lora_a].view(-1, fused.in_features)
-        grad_a.add_(fp32_product(grad_d.t(), dropped), alpha=call.spec.scaling)
+        grad_a.add_(fp32_matmul(grad_d.t(), dropped), alpha=call.spec.scaling)
 
 
 def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
     A.T) + s^2 B.(B A A.T).
     """
     a = call.adapter[fused.lora_a].view(-1, fused.in_features)
-    w_a, scaling = fp32_product(weight[:, : fused.in_features], a.t()), call.spec.scaling
+    w_a, scaling = fp32_matmul(weight[:, : fused.in_features], a.t()), call.spec.scaling
     a, norm = a.float(), torch.ones(fused.out_features, device=weight.device)
     factor = norm.clone()
     for p in fused.adapted:
@@ -141,7 +141,7 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
     return factor, norm
 
 
-def fp32_product(a: Tensor, b: Tensor) -> Tensor:
+def fp32_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in fp32, whatever their dtype, so that sums of several products are rounded
     once."""
     if a.is_cuda and a.dtype != torch.float32:

@@ -139,7 +139,7 @@ class MLPSublayer:
     # ---- what it costs, for the planner ----
 
     choice_values = 0  # values per token, see MoESublayer
-    product_speed = 1  # speed of its matmuls, relative to large ones
+    matmul_speed = 1  # speed of its matmuls, relative to large ones
 
     @property
     def saved_values(self) -> int:

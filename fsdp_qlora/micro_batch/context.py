@@ -1,10 +1,10 @@
 """Context parallelism: the tokens of a micro-batch are divided over the ranks of a group.
 
 Each document is cut into twice as many pieces as the group has ranks; rank r computes piece r and
-the piece that is as far from the end. So all ranks have as many tokens and as much causal
-attention, whatever the lengths. Only attention looks at other tokens: each rank gets the keys and
-values that its queries see from the ranks that computed them, and in backward returns their
-gradients. To a kernel a piece is a document with more keys than queries, see Segments.
+the piece that is as far from the end. So all ranks have as many tokens and, if documents are much
+longer than that, as much causal attention. Only attention looks at other tokens: each rank gets the
+keys and values that its queries see from the ranks that computed them, and in backward returns
+their gradients. To a kernel a piece is a document with more keys than queries, see Segments.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NOT_SHARED = ContextGroup()
 class Piece(NamedTuple):
     """A part of a document. Tokens are numbered through the whole micro-batch."""
 
-    document: int  # first token of the document
+    document_start: int  # first token of the document
     start: int  # first token of the piece
     stop: int
 
@@ -52,12 +52,13 @@ def cut_documents(lengths: Sequence[int], n: int) -> list[list[Piece]]:
         for _ in range(length % (2 * n)):  # to the rank with the fewest tokens, at most two to each
             rank = min((r for r in range(n) if spare[r]), key=lambda r: n_tokens[r])
             spare[rank] -= 1
+            # its front piece gets the first one, its back piece the second
             sizes[rank if spare[rank] else -1 - rank] += 1
             n_tokens[rank] += 1
         document = start
         for i, size in enumerate(sizes):
             own = pieces[min(i, 2 * n - 1 - i)]
-            if size and own and own[-1].document == document and own[-1].stop == start:
+            if size and own and own[-1].document_start == document and own[-1].stop == start:
                 own[-1] = own[-1]._replace(stop=start + size)  # the two in the middle touch
             elif size:
                 own.append(Piece(document, start, start + size))
@@ -149,7 +150,7 @@ class KeyExchange:
 
 def first_key(piece: Piece, window: int | None) -> int:
     """The first token whose key a piece's first query sees."""
-    return max(piece.document, piece.start - window + 1) if window else piece.document
+    return max(piece.document_start, piece.start - window + 1) if window else piece.document_start
 
 
 class ExchangeKeys(torch.autograd.Function):
@@ -169,12 +170,13 @@ class ExchangeKeys(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange, n_sent = ctx.exchange, [len(tokens) for tokens in ctx.exchange.sent]
         # a key is in at most two segments, and a sum of two does not depend on their order
-        received = grad.new_zeros(sum(exchange.n_received), grad.shape[1])
-        received.index_add_(0, exchange.key_at, grad)
-        sent = grad.new_empty(sum(n_sent), grad.shape[1])
-        dist.all_to_all_single(sent, received, n_sent, exchange.n_received,
+        grad_received = grad.new_zeros(sum(exchange.n_received), grad.shape[1])
+        grad_received.index_add_(0, exchange.key_at, grad)
+        grad_sent = grad.new_empty(sum(n_sent), grad.shape[1])
+        # back to the ranks from which the rows came
+        dist.all_to_all_single(grad_sent, grad_received, n_sent, exchange.n_received,
                                group=ctx.context.group)
         total = grad.new_zeros(ctx.n_own, grad.shape[1], dtype=torch.float32)
-        for tokens, part in zip(exchange.sent, sent.split(n_sent)):
+        for tokens, part in zip(exchange.sent, grad_sent.split(n_sent)):
             total[tokens] += part
         return total.to(grad.dtype), None, None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
-from fsdp_qlora.layer.lora_matmul import fp32_product
+from fsdp_qlora.layer.lora_matmul import fp32_matmul
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.embedding import CHUNK_BYTES
 from fsdp_qlora.model.parameters import ModelParameters
@@ -116,7 +116,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 continue
             grad = logits_gradient(
                 logits, log_sum, own_labels, absent, *logits_args, any_rows=True)
-            grad = fp32_product(grad, weight)
+            grad = fp32_matmul(grad, weight)
             if shards > 1:
                 whole, grad = grad, grad.new_empty(len(grad) // shards, grad.shape[1])
                 dist.reduce_scatter_tensor(grad, whole, group=model.group)

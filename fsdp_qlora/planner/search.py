@@ -200,7 +200,7 @@ def find_plan(search: Search) -> Plan:
     for size in range(2, workload.world_size + 1):
         fits = fits_both(best)
         is_long = workload.least_tokens(size) >= LONG_SHARE
-        if workload.world_size % size or not is_long or fits and not has_idle_ranks:
+        if workload.world_size % size or not is_long or (fits and not has_idle_ranks):
             continue
         plan = best_plan(size)
         is_faster = workload.step_seconds(plan) < MUCH_FASTER * workload.step_seconds(best)
