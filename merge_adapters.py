@@ -31,12 +31,11 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 if __name__ == "__main__":
     gc.disable()  # until the imports are done: collections would take a fifth of their time
@@ -143,12 +142,15 @@ def merge(args: argparse.Namespace) -> None:
     with new_directory(output) as new:
         write_merged(new.path, output, base, adapter, run, device)
         new.is_whole = True
-        verdict = "not checked: whether the merged model matches the trained one is not known"
-        if args.check and run.probe and not args.allow_other_base:
-            verdict = compare_logits(base, run.probe, new.path, run.probe_input_ids, device)
-            if verdict.startswith("warning") and not base.arch.moe:  # why: docs/serving.md
-                verdict += UNMERGED.format(auto_class=base.auto_class.__name__, base=base.directory,
-                                           adapter=adapter_dir)
+        verdict = Verdict(
+            "not checked", "whether the merged model matches the trained one is not known")
+        if args.check and run.merge_check_file and not args.allow_other_base:
+            verdict = compare_logits(
+                base, run.merge_check_file, new.path, run.probe_input_ids, device)
+            if verdict.level == "warning" and not base.arch.moe:  # why: docs/serving.md
+                how_to_load = UNMERGED.format(
+                    auto_class=base.auto_class.__name__, base=base.directory, adapter=adapter_dir)
+                verdict = verdict._replace(text=verdict.text + how_to_load)
         require(stat_before and os.path.samestat(stat_before, adapter_file.stat()),
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
@@ -157,8 +159,8 @@ def merge(args: argparse.Namespace) -> None:
     if how := how_to_ask(asked):
         print(how)
     if why := why_worse(run.losses):
-        verdict = f"warning: {why}; {re.sub('^(ok|warning): ', '', verdict)}"
-    print(verdict)
+        verdict = Verdict("warning", f"{why}; {verdict.text}")
+    print(f"{verdict.level}: {verdict.text}")
 
 
 def choose_device(asked: str | None, run: TrainedRun) -> str:
@@ -357,12 +359,19 @@ def write_files(directory: Path, base: MergeBase, tensors: Iterator[torch.Tensor
 # ------------------------------------------------------------------------------------------------
 
 
+class Verdict(NamedTuple):
+    """The last line of a merge."""
+
+    level: str  # "ok", "warning" or "not checked"
+    text: str
+
+
 def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, rows: list[list[int]],
-                   device: str) -> str:
+                   device: str) -> Verdict:
     """Print how far the merged model's logits are from the trained model's. The file of MergeCheck
     has the inputs that the trained model's lm_head got for `rows`.
 
-    Returns the verdict, one line. Raises ValueError if it is another model.
+    Raises ValueError if it is another model.
     """
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
@@ -384,9 +393,10 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
                                    f" {error:.2f} of the adapter's effect: {why}; left in"
                                    f" {merged_dir}")  # NaN too
     if error > LARGE_ERROR:
-        return f"warning: the merged model loses {100 * error:.0f} % of the adapter's effect: {why}"
-    return (f"ok: the merged model matches the trained one, to {100 * error:.1f} % of the adapter's"
-            " effect on the logits")
+        return Verdict(
+            "warning", f"the merged model loses {100 * error:.0f} % of the adapter's effect: {why}")
+    return Verdict("ok", f"the merged model matches the trained one, to {100 * error:.1f} % of the"
+                         " adapter's effect on the logits")
 
 
 def read_head(base: MergeBase, device: str) -> torch.Tensor:

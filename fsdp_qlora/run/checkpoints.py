@@ -34,7 +34,7 @@ from fsdp_qlora.lora.adapter import Adapter, sharded_state
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
 from fsdp_qlora.ranks import EXITS, RunError, gather_objects, log
-from fsdp_qlora.run.directory import PROBE_FILE, RESULTS
+from fsdp_qlora.run.directory import MERGE_CHECK_FILE, RESULTS
 from fsdp_qlora.run.state import Progress, Run
 
 
@@ -78,8 +78,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         write_adapter(hidden, weights, run.lora_config)
         stacked = {key: torch.stack(layers) for key, layers in state_by_layer.items()}
         write_whole(hidden / "optimizer.safetensors", stacked)
-        write_whole(hidden / PROBE_FILE, merge_check)
-        names = *ADAPTER_FILES, "optimizer.safetensors", PROBE_FILE
+        write_whole(hidden / MERGE_CHECK_FILE, merge_check)
+        names = *ADAPTER_FILES, "optimizer.safetensors", MERGE_CHECK_FILE
         state = {
             "step": step,
             **run.digests,
@@ -338,7 +338,7 @@ def write_results(run: Run, weights: dict[str, torch.Tensor],
     train_config.json. Raises DISK_ERRORS, also if the directory is lost. Rank 0 only."""
     run.status.check_lock()
     write_adapter(run.directory, weights, run.lora_config)
-    write_whole(run.directory / PROBE_FILE, merge_check)
+    write_whole(run.directory / MERGE_CHECK_FILE, merge_check)
     path = run.directory / "train_config.json"
     if described := read_json(path, {}):
         described |= {key: digest(run.directory / name) for key, name in RESULTS.items()}

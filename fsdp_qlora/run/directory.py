@@ -37,9 +37,9 @@ from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status
 
 
-PROBE_FILE = "probe.safetensors"  # inputs of the lm_head for a few rows, see MergeCheck
+MERGE_CHECK_FILE = "probe.safetensors"  # inputs of the lm_head for a few rows, see MergeCheck
 # {name of the SHA-256 in train_config.json: a file that a run writes when it ends}
-RESULTS = {"adapter_sha256": "adapter_model.safetensors", "probe_sha256": PROBE_FILE}
+RESULTS = {"adapter_sha256": "adapter_model.safetensors", "probe_sha256": MERGE_CHECK_FILE}
 MERGEABLE = {  # keys of train_config.json that a merge needs: a regex that their JSON must match
     "base_model": '".+"', "probe_input_ids": r"\[(\[\d[\d, ]*\](, )?)+\]",
     "config.lora_rank": r"[1-9]\d{0,8}", "config.lora_alpha": r"[1-9]\d{0,8}",
@@ -321,7 +321,7 @@ class TrainedRun:
     base_model: str
     base_sha256: str | None
     asked: list[dict[str, Any]]  # see how_to_ask()
-    probe: Path | None  # PROBE_FILE; None: there is nothing to compare with
+    merge_check_file: Path | None  # MERGE_CHECK_FILE; None: there is nothing to compare with
     probe_input_ids: list[list[int]]
     tokenizer: list[Path]  # files to use if the base has none
     extras: list[Path]  # files that replace the base's
@@ -333,7 +333,7 @@ def read_run(directory: Path) -> TrainedRun:
     """Return the run in a directory, or the run that contains a checkpoint. Raises ValueError if a
     file has changed since it was written, or if a merge does not support the run."""
     path = find_train_config(directory)
-    needed = [path, *(directory / name for name in (*ADAPTER_FILES, PROBE_FILE))]
+    needed = [path, *(directory / name for name in (*ADAPTER_FILES, MERGE_CHECK_FILE))]
     missing = [p.name for p in needed if not p.is_file()]
     if missing:
         newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
@@ -350,7 +350,8 @@ def read_run(directory: Path) -> TrainedRun:
         written, listed_files = state.pop("sha256", None), state.get("files")
         if text_digest(state) != written or not isinstance(listed_files, dict):
             raise ValueError(f"{listed}: {changed}")
-        files = {directory / name: listed_files.get(name) for name in (*ADAPTER_FILES, PROBE_FILE)}
+        files = {directory / name: listed_files.get(name)
+                 for name in (*ADAPTER_FILES, MERGE_CHECK_FILE)}
     for file, sha in files.items():
         if digest(file) != sha:
             raise ValueError(f"{file}: {changed}")
@@ -368,7 +369,7 @@ def read_run(directory: Path) -> TrainedRun:
     last_step = state["step"] if os.path.lexists(listed) else math.inf
     return TrainedRun(
         run["config"], run["quantization"], run["base_model"], run.get("base_sha256"),
-        run.get("asked", []), directory / PROBE_FILE, run["probe_input_ids"],
+        run.get("asked", []), directory / MERGE_CHECK_FILE, run["probe_input_ids"],
         tokenizer=found("tokenizer.json", "tokenizer_config.json"),
         extras=found("generation_config.json"),
         template=path.with_name("chat_template.jinja") if is_given else None,
