@@ -14,11 +14,10 @@ from fsdp_qlora.layer.linears import FusedLinear
 
 
 # y = x W.T + s x A.T B.T is one matmul, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
-# columns, not a pass over y. d [n, n_lora], LoRA's hidden values,
-# has the columns of all linears side by side; with padding, d is the last columns of the inputs
-# [n, width]. In backward, the gradient of y times
-# [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient of A, and the part of
-# x's gradient that passes through A.
+# columns, not a pass over y. d [n, n_lora], LoRA's hidden values, has the columns of all linears
+# side by side; with padding, it is the last columns of the inputs [n, width]. In backward, the
+# gradient of y times [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient
+# of A, and the part of x's gradient that passes through A.
 
 
 def widen(x: Tensor, fused: FusedLinear) -> Tensor:

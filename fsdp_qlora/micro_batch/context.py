@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 def cut_documents(lengths: Sequence[int], n: int) -> list[list[Piece]]:
-    """The pieces of each of n ranks, in order, of documents of these lengths laid end to end. All
+    """Return the pieces of each of n ranks, in order. `lengths`: of documents laid end to end. All
     ranks have as many tokens, so the sum of the lengths must be a multiple of n."""
     pieces: list[list[Piece]] = [[] for _ in range(n)]
     n_tokens, start = [0] * n, 0  # tokens of each rank so far
@@ -84,7 +84,7 @@ class ContextShard:
     def gather_keys(
         self, key: Tensor, value: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Segments]:
-        """From the keys and values [own tokens, heads, head_dim] of each rank those that this
+        """Return, of each rank's keys and values [own tokens, heads, head_dim], those that this
         rank's queries see, and the Segments of both. All ranks of the group must call this, and its
         backward."""
         if window not in self._exchanges:
@@ -105,7 +105,7 @@ def make_context_shard(lengths: Sequence[int], context: ContextGroup) -> Context
 
 
 def tokens_of(pieces: Sequence[Piece]) -> Tensor:
-    """The tokens of some pieces, int64."""
+    """Return the tokens of some pieces, int64."""
     return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
 
 
@@ -120,8 +120,8 @@ class KeyExchange:
 
     @classmethod
     def make(cls, shard: ContextShard, window: int | None) -> KeyExchange:
-        """The exchange of a micro-batch. It reads the documents' lengths alone, so no rank has to
-        tell another what it needs."""
+        """Return the exchange of a micro-batch. It follows from the documents' lengths alone, so no
+        rank has to tell another what it needs."""
         device, rank = shard.tokens.device, shard.context.rank
         seen = [[(first_key(piece, window), piece.stop) for piece in pieces]
                 for pieces in shard.pieces]
@@ -149,13 +149,13 @@ class KeyExchange:
 
 
 def first_key(piece: Piece, window: int | None) -> int:
-    """The first token whose key a piece's first query sees."""
+    """Return the first token whose key a piece's first query sees."""
     return max(piece.document_start, piece.start - window + 1) if window else piece.document_start
 
 
 class ExchangeKeys(torch.autograd.Function):
-    """The rows [keys, width] that this rank's queries see, of each rank's own [own tokens, width].
-    Backward sums up the gradients of all ranks, in fp32 and in the ranks' order."""
+    """Exchange rows: from each rank's [own tokens, width] to those that this rank's queries see,
+    [keys, width]. Backward sums up the gradients of all ranks, in fp32 and in the ranks' order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: KeyExchange, context: ContextGroup) -> Tensor:
