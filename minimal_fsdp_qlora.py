@@ -178,7 +178,7 @@ def build_model(args: argparse.Namespace, directory: Path, device: torch.device)
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
     choose_attention(model, device)
     layers = model.get_decoder().layers
-    check_dense(layers, args)
+    check_dense(layers, args.model)
     in_layers = set(layers.modules())
     linears = {name: module for name, module in model.named_modules()
                if module in in_layers and isinstance(module, nn.Linear)}
@@ -216,13 +216,13 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
     log(f"attention: {model.config._attn_implementation} ({reason})")
 
 
-def check_dense(layers: nn.ModuleList, args: argparse.Namespace) -> None:
+def check_dense(layers: nn.ModuleList, model_name: str) -> None:
     """Refuse mixtures of experts: an expert that got no token has no gradient, so the ranks'
     reduce-scatters would not match. Experts are found by name, or by weights with three dimensions
     that are not convolutions. Delete this if you train dense models only."""
     for name, weight in layers.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
-            fail(f"--model {args.model}: is a mixture of experts ({name}); use train_fsdp_qlora.py")
+            fail(f"--model {model_name}: is a mixture of experts ({name}); use train_fsdp_qlora.py")
 
 
 def load_and_shard(
@@ -233,7 +233,7 @@ def load_and_shard(
     causal_lm = model.get_base_model()
     causal_lm.tie_weights()  # the lm_head may share the embedding's tensor
     handles = open_weights(causal_lm, directory)
-    policy = fsdp_policy(args, device)
+    policy = fsdp_policy(args.offload, device)
     torch.manual_seed(0)  # the same initial LoRA on any number of ranks
     unloaded = {module: name for name, module in causal_lm.named_modules()}
     for layer in causal_lm.get_decoder().layers:
@@ -313,16 +313,16 @@ def round_to_nf4(linear: nn.Linear) -> None:
     linear.weight.data = bnb.functional.dequantize_4bit(codes, state)
 
 
-def fsdp_policy(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
     """Return the FSDP policy, as keywords of fully_shard().
 
     Each decoder layer is a unit: a rank stores its shard of the layer, and all ranks gather the
     whole layer for its forward and again for its backward. The rest of the model is one more unit,
-    gathered for the whole forward and backward. With --offload the shards wait in pinned CPU RAM.
+    gathered for the whole forward and backward. With `offload` the shards wait in pinned CPU RAM.
     bitsandbytes' scales are not parameters: each GPU stores all of them, 1 GiB for a 70B.
     """
     offload_policy = OffloadPolicy()
-    if args.offload:
+    if offload:
         offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # param_dtype must stay None, or the weights would be damaged: shard_layer() explains how
     return {"offload_policy": offload_policy, "mp_policy": MixedPrecisionPolicy()}
@@ -391,7 +391,8 @@ def train(
             local_param.grad = param.grad.to_local().to(device)
         norm = clip_gradient(local_params, device)
         stop_if_diverged(step, loss, norm)
-        optimizer.param_groups[0]["lr"] = learning_rate(step, args)
+        lr = learning_rate(step, args.max_steps, peak=args.learning_rate)
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         if args.offload:
             for param, local_param in zip(params, local_params):
@@ -399,7 +400,8 @@ def train(
         model.zero_grad()
         optimizer.zero_grad()  # else this gradient would use memory during the next step
         n_tokens = sum(len(ids) for ids, _ in batch)
-        log_step(step, loss, norm, n_tokens / (time.perf_counter() - started), args, device)
+        speed = n_tokens / (time.perf_counter() - started) / dist.get_world_size()
+        log_step(step, args.max_steps, loss, lr, norm, speed)
 
 
 def micro_batches(batch: list[Row], args: argparse.Namespace) -> Iterator[list[Row]]:
@@ -474,23 +476,21 @@ def stop_if_diverged(step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
 
 
 def log_step(
-    step: int, loss: torch.Tensor, norm: torch.Tensor, tokens_per_second: float,
-    args: argparse.Namespace, device: torch.device
+    step: int, max_steps: int, loss: torch.Tensor, lr: float, norm: torch.Tensor, speed: float
 ) -> None:
-    """`tokens_per_second`: of all ranks together."""
-    unit, width = "GPU" if device.type == "cuda" else "process", len(str(args.max_steps))
-    log(f"step {step:{width}}/{args.max_steps} | loss {loss:7.4f} |"
-        f" lr {learning_rate(step, args):.1e} | grad_norm {norm:6.3f} |"
-        f" {tokens_per_second / dist.get_world_size():6,.0f} tok/s/{unit} |"
+    """Print a step's metrics. `speed`: tokens per second and rank."""
+    unit = "GPU" if loss.is_cuda else "process"
+    log(f"step {step:{len(str(max_steps))}}/{max_steps} | loss {loss:7.4f} | lr {lr:.1e} |"
+        f" grad_norm {norm:6.3f} | {speed:6,.0f} tok/s/{unit} |"
         f" {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB")
 
 
-def learning_rate(step: int, args: argparse.Namespace) -> float:
+def learning_rate(step: int, max_steps: int, peak: float) -> float:
     """Return the learning rate of step 1..max_steps: linear warm-up, then cosine decay."""
-    n_warmup = max(1, round(WARMUP_FRACTION * args.max_steps))
-    progress = max(0, step - n_warmup) / (args.max_steps + 1 - n_warmup)
+    n_warmup = max(1, round(WARMUP_FRACTION * max_steps))
+    progress = max(0, step - n_warmup) / (max_steps + 1 - n_warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return args.learning_rate * min(1, step / n_warmup) * cosine
+    return peak * min(1, step / n_warmup) * cosine
 
 
 def save_adapter(

@@ -573,8 +573,7 @@ def test_runs_without_torchrun(monkeypatch):
 
 
 def test_learning_rate():
-    args = argparse.Namespace(max_steps=100, learning_rate=2.0)
-    rates = [minimal_fsdp_qlora.learning_rate(step, args) for step in range(1, 101)]
+    rates = [minimal_fsdp_qlora.learning_rate(step, 100, peak=2.0) for step in range(1, 101)]
     config = Config(max_steps=100, learning_rate=2.0, warmup_fraction=0.03)
     assert rates == pytest.approx(
         [train_fsdp_qlora.learning_rate(step, config) for step in range(1, 101)])

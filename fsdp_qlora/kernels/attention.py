@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,13 +45,20 @@ class Kernels(NamedTuple):
     varlen: dict[str, Callable]  # any lengths
 
 
-# Each kernel is causal attention within the segments of a micro-batch:
-#   query, key, value [n, heads, head_dim], perhaps with fewer heads for key and value;
-#   sinks [heads] or None; a kernel that does not support them is not chosen, see kernel_matches();
-#   segments: which keys each query sees;
-#   window: number of keys that a query sees; None: all;
-#   index: the layer's index, for dropout.
-# It returns [n, heads, head_dim].
+class AttentionKernel(Protocol):
+    """Causal attention within the segments of a micro-batch."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
+        arch: Architecture, window: int | None, index: int
+    ) -> Tensor:
+        """Return [n, heads, head_dim], from query [n, heads, head_dim], and key and value [n_keys,
+        heads, head_dim], which may have fewer heads.
+
+        `sinks` [heads] or None; a kernel that does not support them is not chosen, see
+        kernel_matches(). `segments`: which keys each query sees. `window`: number of keys that a
+        query sees; None: all. `index`: the layer's, for dropout.
+        """
 
 
 def batched_attention(
@@ -200,7 +207,7 @@ def architectures_by_attention_type(arch: Architecture) -> dict[str, Architectur
 
 
 def kernel_matches(
-    kernel: Callable[..., Tensor], arch: Architecture, attention_type: str, device: torch.device,
+    kernel: AttentionKernel, arch: Architecture, attention_type: str, device: torch.device,
     whole_documents: bool = True
 ) -> bool:
     """Return True if the kernel's results match document_attention()'s, forward and backward, for
