@@ -77,6 +77,7 @@ def main() -> None:
     verify(model)
     train(model, rows, args, device)
     save_adapter(model, args, directory, device)
+    dist.barrier()  # a process aborts if it exits while gloo's thread still holds a tensor
     dist.destroy_process_group()
 
 
