@@ -110,6 +110,9 @@ class Config:
         ("all-linear",), "linear layers to adapt: names (q_proj v_proj); all-linear: every linear"
         " in the decoder layers, in MoE models of the token mixers only; experts: all experts as"
         " well")
+    trainable_tokens: tuple[str, ...] | None = flag(
+        None, "tokens whose rows of the embedding and of the lm_head are trained as well, as"
+        " '<|im_start|>' '<|im_end|>'; those that the vocabulary lacks are added to it")
     init_adapter: str | None = flag(
         None, "start from this adapter (of a run of this script, or saved by PEFT)")
     micro_batch_tokens: int | None = flag(

@@ -35,6 +35,7 @@ class Plan:
     context_parallel_size: int = 1  # processes that share each micro-batch
     embedding_on_host: bool = False  # the tables that no matmul reads are in CPU RAM
     state_bytes: float = 0.0  # bytes of optimizer state in GPU memory per weight of the adapter
+    token_rows: int = 0  # rows of the embedding and of the lm_head that are trained
     graphs: bool = False  # CUDA graphs are used
     why_no_graphs: str = ""
     graph_room: int = 0  # memory that graphs reserve, in whole micro-batches, see use_graphs()

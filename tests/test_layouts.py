@@ -163,14 +163,14 @@ def experts_in_nf4(name, key, experts, device):
     return torch.stack([torch.cat([nf4_and_back(m, device) for m in pair]) for pair in pairs])
 
 
-def make_reference(directory, name, layout):
+def make_reference(directory, name, layout, **settings):
     """transformers' model in PEFT with the script's adapter at its start. Routers are in NF4 where
     the file has them so: transformers 5 loads them whole, 4 saved them as linears."""
     whole = directory if layout == "NF4 of transformers 5" else directory / "whole"
     skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg", "router.proj"]
     arch = describe_model(AutoConfig.from_pretrained(whole if whole.exists() else directory))
     adapted = sorted({linear.rsplit(".", 1)[-1] for linear in arch.adapted(["all-linear"])})
-    model = load_reference(whole, adapted, skipped, layout == "DoRA")
+    model = load_reference(whole, adapted, skipped, layout == "DoRA", **settings)
     device = "cpu" if layout == "NF4 of transformers 4" else DEVICE  # its file was written on a CPU
     before_5 = layout == "NF4 of transformers 4" and name not in ROUTER_NO_LINEAR_IN_4
     for key, p in model.named_parameters():

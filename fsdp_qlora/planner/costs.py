@@ -102,14 +102,17 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     if not plan.fused:
         both_bytes = (2 * item + 4) * (n_logits + n_rows * arch.hidden_size)
         logits_bytes = max(20 * n_logits, both_bytes + 4 * table / item)
-    head = 2 * arch.hidden_size * value_bytes + logits_bytes
+    # x and its gradient; for the gradient of trained rows also its sum over the layers
+    head = (3 if plan.token_rows else 2) * arch.hidden_size * value_bytes + logits_bytes
+    row_weights = plan.token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
         + (layers.vectors / shards + layers.small + layer_inputs * arch.hidden_size) * item
         + 4 * layers.nested,
-        "adapter and gradients": 2 * plan.n_layers * adapter / shards,
-        "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
+        "adapter and gradients": 2 * plan.n_layers * adapter / shards + 8 * row_weights,
+        "optimizer's state": plan.state_bytes * (
+            plan.n_layers * layers.adapter / shards + row_weights),
         "kept by recomputed layers": recomputed,
         "kept by other layers": others,
         # and shared keys and values, their gradients, and one layer's gradients of them

@@ -139,6 +139,7 @@ def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
                     plain_recurrence=workload.plain_recurrence,
                     fused=workload.device.type == "cuda", state_bytes=workload.state_bytes,
                     context_parallel_size=context_size,
+                    token_rows=len(config.trainable_tokens or ()) * arch.n_tables,
                     varlen_attention=workload.uneven or context_size > 1)
                 yield search.predict_memory(plan)
 

@@ -153,7 +153,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
         # text config may lack the flag
         tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
-        module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
+        added_rows=0, module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
 
 

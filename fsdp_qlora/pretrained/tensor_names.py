@@ -105,7 +105,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     head = next((name for name in arch.head_names if name in files), arch.head_names[0])
     embedding, norm = f"{stem}{arch.embedding}.weight", f"{stem}{arch.final_norm}.weight"
     norm_bias = f"{stem}{arch.final_norm}.bias" if arch.norm_bias else None
-    table, renames = (arch.vocab_size, arch.hidden_size), ()
+    table, renames = (arch.vocab_size - arch.added_rows, arch.hidden_size), ()
     if arch.moe:  # only the renames that these files use
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
     names = TensorNames(
