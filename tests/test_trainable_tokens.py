@@ -1,21 +1,29 @@
 """--trainable_tokens: rows of the embedding and of the lm_head beside the adapter."""
 
+import copy
 import json
 import math
-import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE, needs_ranks, read_rows, selected_params, write_rows
 from families import TINY
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from rows import CHATML, says
 from safetensors.torch import load_file, save_file
 from test_layouts import make_reference, write_layout
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM,
+    PreTrainedTokenizerFast)
+
+import merge_adapters
+from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.run.merge_check import logits_of, trained_logits
 
 BAR = 1e-5
-QUICK = ["llama3", "qwen2", "gemma2", "muse_glimmer"]  # tied, not, scaled, normed in a wrapper
+QUICK = ["llama3", "qwen2", "gemma2", "qwen3_vl"]  # tied, not, scaled, in a wrapper
 FAMILIES = QUICK + [pytest.param(name, marks=pytest.mark.slow) for name in (
     "granite4", "falcon_h1", "qwen3_moe", "gpt_oss", "nemotron_h", "qwen3_5", "kimi_k25",
     "gemma3", "mistral3", "deepseek_v3")]
@@ -124,3 +132,101 @@ def test_gradients_equal_pefts(name, nproc, gradients, rows_file, known, tokeniz
         assert abs(got["loss"] - loss) <= BAR * loss and abs(got["norm"] - norm) <= BAR * norm
         for key, grad in exact.items():
             assert (got[key] - grad).norm() <= BAR * grad.norm(), (setting, key)
+
+
+# ------------------------------------------------------------------------------------------------
+# A base model whose tokens the chat template does not know: trained, merged, asked
+# ------------------------------------------------------------------------------------------------
+
+NUMBERS = ["one", "two", "three", "four"]
+TALKS = [[says("user", f"What is it? {n}"), says("assistant", f"It is {n}.")] for n in NUMBERS]
+MARKERS = ["<|im_start|>", "<|im_end|>"]
+BASES = {  # (whether the tokenizer has MARKERS, rows of the tables)
+    "untrained": (True, 360), "new, in spare rows": (False, 360), "new": (False, None)}
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer():
+    """A tokenizer of bytes and a few words, without ChatML's tokens."""
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=340, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokens.train_from_iterator(["user assistant\n What is it? one two three four It is im"] * 9,
+                               trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|endoftext|>")
+
+
+def write_chat_base(directory, tokenizer, has_markers, n_rows, tied=False):
+    """Write a base model that never saw ChatML's tokens."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = CHATML
+    if has_markers:
+        tokenizer.add_tokens([AddedToken(tag, special=True) for tag in MARKERS])
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=n_rows or len(tokenizer), hidden_size=128, intermediate_size=256,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        eos_token_id=tokenizer.eos_token_id, initializer_range=0.12, tie_word_embeddings=tied))
+    model.model.embed_tokens.weight.data.normal_(0, 0.4 if tied else 1)
+    n_known = len(tokenizer) - len(MARKERS) * has_markers
+    for table in (model.model.embed_tokens, model.lm_head):
+        table.weight.data[n_known:] = 0
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "rows.jsonl").write_text(
+        "".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+
+
+def chat_flags(directory, *more):
+    return ["--model", directory, "--dataset", directory / "rows.jsonl", "--max_steps", 40,
+            "--batch_size", 4, "--learning_rate", 0.006, "--report_to", "none",
+            "--trainable_tokens", *MARKERS, *more]
+
+
+def in_peft(directory, run, n_rows):
+    """The run's adapter on its base in NF4, fp32, loaded by transformers and PEFT."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, quantization_config=quantization, dtype=torch.float32, device_map={"": DEVICE})
+    model = model.dequantize()  # once; the same numbers as at each use
+    model.resize_token_embeddings(n_rows, mean_resizing=False)
+    return PeftModel.from_pretrained(model, run).eval()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+@pytest.mark.parametrize("kind", BASES)
+def test_base_learns_to_stop(kind, tied, chat_tokenizer, run_main, tmp_path, capsys):
+    """And PEFT reads the adapter as it was trained."""
+    base, run, merged = (tmp_path / name for name in ("base", "run", "merged"))
+    write_chat_base(base, chat_tokenizer, *BASES[kind], tied)
+    code, said, err = run_main(*chat_flags(
+        base, "--output_dir", run, "--compute_dtype", "float32"))
+    assert code == 0, err
+    begin = "mean of all rows" if kind == "untrained" else "mean of the tokens of the text"
+    assert f"{' '.join(MARKERS)}" in said and begin in said
+    merge_adapters.main(["--adapter_dir", str(run), "--output_dir", str(merged)])
+    assert "ok: the merged model matches" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    grown = math.ceil((len(chat_tokenizer) + 2) / 64) * 64
+    assert model.config.vocab_size == (grown if kind == "new" else 360)
+    end = tokenizer.convert_tokens_to_ids(MARKERS[1])
+    peft = in_peft(base, run, model.config.vocab_size)
+    for (asked, _), number in zip(TALKS, NUMBERS):
+        inputs = tokenizer.apply_chat_template(
+            [asked], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        (ids,) = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+        answer = ids[inputs["input_ids"].shape[1] :]
+        assert tokenizer.decode(answer) == f"It is {number}.<|im_end|>" and answer[-1] == end
+    config = json.loads((run / "train_config.json").read_text())
+    head = load_file(base / "model.safetensors")
+    head = head["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    _, trained = trained_logits(run / "probe.safetensors", head, describe_model(model.config),
+                                config["trainable_token_ids"])
+    logits = logits_of(peft, config["probe_input_ids"])
+    known = [*range(len(head)), *config["trainable_token_ids"]]  # others pad the table
+    assert (logits - trained)[:, known].norm() <= BAR * trained[:, known].norm()

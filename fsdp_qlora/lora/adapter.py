@@ -47,9 +47,9 @@ def resolve_adapter(
 ) -> tuple[LoraConfig, list[str]]:
     """Return PEFT's LoraConfig, and the names, within a layer, of the linears that get an adapter.
     `token_ids`: the tokens whose rows are trained. Raises ValueError."""
-    if config.trainable_tokens and arch.per_layer:
-        raise ValueError("--trainable_tokens: this model has a second embedding for each layer,"
-                         " whose rows cannot be trained; drop the flag")
+    if config.trainable_tokens and (arch.per_layer or arch.embedding_norm):
+        raise ValueError("--trainable_tokens: this model's embedding does more than PEFT computes"
+                         f" with trained rows ({arch.family}): drop the flag")
     words = requested_words(arch, config)
     log(f"adapter: {KINDS[config.adapter]}, rank {config.lora_rank}, alpha {config.lora_alpha}, on"
         f" {' '.join(words)}")
