@@ -85,7 +85,7 @@ from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.graphs import Graphs
-from fsdp_qlora.model.initial_rows import initial_rows
+from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.model.load import load_model
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.preference_loss import preference_loss
@@ -465,7 +465,6 @@ def optimizer_step(optimizer: Optimizer, adapter: Adapter, lr: float) -> None:
     optimizer.prefetch_state(adapter.weights)
     optimizer.update_step(group, adapter.weights, 0, 0)
     adapter.grad.zero_()
-    adapter.model.write_token_rows()
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -522,6 +521,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     stop_if_diverged(run, step, metrics["loss"], norm)
     lr = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, lr)
+    run.model.write_token_rows()
     seconds, run.step_start = clock() - run.step_start, clock()
     run.status.longest_step = max(run.status.longest_step, seconds)
     record = {

@@ -88,7 +88,7 @@ def token_settings(model, known, tokenizer):
     config = TINY[model.name](len(tokenizer))
     head = [] if config.tie_word_embeddings else ["lm_head"]
     embedding = "embeddings" if model.name == "nemotron_h" else "embed_tokens"
-    return {"trainable_token_indices": {key: ids for key in [embedding, *head]}}
+    return {"trainable_token_indices": dict.fromkeys([embedding, *head], ids)}
 
 
 def write_base(model, name, tokenizer, known):

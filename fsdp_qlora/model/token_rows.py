@@ -1,6 +1,6 @@
 """TokenRows: the rows of the embedding and of the lm_head that --trainable_tokens trains.
 
-initial_rows.py has the values with which they begin, data/trainable_tokens.py the tokens.
+lora/initial_rows.py has the values with which they begin, data/trainable_tokens.py the tokens.
 """
 
 from __future__ import annotations

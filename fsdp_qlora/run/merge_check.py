@@ -40,7 +40,8 @@ class MergeCheck:
 
     def begin(self, model: Model, adapter: Adapter) -> None:
         """Record the lm_head's inputs without the adapter. All ranks must call this."""
-        self.initial_rows = adapter.initial_rows[-1:].flatten(0, 1).cpu()
+        if model.token_rows:
+            self.initial_rows = adapter.initial_rows[-1].cpu()
         with no_adapter(adapter):
             self.without_adapter = self.states(model)["with_adapter"]
 
