@@ -449,7 +449,7 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
 
 def make_optimizer(weights: nn.Parameter, config: Config) -> Optimizer:
     """Return bitsandbytes' AdamW over the adapter's flat vector. Its state is in 8 bits and paged:
-    the driver moves it to CPU RAM when the GPU runs short of memory."""
+    the driver moves it to host memory when the GPU runs short of memory."""
     # 8 bits whatever the size, so that a run resumed on other ranks finds the same kind of state
     optimizer = Optimizer([weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
     optimizer.init_state(optimizer.param_groups[0], weights, 0, 0)

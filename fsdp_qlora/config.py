@@ -139,7 +139,7 @@ class Config:
         None, "print the plan for other GPUs and exit, e.g. 4x4090, 8xH100, 2x24GB; needs no GPU"
         " and reads only the model's config.json")
     host_memory_gib: float | None = flag(
-        None, "for --plan_for: free CPU RAM per GPU, in GiB (default: 120)")
+        None, "for --plan_for: free host memory per GPU, in GiB (default: 120)")
     attn: str | None = flag(
         None, "attention implementation (default: sdpa for equal-length sequences on Hopper or"
         " newer; else flash_attention_2 if installed, else sdpa)",

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast)
 
 import merge_adapters
+from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
 
@@ -135,6 +136,14 @@ def test_gradients_equal_pefts(name, nproc, gradients, rows_file, known, tokeniz
         assert abs(got["loss"] - loss) <= BAR * loss and abs(got["norm"] - norm) <= bar * norm
         for key, grad in exact.items():
             assert (got[key] - grad).norm() <= bar * grad.norm(), (setting, key)
+
+
+def test_gradients_of_long_micro_batches_are_summed():
+    ids, row_ids = torch.arange(40_000) % 11, torch.tensor([2, 5, 77])
+    grad, rows = torch.ones(40_000, 4), torch.zeros(3, 4, requires_grad=True)
+    EmbeddingRows.apply(torch.zeros(40_000, 4), rows, ids, row_ids).backward(grad)
+    want = [int((ids == i).sum()) for i in row_ids]
+    assert want[2] == 0 and torch.equal(rows.grad, torch.tensor(want).float()[:, None].expand(3, 4))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ class LayerFunction(torch.autograd.Function):
             out, mlp_saved = mlp.forward(call, mid_residual, mlp_inputs)
             ctx.saved = mixer_saved, mlp_saved
             return call.scaled(out), *call.kv_to_share
-        # put() returns a key for take(); they move activations to CPU RAM and back, if offloaded
+        # put() returns a key for take(); they move activations to the host and back, if offloaded
         x_key = put(x)  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
         if layer.saves == "mlp":

@@ -88,6 +88,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     logits never exist (2.1 GB in fp32 for 4,096 tokens and a vocabulary of 128k). Because the
     lm_head is frozen, only the gradient of x is needed: forward computes it for a weight of 1, a
     chunk of tokens at a time, and backward multiplies each token's row by the gradient of its loss.
+    The rows of --trainable_tokens are not frozen: forward also keeps the gradients of their logits,
+    from which backward computes theirs. `head_rows` tells autograd of them.
     """
 
     @staticmethod

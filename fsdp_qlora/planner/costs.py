@@ -89,7 +89,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     table = arch.vocab_size * arch.hidden_size * item / shards
     # values of all layers' own inputs for a token, see PerLayerInputs
     layer_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
-    # bytes of the tables that no matmul reads, which can be in CPU RAM
+    # bytes of the tables that no matmul reads, which can be in host memory
     looked_up = table * (not arch.tied) + arch.vocab_size * layer_inputs * item / shards
     saved = saved_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
@@ -277,13 +277,13 @@ class LayerSeconds:
     compute: float  # matmuls and memory traffic, in both passes
     forward: float  # forward's part of `compute`
     gathers: float  # gathers of weights, in both passes
-    copies: float  # copies to CPU RAM in forward; backward copies as much back
+    copies: float  # copies to host memory in forward; backward copies as much back
     launches: float  # CPU time for all kernels
     waits: float  # for the GPU, with ranges of experts; for other ranks' keys and values
 
     def total(self, graphs: bool) -> float:
         """Return the seconds of the layer."""
-        # NCCL's kernels delay the matmuls; copies to and from CPU RAM hardly do
+        # NCCL's kernels delay the matmuls; copies to and from host memory hardly do
         layer = sum(max(work + self.gathers / 2, self.copies)
                     for work in (self.forward, self.compute - self.forward))
         layer = max(layer, 0 if graphs else self.launches)
@@ -330,7 +330,7 @@ def layer_seconds(
     waits += (2 + again) * (plan.context_parallel_size - 1) * exchanged / machine.link
     gathered, shards = layers.nf4_bytes / n_layers + layers.adapter * item, plan.shard_group_size
     gathers = gathered * (shards - 1) / shards / machine.link
-    # each way: activations go to CPU RAM in forward and come back in backward; weights come twice
+    # each way: activations go to the host in forward and come back in backward; weights come twice
     copies = plan.offload_params * gathered / shards
     copies += plan.offload_activations * saved_bytes(plan, layers, n * item)[0] / n_layers
     forward = compute * token_weights / (2 * token_weights + weights_again)
