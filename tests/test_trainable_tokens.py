@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from test_layouts import make_reference, write_layout
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM,
-    PreTrainedTokenizerFast)
+    AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig,
+    LlamaForCausalLM, PreTrainedTokenizerFast)
 
 import merge_adapters
 from fsdp_qlora.model.token_rows import EmbeddingRows
@@ -206,17 +207,22 @@ def in_peft(directory, run, n_rows):
         directory, quantization_config=quantization, dtype=torch.float32, device_map={"": DEVICE})
     model = model.dequantize()  # once; the same numbers as at each use
     model.resize_token_embeddings(n_rows, mean_resizing=False)
+    for table in {model.get_input_embeddings(), model.get_output_embeddings()}:
+        n_stored = AutoConfig.from_pretrained(directory).vocab_size
+        table.weight.data[n_stored:] = table.weight.data[:n_stored].mean(0)
     return PeftModel.from_pretrained(model, run).eval()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
 @pytest.mark.parametrize("kind", BASES)
-def test_base_learns_to_stop(kind, tied, chat_tokenizer, run_main, tmp_path, capsys):
+def test_base_learns_to_stop(
+        kind, tied, chat_tokenizer, run_main, read_metrics, tmp_path, capsys):
     """And PEFT reads the adapter as it was trained."""
     base, run, merged = (tmp_path / name for name in ("base", "run", "merged"))
     write_chat_base(base, chat_tokenizer, *BASES[kind], tied)
     code, said, err = run_main(*chat_flags(
-        base, "--output_dir", run, "--compute_dtype", "float32"))
+        base, "--output_dir", run, "--compute_dtype", "float32", "--eval_dataset",
+        base / "rows.jsonl", "--eval_every", 0, "--eval_samples", 0))
     assert code == 0, err
     begin = "mean of all rows" if kind == "untrained" else "mean of the tokens of the text"
     assert f"{' '.join(MARKERS)}" in said and begin in said
@@ -240,8 +246,12 @@ def test_base_learns_to_stop(kind, tied, chat_tokenizer, run_main, tmp_path, cap
     _, trained = trained_logits(run / "probe.safetensors", head, describe_model(model.config),
                                 config["trainable_token_ids"])
     logits = logits_of(peft, config["probe_input_ids"])
-    known = [*range(len(head)), *config["trainable_token_ids"]]  # others pad the table
-    assert (logits - trained)[:, known].norm() <= BAR * trained[:, known].norm()
+    assert (logits - trained).norm() <= BAR * trained.norm()
+    rows = read_rows(base / "rows.jsonl", PreTrainedTokenizerFast.from_pretrained(run))
+    losses = [F.cross_entropy(logits_of(peft, [ids.tolist()])[:-1], labels[1:], reduction="sum")
+              for ids, labels in rows]
+    loss = sum(losses) / sum(int((labels[1:] != -100).sum()) for _, labels in rows)
+    assert abs(loss - read_metrics(run)[-1]["eval_loss"]) <= BAR * max(1, loss)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -326,7 +336,6 @@ def test_run_begins_with_rows_of_another_run(runs, read_metrics):
 
 
 def test_reference_is_of_the_rows_with_which_the_run_began(runs, read_metrics):
-    """Also where a resumed run computes it again."""
     one, two = ({row["step"]: row["loss"] for row in read_metrics(runs / f"dpo on {n}")
                  if "loss" in row} for n in (1, 2))
     assert one.keys() == two.keys() == {1, 2, 3, 4} and abs(one[1] - math.log(2)) <= 1e-6
@@ -334,3 +343,21 @@ def test_reference_is_of_the_rows_with_which_the_run_began(runs, read_metrics):
     references = [load_file(runs / f"dpo on {n}" / "reference.safetensors") for n in (1, 2)]
     for key, values in references[0].items():
         assert (values - references[1][key]).abs().max() <= 1e-4
+
+
+def test_lost_reference_is_computed_with_the_first_rows_again(runs, run_main, read_metrics,
+                                                              tmp_path, monkeypatch):
+    monkeypatch.chdir(runs)
+    flags = [*chat_flags("base"), "--dataset", "rows.jsonl", *FP32, *DPO, "--max_steps", 5]
+    losses = []
+    for name in "kept", "lost":
+        run = shutil.copytree(runs / "dpo on 1", tmp_path / name)
+        if name == "lost":
+            (run / "reference.safetensors").unlink()
+        code, said, err = run_main(*flags, "--output_dir", run)
+        assert code == 0 and ("computing log-probs" in said) == (name == "lost"), err
+        losses += [row["loss"] for row in read_metrics(run) if row["step"] == 5 and "loss" in row]
+    assert abs(losses[0] - losses[1]) <= BAR
+    before, after = (load_file(place / "reference.safetensors")["train"]
+                     for place in (runs / "dpo on 1", tmp_path / "lost"))
+    assert (before - after).abs().max() <= 1e-4
