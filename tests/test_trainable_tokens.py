@@ -298,9 +298,9 @@ def rows_of(run):
             if "trainable_tokens" in key}
 
 
-@pytest.mark.parametrize("name", ["sharded", "copies", "on the host", "shared"])
-def test_two_processes_train_the_same_rows(name, runs, read_metrics):
-    one, two = (read_metrics(runs / run) for run in ("one", name))
+@pytest.mark.parametrize("how", ["sharded", "copies", "on the host", "shared"])
+def test_two_processes_train_the_same_rows(how, runs, read_metrics):
+    one, two = (read_metrics(runs / run) for run in ("one", how))
     steps = [(row, other) for row, other in zip(one, two, strict=True) if "grad_norm" in row]
     for bar, (row, other) in zip((BAR, 10 * BAR, 10 * BAR, 10 * BAR), steps, strict=True):
         for key in "loss", "grad_norm":
@@ -308,7 +308,7 @@ def test_two_processes_train_the_same_rows(name, runs, read_metrics):
     begin = load_file(runs / "one" / "probe.safetensors")["rows_without_adapter"]
     for key, rows in rows_of(runs / "one").items():
         assert len(rows) == 2 and ("head" not in key or (rows - begin).abs().mean() > 1e-3)
-        assert (rows - rows_of(runs / name)[key]).abs().max() <= 1e-3 * rows.abs().max()
+        assert (rows - rows_of(runs / how)[key]).abs().max() <= 1e-3 * rows.abs().max()
 
 
 def test_resumed_run_equals_the_whole_one(runs):
