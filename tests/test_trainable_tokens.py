@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+import types
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from transformers import (
     LlamaForCausalLM, PreTrainedTokenizerFast)
 
 import merge_adapters
+from fsdp_qlora.data.trainable_tokens import TrainableToken
+from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
@@ -145,6 +148,26 @@ def test_gradients_of_long_micro_batches_are_summed():
     EmbeddingRows.apply(torch.zeros(40_000, 4), rows, ids, row_ids).backward(grad)
     want = [int((ids == i).sum()) for i in row_ids]
     assert want[2] == 0 and torch.equal(rows.grad, torch.tensor(want).float()[:, None].expand(3, 4))
+
+
+def test_rows_begin_as_what_their_text_was_or_as_the_mean(capsys):
+    """Of tables with 6 rows in the files, which have got 4 more."""
+    stored = {name: torch.randn(6, 16).bfloat16() for name in ("embedding", "head")}
+    tables = {name: F.pad(table, (0, 0, 0, 4)) for name, table in stored.items()}
+    model = types.SimpleNamespace(
+        **tables, shards=1, own_rows=range(10), device=torch.device("cpu"),
+        arch=types.SimpleNamespace(n_tables=2, vocab_size=10, added_rows=4))
+    tokens = [TrainableToken("known", 1, None), TrainableToken("untrained", 4, None),
+              TrainableToken("new", 6, (0, 3, 3)), TrainableToken("of nothing", 7, ())]
+    rows = initial_rows(model, tokens, {4})
+    for values, (name, table) in zip(rows, stored.items(), strict=True):
+        mean = table.double().mean(0).float()
+        assert torch.equal(values[0], table[1].float()) and torch.equal(values[1], mean)
+        assert torch.equal(values[2], table[[0, 3, 3]].double().mean(0).float())
+        assert torch.equal(values[3], mean) and torch.equal(tables[name][:6], table)
+        assert torch.equal(tables[name][6:], mean.bfloat16().expand(4, -1))
+    said = capsys.readouterr().out
+    assert "new new, as the mean of the tokens of the text; untrained of nothing untrained" in said
 
 
 # ------------------------------------------------------------------------------------------------
