@@ -12,7 +12,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     BitsAndBytesConfig,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -177,8 +177,8 @@ def gemma4_e(**settings):
 
 
 def multimodal(model_type, text, vision_type, tied, vision_too=(), **settings):
-    """A function vocab_size -> config with a vision tower of one layer, whose config also has the
-    pairs `vision_too`, and text's tiny config."""
+    """A function vocab_size -> config with a vision tower of one layer, whose config also has
+    `vision_too`, and text's tiny config."""
 
     def make(vocab_size):
         vision = dict(
@@ -195,11 +195,11 @@ def multimodal(model_type, text, vision_type, tied, vision_too=(), **settings):
         return AutoConfig.for_model(
             model_type,
             text_config=text_config,
-            vision_config=vision,
             tie_word_embeddings=tied,
-            image_token_index=vocab_size - 1,
             initializer_range=0.06,
-            **settings,
+            vision_config=vision,
+            image_token_index=vocab_size - 1,
+            **copy.deepcopy(settings),
         )
 
     make.model_type = model_type
@@ -216,6 +216,7 @@ GEMMA3 = tiny(
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 )
+GLM4V_TEXT = tiny("glm4v_text", None, rope_parameters=MROPE_HALF)
 MINISTRAL3 = tiny("ministral3", head_dim=24, rope_parameters=YARN_LLAMA4)
 TINY = {
     "llama": tiny("llama"),
@@ -652,8 +653,7 @@ TINY = {
     "qwen2_5_vl": multimodal(
         "qwen2_5_vl", tiny("qwen2_5_vl_text", None, rope_parameters=MROPE_IN_ROW),
         "qwen2_5_vl_vision", False),  # fmt: skip
-    "glm4v": multimodal(
-        "glm4v", tiny("glm4v_text", None, rope_parameters=MROPE_HALF), "glm4v_vision", False),
+    "glm4v": multimodal("glm4v", GLM4V_TEXT, "glm4v_vision", False),
     "glm4v_moe": multimodal(
         "glm4v_moe", tiny(
             "glm4v_moe_text", None, **DEEPSEEK, n_group=4, topk_group=2, rope_parameters=MROPE_HALF,
@@ -710,7 +710,6 @@ TINY = {
 }
 
 
-# of some families older versions of transformers know nothing
 # Others around a text model that is there already
 OUTER = {
     name: multimodal(name, TINY[text], vision, text == "lfm2")
@@ -719,15 +718,17 @@ OUTER = {
         ("llava_onevision", "qwen2", "siglip_vision_model"),
         ("idefics3", "llama", "idefics3_vision"), ("smolvlm", "llama", "smolvlm_vision"),
         ("lfm2_vl", "lfm2", "siglip2_vision_model"))}  # fmt: skip
-OUTER["glm46v"] = multimodal(
-    "glm46v", tiny("glm4v_text", None, rope_parameters=MROPE_HALF), "glm4v_vision", False)
+OUTER["glm46v"] = multimodal("glm46v", GLM4V_TEXT, "glm4v_vision", False)
 OUTER["gemma4_moe_vl"] = multimodal("gemma4", TINY["gemma4_moe"], "gemma4_vision", True)
-TINY = {name: make for name, make in TINY.items() if make.model_type in CONFIG_MAPPING}
+# of some families older versions of transformers know nothing
+TINY, OUTER = (
+    {name: make for name, make in models.items() if make.model_type in CONFIG_MAPPING}
+    for models in (TINY, OUTER))
 
 
 def auto_class(config):
     """transformers' auto class of a multimodal model or of a text model."""
-    return AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+    return AutoModelForMultimodalLM if hasattr(config, "text_config") else AutoModelForCausalLM
 
 
 def make_model(config, seed=0, dtype=torch.float32, **settings):

@@ -247,7 +247,7 @@ def test_named_functions_exist():
     missing = names - set().union(*map(defined, SOURCES.values()))
     assert missing <= {  # PEFT's and transformers'
         "merge_and_unload", "AutoTokenizer", "PreTrainedTokenizerFast", "AutoModelForCausalLM",
-        "AutoModelForImageTextToText"}
+        "AutoModelForMultimodalLM"}
 
 
 def test_what_people_change_is_where_the_pages_say():

@@ -363,4 +363,5 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "muse_glimmer": ("muse_glimmer_text",), "step3p7": ("step3p5",)}
 # {outer model type: MoE.adapters inside it}, if it differs from that of the text model alone
 ADAPTERS_INSIDE = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
-TEXT_MODULES = {"idefics3": "text_model", "smolvlm": "text_model"}  # else "language_model"
+# {outer model type: the text model's module inside it}, if it is not model.language_model
+TEXT_MODULES = dict.fromkeys(("idefics3", "smolvlm"), "model.text_model")
