@@ -206,6 +206,15 @@ def multimodal(model_type, text, vision_type, tied, vision_too=(), **settings):
     return make
 
 
+def ovis2(vocab_size):
+    """As multimodal(); sizes of the text model are in the outer config, too."""
+    make = multimodal(
+        "ovis2", tiny("qwen2", None), "ovis2_vision", True, dict(vocab_size=24), hidden_size=64,
+        vocab_size=vocab_size)  # fmt: skip
+    return make(vocab_size)
+
+
+ovis2.model_type = "ovis2"
 GEMMA3 = tiny(
     "gemma3_text",
     query_pre_attn_scalar=24,
@@ -720,6 +729,46 @@ OUTER = {
         ("lfm2_vl", "lfm2", "siglip2_vision_model"))}  # fmt: skip
 OUTER["glm46v"] = multimodal("glm46v", GLM4V_TEXT, "glm4v_vision", False)
 OUTER["gemma4_moe_vl"] = multimodal("gemma4", TINY["gemma4_moe"], "gemma4_vision", True)
+TIMM = dict(model_args={"embed_dim": 32})  # as in a config of timm, which the tests do not need
+OUTER |= {
+    "glmga": multimodal("glmga", GLM4V_TEXT, "glm4v_vision", False),
+    "llava_next_video": multimodal("llava_next_video", TINY["llama"], "clip_vision_model", False),
+    "video_llava": multimodal("video_llava", TINY["llama"], "clip_vision_model", False),
+    "vipllava": multimodal(
+        "vipllava", TINY["llama"], "clip_vision_model", False, vision_feature_layer=[0]),
+    "video_llama_3": multimodal("video_llama_3", TINY["qwen2"], "video_llama_3_vision", False),
+    "idefics2": multimodal(
+        "idefics2", TINY["mistral"], "idefics2_vision", False, perceiver_config=dict(
+            hidden_size=64, resampler_n_latents=4, resampler_depth=1, resampler_n_heads=2,
+            resampler_head_dim=16, num_key_value_heads=1)),
+    "perception_lm": multimodal(
+        "perception_lm", TINY["llama"], "siglip_vision_model", False, TIMM),
+    "fast_vlm": multimodal("fast_vlm", TINY["qwen2"], "siglip_vision_model", False, TIMM),
+    "ovis2": ovis2,
+    "deepseek_vl": multimodal("deepseek_vl", TINY["llama"], "siglip_vision_model", False),
+    "janus": multimodal(
+        "janus", TINY["llama"], "janus_vision_model", False, dict(projection_dim=64),
+        vq_config=dict(
+            base_channels=32, channel_multiplier=[1], num_res_blocks=1, num_embeddings=16,
+            latent_channels=32, projection_dim=64, image_token_embed_dim=64)),
+    "minicpmv4_6": multimodal(
+        "minicpmv4_6", TINY["qwen3_5"], "minicpmv4_6_vision", False, insert_layer_id=0),
+    "minicpmv4_7": multimodal(
+        "minicpmv4_7", TINY["qwen3_5"], "minicpmv4_7_vision", False, insert_layer_id=0),
+    "minicpm_ocr": multimodal(
+        "minicpm_ocr", TINY["qwen3_5"], "minicpm_ocr_vision", True, insert_layer_id=0),
+    "got_ocr2": multimodal(
+        "got_ocr2", TINY["qwen2"], "got_ocr2_vision", True, dict(
+            output_channels=8, mlp_dim=32, window_size=2, global_attn_indexes=[0])),
+    "lighton_ocr": multimodal("lighton_ocr", TINY["qwen3"], "pixtral", True),
+    "qianfan_ocr": multimodal("qianfan_ocr", TINY["qwen3"], "qianfan_ocr_vision", False),
+    "hyperclovax_vision_v2": multimodal(
+        "hyperclovax_vision_v2", TINY["hyperclovax"], "qwen2_5_vl_vision", False, dict(
+            depth=1, num_heads=2, out_hidden_size=32)),
+    "nemotron_h_omni": multimodal(
+        "nemotron_h_omni", TINY["nemotron_h"], "radio", False, dict(video_temporal_patch_size=2),
+        audio_config=None, projector_hidden_size=32, vision_hidden_size=32),
+}
 # of some families older versions of transformers know nothing
 TINY, OUTER = (
     {name: make for name, make in models.items() if make.model_type in CONFIG_MAPPING}
