@@ -178,7 +178,7 @@ def gemma4_e(**settings):
 
 def multimodal(model_type, text, vision_type, tied, vision_too=(), **settings):
     """A function vocab_size -> config with a vision tower of one layer, whose config also has
-    `vision_too`, and text's tiny config."""
+    `vision_too`, and text's tiny config. vision_type None: no vision tower."""
 
     def make(vocab_size):
         vision = dict(
@@ -197,8 +197,7 @@ def multimodal(model_type, text, vision_type, tied, vision_too=(), **settings):
             text_config=text_config,
             tie_word_embeddings=tied,
             initializer_range=0.06,
-            vision_config=vision,
-            image_token_index=vocab_size - 1,
+            **dict(vision_config=vision, image_token_index=vocab_size - 1) if vision_type else {},
             **copy.deepcopy(settings),
         )
 
@@ -729,6 +728,12 @@ OUTER = {
         ("lfm2_vl", "lfm2", "siglip2_vision_model"))}  # fmt: skip
 OUTER["glm46v"] = multimodal("glm46v", GLM4V_TEXT, "glm4v_vision", False)
 OUTER["gemma4_moe_vl"] = multimodal("gemma4", TINY["gemma4_moe"], "gemma4_vision", True)
+AUDIO = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+QWEN_AUDIO = dict(
+    d_model=32, encoder_ffn_dim=48, encoder_layers=1, encoder_attention_heads=2, num_mel_bins=8)
+VIBEVOICE = dict(
+    model_type="vibevoice_acoustic_tokenizer_encoder", hidden_size=16, num_filters=4,
+    depths=[1, 1], downsampling_ratios=[2])
 TIMM = dict(model_args={"embed_dim": 32})  # as in a config of timm, which the tests do not need
 OUTER |= {
     "glmga": multimodal("glmga", GLM4V_TEXT, "glm4v_vision", False),
@@ -768,6 +773,22 @@ OUTER |= {
     "nemotron_h_omni": multimodal(
         "nemotron_h_omni", TINY["nemotron_h"], "radio", False, dict(video_temporal_patch_size=2),
         audio_config=None, projector_hidden_size=32, vision_hidden_size=32),
+    "voxtral": multimodal("voxtral", TINY["llama"], None, False, audio_config=dict(
+        model_type="voxtral_encoder", num_mel_bins=8, **AUDIO)),
+    "glmasr": multimodal("glmasr", TINY["llama"], None, True, audio_config=dict(
+        model_type="glmasr_encoder", num_mel_bins=8, **AUDIO)),
+    "omniasr": multimodal("omniasr", TINY["llama"], None, False, audio_config=dict(
+        model_type="omniasr_audio", initializer_range=0.06, conv_dim=[8], conv_kernel=[4],
+        conv_stride=[4], num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, **AUDIO)),
+    "qwen2_audio": multimodal("qwen2_audio", TINY["qwen2"], None, False, audio_config=dict(
+        model_type="qwen2_audio_encoder", **QWEN_AUDIO)),
+    "qwen3_asr": multimodal(
+        "qwen3_asr", TINY["qwen3"], None, True, pad_token_id=0, audio_config=dict(
+            model_type="qwen3_asr_encoder", output_dim=64, downsample_hidden_size=8,
+            **QWEN_AUDIO)),
+    "vibevoice_asr": multimodal(
+        "vibevoice_asr", TINY["qwen2"], None, False,
+        acoustic_tokenizer_encoder_config=VIBEVOICE, semantic_tokenizer_encoder_config=VIBEVOICE),
 }
 # of some families older versions of transformers know nothing
 TINY, OUTER = (

@@ -21,19 +21,23 @@ from fsdp_qlora.pretrained import families
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 
-# {model: pair for re.sub()} where transformers 5.24 saves other names than released files have
+# {model: pair for re.sub()} where transformers saves other names than released files have: 5.24 of
+# the first three, 5.20 of the others
 RELEASED = {
     "hyperclovax_vision_v2": (
         r"^model\.language_model\.(?!lm_head)", "model.language_model.model."),
     "kimi_k25": (r"^language_model\.model\.blocks\.", "language_model.model.layers."),
-    "qianfan_ocr": (r"^language_model\.model\.encoder\.", "language_model.model.")}
+    "qianfan_ocr": (r"^language_model\.model\.encoder\.", "language_model.model."),
+    **dict.fromkeys(("voxtral", "glmasr", "qwen2_audio", "vibevoice_asr"), (
+        r"^language_model\.model\.model\.", "language_model.model."))}
 ONLY_RELEASED = RELEASED.keys() - {"hyperclovax_vision_v2"}  # the saved names are refused
 NAMES = [*(name for name, make in TINY.items() if make.model_type in families.MULTIMODAL), *OUTER]
 CASES = [*((name, "saved") for name in NAMES if name not in ONLY_RELEASED),
          *((name, "released") for name in NAMES if name in RELEASED)]
-QUICK = (  # one of each form of names in files, of each module of the text model
+QUICK = (  # one of each form of names in files, of each module of the text model, and of audio
     ("llava_next_video", "saved"), ("hyperclovax_vision_v2", "saved"),
-    ("hyperclovax_vision_v2", "released"), ("nemotron_h_omni", "saved"), ("idefics2", "saved"))
+    ("hyperclovax_vision_v2", "released"), ("nemotron_h_omni", "saved"), ("idefics2", "saved"),
+    ("voxtral", "released"))
 
 
 def write_multimodal(directory, name, how, vocab_size):

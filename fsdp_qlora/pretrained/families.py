@@ -368,7 +368,10 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "minicpm_ocr": ("qwen3_5_text",), "got_ocr2": ("qwen2",), "lighton_ocr": ("qwen3",),
     "qianfan_ocr": ("qwen3",), "hyperclovax_vision_v2": ("hyperclovax",),
     "nemotron_h_omni": ("nemotron_h",), "muse_glimmer": ("muse_glimmer_text",),
-    "step3p7": ("step3p5",)}
+    "step3p7": ("step3p5",),
+    # audio
+    "voxtral": ("llama",), "glmasr": ("llama",), "omniasr": ("llama",), "qwen2_audio": ("qwen2",),
+    "qwen3_asr": ("qwen3",), "vibevoice_asr": ("qwen2",)}
 # {outer model type: MoE.adapters inside it}, if it differs from that of the text model alone
 ADAPTERS_INSIDE = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 # {outer model type: the text model's module inside it}, if it is not model.language_model
