@@ -4,13 +4,14 @@ The files are those that transformers saves. The reference is test_layouts.py's:
 multimodal model with bitsandbytes' NF4, in PEFT.
 """
 
+import json
 import re
 import warnings
 
 import pytest
 import torch
 import transformers
-from families import OUTER, TINY
+from families import OUTER, TINY, write_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_layouts import BAR, first_step, make_reference, write_layout
@@ -19,7 +20,8 @@ from test_step import FLAGS, SMALL, read_rows, rows_of_step, write_uneven_rows
 import merge_adapters
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.pretrained.config import describe_model
-from fsdp_qlora.pretrained.tensor_names import tensor_names
+from fsdp_qlora.pretrained.reader import weight_files
+from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 
 # {model: pair for re.sub()} where transformers saves other names than released files have: 5.24 of
 # the first three, 5.20 of the others
@@ -100,3 +102,24 @@ def test_multimodal_model_is_trained_and_merged(
     assert found.keys() == tensors.keys()
     changed = {key for key in found if not torch.equal(found[key], tensors[key])}
     assert changed == tensor_names(describe_model(loaded.config), tensors).parts().keys()
+
+
+def test_head_tied_by_the_outer_flag_alone_is_refused(tmp_path):
+    """As transformers saves a model whose text config has the flag's default; the message says what
+    to change, and then it is read."""
+    config = OUTER["lighton_ocr"](320)
+    config.text_config.tie_word_embeddings = False
+    write_model(tmp_path, config)
+    path = tmp_path / "config.json"
+
+    def check():
+        model_config = transformers.AutoConfig.from_pretrained(tmp_path)
+        names = tensor_names(describe_model(model_config), files := weight_files(tmp_path))
+        return check_files(files, names, model_config, "bfloat16")
+
+    with pytest.raises(ValueError, match="lacks 1 of .* set tie_word_embeddings to true in"):
+        check()
+    settings = json.loads(path.read_text())
+    settings["text_config"]["tie_word_embeddings"] = True
+    path.write_text(json.dumps(settings))
+    assert check() == {}
