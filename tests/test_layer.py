@@ -987,7 +987,8 @@ def test_multimodal_model_gives_the_logits_of_its_text_model(name):
     config = (TINY | OUTER)[name](VOCABULARY)
     outer, prefix = make_whole(config), describe_model(config).module_prefix
     text = text_model(config.text_config, dtype=torch.float32).eval()
-    tensors = {key.replace(prefix, "model."): value for key, value in outer.state_dict().items()}
+    tensors = {key.replace(prefix, "model.").removeprefix("language_model."): value
+               for key, value in outer.state_dict().items()}  # fmt: skip
     text.load_state_dict({key: tensors[key] for key in text.state_dict()})
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():

@@ -20,7 +20,7 @@ from fsdp_qlora.pretrained.reader import Stored
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import MX_BLOCK
 
-AUTO_CLASSES = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+AUTO_CLASSES = transformers.AutoModelForCausalLM, transformers.AutoModelForMultimodalLM
 
 
 @dataclasses.dataclass

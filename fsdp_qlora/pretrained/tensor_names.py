@@ -298,8 +298,12 @@ def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wante
     """Raise ValueError unless the files have all tensors of `wanted`, and no others in layers."""
     missing = [name for name in wanted if name not in files]
     if missing:
+        hint = ""
+        if missing == [names.head]:
+            hint = (". If the head is tied, set tie_word_embeddings to true in config.json, also in"
+                    " its text_config")
         raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that its"
-                         f" config.json asks for, the first is {missing[0]}")
+                         f" config.json asks for, the first is {missing[0]}{hint}")
     extra = [name for name in files if name.startswith(names.layer_prefix) and name not in wanted
              and not name.endswith("inv_freq")]
     if extra:
