@@ -102,8 +102,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     if not plan.fused:
         both_bytes = (2 * item + 4) * (n_logits + n_rows * arch.hidden_size)
         logits_bytes = max(20 * n_logits, both_bytes + 4 * table / item)
-    # x and its gradient; for the gradient of trained rows also its sum over the layers
-    head = (3 if plan.token_rows else 2) * arch.hidden_size * value_bytes + logits_bytes
+    head = 2 * arch.hidden_size * value_bytes + logits_bytes
     row_weights = plan.token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
