@@ -61,7 +61,7 @@ def test_zero_row_of_the_closing_token_ends_the_start(
         kind, token, closes_by_pad, flags_for, run_main):  # fmt: skip
     code, _, err = run_main(*flags_for(zero(token), kind, closes_by_pad))
     assert code == 3 and f"never learned '{token}', which ends answers" in err
-    assert "instruct model" in err and "--chat_template" in err
+    assert f"Use --trainable_tokens '{token}', the instruct model" in err
 
 
 def test_zero_row_of_eos_ends_the_start_where_plain_rows_end_with_it(flags_for, run_main):
@@ -92,6 +92,7 @@ def test_other_tokens_that_the_head_never_learned_are_said(flags_for, run_main):
     assert code == 0, err
     (line,) = re.findall("^warning: .*", out, re.M)
     assert "lm_head never learned: '" in line and "' (a row of zeros, trained 8 times)" in line
+    assert "--trainable_tokens" in line
 
 
 def test_model_that_knows_all_tokens_gets_no_warning(flags_for, run_main):
