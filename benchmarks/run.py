@@ -203,6 +203,7 @@ def case(name, model, rows, seq, steps, flags="", gpus=2, layers=None, base=None
 
 CAP, OFFLOAD, FLASH = "--memory_limit_gib 22.5", "--offload_activations", "--attn flash_attention_2"
 ALL, NONE = "--recompute all", "--recompute none"
+RANK_32 = f"--lora_rank 32 {OFFLOAD}"  # as in Unsloth's table of longest rows
 SHARED = "--shard_group_size {gpus}"  # one copy of the model on all GPUs
 MEDIAN, SPREAD, SHORTEST = 200, 0.9, 16  # of chat rows' lengths, which are log-normal
 GROUPS = {
@@ -375,6 +376,22 @@ GROUPS = {
         case("qwen3-14b", "qwen3-14b", 8, 2048, 5, gpus=1, at_once=0),
         case("gpt-oss-20b", "gpt-oss-20b", 8, 2048, 5, gpus=1, at_once=0),
         case("8b-dropout", "llama-3-8b-dropout", 8, 2048, 5, gpus=1, at_once=0),
+    ],
+    "long": [  # one row, near the longest that the plan allows; the last ones take some minutes
+        *(case(f"long-8b-{card}gb", "llama-3-8b", 1, seq, 2, f"--memory_limit_gib {gib} {RANK_32}",
+               gpus=1)
+          for card, gib, seq in (
+              (8, 7.4, 14_336), (12, 11.2, 36_864), (16, 15, 65_536), (24, 22.5, 114_688),
+              (48, 45, 262_144))),
+        case("long-8b-8gb-params", "llama-3-8b", 1, 32_768, 2,
+             f"--memory_limit_gib 7.4 --offload_params {RANK_32}", gpus=1),
+        case("long-8b-80gb", "llama-3-8b", 1, 401_408, 2, RANK_32, gpus=1),
+        case("long-l3-70b", "llama-3-70b", 1, 90_112, 2, RANK_32, gpus=1),
+        case("long-gpt-oss-20b", "gpt-oss-20b", 1, 421_888, 2, OFFLOAD, gpus=1),
+        case("long-8b-32k", "llama-3-8b", 1, 32_768, 3, gpus=1),
+        case("long-8b-131k", "llama-3-8b", 1, 131_072, 3, OFFLOAD, gpus=1),
+        case("long-8b-131k-2gpus", "llama-3-8b", 0.5, 131_072, 3,
+             f"{OFFLOAD} --context_parallel_size {{gpus}}", base="long-8b-131k"),
     ],
 }  # fmt: skip
 CASES = {c["name"]: c for group in GROUPS.values() for c in group}
@@ -588,12 +605,12 @@ def describe(chosen):
 
 def script_flags(chosen, gpus, scratch):
     """Writes the model's config.json, and chat rows, below `scratch`."""
-    model, batch = scratch / f"{chosen['model']}-{chosen['layers']}", chosen["rows"] * gpus
+    model, batch = scratch / f"{chosen['model']}-{chosen['layers']}", int(chosen["rows"] * gpus)
     write_config(model, chosen["model"], chosen["layers"])
     flags = [f"--model {model} --random_weights --max_seq_len {chosen['seq']} --batch_size {batch}"
              f" --max_steps {chosen['steps']}"]  # fmt: skip
     if chosen["at_once"] != 0:
-        tokens = chosen["at_once"] or chosen["rows"] * chosen["seq"]
+        tokens = chosen["at_once"] or int(chosen["rows"] * chosen["seq"])
         flags.append(f"--micro_batch_tokens {tokens}")
     if chosen["chat"]:
         lengths = chat_lengths(batch * chosen["steps"], chosen["seq"])
