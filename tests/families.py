@@ -385,6 +385,12 @@ TINY = {
     "lfm2_bias": tiny(
         "lfm2", None, layer_types=["full_attention", "conv", "conv"], conv_bias=True,
         block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
+    "lfm3": tiny(
+        "lfm3", layer_types=["conv", "full_attention", "sliding_attention"], sliding_window=7,
+        tie_word_embeddings=True),
+    "lfm3_plain": tiny(
+        "lfm3", layer_types=["full_attention", "conv", "sliding_attention"], sliding_window=7,
+        tie_word_embeddings=False, use_sandwich_norm=False, conv_bias=True),
     "lfm2_moe": tiny(
         "lfm2_moe", None, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1,
         moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3, routed_scaling_factor=1.5),

@@ -72,7 +72,7 @@ def layouts(name):
 MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).moe]
 OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
-    "lfm2", "qwen3_5", "granite4_h", "falcon_h1", "youtu", "minicpm3")  # fmt: skip
+    "lfm2", "lfm3", "qwen3_5", "granite4_h", "falcon_h1", "youtu", "minicpm3")  # fmt: skip
 DENSE = [(name, how) for name in OWN_TENSORS if name in TINY for how in ("as saved", "DoRA")]
 DENSE += [("gemma4_e", "NF4 of transformers 5")]  # with a linear outside of the layers
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]

@@ -256,6 +256,16 @@ CONFIGS = {
         conv_dim=2048, conv_dim_out=2048, conv_use_xavier_init=True,
         full_attn_idxs=[2, 5, 8, 10, 12, 14], max_position_embeddings=128000, num_heads=32,
         rope_theta=1e6, tie_embedding=True, use_pos_enc=True),
+    "LFM3 1.7B": text(
+        "lfm3", 2048, 7680, 24, 16, 4, 128000, attention_bias=False, attention_dropout=0.0,
+        conv_L_cache=7, conv_bias=False, head_dim=128, max_position_embeddings=128000,
+        norm_eps=1e-5, pad_token_id=124893, bos_token_id=124894, eos_token_id=124900,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6,
+                               "partial_rotary_factor": 0.5}},
+        sliding_window=256, tie_word_embeddings=True, use_attention_gate=True,
+        use_sandwich_norm=True),
     "LFM2 8B-A1B": text(
         "lfm2_moe", 2048, 7168, 24, 32, 8, 65536, conv_L_cache=3, conv_bias=False,
         layer_types=["conv", "conv", "full_attention", "conv"] * 6, max_position_embeddings=128000,

@@ -428,8 +428,9 @@ class Family:
     beside: bool = False  # layers with a mixer also have softmax attention; both outputs are added
     # {one of the four norm fields above: its value in layers with a mixer}
     mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    # pairs: a part of a norm's name here, and the part that files may have instead
-    norm_renames: tuple[tuple[str, str], ...] = ()
+    # pairs: a part of a tensor's name here, and the part that files may have instead; those of
+    # experts are in MoE.renames
+    renames: tuple[tuple[str, str], ...] = ()
     moe: MoE | None = None  # experts, instead of the MLP
     per_layer: PerLayerInputs | None = None
     peft_refuses: tuple[str, ...] = ()  # name endings of linears to which PEFT adds no adapter

@@ -180,6 +180,13 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(**HUNYUAN),
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
                    unused=("full_attn_idxs",)),
+    # qkv_bias=False, else g_proj would also have a bias
+    "lfm3": Family(**LFM2 | dict(
+        qkv_bias=False, out_bias=False, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm",
+        attention_out="self_attn.o_proj", attention_gate=AttentionGate("g_proj", per_head=True),
+        attention_post_norm="post_operator_norm", mlp_post_norm="post_ffn_norm",
+        post_norm_if="config.use_sandwich_norm", window="layer_types", ropes_by_layer_type=True,
+        renames=(("self_attn.g_proj", "self_attn.gate_proj"),))),
     "youtu": Family(**MLA, unused=("embedding_initializer_range",)),
     "minicpm3": Family(
         **MLA | dict(rotary_interleaved=False), embedding_multiplier="config.scale_emb",
@@ -195,8 +202,8 @@ FAMILIES: dict[str, Family] = {
             in_projs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
             norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval",
             split_conv=True)},
-        norm_renames=(("input_layernorm", "attention_layer_norm"),
-                      ("post_attention_layernorm", "feedforward_layer_norm")),
+        renames=(("input_layernorm", "attention_layer_norm"),
+                 ("post_attention_layernorm", "feedforward_layer_norm")),
         mixer_norms=dict(attention_norm="input_layernorm", attention_post_norm=None,
                          mlp_norm="post_attention_layernorm", mlp_post_norm=None),
         unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",

@@ -46,9 +46,11 @@ class TensorNames:
     norm_bias: str | None
     head: str
     stem: str  # prefix of the text model's names
+    layer_prefix: str  # prefix of the layers' names, before a layer's number
     # pairs: a part of a name here, and the part that these files have instead
     renames: tuple[tuple[str, str], ...]
-    aliases: dict[str, str]  # {name of a norm or of a linear in INT4: its name in these files}
+    # {name of a tensor of Family.renames, or of a linear in INT4: its name in these files}
+    aliases: dict[str, str]
 
     @property
     def n_parameters(self) -> int:
@@ -58,17 +60,13 @@ class TensorNames:
                    for name, shape in self.shapes.items()
                    if name not in others and not name.endswith(("_scales", INT4_SHAPE)))
 
-    @property
-    def layer_prefix(self) -> str:
-        return f"{self.stem}layers."
-
     def of_model(self, name: str) -> str:
         """Return the name in the files of the weight of `name`, which is outside of the layers."""
         return f"{self.stem}{name}.weight"
 
     def of_layer(self, index: int, name: str) -> str:
         """Return the name in the files of the tensor `name` of layer `index`."""
-        name = self.layer_prefix + f"{index}." + renamed(name, self.renames)
+        name = f"{self.stem}layers.{index}." + renamed(name, self.renames)
         return self.aliases.get(name, name)
 
     def parts(self) -> dict[str, list[tuple[str, Any]]]:
@@ -100,21 +98,34 @@ def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
 def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNames:
     """Return the TensorNames of a model whose files have the tensors `files`, with the files'
     spelling."""
+    def in_files(name: str) -> str:
+        """Return the name, or the one of Family.renames if the files have that."""
+        other = renamed(name, arch.renames)
+        return other if other in files else name
+
     stems = arch.checkpoint_prefixes
-    stem = next((s for s in stems if f"{s}{arch.embedding}.weight" in files), stems[0])
+    stem = next((s for s in stems if in_files(f"{s}{arch.embedding}.weight") in files), stems[0])
     head = next((name for name in arch.head_names if name in files), arch.head_names[0])
-    embedding, norm = f"{stem}{arch.embedding}.weight", f"{stem}{arch.final_norm}.weight"
-    norm_bias = f"{stem}{arch.final_norm}.bias" if arch.norm_bias else None
+    embedding, norm = (in_files(f"{stem}{x}.weight") for x in (arch.embedding, arch.final_norm))
+    norm_bias = in_files(f"{stem}{arch.final_norm}.bias") if arch.norm_bias else None
+    layer_prefix = renamed(f"{stem}layers.", arch.renames)
+    if not any(name.startswith(layer_prefix) for name in files):
+        layer_prefix = f"{stem}layers."
     table, renames = (arch.vocab_size, arch.hidden_size), ()
     if arch.moe:  # only the renames that these files use
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
     names = TensorNames(
         shapes={embedding: table}, linears={}, sources={}, scaled={}, small_tensors=set(),
         embedding=embedding, norm=norm, norm_bias=norm_bias, head=head, stem=stem,
-        renames=renames, aliases={})
+        layer_prefix=layer_prefix, renames=renames, aliases={})
     if arch.per_layer:
         add_per_layer(names, arch)
     for i, kind in enumerate(arch.layer_kinds):
+        vectors, small = arch.vectors(kind), arch.small_tensors(kind)
+        for key in (*(f"{linear.name}.weight" for linear in arch.linears(kind)), *vectors, *small):
+            name = names.of_layer(i, key)
+            if (other := in_files(name)) != name:
+                names.aliases[name] = other
         stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
         for linear in arch.linears(kind):
             name = names.of_layer(i, f"{linear.name}.weight")
@@ -136,11 +147,6 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         if arch.kv_sources[i] is not None:  # released files have keys and values all the same
             for key in "k_proj", "v_proj", "k_norm", "v_norm":
                 add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
-        vectors, small = arch.vectors(kind), arch.small_tensors(kind)
-        for key in vectors:
-            name = names.of_layer(i, key)
-            if (other := renamed(name, arch.norm_renames)) in files:
-                names.aliases[name] = other
         fused = fused_conv(small, names.of_layer(i, "linear_attn.conv1d.weight"), files)
         for key, source in fused.items():
             names.sources[names.of_layer(i, key)] = source
