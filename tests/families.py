@@ -72,6 +72,16 @@ GEMMA4_E = GEMMA4 | dict(
     num_kv_shared_layers=3,
     hidden_size_per_layer_input=32,
 )
+GRANITE_SWA = dict(
+    layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    sliding_window=7,
+    layer_rope_theta=[0, 500.0, 10000.0],
+    embedding_multiplier=2.0,
+    residual_multiplier=0.4,
+    attention_multiplier=0.3,
+    logits_scaling=2.0,
+    tie_word_embeddings=True,
+)
 GRANITE4_H = GRANITE4 | dict(layer_types=["mamba", "attention", "mamba"], mamba_d_state=16)
 HYBRID = ["linear_attention", "linear_attention", "full_attention"]
 DELTA_NET = dict(
@@ -327,6 +337,8 @@ TINY = {
         logits_scaling=8.0,
         tie_word_embeddings=True,
     ),
+    "granite_swa": tiny(
+        "granite_swa", None, **GRANITE_SWA, attention_bias=True, mlp_bias=True),
     "granite4": tiny("granitemoehybrid", None, position_embedding_type="rope", **GRANITE4),
     "granite4_nope": tiny(
         "granitemoehybrid", None, attention_bias=True, tie_word_embeddings=True, **GRANITE4
@@ -440,6 +452,16 @@ TINY = {
         residual_multiplier=0.4,
         logits_scaling=2.0,
     ),
+    "granitemoeshared": tiny(
+        "granitemoeshared", None, num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=48, attention_multiplier=0.3, embedding_multiplier=2.0,
+        residual_multiplier=0.4, logits_scaling=2.0),
+    "granitemoe_swa": tiny(
+        "granitemoe_swa", None, **GRANITE_SWA, num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=48),
+    "granitemoe_swa_routed": tiny(
+        "granitemoe_swa", None, **GRANITE_SWA, num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=0),
     "granite4_h_moe": tiny(
         "granitemoehybrid",
         None,
@@ -743,7 +765,8 @@ def make_model(config, seed=0, dtype=torch.float32, **settings):
     model, text = auto.from_config(config, **settings), getattr(config, "text_config", config)
     with torch.no_grad():
         for name, value in model.named_parameters():
-            if "norm" in name or name.endswith((".bias", "router.scale", "per_expert_scale")):
+            if "norm" in name or name.endswith(
+                    (".bias", "router.scale", "per_expert_scale", "sinks")):
                 value.add_(torch.randn_like(value) * 0.3)
             # six layers of sharp attention would show the rounding of fp32
             if name.endswith("q_norm.weight") and getattr(text, "num_kv_shared_layers", 0):

@@ -630,6 +630,7 @@ PLANTED = {
     "epsilon, tenfold": ("gemma", {"norm_eps": 0.5}),
     "gate": ("llama", {"gated": False, "mlp_in": ("mlp.up_proj",)}),
     "bias of norms": ("starcoder2", {"norm_bias": False}),
+    "bases of rotary by layer": ("granite_swa", {"layer_thetas": False}),
     "norm without 1": ("nemotron", {"norm": "layer"}),
 }
 

@@ -37,11 +37,14 @@ EXPERTS = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 BITS = {"NF4 of transformers 4": 4, "NF4 of transformers 5": 5}
 RELEASED = {  # what transformers saves is as released; of the others an expert's are apart
     "mixtral": "w1, w2, w3", "minimax_m2": "w1, w2, w3", "granitemoe": "input_linear",
-    "granite4_h_moe": "input_linear", "gpt_oss": "transposed",
-    "qwen3_vl_moe": "transposed", "gemma4_moe": "gate_up_proj",
+    "granite4_h_moe": "input_linear", "granitemoeshared": "input_linear",
+    "granitemoe_swa": "gate_up_proj", "granitemoe_swa_routed": "gate_up_proj",
+    "gpt_oss": "transposed", "qwen3_vl_moe": "transposed", "gemma4_moe": "gate_up_proj",
     "step3p7": "gate_proj, up_proj"}  # fmt: skip
 
 
+# not in transformers 4
+NEW_IN_5 = "minimax_m2", "qwen3_5", "gemma4", "nemotron_h", "granitemoe_swa"
 MANY = "160 experts"  # more than a signed byte numbers
 MODELS = {**TINY, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=160,
                              num_experts_per_tok=8)}  # fmt: skip
@@ -52,7 +55,7 @@ def layouts(name):
     if name == MANY:
         return [FUSED]
     found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
-    if name.startswith(("minimax_m2", "qwen3_5", "gemma4", "nemotron_h")):
+    if name.startswith(NEW_IN_5):
         found.remove("NF4 of transformers 4")
     # transformers saves no 4-bit copy of them
     if name in ("mistral4", "kimi_k25", "glm4v_moe", "step3p7"):
@@ -61,7 +64,7 @@ def layouts(name):
         found = found[:2]
     if name in ("qwen3_vl_moe", "qwen3_5_moe_vl"):  # nor a vision tower that is
         found.remove("NF4 of transformers 5")
-    if name in ("gpt_oss", "gemma4_moe"):  # fused in their files, too
+    if name.startswith(("gpt_oss", "gemma4_moe", "granitemoe_swa")):  # fused in their files, too
         found.remove(FUSED)
     if name == "gpt_oss":
         found.append("MXFP4")
@@ -72,7 +75,8 @@ def layouts(name):
 MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).moe]
 OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
-    "lfm2", "lfm3", "qwen3_5", "granite4_h", "falcon_h1", "youtu", "minicpm3")  # fmt: skip
+    "lfm2", "lfm3", "granite_swa", "qwen3_5", "granite4_h", "falcon_h1", "youtu",
+    "minicpm3")  # fmt: skip
 DENSE = [(name, how) for name in OWN_TENSORS if name in TINY for how in ("as saved", "DoRA")]
 DENSE += [("gemma4_e", "NF4 of transformers 5")]  # with a linear outside of the layers
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]

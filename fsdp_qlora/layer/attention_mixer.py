@@ -145,5 +145,5 @@ def attend(
     if batch.shard:  # dropout numbers all keys of a document
         key, value, segments = batch.shard.gather_keys(
             key, value, None if arch.attention_dropout else window)
-    sinks = call.vector("self_attn", "sinks")
+    sinks = call.layer.small_tensors.get("self_attn.sinks")
     return kernel(query, key, value, sinks, segments, arch, window, call.layer.index)

@@ -389,6 +389,7 @@ class Family:
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
     ntk_alpha: bool = False  # alpha of rope_parameters is used, whatever the length
     rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
+    layer_thetas: bool = False  # layer_rope_theta of the config has the rope_theta of each layer
     # layers without rotary: "no_rope_layers" or "layer_rope_theta": those with 0 in this list of
     # the config; "full": those without a window; "full_if_window": the same, but none if the model
     # has no window
@@ -602,8 +603,8 @@ class Architecture(Family):
         return names + self.experts() if "experts" in target_modules else names
 
     def vectors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
-        """Return {name in the layer: shape} of a layer's norms, biases and sinks, without those
-        inside mixers."""
+        """Return {name in the layer: shape} of a layer's norms and biases, without those inside
+        mixers."""
         arch = self.of_kind(kind)
         norms = arch.attention_norm, arch.attention_post_norm, arch.mlp_norm, arch.mlp_post_norm
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
@@ -623,8 +624,6 @@ class Architecture(Family):
                     "full": (heads * arch.head_dim,)}[self.qk_norm]
         if self.mla:
             shapes |= self.mla.norms()
-        if self.sinks and self.has_attention(kind):
-            shapes["self_attn.sinks"] = (arch.n_heads,)
         if self.activation == "xielu":
             shapes |= {f"{XIELU}.{part}": shape for part, shape in XIELU_SHAPES.items()}
         linears = self.linears(kind)
@@ -633,10 +632,13 @@ class Architecture(Family):
     def small_tensors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
         """Return {name in the layer: shape} of a layer's other tensors that are not 4-bit linears:
         the router, the experts' biases, the shared expert's gate; convolutions and decays of
-        mixers; the layer's scalar. Every rank has them whole, in the dtype of the files."""
+        mixers; attention's sinks; the layer's scalar. Every rank has them whole, in the dtype of
+        the files."""
         moe, shapes = self.moe, dict[str, tuple[int, ...]]()
         if self.layer_scalar:
             shapes[self.layer_scalar] = (1,)
+        if self.sinks and self.has_attention(kind):
+            shapes["self_attn.sinks"] = (kind.heads.n,)
         if kind.mixer:
             shapes |= self.mixers[kind.mixer].tensors(self.hidden_size)
         if kind.routed and moe:

@@ -312,7 +312,9 @@ def describe_experts(
     shared: tuple[list[Linear], list[Linear]] = [], []
     if shared_size:
         shared = mlp(moe.shared, shared_size, family.mlp_bias, hidden)
-    shared, latent = dense if moe.shared_mlp else shared, list[Linear]()
+    latent = list[Linear]()
+    if moe.shared_mlp and dense[1][0].in_features:  # Granite's may have no shared expert
+        shared = dense
     if size := moe.latent_size:
         into, back = moe.latent_linears
         latent = [Linear(into, size, hidden, family.mlp_bias),
@@ -377,13 +379,17 @@ def describe_positions(
         rotated = slides
     ropes: list[dict[str, Any]] = []
     layer_rope: list[int | None] = []
-    for kind, rotates, (_, _, head_dim, _) in zip(kinds, rotated, layer_heads, strict=True):
+    thetas = c.layer_rope_theta if family.layer_thetas else [None] * n_layers
+    for kind, rotates, theta, (_, _, head_dim, _) in zip(
+            kinds, rotated, thetas, layer_heads, strict=True):
         if kind in family.mixers and not family.beside or not rotates and family.one_sublayer:
             layer_rope.append(None)
             continue
         rope = dict(c.rope_parameters)
         if family.ropes_by_layer_type and "rope_type" not in rope:  # else all layers share it
             rope = dict(rope.get(kind) or {})
+        if rotates and theta is not None:
+            rope["rope_theta"] = theta
         if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
             raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
         if family.query_temperature and not rope.get("llama_4_scaling_beta"):
@@ -523,8 +529,8 @@ def shrinking_changes(
         ("always", {"tie_word_embeddings": arch.tied}),
         # with the released values, a wrong attention scale or a wrong eps would go unnoticed
         ("if declared", {"initializer_range": 0.2, "attention_multiplier": 0.2, eps: 0.05}),
-        ("if declared", {inner: hidden if getattr(c, inner, None) == arch.hidden_size else 192,
-                         "post_norm_eps": 0.1}),
+        ("if used", {inner: hidden if getattr(c, inner, None) == arch.hidden_size else 192}),
+        ("if declared", {"post_norm_eps": 0.1}),
         # these change no output
         ("if declared", {"use_cache": False, "return_dict": True, "output_attentions": False,
                          "output_hidden_states": False}),

@@ -57,6 +57,12 @@ GRANITE: dict[str, Any] = dict(
     attention_scale="config.attention_multiplier",
     embedding_multiplier="config.embedding_multiplier",
     residual_multiplier="config.residual_multiplier")
+GRANITE_SWA: dict[str, Any] = GRANITE | dict(
+    logits_divisor="config.logits_scaling", sinks=True, window="layer_types",
+    no_rotary="layer_rope_theta", layer_thetas=True)
+GRANITE_SHARED: dict[str, Any] = dict(
+    mlp_in=("shared_mlp.input_linear",), mlp_out="shared_mlp.output_linear",
+    intermediate_size="config.shared_intermediate_size")
 GRANITE_EXPERTS: dict[str, Any] = dict(
     n_experts="config.num_local_experts", expert_size="config.intermediate_size",
     experts="block_sparse_moe.experts", router="block_sparse_moe.router", adapters="stacked",
@@ -140,9 +146,9 @@ FAMILIES: dict[str, Family] = {
         logits_multiplier="config.output_multiplier",
         logits_softcap="config.final_logit_softcapping"),
     "granite": Family(**GRANITE, logits_divisor="config.logits_scaling"),
+    "granite_swa": Family(**GRANITE_SWA),
     "granitemoehybrid": Family(
-        **GRANITE, logits_divisor="config.logits_scaling", mlp_in=("shared_mlp.input_linear",),
-        mlp_out="shared_mlp.output_linear", intermediate_size="config.shared_intermediate_size",
+        **GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
         rotary_if="config.position_embedding_type", mixers={"linear_attention": Mamba2()},
         unused=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
                 "mamba_chunk_size"),
@@ -225,6 +231,10 @@ FAMILIES: dict[str, Family] = {
         expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
                          moe=MoE(**GRANITE_EXPERTS)),
+    "granitemoeshared": Family(**GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
+                               moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
+    "granitemoe_swa": Family(**GRANITE_SWA, **GRANITE_SHARED,
+                             moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
     "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoE(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
