@@ -489,6 +489,14 @@ TINY = {
         routed_scaling_factor=2.5,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
+    "sarvam_moe": tiny(
+        "sarvam_moe", head_dim=24, **DEEPSEEK, n_group=4, topk_group=2, attention_bias=True),
+    "sarvam_moe_no_norm": tiny(
+        "sarvam_moe", **DEEPSEEK, use_qk_norm=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    "sarvam_mla": tiny(
+        "sarvam_mla", None, **LATENT | YARN_MLA | dict(q_lora_rank=None), **DEEPSEEK, n_group=4,
+        topk_group=2),
     "youtu": tiny("youtu", None, **LATENT | dict(v_head_dim=24)),
     "minicpm3": tiny(
         "minicpm3", None, **LATENT | dict(q_lora_rank=None, v_head_dim=24), scale_emb=12,

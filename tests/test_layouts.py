@@ -44,7 +44,7 @@ RELEASED = {  # what transformers saves is as released; of the others an expert'
 
 
 # not in transformers 4
-NEW_IN_5 = "minimax_m2", "qwen3_5", "gemma4", "nemotron_h", "granitemoe_swa"
+NEW_IN_5 = "minimax_m2", "qwen3_5", "gemma4", "nemotron_h", "granitemoe_swa", "sarvam_mla"
 MANY = "160 experts"  # more than a signed byte numbers
 MODELS = {**TINY, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=160,
                              num_experts_per_tok=8)}  # fmt: skip
@@ -58,7 +58,7 @@ def layouts(name):
     if name.startswith(NEW_IN_5):
         found.remove("NF4 of transformers 4")
     # transformers saves no 4-bit copy of them
-    if name in ("mistral4", "kimi_k25", "glm4v_moe", "step3p7"):
+    if name.startswith(("mistral4", "kimi_k25", "glm4v_moe", "step3p7", "sarvam_moe")):
         found = found[name == "kimi_k25" : 2]  # and its own files of this one it cannot read
     if name in ("deepseek_v32", "glm_moe_dsa"):  # an indexer in 4 bits is not read
         found = found[:2]

@@ -518,6 +518,21 @@ CONFIGS = {
                 "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5, "rope_theta": 50000,
                 "routed_scaling_factor": 2.827, "quantization_config": INT4}),
         {"model_type": "kimi_k25_vision"}, tie_word_embeddings=False),
+    "Sarvam 30B": text(
+        "sarvam_moe", 4096, 8192, 19, 64, 4, 262144, head_dim=64, first_k_dense_replace=1,
+        hidden_act="silu", max_position_embeddings=131072, moe_intermediate_size=1024, n_group=1,
+        norm_topk_prob=True, num_experts=128, num_experts_per_tok=6, num_shared_experts=1,
+        rms_norm_eps=1e-6, rope_theta=8e6, routed_scaling_factor=2.5, tie_word_embeddings=False,
+        topk_group=1, use_qk_norm=True, use_qkv_bias=False),
+    "Sarvam 105B": text(
+        "sarvam_mla", 4096, 16384, 32, 64, 64, 262144, **MLA, first_k_dense_replace=1,
+        head_dim=576, max_position_embeddings=131072, moe_intermediate_size=2048,
+        norm_topk_prob=True, num_experts=128, num_experts_per_tok=8, num_shared_experts=1,
+        q_head_dim=192, q_lora_rank=None, qk_nope_head_dim=128, rms_norm_eps=1e-6,
+        rope_scaling={"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+                      "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+                      "type": "deepseek_yarn"},
+        rope_theta=10000, routed_scaling_factor=2.5, v_head_dim=128),
     "Youtu-LLM 2B": text(
         "youtu", 2048, 6144, 32, 16, 16, 128256, **MLA | {"tie_word_embeddings": True},
         q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=131072,

@@ -359,6 +359,8 @@ class Family:
     heads_by_layer: FromConfig = None  # a list in the config, instead of num_attention_heads
     keys_are_values: bool | FromConfig = False  # in layers without a window, see Heads
     one_qkv: bool = False  # one linear "qkv_proj"
+    # a tensor that files may have in place of those of q_proj, k_proj and v_proj
+    fused_qkv: str | None = None
     attention: str = "self_attn"  # prefix of q_proj and the like in a layer
     attention_out: str = "self_attn.o_proj"
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)

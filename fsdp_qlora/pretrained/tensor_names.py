@@ -79,7 +79,9 @@ class TensorNames:
                 whole, rows, columns = source.name, source.rows, source.columns
                 expert, first = divmod(rows.start, self.shapes[whole][1])
                 index = expert, slice(first, first + len(rows))
-                if columns:
+                if len(self.shapes[whole]) == 2:  # of query, key and value
+                    index = slice(rows.start, rows.stop)
+                elif columns:
                     index = *index, slice(columns.start, columns.stop)
                 elif len(rows) == self.shapes[whole][1]:  # MXFP4 is merged in another shape
                     index = expert
@@ -126,6 +128,16 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
             name = names.of_layer(i, key)
             if (other := in_files(name)) != name:
                 names.aliases[name] = other
+        fused = fused_rows(conv_rows(small), names.of_layer(i, "linear_attn.conv1d.weight"), files)
+        if arch.fused_qkv and arch.has_attention(kind):
+            in_proj, _ = arch.of_kind(kind).attention_linears()
+            for part in "weight", "bias":
+                fused |= fused_rows(
+                    {f"{linear.name}.{part}": linear.out_features for linear in in_proj},
+                    in_files(names.of_layer(i, f"{arch.fused_qkv}.{part}")), files)
+        for key, source in fused.items():
+            names.sources[names.of_layer(i, key)] = source
+            names.shapes[source.name] = tuple(files[source.name].shape)
         stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
         for linear in arch.linears(kind):
             name = names.of_layer(i, f"{linear.name}.weight")
@@ -133,7 +145,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
                 add_int4(names, name, linear)
                 continue
             names.linears[name] = linear
-            if not linear.mxfp4 and f"{linear.name}.weight" not in stacked:
+            if not linear.mxfp4 and f"{linear.name}.weight" not in stacked | fused:
                 names.shapes[name] = linear.out_features, linear.in_features
             if (scales := f"{name}_scale_inv") in files:
                 names.scaled[name] = scales
@@ -147,10 +159,6 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         if arch.kv_sources[i] is not None:  # released files have keys and values all the same
             for key in "k_proj", "v_proj", "k_norm", "v_norm":
                 add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
-        fused = fused_conv(small, names.of_layer(i, "linear_attn.conv1d.weight"), files)
-        for key, source in fused.items():
-            names.sources[names.of_layer(i, key)] = source
-            names.shapes[source.name] = tuple(files[source.name].shape)
         for key in [*vectors, *small]:
             if key not in fused:
                 names.shapes[names.of_layer(i, key)] = (vectors | small)[key]
@@ -192,15 +200,25 @@ def add_unread(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -
             names.scaled[name] = scales
 
 
-def fused_conv(
-    small: Mapping[str, tuple[int, ...]], whole: str, files: Mapping[str, HasShape],
+def conv_rows(small: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return {name: number of rows} of the convolutions of query, key and value among the
+    small_tensors() of a layer, which transformers has in one tensor in memory."""
+    return {key: shape[0] for key, shape in small.items() if key.endswith("_conv1d.weight")}
+
+
+def fused_rows(
+    rows: Mapping[str, int], whole: str, files: Mapping[str, HasShape],
 ) -> dict[str, Source]:
-    """Return {name of a convolution of query, key or value: its Source} if the files have all three
-    in the tensor `whole`, as transformers has in memory. `small`: small_tensors() of a layer."""
-    parts = {key: shape[0] for key, shape in small.items() if key.endswith("_conv1d.weight")}
-    stops = dict(zip(parts, itertools.accumulate(parts.values())))
-    return {key: Source(whole, sum(parts.values()), range(stop - parts[key], stop))
-            for key, stop in stops.items() if whole in files}
+    """Return {name: its Source} of the tensors in `rows`, {name: number of rows}, if the files have
+    them one after the other in the tensor `whole`. Raises ValueError if that has other rows."""
+    n_rows = sum(rows.values())
+    if not rows or whole not in files:
+        return {}
+    if (found := tuple(files[whole].shape))[0] != n_rows:
+        raise ValueError(f"{whole} has shape {list(found)}, but config.json asks for {n_rows} rows")
+    stops = dict(zip(rows, itertools.accumulate(rows.values())))
+    return {key: Source(whole, n_rows, range(stop - rows[key], stop))
+            for key, stop in stops.items()}
 
 
 def stacked_experts(
