@@ -44,7 +44,7 @@ RELEASED = {  # what transformers saves is as released; of the others an expert'
 
 
 # not in transformers 4
-NEW_IN_5 = "minimax_m2", "qwen3_5", "gemma4", "nemotron_h", "granitemoe_swa", "sarvam_mla"
+NEW_IN_5 = "minimax_m2", "qwen3_5", "gemma4", "nemotron_h", "granitemoe_swa", "sarvam_mla", "flint"
 MANY = "160 experts"  # more than a signed byte numbers
 MODELS = {**TINY, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=160,
                              num_experts_per_tok=8)}  # fmt: skip
@@ -75,7 +75,7 @@ def layouts(name):
 MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).moe]
 OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
-    "lfm2", "lfm3", "granite_swa", "qwen3_5", "granite4_h", "falcon_h1", "youtu",
+    "lfm2", "lfm3", "granite_swa", "exaone", "qwen3_5", "granite4_h", "falcon_h1", "youtu",
     "minicpm3")  # fmt: skip
 DENSE = [(name, how) for name in OWN_TENSORS if name in TINY for how in ("as saved", "DoRA")]
 DENSE += [("gemma4_e", "NF4 of transformers 5")]  # with a linear outside of the layers

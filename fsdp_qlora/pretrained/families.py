@@ -181,6 +181,15 @@ FAMILIES: dict[str, Family] = {
                        mlp_bias="config.use_bias", rotary_interleaved=True),
     "seed_oss": Family(out_bias="config.attention_out_bias",
                        residual_dropout="config.residual_dropout"),
+    "exaone": Family(
+        prefixes=("model.", "transformer."),
+        renames=(("transformer.embed_tokens.", "transformer.wte."),
+                 ("transformer.layers.", "transformer.h."),
+                 ("transformer.norm.", "transformer.ln_f."),
+                 (".self_attn.o_proj.", ".attn.attention.out_proj."),
+                 (".self_attn.", ".attn.attention."), (".input_layernorm.", ".ln_1."),
+                 (".post_attention_layernorm.", ".ln_2."), (".mlp.gate_proj.", ".mlp.c_fc_0."),
+                 (".mlp.up_proj.", ".mlp.c_fc_1."), (".mlp.down_proj.", ".mlp.c_proj."))),
     "exaone4": Family(**POST_NORMS, qk_norm="head", window="layer_types",
                       no_rotary="full_if_window"),
     "hunyuan_v1_dense": Family(**HUNYUAN),
@@ -235,6 +244,12 @@ FAMILIES: dict[str, Family] = {
                                moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
     "granitemoe_swa": Family(**GRANITE_SWA, **GRANITE_SHARED,
                              moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
+    "flint": Family(
+        norm="rms_fp32", qk_norm="head", window="layer_types", no_rotary="full", sinks=True,
+        renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoE(
+            shared_size="config.shared_expert_intermediate_size", fp32_router=True,
+            scores="sigmoid", normalized="config.norm_topk_prob", rounded_weights=False,
+            adapters="parameters")),
     "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoE(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
