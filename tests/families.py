@@ -529,6 +529,10 @@ TINY = {
     "deepseek_v2_lite": tiny(
         "deepseek_v2", None, **LATENT | dict(q_lora_rank=None), **DEEPSEEK, n_group=4,
         topk_group=2),
+    "axk1": tiny(
+        "axk1", None, **LATENT | YARN_MLA, moe_intermediate_size=32, n_routed_experts=8,
+        num_experts_per_tok=3, n_shared_experts=2, n_group=4, topk_group=2,
+        mlp_layer_types=["dense", "sparse", "sparse"]),
     "deepseek_v32": tiny(
         "deepseek_v32", None, **LATENT | YARN_MLA, **DEEPSEEK, **INDEXER, n_group=4, topk_group=2),
     "glm_moe_dsa": tiny(

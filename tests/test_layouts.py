@@ -25,7 +25,7 @@ from families import (
     write_int4,
     write_mxfp4,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_step import FLAGS, SMALL, load_reference, rows_of_step, write_uneven_rows
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -33,6 +33,7 @@ from fsdp_qlora.pretrained.config import describe_model
 
 BAR = 1e-5  # of relative differences of a first step in fp32
 FUSED = "fused"  # all experts' in one tensor [experts, out, in], as transformers 5 has in memory
+AXK1 = "as released"  # without corrections, and with a norm that the first layer does not read
 EXPERTS = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 BITS = {"NF4 of transformers 4": 4, "NF4 of transformers 5": 5}
 RELEASED = {  # what transformers saves is as released; of the others an expert's are apart
@@ -44,7 +45,7 @@ RELEASED = {  # what transformers saves is as released; of the others an expert'
 
 
 # not in transformers 4
-NEW_IN_5 = "minimax_m2", "qwen3_5", "gemma4", "nemotron_h", "granitemoe_swa", "sarvam_mla", "flint"
+NEW_IN_5 = "minimax_m2", "qwen3_5", "gemma4", "nemotron_h", "granitemoe_swa", "sarvam_mla", "flint", "axk1"
 MANY = "160 experts"  # more than a signed byte numbers
 MODELS = {**TINY, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=160,
                              num_experts_per_tok=8)}  # fmt: skip
@@ -68,6 +69,7 @@ def layouts(name):
         found.remove(FUSED)
     if name == "gpt_oss":
         found.append("MXFP4")
+    found += [AXK1] * (name == "axk1")
     found += ["INT4"] * (name == "deepseek_v3")
     return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2", "deepseek_v3", "deepseek_v32"))
 
@@ -78,7 +80,8 @@ OWN_TENSORS = (
     "lfm2", "lfm3", "granite_swa", "exaone", "qwen3_5", "granite4_h", "falcon_h1", "youtu",
     "minicpm3")  # fmt: skip
 DENSE = [(name, how) for name in OWN_TENSORS if name in TINY for how in ("as saved", "DoRA")]
-DENSE += [("gemma4_e", "NF4 of transformers 5")]  # with a linear outside of the layers
+# with a linear outside of the layers; with other names in files
+DENSE += [(name, "NF4 of transformers 5") for name in ("gemma4_e", "exaone")]
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
@@ -114,6 +117,11 @@ def write_layout(directory, name, layout, vocab_size):
         model.config.save_pretrained(directory)
         if layout == FUSED:
             tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+            save_file(tensors, directory / "model.safetensors")
+        elif layout == AXK1:
+            tensors = load_file(directory / "whole" / "model.safetensors")
+            tensors = {key: tensor for key, tensor in tensors.items() if "correction" not in key}
+            tensors["model.layers.0.post_mlp_layernorm.weight"] = torch.ones(config.hidden_size)
             save_file(tensors, directory / "model.safetensors")
         else:
             (directory / "model.safetensors").symlink_to("whole/model.safetensors")

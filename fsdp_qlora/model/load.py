@@ -171,6 +171,9 @@ def fill_layer(
         vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
     set_local(layer, "vectors", vectors[model.shard].clone())
     for name, shape in layer.spec.small_tensors.items():  # whole on every rank, not quantized
+        if names.of_layer(i, name) in names.zeros:
+            layer.small_tensors[name] = torch.zeros(shape, device=device)
+            continue
         tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
         layer.small_tensors[name] = tensor.to(device).view(shape)
 

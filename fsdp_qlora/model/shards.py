@@ -100,6 +100,8 @@ def weight_requests(
         shapes = {name: shape for name, (_, shape) in layer.spec.vectors.items()}
         for name, shape in (shapes | layer.spec.small_tensors).items():
             name = names.of_layer(i, name)
+            if name in names.zeros:
+                continue
             requests += whole_requests(name, shape, name in nf4_states, names.sources.get(name))
     for name in filter(None, (names.norm, names.norm_bias)):
         requests += whole_requests(name, table[1:])

@@ -59,6 +59,7 @@ class MoE:
     scores: str = "softmax"  # over all logits; or "sigmoid" of each logit
     rounded_scores: bool = False  # scores are rounded to the model's dtype before comparing them
     correction: str | None = None  # a tensor [experts], or [1, experts]
+    correction_or_zeros: bool = False  # files may lack it; it is then 0
     # a token goes only to experts of its top_groups groups, the ones with the largest sums of their
     # group_best highest scores
     n_groups: int | FromConfig = 1
@@ -350,6 +351,7 @@ class Family:
     attention_post_norm: str | None = None  # for attention's output
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None  # for the MLP's output
+    post_norm_of_experts: bool = False  # only layers with experts have mlp_post_norm
     post_norm_if: bool | FromConfig = True  # if a config can switch the two post norms off
     parallel: bool = False  # the MLP reads attention's normed input, and both outputs are added
     activation: str = "config.hidden_act"  # one of ACTIVATIONS
@@ -501,6 +503,8 @@ class Architecture(Family):
             norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
         elif kind.sublayers == "mlp":
             norms = norms | dict(attention_norm=None, attention_post_norm=None)
+        if self.post_norm_of_experts and not kind.routed:
+            norms = norms | dict(mlp_post_norm=None)
         heads = Heads(self.n_heads, self.n_kv_heads, self.head_dim, bool(self.keys_are_values))
         if kind.heads == heads and not norms:
             return self

@@ -269,6 +269,10 @@ FAMILIES: dict[str, Family] = {
     "glm4v_moe_text": Family(out_bias=False, partial_rotary=True, moe=MoE(**DEEPSEEK)),
     "glm4_moe_lite": Family(**MLA, moe=MoE(**DEEPSEEK)),
     "deepseek_v3": Family(**MLA, moe=MoE(**DEEPSEEK)),
+    "axk1": Family(
+        **MLA, mlp_post_norm="mlp.post_mlp_layernorm", post_norm_of_experts=True,
+        renames=(("mlp.post_mlp_layernorm", "post_mlp_layernorm"),),
+        moe=MoE(**DEEPSEEK, correction_or_zeros=True, adapters="parameters")),
     "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoE(**DEEPSEEK | dict(
         scores="softmax", correction=None, normalized=False, group_best=1,
         groups_if="config.topk_method"))),

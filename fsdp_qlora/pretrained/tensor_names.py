@@ -41,6 +41,7 @@ class TensorNames:
     sources: dict[str, Source]
     scaled: dict[str, str]  # {name of a linear in FP8 or INT4: name of its scales}
     small_tensors: set[str]  # the names in `shapes` of Architecture.small_tensors()
+    zeros: set[str]  # the names of those that these files lack, and that are then 0
     embedding: str
     norm: str
     norm_bias: str | None
@@ -118,7 +119,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
     names = TensorNames(
         shapes={embedding: table}, linears={}, sources={}, scaled={}, small_tensors=set(),
-        embedding=embedding, norm=norm, norm_bias=norm_bias, head=head, stem=stem,
+        zeros=set(), embedding=embedding, norm=norm, norm_bias=norm_bias, head=head, stem=stem,
         layer_prefix=layer_prefix, renames=renames, aliases={})
     if arch.per_layer:
         add_per_layer(names, arch)
@@ -159,10 +160,15 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         if arch.kv_sources[i] is not None:  # released files have keys and values all the same
             for key in "k_proj", "v_proj", "k_norm", "v_norm":
                 add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
+        if arch.post_norm_of_experts and not kind.routed:  # released files have it all the same
+            add_unread(names, in_files(names.of_layer(i, f"{arch.mlp_post_norm}.weight")), files)
+        if kind.routed and arch.moe and arch.moe.correction_or_zeros:
+            correction = names.of_layer(i, arch.moe.correction)
+            names.zeros.update({correction} - files.keys())
         for key in [*vectors, *small]:
-            if key not in fused:
+            if key not in fused and names.of_layer(i, key) not in names.zeros:
                 names.shapes[names.of_layer(i, key)] = (vectors | small)[key]
-        names.small_tensors.update(names.of_layer(i, key) for key in small)
+        names.small_tensors.update({names.of_layer(i, key) for key in small} - names.zeros)
     for name in filter(None, (norm, norm_bias)):
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
