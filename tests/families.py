@@ -445,6 +445,17 @@ TINY = {
         num_experts_per_tok=3,
         mlp_only_layers=[0],
     ),
+    "kolibri1": tiny(
+        "kolibri1",
+        head_dim=24,
+        sliding_window=7,
+        layer_types=MIXED,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    ),
     "mixtral": tiny("mixtral", num_local_experts=4),
     "minimax_m2": tiny(
         "minimax_m2",

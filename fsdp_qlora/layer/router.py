@@ -59,7 +59,8 @@ def route(
     if choice is None:
         ranked = scores
         if moe.correction:
-            ranked = scores + tensors[moe.correction].view(-1)
+            ranked = logits if moe.corrects_logits else scores
+            ranked = ranked + tensors[moe.correction].view(-1)
         chosen, bounds = best_experts(ranked, moe), None
     else:
         chosen, bounds = choice[0].long(), choice[1]

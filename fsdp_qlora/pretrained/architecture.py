@@ -59,6 +59,7 @@ class MoE:
     scores: str = "softmax"  # over all logits; or "sigmoid" of each logit
     rounded_scores: bool = False  # scores are rounded to the model's dtype before comparing them
     correction: str | None = None  # a tensor [experts], or [1, experts]
+    corrects_logits: bool = False  # the correction is added to the logits, not to the scores
     correction_or_zeros: bool = False  # files may lack it; it is then 0
     # a token goes only to experts of its top_groups groups, the ones with the largest sums of their
     # group_best highest scores

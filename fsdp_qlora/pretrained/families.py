@@ -284,6 +284,17 @@ FAMILIES: dict[str, Family] = {
     "dots1": Family(qk_norm="head", window="layer_types", moe=MoE(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
                          moe=MoE(**DEEPSEEK)),
+    "kolibri1": Family(
+        qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm="head", window="layer_types",
+        no_rotary="full_if_window", intermediate_size="config.moe_intermediate_size",
+        attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm",
+        renames=((".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
+                 (".post_self_attn_layernorm.", ".post_attn_norm."),
+                 (".post_mlp_layernorm.", ".post_ffn_norm.")), moe=MoE(
+            shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
+            fp32_router=True, scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
+            corrects_logits=True, normalized="config.norm_topk_prob", rounded_weights=False,
+            adapters="parameters")),
     "exaone_moe": Family(
         qk_norm="head", window="layer_types", no_rotary="full_if_window", moe=MoE(
             **DEEPSEEK | dict(n_experts="config.num_experts", n_shared="config.num_shared_experts"),

@@ -101,16 +101,12 @@ def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
 def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNames:
     """Return the TensorNames of a model whose files have the tensors `files`, with the files'
     spelling."""
-    def in_files(name: str) -> str:
-        """Return the name, or the one of Family.renames if the files have that."""
-        other = renamed(name, arch.renames)
-        return other if other in files else name
-
     stems = arch.checkpoint_prefixes
-    stem = next((s for s in stems if in_files(f"{s}{arch.embedding}.weight") in files), stems[0])
+    stem = next((s for s in stems if name_in_files(f"{s}{arch.embedding}.weight", arch, files)
+                 in files), stems[0])
     head = next((name for name in arch.head_names if name in files), arch.head_names[0])
-    embedding, norm = (in_files(f"{stem}{x}.weight") for x in (arch.embedding, arch.final_norm))
-    norm_bias = in_files(f"{stem}{arch.final_norm}.bias") if arch.norm_bias else None
+    embedding, norm, bias = (name_in_files(f"{stem}{name}", arch, files) for name in (
+        f"{arch.embedding}.weight", f"{arch.final_norm}.weight", f"{arch.final_norm}.bias"))
     layer_prefix = renamed(f"{stem}layers.", arch.renames)
     if not any(name.startswith(layer_prefix) for name in files):
         layer_prefix = f"{stem}layers."
@@ -119,61 +115,86 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
     names = TensorNames(
         shapes={embedding: table}, linears={}, sources={}, scaled={}, small_tensors=set(),
-        zeros=set(), embedding=embedding, norm=norm, norm_bias=norm_bias, head=head, stem=stem,
-        layer_prefix=layer_prefix, renames=renames, aliases={})
+        zeros=set(), embedding=embedding, norm=norm, norm_bias=bias if arch.norm_bias else None,
+        head=head, stem=stem, layer_prefix=layer_prefix, renames=renames, aliases={})
     if arch.per_layer:
         add_per_layer(names, arch)
-    for i, kind in enumerate(arch.layer_kinds):
-        vectors, small = arch.vectors(kind), arch.small_tensors(kind)
-        for key in (*(f"{linear.name}.weight" for linear in arch.linears(kind)), *vectors, *small):
-            name = names.of_layer(i, key)
-            if (other := in_files(name)) != name:
-                names.aliases[name] = other
-        fused = fused_rows(conv_rows(small), names.of_layer(i, "linear_attn.conv1d.weight"), files)
-        if arch.fused_qkv and arch.has_attention(kind):
-            in_proj, _ = arch.of_kind(kind).attention_linears()
-            for part in "weight", "bias":
-                fused |= fused_rows(
-                    {f"{linear.name}.{part}": linear.out_features for linear in in_proj},
-                    in_files(names.of_layer(i, f"{arch.fused_qkv}.{part}")), files)
-        for key, source in fused.items():
-            names.sources[names.of_layer(i, key)] = source
-            names.shapes[source.name] = tuple(files[source.name].shape)
-        stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
-        for linear in arch.linears(kind):
-            name = names.of_layer(i, f"{linear.name}.weight")
-            if name + INT4_PACKED in files:
-                add_int4(names, name, linear)
-                continue
-            names.linears[name] = linear
-            if not linear.mxfp4 and f"{linear.name}.weight" not in stacked | fused:
-                names.shapes[name] = linear.out_features, linear.in_features
-            if (scales := f"{name}_scale_inv") in files:
-                names.scaled[name] = scales
-                names.shapes[scales] = tuple(
-                    math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
-        for key, (source, shape) in stacked.items():
-            names.sources[names.of_layer(i, key)] = source
-            names.shapes[source.name] = shape
-        if arch.mla and arch.mla.index_topk:
-            add_unread(names, names.of_layer(i, arch.mla.indexer), files)
-        if arch.kv_sources[i] is not None:  # released files have keys and values all the same
-            for key in "k_proj", "v_proj", "k_norm", "v_norm":
-                add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
-        if arch.post_norm_of_experts and not kind.routed:  # released files have it all the same
-            add_unread(names, in_files(names.of_layer(i, f"{arch.mlp_post_norm}.weight")), files)
-        if kind.routed and arch.moe and arch.moe.correction_or_zeros:
-            correction = names.of_layer(i, arch.moe.correction)
-            names.zeros.update({correction} - files.keys())
-        for key in [*vectors, *small]:
-            if key not in fused and names.of_layer(i, key) not in names.zeros:
-                names.shapes[names.of_layer(i, key)] = (vectors | small)[key]
-        names.small_tensors.update({names.of_layer(i, key) for key in small} - names.zeros)
-    for name in filter(None, (norm, norm_bias)):
+    for i in range(arch.n_layers):
+        add_layer(names, arch, i, files)
+    for name in filter(None, (names.norm, names.norm_bias)):
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
         names.shapes[head] = table
     return names
+
+
+def name_in_files(name: str, arch: Architecture, files: Mapping[str, HasShape]) -> str:
+    """Return the name, or the one that Family.renames makes of it, if the files have that."""
+    other = renamed(name, arch.renames)
+    return other if other in files else name
+
+
+def add_layer(
+    names: TensorNames, arch: Architecture, i: int, files: Mapping[str, HasShape]
+) -> None:
+    """Add the tensors of layer i."""
+    kind = arch.layer_kinds[i]
+    vectors, small, linears = arch.vectors(kind), arch.small_tensors(kind), arch.linears(kind)
+    if arch.renames:
+        for key in (*(f"{linear.name}.weight" for linear in linears), *vectors, *small):
+            name = names.of_layer(i, key)
+            if (other := name_in_files(name, arch, files)) != name:
+                names.aliases[name] = other
+    parts = add_fused(names, arch, i, files)
+    for linear in linears:
+        name = names.of_layer(i, f"{linear.name}.weight")
+        if name + INT4_PACKED in files:
+            add_int4(names, name, linear)
+            continue
+        names.linears[name] = linear
+        if not linear.mxfp4 and f"{linear.name}.weight" not in parts:
+            names.shapes[name] = linear.out_features, linear.in_features
+        if (scales := f"{name}_scale_inv") in files:
+            names.scaled[name] = scales
+            names.shapes[scales] = tuple(
+                math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
+    if arch.mla and arch.mla.index_topk:
+        add_unread(names, names.of_layer(i, arch.mla.indexer), files)
+    if arch.kv_sources[i] is not None:  # released files have keys and values all the same
+        for key in "k_proj", "v_proj", "k_norm", "v_norm":
+            add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
+    if arch.post_norm_of_experts and not kind.routed:  # released files have it all the same
+        norm = names.of_layer(i, f"{arch.mlp_post_norm}.weight")
+        add_unread(names, name_in_files(norm, arch, files), files)
+    if kind.routed and (moe := arch.moe) and moe.correction and moe.correction_or_zeros:
+        names.zeros.update({names.of_layer(i, moe.correction)} - files.keys())
+    for key in [*vectors, *small]:
+        if key not in parts and names.of_layer(i, key) not in names.zeros:
+            names.shapes[names.of_layer(i, key)] = (vectors | small)[key]
+    names.small_tensors.update({names.of_layer(i, key) for key in small} - names.zeros)
+
+
+def add_fused(
+    names: TensorNames, arch: Architecture, i: int, files: Mapping[str, HasShape]
+) -> set[str]:
+    """Add the larger tensors in which the files have some tensors of layer i. Returns the names, in
+    the layer, of these tensors."""
+    kind = arch.layer_kinds[i]
+    stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
+    conv_rows = {key: shape[0] for key, shape in arch.small_tensors(kind).items()
+                 if key.endswith("_conv1d.weight")}  # transformers has them in one tensor in memory
+    fused = fused_rows(conv_rows, names.of_layer(i, "linear_attn.conv1d.weight"), files)
+    if arch.fused_qkv and arch.has_attention(kind):
+        in_proj, _ = arch.of_kind(kind).attention_linears()
+        for part in "weight", "bias":
+            whole = names.of_layer(i, f"{arch.fused_qkv}.{part}")
+            rows = {f"{linear.name}.{part}": linear.out_features for linear in in_proj}
+            fused |= fused_rows(rows, name_in_files(whole, arch, files), files)
+    shapes = {key: (source, tuple(files[source.name].shape)) for key, source in fused.items()}
+    for key, (source, shape) in (stacked | shapes).items():
+        names.sources[names.of_layer(i, key)] = source
+        names.shapes[source.name] = shape
+    return {*stacked, *fused}
 
 
 def add_int4(names: TensorNames, name: str, linear: Linear) -> None:
@@ -204,12 +225,6 @@ def add_unread(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -
         names.shapes[name] = tuple(files[name].shape)
         if (scales := f"{name}_scale_inv") in files:
             names.scaled[name] = scales
-
-
-def conv_rows(small: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return {name: number of rows} of the convolutions of query, key and value among the
-    small_tensors() of a layer, which transformers has in one tensor in memory."""
-    return {key: shape[0] for key, shape in small.items() if key.endswith("_conv1d.weight")}
 
 
 def fused_rows(
