@@ -245,7 +245,7 @@ def test_token_that_no_expert_wants_gets_nothing():
     """Sigmoids of large negative logits are 0, and so is their sum."""
     moe = describe_model(TINY["glm4_moe"](320)).moe
     scores, chosen = torch.zeros(2, 8), torch.tensor([[0, 1, 2], [5, 6, 7]])
-    weights = router.chosen_weights(scores, chosen, moe)[0]
+    weights = router.chosen_weights(scores, chosen, moe, torch.float32)[0]
     assert torch.equal(weights, torch.zeros(2, 3))
 
 

@@ -46,7 +46,7 @@ RELEASED = {  # what transformers saves is as released; of the others an expert'
 
 NEW_IN_5 = (  # not in transformers 4
     "minimax_m2", "qwen3_5", "gemma4", "nemotron_h", "granitemoe_swa", "sarvam_mla", "flint",
-    "axk1", "kolibri1")  # fmt: skip
+    "axk1", "kolibri1", "cohere2_moe")  # fmt: skip
 MANY = "160 experts"  # more than a signed byte numbers
 MODELS = {**TINY, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=160,
                              num_experts_per_tok=8)}  # fmt: skip

@@ -470,7 +470,7 @@ def test_gradient_through_a_router_is_rounded_for_its_product(name):
     logits = routing.scores.double()  # such that these are their scores
     logits = (logits.logit() if moe.scores == "sigmoid" else logits.log()).requires_grad_()
     scores = logits.sigmoid() if moe.scores == "sigmoid" else logits.softmax(-1)
-    weights = router.chosen_weights(scores, routing.chosen, moe)[0]
+    weights = router.chosen_weights(scores, routing.chosen, moe, torch.double)[0]
     weights = weights * router.weight_factor(call, routing.chosen)
     (exact,) = torch.autograd.grad(weights, logits, grad.double())
     exact = exact if moe.fp32_router else exact.bfloat16().double()

@@ -48,6 +48,8 @@ class MoE:
     latent_size: int | FromConfig | None = None
     latent_linears: tuple[str, str] = ("", "")
     shared_size: int | FromConfig = 0  # inner width of the expert that gets all tokens; 0: none
+    # "average": the sum of the shared expert's output and the others' is divided by 2
+    combination: str | FromConfig = "sum"
     n_shared: int | FromConfig = 1  # shared experts, computed as one that is n_shared times as wide
     first_dense: int | FromConfig = 0  # number of first layers that have an MLP without experts
     experts: str = "mlp.experts"  # prefix of the experts' names in a layer
@@ -57,9 +59,9 @@ class MoE:
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
     scores: str = "softmax"  # over all logits; or "sigmoid" of each logit
-    rounded_scores: bool = False  # scores are rounded to the model's dtype before comparing them
+    rounded_scores: bool = False  # scores, and their sum, are rounded to the model's dtype
     correction: str | None = None  # a tensor [experts], or [1, experts]
-    corrects_logits: bool = False  # the correction is added to the logits, not to the scores
+    ranks_logits: bool = False  # experts are ranked by logits (plus correction), not by scores
     correction_or_zeros: bool = False  # files may lack it; it is then 0
     # a token goes only to experts of its top_groups groups, the ones with the largest sums of their
     # group_best highest scores
@@ -69,6 +71,7 @@ class MoE:
     groups_if: bool | FromConfig = True  # if a config can switch groups off; True or
     #                                      "group_limited_greedy": on
     normalized: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
+    softmax_of_chosen: bool = False  # softmax is over the top_k logits: always normalized
     sum_eps: float = 0.0
     scale: float | FromConfig = 1.0  # multiplies the weights
     expert_scale: str | None = None  # a tensor [experts], which also multiplies the weights
@@ -394,6 +397,8 @@ class Family:
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
     ntk_alpha: bool = False  # alpha of rope_parameters is used, whatever the length
     rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
+    # 1: layers without experts are rotated, whatever no_rotary says
+    dense_rotary: int | FromConfig = None
     layer_thetas: bool = False  # layer_rope_theta of the config has the rope_theta of each layer
     # layers without rotary: "no_rope_layers" or "layer_rope_theta": those with 0 in this list of
     # the config; "full": those without a window; "full_if_window": the same, but none if the model

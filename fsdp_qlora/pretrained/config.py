@@ -246,6 +246,8 @@ def yarn_factor(rope: dict[str, Any]) -> float:
 def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
     """Return the width of gate and up, each; None if the config lacks it."""
     inner = family.intermediate_size
+    if inner is None:  # Cohere's layers without experts may have no width of their own
+        inner = getattr(c, "intermediate_size", None)
     if not family.two_thirds_wide or inner is None:
         return inner
     wanted = int((c.block_ffn_dim_multiplier or 1) * int(2 * inner / 3))
@@ -290,6 +292,11 @@ def describe_experts(
     routed = routed_layers(c, family)
     if not any(routed):
         return none
+    if moe.softmax_of_chosen and moe.scores == "softmax":
+        moe = dataclasses.replace(moe, normalized=True, rounded_scores=False)
+    if moe.scores not in ("softmax", "sigmoid") or moe.combination not in ("sum", "average"):
+        raise ValueError(f"experts with {moe.scores} scores and the {moe.combination} with shared"
+                         " experts are not supported")
 
     def mlp(stem: str, inner: int, bias: bool, outer: int) -> tuple[list[Linear], list[Linear]]:
         """Return the linears of an MLP that read its input, and those that compute its output."""
@@ -377,6 +384,8 @@ def describe_positions(
         rotated = [bool(marked) for marked in getattr(c, family.no_rotary)]
     if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
         rotated = slides
+    if family.moe and family.dense_rotary == 1:
+        rotated = [x or not routed for x, routed in zip(rotated, routed_layers(c, family))]
     ropes: list[dict[str, Any]] = []
     layer_rope: list[int | None] = []
     thetas = c.layer_rope_theta if family.layer_thetas else [None] * n_layers
@@ -510,11 +519,13 @@ def shrinking_changes(
     kinds = list(zip(*filter(None, by_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
-    # one layer of the first kind, and one that differs most from it; or, if layers have one
-    # sublayer, one of each kind; or, if layers share keys and values, all the source layers, and
-    # the last layer that reads each of them
+    # one layer of the first kind, one that differs most from it, and one of each layer type that
+    # neither has; or, if layers have one sublayer, one of each kind; or, if layers share keys and
+    # values, all the source layers, and the last layer that reads each of them
     one_of_each = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    layers = one_of_each if record.one_sublayer else [0, other]
+    types = by_layer["layer_types"] or []
+    further = [types.index(x) for x in dict.fromkeys(types) if x not in (types[0], types[other])]
+    layers = one_of_each if record.one_sublayer else [0, other, *further]
     kv_sources = {i: source for i, source in enumerate(arch.kv_sources) if source is not None}
     if kv_sources:
         last = {source: i for i, source in kv_sources.items()}

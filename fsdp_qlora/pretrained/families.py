@@ -238,6 +238,16 @@ FAMILIES: dict[str, Family] = {
         expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
     "flex_olmo": Family(**OLMO2, moe=MoE(
         expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
+    "cohere2_moe": Family(
+        **COHERE, no_rotary="full", window="layer_types",
+        dense_rotary="config.prefix_dense_sliding_window_pattern",
+        intermediate_size="config.prefix_dense_intermediate_size",
+        unused=("rope_theta", "rope_scaling"), moe=MoE(  # both are in rope_parameters, too
+            expert_size="config.intermediate_size", shared_size="config.intermediate_size",
+            n_shared="config.num_shared_experts", shared="mlp.shared_experts",
+            combination="config.shared_expert_combination_strategy",
+            scores="config.expert_selection_fn", ranks_logits=True, rounded_scores=True,
+            softmax_of_chosen=True, normalized="config.norm_topk_prob")),
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
                          moe=MoE(**GRANITE_EXPERTS)),
     "granitemoeshared": Family(**GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
@@ -293,7 +303,7 @@ FAMILIES: dict[str, Family] = {
                  (".post_mlp_layernorm.", ".post_ffn_norm.")), moe=MoE(
             shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
             fp32_router=True, scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
-            corrects_logits=True, normalized="config.norm_topk_prob", rounded_weights=False,
+            ranks_logits=True, normalized="config.norm_topk_prob", rounded_weights=False,
             adapters="parameters")),
     "exaone_moe": Family(
         qk_norm="head", window="layer_types", no_rotary="full_if_window", moe=MoE(
