@@ -353,6 +353,8 @@ TINY = {
     "cohere": tiny("cohere", None, logit_scale=0.25),
     "cohere_qk_norm": tiny("cohere", None, use_qk_norm=True, attention_bias=True),
     "cohere2": tiny("cohere2", None, sliding_window=7, layer_types=MIXED, logit_scale=0.25),
+    "olmo": tiny("olmo", None, clip_qkv=1.0),
+    "olmo_no_clip": tiny("olmo", None, tie_word_embeddings=True, attention_bias=True),
     "olmo2": tiny("olmo2", None),
     "olmo3": tiny("olmo3", None, sliding_window=7, layer_types=MIXED),
     "olmo3_yarn": tiny(
@@ -365,6 +367,9 @@ TINY = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "nanochat": tiny("nanochat", None, final_logit_softcapping=3.0),
+    "nanochat_bias": tiny(
+        "nanochat", None, attention_bias=True, final_logit_softcapping=None, rope_parameters=YARN),
     "smollm3": tiny("smollm3", None, no_rope_layers=[1, 0, 1]),
     "smollm3_window": tiny(
         "smollm3", None, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=7

@@ -345,6 +345,7 @@ class Family:
     post_norm_eps: float | FromConfig | None = None  # for the two post norms; None: norm_eps
     final_norm_kind: str | None = None  # None: same as `norm`
     embedding_norm: bool = False  # embeddings are divided by their root mean square
+    norm_weight: bool = True  # False: the final norm and the four norms below have no weight
     norm_bias: bool = False  # the final norm and the four norms below have a bias
     final_norm: str = "norm"  # its name in the model
     embedding: str = "embed_tokens"
@@ -389,9 +390,12 @@ class Family:
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
     k_norm: str | None = "self_attn.k_norm"
     qk_norm_after_rotary: bool = False
+    # outputs of q_proj, k_proj and v_proj are clamped to [-this, this]; None: they are not
+    qkv_limit: float | FromConfig | None = None
     value_norm: bool = False  # by head, without weight
     # rotates pairs (0, 1), (2, 3), .. instead of halves
     rotary_interleaved: bool | FromConfig = False
+    rotary_backwards: bool = False  # rotates by the negative angle
     # partial_rotary_factor of rope_parameters is used; with rope_type "proportional" in any case
     partial_rotary: bool = False
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
@@ -619,7 +623,7 @@ class Architecture(Family):
         mixers."""
         arch = self.of_kind(kind)
         norms = arch.attention_norm, arch.attention_post_norm, arch.mlp_norm, arch.mlp_post_norm
-        parts = ("weight", "bias") if self.norm_bias else ("weight",)
+        parts = ("weight",) * self.norm_weight + ("bias",) * self.norm_bias
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
         if self.per_layer:

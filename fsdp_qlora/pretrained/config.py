@@ -542,6 +542,8 @@ def shrinking_changes(
         ("if declared", {"initializer_range": 0.2, "attention_multiplier": 0.2, eps: 0.05}),
         ("if used", {inner: hidden if getattr(c, inner, None) == arch.hidden_size else 192}),
         ("if declared", {"post_norm_eps": 0.1}),
+        # of a standard deviation of 1.6 or 2.3, so that some values are clamped, see SMALL_LIMITS
+        ("if used", {"clip_qkv": 5.0}),
         # these change no output
         ("if declared", {"use_cache": False, "return_dict": True, "output_attentions": False,
                          "output_hidden_states": False}),

@@ -171,8 +171,13 @@ FAMILIES: dict[str, Family] = {
                           post_norm_if="config.use_post_norm"),
     "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
     "cohere2": Family(**COHERE, no_rotary="full", window="layer_types"),
+    "olmo": Family(norm="layer", norm_weight=False, norm_eps=1e-5, qkv_limit="config.clip_qkv"),
     "olmo2": Family(**OLMO2),
     "olmo3": Family(**OLMO2, ropes_by_layer_type=True, window="layer_types"),
+    "nanochat": Family(
+        norm_weight=False, embedding_norm=True, gated=False, mlp_in=("mlp.fc1",),
+        mlp_out="mlp.fc2", qk_norm="without weight", qk_norm_after_rotary=True,
+        rotary_backwards=True, logits_softcap="config.final_logit_softcapping"),
     "smollm3": Family(no_rotary="no_rope_layers", window="layer_types"),
     "glm": Family(**GLM),
     "glm4": Family(**GLM4),

@@ -43,7 +43,7 @@ class TensorNames:
     small_tensors: set[str]  # the names in `shapes` of Architecture.small_tensors()
     zeros: set[str]  # the names of those that these files lack, and that are then 0
     embedding: str
-    norm: str
+    norm: str | None  # None: it has no weight
     norm_bias: str | None
     head: str
     stem: str  # prefix of the text model's names
@@ -115,8 +115,9 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
     names = TensorNames(
         shapes={embedding: table}, linears={}, sources={}, scaled={}, small_tensors=set(),
-        zeros=set(), embedding=embedding, norm=norm, norm_bias=bias if arch.norm_bias else None,
-        head=head, stem=stem, layer_prefix=layer_prefix, renames=renames, aliases={})
+        zeros=set(), embedding=embedding, norm=norm if arch.norm_weight else None,
+        norm_bias=bias if arch.norm_bias else None, head=head, stem=stem,
+        layer_prefix=layer_prefix, renames=renames, aliases={})
     if arch.per_layer:
         add_per_layer(names, arch)
     for i in range(arch.n_layers):
