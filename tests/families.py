@@ -290,6 +290,8 @@ TINY = {
         "qwen3", use_sliding_window=True, sliding_window=7, max_window_layers=1
     ),
     "apertus": tiny("apertus", None, rope_parameters=LLAMA3),
+    "phi": tiny("phi", None),
+    "phi_tied": tiny("phi", head_dim=24, tie_word_embeddings=True),
     "phi3": tiny("phi3", None, num_key_value_heads=4),
     "phi3_window": tiny("phi3", None, sliding_window=7, num_key_value_heads=4),
     "phi3_longrope": tiny(

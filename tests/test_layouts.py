@@ -78,7 +78,7 @@ def layouts(name):
 MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).moe]
 OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
-    "lfm2", "lfm3", "granite_swa", "exaone", "olmo", "nanochat", "qwen3_5", "granite4_h",
+    "lfm2", "lfm3", "granite_swa", "exaone", "olmo", "nanochat", "phi", "qwen3_5", "granite4_h",
     "falcon_h1", "youtu", "minicpm3")  # fmt: skip
 DENSE = [(name, how) for name in OWN_TENSORS if name in TINY for how in ("as saved", "DoRA")]
 # with a linear outside of the layers; with other names in files

@@ -140,6 +140,7 @@ def fill_model(
     model.norm, model.norm_bias = (name and read(name).to(device, dtype)
                                    for name in (names.norm, names.norm_bias))
     model.head = model.embedding if arch.tied else table(names.head, hidden)
+    model.head_bias = names.head_bias and read(names.head_bias).to(device, dtype)
 
 
 def zero_shard(model: Model, i: int, device: torch.device) -> FourBitBlocks:

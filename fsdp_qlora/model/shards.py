@@ -105,7 +105,11 @@ def weight_requests(
             requests += whole_requests(name, shape, name in nf4_states, names.sources.get(name))
     for name in filter(None, (names.norm, names.norm_bias)):
         requests += whole_requests(name, table[1:])
-    return requests if arch.tied else [*requests, Request(names.head, table, model.own_rows)]
+    if not arch.tied:
+        requests.append(Request(names.head, table, model.own_rows))
+    if names.head_bias:
+        requests.append(Request(names.head_bias, table[:1], model.own_rows))
+    return requests
 
 
 def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool) -> list[Request]:

@@ -431,6 +431,7 @@ class Family:
     residual_multiplier: float | FromConfig = 1.0  # factor of a sublayer's branch
     layer_scalar: str | None = None  # a tensor [1] in each layer, factor of the layer's output
     residual_scale: float | FromConfig | None = None  # residual_multiplier = this / layers ** 0.5
+    head_bias: bool = False  # the lm_head has a bias
     logits_multiplier: float | FromConfig = 1.0
     logits_divisor: float | FromConfig = 1.0
     logits_width: int | FromConfig | None = None  # logits_divisor = hidden_size / this

@@ -124,6 +124,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_text": Family(qk_norm="head"),
     "apertus": Family(**UNGATED, qk_norm="head", attention_norm="attention_layernorm",
                       mlp_norm="feedforward_layernorm"),
+    "phi": Family(
+        **LAYER_NORM, gated=False, mlp_in=("mlp.fc1",), mlp_out="mlp.fc2",
+        mlp_norm="input_layernorm", parallel=True, qkv_bias=True, out_bias=True, mlp_bias=True,
+        attention_out="self_attn.dense", partial_rotary=True, final_norm="final_layernorm",
+        head_bias=True, embedding_dropout="config.embd_pdrop",
+        residual_dropout="config.resid_pdrop"),
     "phi3": Family(**ONE_GATE_UP, one_qkv=True, partial_rotary=True, window="all"),
     "gemma": Family(**GEMMA),
     "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",

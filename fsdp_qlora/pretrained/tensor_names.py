@@ -46,6 +46,7 @@ class TensorNames:
     norm: str | None  # None: it has no weight
     norm_bias: str | None
     head: str
+    head_bias: str | None  # None: it has no bias
     stem: str  # prefix of the text model's names
     layer_prefix: str  # prefix of the layers' names, before a layer's number
     # pairs: a part of a name here, and the part that these files have instead
@@ -116,7 +117,8 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     names = TensorNames(
         shapes={embedding: table}, linears={}, sources={}, scaled={}, small_tensors=set(),
         zeros=set(), embedding=embedding, norm=norm if arch.norm_weight else None,
-        norm_bias=bias if arch.norm_bias else None, head=head, stem=stem,
+        norm_bias=bias if arch.norm_bias else None, head=head,
+        head_bias=head.removesuffix("weight") + "bias" if arch.head_bias else None, stem=stem,
         layer_prefix=layer_prefix, renames=renames, aliases={})
     if arch.per_layer:
         add_per_layer(names, arch)
@@ -126,6 +128,8 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
         names.shapes[head] = table
+    if names.head_bias:
+        names.shapes[names.head_bias] = table[:1]
     return names
 
 

@@ -80,14 +80,16 @@ def no_adapter(adapter: Adapter) -> Iterator[None]:
 
 
 def trained_logits(
-    file: Path, head: torch.Tensor, arch: Architecture
+    file: Path, head: torch.Tensor, bias: torch.Tensor | None, arch: Architecture
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
-    vocabulary] on the CPU, from the lm_head's inputs that training has recorded in `file`."""
+    vocabulary] on the CPU, from the lm_head's inputs that training has recorded in `file`.
+    `bias`: the lm_head's, or None."""
     inputs = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
               for name, stored in tensors_of(file).items()}
     plain, trained = (
-        scaled_logits((inputs[name] @ head.t()).cpu(), arch.logits_multiplier, arch.logits_softcap)
+        scaled_logits(torch.nn.functional.linear(inputs[name], head, bias).cpu(),
+                      arch.logits_multiplier, arch.logits_softcap)
         for name in ("without_adapter", "with_adapter"))
     return plain, trained
 
