@@ -382,6 +382,8 @@ def describe_positions(
     rotated = [family.rotary_if in (True, "rope")] * n_layers
     if family.no_rotary in ("no_rope_layers", "layer_rope_theta"):
         rotated = [bool(marked) for marked in getattr(c, family.no_rotary)]
+    if len(rotated) != n_layers:
+        raise ValueError(f"{family.no_rotary} has {len(rotated)} entries for {n_layers} layers")
     if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
         rotated = slides
     if family.moe and family.dense_rotary == 1:
