@@ -124,6 +124,10 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         add_per_layer(names, arch)
     for i in range(arch.n_layers):
         add_layer(names, arch, i, files)
+    n_routed = sum(arch.layer_routed)
+    if 0 < len(names.zeros) < n_routed:
+        raise ValueError(f"the checkpoint lacks {min(names.zeros)}, but {n_routed} layers have"
+                         f" experts and {n_routed - len(names.zeros)} have such a tensor")
     for name in filter(None, (names.norm, names.norm_bias)):
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
