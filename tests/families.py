@@ -818,6 +818,9 @@ OUTER = {
         ("llava_onevision", "qwen2", "siglip_vision_model"),
         ("idefics3", "llama", "idefics3_vision"), ("smolvlm", "llama", "smolvlm_vision"),
         ("lfm2_vl", "lfm2", "siglip2_vision_model"))}  # fmt: skip
+OUTER["lfm3_vl"] = multimodal(
+    "lfm3_vl", TINY["lfm3"], "lfm3_vl_vision", True, dict(
+        num_key_value_heads=1, layer_types=["full_attention"]).items())
 OUTER["glm46v"] = multimodal(
     "glm46v", tiny("glm4v_text", None, rope_parameters=MROPE_HALF), "glm4v_vision", False)
 OUTER["gemma4_moe_vl"] = multimodal("gemma4", TINY["gemma4_moe"], "gemma4_vision", True)

@@ -438,7 +438,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "glm4v": ("glm4v_text",), "glm46v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",),
     "llava_next": ("llama", "mistral", "qwen2"), "llava_onevision": ("qwen2",),
     "idefics3": ("llama",), "smolvlm": ("llama",), "lfm2_vl": ("lfm2",),
-    "muse_glimmer": ("muse_glimmer_text",), "step3p7": ("step3p5",)}
+    "lfm3_vl": ("lfm3",), "muse_glimmer": ("muse_glimmer_text",), "step3p7": ("step3p5",)}
 # {outer model type: MoE.adapters inside it}, if it differs from that of the text model alone
 ADAPTERS_INSIDE = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 TEXT_MODULES = {"idefics3": "text_model", "smolvlm": "text_model"}  # else "language_model"
