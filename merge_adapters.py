@@ -52,14 +52,16 @@ from fsdp_qlora.data.template import how_to_ask
 from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.files import read_json, sync_file
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, LinearAdapter, open_linear_adapters
-from fsdp_qlora.lora.peft_names import as_saved, expert_parts, file_parts, lora_settings
+from fsdp_qlora.lora.peft_names import (
+    FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
+    token_row_settings)
 from fsdp_qlora.pretrained.config import describe_model, text_config
 from fsdp_qlora.pretrained.formats import (
     INT4_PACKED, MX_PARTS, NF4_PARTS, dequantize_stored, nf4_round_trip, scaled_weight,
     swap_nibbles)
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
 from fsdp_qlora.pretrained.merged_model import (
-    AUTO_CLASSES, MergeBase, copy_all_but_weights, merged_tensors, write_weights)
+    AUTO_CLASSES, MergeBase, copy_all_but_weights, merged_tensors, replace_rows, write_weights)
 from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
@@ -133,12 +135,13 @@ def merge(args: argparse.Namespace) -> None:
     else:
         run = read_run(adapter_dir)
         base = read_base(args.base_model or run.base_model, run.quantization)
+        add_rows(base, run.token_ids)
         check_base(base, run, args.allow_other_base)
         if args.allow_other_base:
             base.sums = {}  # else read_stored() would refuse what training has not read
         adapter = read_adapter(adapter_dir, run, base)
     device = choose_device(args.device, run)
-    log_base(base, len(adapter))
+    log_base(base, len(adapter.keys() & base.names.linears.keys()))
     with new_directory(output) as new:
         write_merged(new.path, output, base, adapter, run, device)
         new.is_whole = True
@@ -197,6 +200,15 @@ def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
                      quantization["tensor_sums"])
 
 
+def add_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
+    """Give the merged model's embedding and lm_head rows for the tokens whose rows were trained."""
+    if token_ids:
+        base.token_ids, base.arch = token_ids, base.arch.with_token(max(token_ids))
+        for name in {base.names.embedding, base.names.head} & base.tensors.keys():
+            (_, hidden), dtype = base.tensors[name]
+            base.tensors[name] = (base.arch.vocab_size, hidden), dtype
+
+
 def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
     """Raise ValueError unless the base is the one that the run was trained on."""
     if allow_other:
@@ -216,12 +228,19 @@ def read_adapter(adapter_dir: Path, run: TrainedRun, base: MergeBase) -> dict[st
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
     arch = as_saved(base.arch, read_json(path), tensors_of(file))
     names, adapted = base.names, set(arch.adapted(run.config["target_modules"]))
-    lora = lora_settings(arch, rank, alpha, kind, adapted)
+    lora = lora_settings(arch, rank, alpha, kind, adapted,
+                         trainable_token_indices=token_row_settings(arch, base.token_ids))
     parts, parts_of_experts = {}, expert_parts(arch, rank)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
             parts[name] = file_parts(arch, int(layer), linear, rank, kind, parts_of_experts)
+    if base.token_ids:
+        shape = len(base.token_ids), arch.hidden_size
+        tables = dict(zip((names.embedding, names.head), token_row_names(arch)))
+        if arch.tied and names.head in base.tensors:  # a copy of the embedding
+            tables[names.head] = tables[names.embedding]
+        parts |= {table: [FilePart(name, shape)] for table, name in tables.items()}
     return open_linear_adapters(adapter_dir, lora, parts, "train_config.json")
 
 
@@ -275,7 +294,10 @@ def merged_tensor(name: str, base: MergeBase, adapter: dict[str, LinearAdapter],
         weight, is_transposed = read_stored(base, name, part, index, device)
         if part in base.names.linears or part in base.nf4_states:
             weight = nf4_weight(weight, part, base, base.paths[name])
-        if part in adapter:
+        if part in (base.names.embedding, base.names.head) and part in adapter:
+            (rows,) = adapter[part].tensors(device)
+            weight = replace_rows(weight, len(merged), base.token_ids, rows)
+        elif part in adapter:
             scaling, tensors = adapter[part].scaling, adapter[part].tensors(device)
             weight = add_adapter(weight, rounding, scaling, *tensors)
         merged[index] = weight.t() if is_transposed else weight
@@ -378,7 +400,8 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
     with explain(f"the check did not run (see --no-check); {merged_dir} is whole: rename it"), \
             no_kernels:
-        plain, trained = trained_logits(merge_check_file, *read_head(base, device), base.arch)
+        plain, trained = trained_logits(
+            merge_check_file, *read_head(base, device), base.arch, base.token_ids)
         merged = logits_of(base.auto_class.from_pretrained(merged_dir, **settings), rows)
         effect, error = (trained - plain).norm(), merged - trained
     agree = (merged.argmax(-1) == trained.argmax(-1)).float().mean()

@@ -8,7 +8,7 @@ a PagedAdamW8bit loop. The whole job, in one file to copy.
 
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. With --offload --micro_batch_size 2, a 70B trains on one
-or two 24 GB GPUs: 15 GiB per GPU for rows of 2,048 tokens, and about 64 GB of CPU RAM in all.
+or two 24 GB GPUs: 15 GiB per GPU for rows of 2,048 tokens, and about 64 GB of host memory in all.
 Without torchrun the file runs as one process, and without a GPU on the CPU.
 
 The model is transformers', its 4-bit linears are bitsandbytes', the adapter is PEFT's, and FSDP2
@@ -105,7 +105,7 @@ def parse_args() -> argparse.Namespace:
         help="the adapter is scaled by lora_alpha / lora_rank")
     parser.add_argument(
         "--offload", action="store_true",
-        help="keep the model in CPU RAM, and on the GPU only the layers that compute")
+        help="keep the model in host memory, and on the GPU only the layers that compute")
     return parser.parse_args()
 
 
@@ -319,7 +319,7 @@ def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
 
     Each decoder layer is a unit: a rank stores its shard of the layer, and all ranks gather the
     whole layer for its forward and again for its backward. The rest of the model is one more unit,
-    gathered for the whole forward and backward. With `offload` the shards wait in pinned CPU RAM.
+    gathered for the whole forward and backward. With `offload` the shards wait in host memory.
     bitsandbytes' scales are not parameters: each GPU stores all of them, 1 GiB for a 70B.
     """
     offload_policy = OffloadPolicy()

@@ -85,6 +85,7 @@ from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.graphs import Graphs
+from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.model.load import load_model
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.preference_loss import preference_loss
@@ -178,6 +179,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         status.enter("model")
         config, base = open_model(config, name)
         arch, tokenizer = base.arch, base.tokenizer
+        token_ids = [token.id for token in base.trainable_tokens]
         status.enter("data")
         saved_config = on_rank_0(read_json, directory / "train_config.json", {})
         template_date = saved_config.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
@@ -191,16 +193,17 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         on_rank_0(check_tokenizer, base.directory, tokenizer, rows)
         with raise_on_all_ranks():
             lora_config, adapted = resolve_adapter(
-                arch, config, config.model or str(base.directory))
+                arch, config, config.model or str(base.directory), token_ids)
             specs = make_layer_specs(arch, adapted, config)
             if config.init_adapter and is_new:
-                read_adapter(config, arch, specs)
+                read_adapter(config, arch, specs, token_ids)
             base_dir, base_sha256 = find_weights(config, base.directory, name, is_dry)
         digests = checkpoints.agree_on_digests(config, rows, eval_rows, base_sha256)
         if config.init_adapter and is_new:
             on_rank_0(check_origin, config, base_sha256, tokenizer)
         start_step = find_start_step(config, directory, digests, saved_config, status, is_dry)
-        on_rank_0(checkpoints.check_room, config, directory, specs)
+        on_rank_0(checkpoints.check_room, config, directory, specs,
+                  arch.n_tables * len(token_ids) * arch.hidden_size)
 
         # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")
@@ -225,10 +228,11 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         model = Model(arch, specs, plan, kernels, device, mesh.get_group("shard"), context)
         shard_model(model, mesh, plan)
         loaded = load_model(model, base_dir, base.config, config)
-        check_untrained_tokens(model, rows, tokenizer)
+        untrained = check_untrained_tokens(model, rows, tokenizer, token_ids)
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
-        adapter = Adapter(model, device)
+        first_rows = initial_rows(model, base.trainable_tokens, untrained)
+        adapter = Adapter(model, device, token_ids, first_rows)
         if config.adapter == "dora":
             measure_weight_norms(model)
         run = Run(
@@ -240,7 +244,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         start_adapter(run, start_step)
         status.enter("saving")
         on_rank_0(describe_run, run, user_config, base_dir, loaded, template_date, VERSIONS)
-        on_rank_0(save_tokenizer, directory, base_dir, tokenizer)
+        has_new_tokens = any(token.pieces is not None for token in base.trainable_tokens)
+        on_rank_0(save_tokenizer, directory, base_dir, tokenizer, has_new_tokens)
         verify_model(model, plan)
         logs.log_parameters(adapter.n_trainable, loaded.n_parameters)
 
@@ -444,7 +449,7 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
 
 def make_optimizer(weights: nn.Parameter, config: Config) -> Optimizer:
     """Return bitsandbytes' AdamW over the adapter's flat vector. Its state is in 8 bits and paged:
-    the driver moves it to CPU RAM when the GPU runs short of memory."""
+    the driver moves it to host memory when the GPU runs short of memory."""
     # 8 bits whatever the size, so that a run resumed on other ranks finds the same kind of state
     optimizer = Optimizer([weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
     optimizer.init_state(optimizer.param_groups[0], weights, 0, 0)
@@ -516,6 +521,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     stop_if_diverged(run, step, metrics["loss"], norm)
     lr = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, lr)
+    run.model.write_token_rows()
     seconds, run.step_start = clock() - run.step_start, clock()
     run.status.longest_step = max(run.status.longest_step, seconds)
     record = {
@@ -564,8 +570,11 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
 def sum_gradient(run: Run) -> None:
     """Sum the gradient over the copies of the model, unless FSDP2 has done so. All ranks must call
     this."""
-    if dist.get_world_size() > run.adapter.shards and not run.plan.uses_fsdp:
-        dist.all_reduce(run.adapter.grad)
+    adapter, world_size = run.adapter, dist.get_world_size()
+    if world_size > adapter.shards and not run.plan.uses_fsdp:
+        dist.all_reduce(adapter.grad)
+    elif world_size > 1 and adapter.n_tail:  # FSDP2 does not know the rows of --trainable_tokens
+        dist.all_reduce(adapter.tail(adapter.grad))
 
 
 def clip_gradient(run: Run, norm: torch.Tensor) -> None:
@@ -703,10 +712,9 @@ def save_checkpoint(run: Run, step: int) -> None:
     started, name = clock(), checkpoints.checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # CPU reads of paged state need this
     weights, merge_check = run.adapter.gather_weights(), run.merge_check.states(run.model)
-    state_by_layer = {name: list(run.adapter.gather(value))
-                      for name, value in sharded_state(run.optimizer).items()}
+    optimizer_state = run.adapter.gather_state(sharded_state(run.optimizer))
     try:
-        on_rank_0(checkpoints.write_checkpoint, run, step, weights, state_by_layer, merge_check,
+        on_rank_0(checkpoints.write_checkpoint, run, step, weights, optimizer_state, merge_check,
                   causes=checkpoints.DISK_ERRORS)
     except RunError as e:
         run.save_due = clock() + RETRY_SECONDS

@@ -110,6 +110,9 @@ class Config:
         ("all-linear",), "linear layers to adapt: names (q_proj v_proj); all-linear: every linear"
         " in the decoder layers, in MoE models of the token mixers only; experts: all experts as"
         " well")
+    trainable_tokens: tuple[str, ...] | None = flag(
+        None, "tokens whose rows of the embedding and of the lm_head are trained as well, as"
+        " '<|im_start|>' '<|im_end|>'; those that the vocabulary lacks are added to it")
     init_adapter: str | None = flag(
         None, "start from this adapter (of a run of this script, or saved by PEFT)")
     micro_batch_tokens: int | None = flag(
@@ -136,7 +139,7 @@ class Config:
         None, "print the plan for other GPUs and exit, e.g. 4x4090, 8xH100, 2x24GB; needs no GPU"
         " and reads only the model's config.json")
     host_memory_gib: float | None = flag(
-        None, "for --plan_for: free CPU RAM per GPU, in GiB (default: 120)")
+        None, "for --plan_for: free host memory per GPU, in GiB (default: 120)")
     attn: str | None = flag(
         None, "attention implementation (default: sdpa for equal-length sequences on Hopper or"
         " newer; else flash_attention_2 if installed, else sdpa)",

@@ -61,7 +61,7 @@ def cgroup_free(
 
 
 def host_share() -> float:
-    """Return the bytes of free CPU RAM per process of this machine."""
+    """Return the bytes of free host memory per process of this machine."""
     free = min(proc_bytes("meminfo", "MemAvailable"), cgroup_free())
     return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 

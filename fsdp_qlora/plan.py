@@ -33,8 +33,9 @@ class Plan:
     plain_recurrence: bool = False  # a mixer with a state runs in plain torch
     fused: bool = True  # each elementwise function is compiled to one kernel, as on a GPU
     context_parallel_size: int = 1  # processes that share each micro-batch
-    embedding_on_host: bool = False  # the tables that no matmul reads are in CPU RAM
+    embedding_on_host: bool = False  # the tables that no matmul reads are in host memory
     state_bytes: float = 0.0  # bytes of optimizer state in GPU memory per weight of the adapter
+    token_rows: int = 0  # rows of the embedding and of the lm_head that are trained
     graphs: bool = False  # CUDA graphs are used
     why_no_graphs: str = ""
     graph_room: int = 0  # memory that graphs reserve, in whole micro-batches, see use_graphs()
@@ -45,7 +46,7 @@ class Plan:
 
     @property
     def uses_fsdp(self) -> bool:
-        """True if FSDP2 gathers the weights: they are sharded, or offloaded to CPU RAM."""
+        """True if FSDP2 gathers the weights: they are sharded, or offloaded to host memory."""
         return self.shard_group_size > 1 or self.offload_params
 
     @property

@@ -12,7 +12,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     BitsAndBytesConfig,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -187,8 +187,8 @@ def gemma4_e(**settings):
 
 
 def multimodal(model_type, text, vision_type, tied, vision_too=(), **settings):
-    """A function vocab_size -> config with a vision tower of one layer, whose config also has the
-    pairs `vision_too`, and text's tiny config."""
+    """A function vocab_size -> config with a vision tower of one layer, whose config also has
+    `vision_too`, and text's tiny config. vision_type None: no vision tower."""
 
     def make(vocab_size):
         vision = dict(
@@ -205,17 +205,25 @@ def multimodal(model_type, text, vision_type, tied, vision_too=(), **settings):
         return AutoConfig.for_model(
             model_type,
             text_config=text_config,
-            vision_config=vision,
             tie_word_embeddings=tied,
-            image_token_index=vocab_size - 1,
             initializer_range=0.06,
-            **settings,
+            **dict(vision_config=vision, image_token_index=vocab_size - 1) if vision_type else {},
+            **copy.deepcopy(settings),
         )
 
     make.model_type = model_type
     return make
 
 
+def ovis2(vocab_size):
+    """As multimodal(); sizes of the text model are in the outer config, too."""
+    make = multimodal(
+        "ovis2", tiny("qwen2", None), "ovis2_vision", True, dict(vocab_size=24), hidden_size=64,
+        vocab_size=vocab_size)  # fmt: skip
+    return make(vocab_size)
+
+
+ovis2.model_type = "ovis2"
 GEMMA3 = tiny(
     "gemma3_text",
     query_pre_attn_scalar=24,
@@ -226,6 +234,7 @@ GEMMA3 = tiny(
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 )
+GLM4V_TEXT = tiny("glm4v_text", None, rope_parameters=MROPE_HALF)
 MINISTRAL3 = tiny("ministral3", head_dim=24, rope_parameters=YARN_LLAMA4)
 TINY = {
     "llama": tiny("llama"),
@@ -751,8 +760,7 @@ TINY = {
     "qwen2_5_vl": multimodal(
         "qwen2_5_vl", tiny("qwen2_5_vl_text", None, rope_parameters=MROPE_IN_ROW),
         "qwen2_5_vl_vision", False),  # fmt: skip
-    "glm4v": multimodal(
-        "glm4v", tiny("glm4v_text", None, rope_parameters=MROPE_HALF), "glm4v_vision", False),
+    "glm4v": multimodal("glm4v", GLM4V_TEXT, "glm4v_vision", False),
     "glm4v_moe": multimodal(
         "glm4v_moe", tiny(
             "glm4v_moe_text", None, **DEEPSEEK, n_group=4, topk_group=2, rope_parameters=MROPE_HALF,
@@ -809,7 +817,6 @@ TINY = {
 }
 
 
-# of some families older versions of transformers know nothing
 # Others around a text model that is there already
 OUTER = {
     name: multimodal(name, TINY[text], vision, text == "lfm2")
@@ -821,15 +828,79 @@ OUTER = {
 OUTER["lfm3_vl"] = multimodal(
     "lfm3_vl", TINY["lfm3"], "lfm3_vl_vision", True, dict(
         num_key_value_heads=1, layer_types=["full_attention"]).items())
-OUTER["glm46v"] = multimodal(
-    "glm46v", tiny("glm4v_text", None, rope_parameters=MROPE_HALF), "glm4v_vision", False)
+OUTER["glm46v"] = multimodal("glm46v", GLM4V_TEXT, "glm4v_vision", False)
 OUTER["gemma4_moe_vl"] = multimodal("gemma4", TINY["gemma4_moe"], "gemma4_vision", True)
-TINY = {name: make for name, make in TINY.items() if make.model_type in CONFIG_MAPPING}
+AUDIO = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+QWEN_AUDIO = dict(
+    d_model=32, encoder_ffn_dim=48, encoder_layers=1, encoder_attention_heads=2, num_mel_bins=8)
+VIBEVOICE = dict(
+    model_type="vibevoice_acoustic_tokenizer_encoder", hidden_size=16, num_filters=4,
+    depths=[1, 1], downsampling_ratios=[2])
+TIMM = dict(model_args={"embed_dim": 32})  # as in a config of timm, which the tests do not need
+OUTER |= {
+    "glmga": multimodal("glmga", GLM4V_TEXT, "glm4v_vision", False),
+    "llava_next_video": multimodal("llava_next_video", TINY["llama"], "clip_vision_model", False),
+    "video_llava": multimodal("video_llava", TINY["llama"], "clip_vision_model", False),
+    "vipllava": multimodal(
+        "vipllava", TINY["llama"], "clip_vision_model", False, vision_feature_layer=[0]),
+    "video_llama_3": multimodal("video_llama_3", TINY["qwen2"], "video_llama_3_vision", False),
+    "idefics2": multimodal(
+        "idefics2", TINY["mistral"], "idefics2_vision", False, perceiver_config=dict(
+            hidden_size=64, resampler_n_latents=4, resampler_depth=1, resampler_n_heads=2,
+            resampler_head_dim=16, num_key_value_heads=1)),
+    "perception_lm": multimodal(
+        "perception_lm", TINY["llama"], "siglip_vision_model", False, TIMM),
+    "fast_vlm": multimodal("fast_vlm", TINY["qwen2"], "siglip_vision_model", False, TIMM),
+    "ovis2": ovis2,
+    "deepseek_vl": multimodal("deepseek_vl", TINY["llama"], "siglip_vision_model", False),
+    "janus": multimodal(
+        "janus", TINY["llama"], "janus_vision_model", False, dict(projection_dim=64),
+        vq_config=dict(
+            base_channels=32, channel_multiplier=[1], num_res_blocks=1, num_embeddings=16,
+            latent_channels=32, projection_dim=64, image_token_embed_dim=64)),
+    "minicpmv4_6": multimodal(
+        "minicpmv4_6", TINY["qwen3_5"], "minicpmv4_6_vision", False, insert_layer_id=0),
+    "minicpmv4_7": multimodal(
+        "minicpmv4_7", TINY["qwen3_5"], "minicpmv4_7_vision", False, insert_layer_id=0),
+    "minicpm_ocr": multimodal(
+        "minicpm_ocr", TINY["qwen3_5"], "minicpm_ocr_vision", True, insert_layer_id=0),
+    "got_ocr2": multimodal(
+        "got_ocr2", TINY["qwen2"], "got_ocr2_vision", True, dict(
+            output_channels=8, mlp_dim=32, window_size=2, global_attn_indexes=[0])),
+    "lighton_ocr": multimodal("lighton_ocr", TINY["qwen3"], "pixtral", True),
+    "qianfan_ocr": multimodal("qianfan_ocr", TINY["qwen3"], "qianfan_ocr_vision", False),
+    "hyperclovax_vision_v2": multimodal(
+        "hyperclovax_vision_v2", TINY["hyperclovax"], "qwen2_5_vl_vision", False, dict(
+            depth=1, num_heads=2, out_hidden_size=32)),
+    "nemotron_h_omni": multimodal(
+        "nemotron_h_omni", TINY["nemotron_h"], "radio", False, dict(video_temporal_patch_size=2),
+        audio_config=None, projector_hidden_size=32, vision_hidden_size=32),
+    "voxtral": multimodal("voxtral", TINY["llama"], None, False, audio_config=dict(
+        model_type="voxtral_encoder", num_mel_bins=8, **AUDIO)),
+    "glmasr": multimodal("glmasr", TINY["llama"], None, True, audio_config=dict(
+        model_type="glmasr_encoder", num_mel_bins=8, **AUDIO)),
+    "omniasr": multimodal("omniasr", TINY["llama"], None, False, audio_config=dict(
+        model_type="omniasr_audio", initializer_range=0.06, conv_dim=[8], conv_kernel=[4],
+        conv_stride=[4], num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, **AUDIO)),
+    "qwen2_audio": multimodal("qwen2_audio", TINY["qwen2"], None, False, audio_config=dict(
+        model_type="qwen2_audio_encoder", **QWEN_AUDIO)),
+    "qwen3_asr": multimodal(
+        "qwen3_asr", TINY["qwen3"], None, True, pad_token_id=0, audio_config=dict(
+            model_type="qwen3_asr_encoder", output_dim=64, downsample_hidden_size=8,
+            **QWEN_AUDIO)),
+    "vibevoice_asr": multimodal(
+        "vibevoice_asr", TINY["qwen2"], None, False,
+        acoustic_tokenizer_encoder_config=VIBEVOICE, semantic_tokenizer_encoder_config=VIBEVOICE),
+}
+# of some families older versions of transformers know nothing
+TINY, OUTER = (
+    {name: make for name, make in models.items() if make.model_type in CONFIG_MAPPING}
+    for models in (TINY, OUTER))
 
 
 def auto_class(config):
     """transformers' auto class of a multimodal model or of a text model."""
-    return AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+    return AutoModelForMultimodalLM if hasattr(config, "text_config") else AutoModelForCausalLM
 
 
 def make_model(config, seed=0, dtype=torch.float32, **settings):

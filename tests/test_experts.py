@@ -349,7 +349,7 @@ ALONE = "mixtral", "gpt_oss", "granitemoe", "gemma4_moe_vl", "nemotron_h_latent"
 @pytest.mark.parametrize("name, targets", [
     pytest.param(name, targets, marks=[pytest.mark.slow] * is_slow)
     for targets in (("experts",), ("all-linear", "experts"))
-    for name in (*MIXTURES, "gemma4_moe_vl")
+    for name in (*MIXTURES, "gemma4_moe_vl", "nemotron_h_omni")
     for is_slow in (len(targets) == 1 and name not in ALONE,)])  # fmt: skip
 def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     """Names and values of the file: PEFT's model, with a vision tower if there is one, gives the

@@ -988,7 +988,8 @@ def test_multimodal_model_gives_the_logits_of_its_text_model(name):
     config = (TINY | OUTER)[name](VOCABULARY)
     outer, prefix = make_whole(config), describe_model(config).module_prefix
     text = text_model(config.text_config, dtype=torch.float32).eval()
-    tensors = {key.replace(prefix, "model."): value for key, value in outer.state_dict().items()}
+    tensors = {key.replace(prefix, "model.").removeprefix("language_model."): value
+               for key, value in outer.state_dict().items()}  # fmt: skip
     text.load_state_dict({key: tensors[key] for key in text.state_dict()})
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
@@ -1011,7 +1012,8 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
         x = torch.randn(64, arch.hidden_size, dtype=torch.bfloat16)
         want = final(x)
     table = reference.get_input_embeddings().weight.detach()
-    model = types.SimpleNamespace(shards=1, arch=arch, embedding=table, own_rows=range(len(table)))
+    model = types.SimpleNamespace(shards=1, arch=arch, embedding=table, own_rows=range(len(table)),
+                                  token_rows=None)
     assert torch.equal(embed(model, ids), seen[0][0])
     norm, bias = (getattr(final, part, None) for part in ("weight", "bias"))
     assert (bias is None) == (not arch.norm_bias)

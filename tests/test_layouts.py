@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, needs_ranks, read_rows
 from families import (
+    OUTER,
     ROUTER_NO_LINEAR_IN_4,
     TINY,
     make_model,
@@ -48,8 +49,8 @@ NEW_IN_5 = (  # not in transformers 4
     "minimax_m2", "qwen3_5", "gemma4", "nemotron_h", "granitemoe_swa", "sarvam_mla", "flint",
     "axk1", "kolibri1", "cohere2_moe")  # fmt: skip
 MANY = "160 experts"  # more than a signed byte numbers
-MODELS = {**TINY, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=160,
-                             num_experts_per_tok=8)}  # fmt: skip
+MODELS = {**TINY, **OUTER, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=160,
+                                      num_experts_per_tok=8)}  # fmt: skip
 
 
 def layouts(name):
@@ -75,7 +76,8 @@ def layouts(name):
     return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2", "deepseek_v3", "deepseek_v32"))
 
 
-MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).moe]
+MIXTURES = [name for name, make in MODELS.items()
+            if name not in OUTER and describe_model(make(320)).moe]  # fmt: skip
 OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
     "lfm2", "lfm3", "granite_swa", "exaone", "olmo", "nanochat", "phi", "qwen3_5", "granite4_h",
@@ -176,14 +178,14 @@ def experts_in_nf4(name, key, experts, device):
     return torch.stack([torch.cat([nf4_and_back(m, device) for m in pair]) for pair in pairs])
 
 
-def make_reference(directory, name, layout):
+def make_reference(directory, name, layout, **settings):
     """transformers' model in PEFT with the script's adapter at its start. Routers are in NF4 where
     the file has them so: transformers 5 loads them whole, 4 saved them as linears."""
     whole = directory if layout == "NF4 of transformers 5" else directory / "whole"
     skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg", "router.proj"]
     arch = describe_model(AutoConfig.from_pretrained(whole if whole.exists() else directory))
     adapted = sorted({linear.rsplit(".", 1)[-1] for linear in arch.adapted(["all-linear"])})
-    model = load_reference(whole, adapted, skipped, layout == "DoRA")
+    model = load_reference(whole, adapted, skipped, layout == "DoRA", **settings)
     device = "cpu" if layout == "NF4 of transformers 4" else DEVICE  # its file was written on a CPU
     before_5 = layout == "NF4 of transformers 4" and name not in ROUTER_NO_LINEAR_IN_4
     for key, p in model.named_parameters():

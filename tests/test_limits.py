@@ -249,7 +249,8 @@ def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, m
     monkeypatch.setattr(merge_adapters, "trained_logits", lambda *_: (plain, trained))
     monkeypatch.setattr(merge_adapters, "logits_of", lambda *_: trained + by * (trained - plain))
     loads = types.SimpleNamespace(from_pretrained=lambda *_, **__: None)
-    base = types.SimpleNamespace(dtype=torch.bfloat16, auto_class=loads, arch=None)
+    base = types.SimpleNamespace(dtype=torch.bfloat16, auto_class=loads, arch=None,
+                                 token_ids=())
     args = base, Path("run/probe"), Path("merged"), [[1]], "cpu"
     if verdict is None:
         with pytest.raises(ValueError, match=f"does not match the trained one.*{why}"):

@@ -924,8 +924,9 @@ def test_flags_that_differ_are_all_named(again, cut):
     others = {"lora_rank": 8, "seed": 3, "batch_size": 2, "max_seq_len": 63, "adapter": "rslora",
               "lora_alpha": 5, "lora_dropout": 0.2, "compute_dtype": "float32"}  # fmt: skip
     flags = [x for name, value in others.items() for x in (f"--{name}", value)]
-    line = refused(again(*flags, "--target_modules", "v_proj"), 7, "--seed 0 (now 3)",
-                   "now ['v_proj']", *(f"(now {value})" for value in others.values()))  # fmt: skip
+    flags += ["--target_modules", "v_proj", "--trainable_tokens", "<pad>"]
+    line = refused(again(*flags), 7, "--seed 0 (now 3)", "now ['v_proj']", "now ['<pad>']",
+                   *(f"(now {value})" for value in others.values()))
     named = {word[2:] for word in line.split() if word.startswith("--")}
     of_losses = {"loss", "beta", "label_smoothing", "simpo_gamma", "desirable_weight",
                  "undesirable_weight"}  # see test_preferences  # fmt: skip

@@ -18,7 +18,8 @@ from house import parse_config
 from packaging.version import Version
 from rows import CHATML, chat_tokenizer
 from torch.distributed.run import get_args_parser
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import merge_adapters
 from fsdp_qlora import ranks
@@ -29,6 +30,7 @@ from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.layer.router import BALANCE
 from fsdp_qlora.model.preference_loss import LOSSES, METRICS
 from fsdp_qlora.pretrained import architecture
+from fsdp_qlora.pretrained.config import check_model
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.run.resolve import resolve_config
 
@@ -247,7 +249,7 @@ def test_named_functions_exist():
     missing = names - set().union(*map(defined, SOURCES.values()))
     assert missing <= {  # PEFT's and transformers'
         "merge_and_unload", "AutoTokenizer", "PreTrainedTokenizerFast", "AutoModelForCausalLM",
-        "AutoModelForImageTextToText"}
+        "AutoModelForMultimodalLM"}
 
 
 def test_what_people_change_is_where_the_pages_say():
@@ -387,29 +389,54 @@ def test_each_form_and_each_way_to_give_preferences_has_an_example():
         assert any(row.keys() >= {*keys} for row, is_preference in rows if is_preference), keys
 
 
-def test_each_family_is_documented_once():
-    headings = ("| released models | `model_type` |", "| released models | `model_type` | its")
-    rows = [line for table in (*tables(headings[0] + "\n"), *tables(headings[1]))
-            for line in table.splitlines() if "`" in line]  # fmt: skip
-    types = [re.findall(r"`(\w+)`", row.split("|")[2])[0] for row in rows]
+def rows_of_types(heading):
+    """[(type, last cell)] of the only table of model types with this heading."""
+    (table,) = tables(heading)
+    return re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", table, re.M)
+
+
+def kind_of(model_type):
+    """As the table of types has it, from a type's record."""
+    if texts := MULTIMODAL.get(model_type):
+        word = "multimodal" if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else "audio"
+        return f"{word}: {', '.join(f'`{text}`' for text in texts)}"
+    record = FAMILIES[model_type]
+    is_dense = not (record.moe or record.mixers or record.mla)
+    if record.moe and str(record.moe.used).startswith("config."):  # only some have experts
+        is_dense = True
+    words = {"dense": is_dense, "MoE": record.moe, "hybrid": record.mixers,
+             "latent attention": record.mla}  # fmt: skip
+    return ", ".join(word for word, holds in words.items() if holds)
+
+
+def test_table_of_types_is_that_of_the_records():
+    """Each type once, in order, with its kind."""
+    rows = rows_of_types("| `model_type` | released models | kind |")
     # text models that are only ever a part of a multimodal one
     parts = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
              "glm4v_text", "glm4v_moe_text", "muse_glimmer_text", "mistral4",
              "step3p5"}  # fmt: skip
-    assert sorted(types) == sorted({*FAMILIES, *MULTIMODAL} - parts)
+    assert [name for name, _ in rows] == sorted({*FAMILIES, *MULTIMODAL} - parts)
+    known = [(name, kind) for name, kind in rows if name in CONFIG_MAPPING]
+    assert known == [(name, kind_of(name)) for name, _ in known]
+
+
+def test_refused_types_are_refused():
+    rows = rows_of_types("| `model_type` | released models | why it is refused |")
+    types = [name for name, _ in rows]
+    assert types == sorted({*types})
+    for name in filter(CONFIG_MAPPING.__contains__, types):
+        if name in FAMILIES:  # refused alone, by refuse_misleading()
+            assert CONFIG_MAPPING[name] not in MODEL_FOR_CAUSAL_LM_MAPPING
+            continue
+        with pytest.raises(ValueError, match="is not supported"):
+            check_model(CONFIG_MAPPING[name]())
 
 
 def test_types_of_models_are_those_of_transformers():
-    """And a multimodal model's text models those that are read inside of it."""
-    (table,) = tables("| released models | `model_type` | its text model |")
-    inside = {}
-    for row in re.findall(r"^\| .*`.*$", table, re.M):
-        name, *others = re.findall(r"`(\w+)`", row.partition("|")[2].partition("|")[2])
-        inside[name] = others
-    inside.pop("model_type", None)
-    assert {name: [*texts] for name, texts in MULTIMODAL.items()} == inside
+    refused = rows_of_types("| `model_type` | released models | why it is refused |")
     newest = Version(transformers.__version__) >= Version("5.24")
-    unknown = {*FAMILIES, *MULTIMODAL} - {*CONFIG_MAPPING}
+    unknown = {*FAMILIES, *MULTIMODAL, *dict(refused)} - {*CONFIG_MAPPING}
     assert not unknown or not newest, unknown
 
 

@@ -163,7 +163,7 @@ class Dropout(torch.nn.Module):
         return drop(x[0], self.keys, self.site, DROPOUT)[None]
 
 
-def load_reference(directory, kind, skipped=None, dora=False):
+def load_reference(directory, kind, skipped=None, dora=False, **settings):
     """transformers + bitsandbytes + PEFT in fp32 on one process; without what is in 4 bits in the
     file the linears `skipped` stay whole, None: the head."""
     quantization = BitsAndBytesConfig(
@@ -177,7 +177,7 @@ def load_reference(directory, kind, skipped=None, dora=False):
     targets = kind if isinstance(kind, list) else TARGETS.get(kind, "all-linear")
     config = LoraConfig(
         r=RANK, lora_alpha=ALPHA, use_dora=dora or kind == "dora", target_modules=targets,
-        exclude_modules=".*vision.*", task_type="CAUSAL_LM")  # fmt: skip
+        exclude_modules=".*vision.*", task_type="CAUSAL_LM", **settings)  # fmt: skip
     return get_peft_model(model, config).train()
 
 

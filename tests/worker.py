@@ -236,9 +236,11 @@ def gradients(job, process):
         adapter, values = run.adapter, load_file(job["adapter"])
         for i in range(len(run.model.layers)):
             adapter.set_layer(i, values)
+        adapter.set_token_rows(values)
         record, _ = train_fsdp_qlora.train_step(run, 1)
+        norm = torch.tensor(record["grad_norm"])
         adapter.weights.data.copy_(adapter.weights.grad)
-        return {"loss": torch.tensor(record["loss"]), **adapter.gather_weights()}
+        return {"loss": torch.tensor(record["loss"]), "norm": norm, **adapter.gather_weights()}
 
     house.replace("optimizer_step", lambda optimizer, adapter, rate: None)
     return {

@@ -165,6 +165,17 @@ class DecoderLayer(LayerParameters):
         return out
 
 
+@dataclasses.dataclass
+class SavedLayer:
+    """What a layer saves for backward, see LayerFunction; the rest is None."""
+
+    x: Any = None  # key of the store, see its put()
+    mid_residual: Any = None  # key of the store
+    mixer: Any = None  # what the mixer's backward needs
+    mlp: Any = None  # what the MLP's backward needs; with "mlp" a function that returns it
+    routing_choice: Any = None  # the choice of experts
+
+
 class LayerFunction(torch.autograd.Function):
     """Forward and backward of a decoder layer, from x [tokens, hidden] to the same shape: a token
     mixer, after which the sum is `mid_residual`, then the MLP.
@@ -185,8 +196,8 @@ class LayerFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, batch: MicroBatch,
         is_training: bool, *shared_kv: Tensor
     ) -> tuple[Tensor, ...]:
-        # What is saved is on ctx and not in save_for_backward(): backward must be able to free each
-        # tensor as soon as it has used it, and offloaded tensors are keys of the store here
+        # ctx.saved, not save_for_backward(): backward must be able to free each tensor as soon as
+        # it has used it, and offloaded tensors are keys of the store here
         ctx.layer, ctx.batch, x = layer, batch, x.detach()
         ctx.shared_kv = tuple(part.detach() for part in shared_kv)
         call = LayerCall(layer, batch, ctx.shared_kv, evaluation=not is_training)
@@ -196,19 +207,19 @@ class LayerFunction(torch.autograd.Function):
             mid_residual, mixer_saved = mixer.forward(call, x)
             mlp_inputs = x if layer.arch.parallel else mid_residual
             out, mlp_saved = mlp.forward(call, mid_residual, mlp_inputs)
-            ctx.saved = mixer_saved, mlp_saved
+            ctx.saved = SavedLayer(mixer=mixer_saved, mlp=mlp_saved)
             return call.scaled(out), *call.kv_to_share
-        # put() returns a key for take(); they move activations to CPU RAM and back, if offloaded
-        x_key = put(x)  # copied while the mixer runs
+        # put() returns a key for take(); they move activations to the host and back, if offloaded
+        ctx.saved = saved = SavedLayer(x=put(x))  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
         if layer.saves == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
-            ctx.saved = x_key, put_record(batch.store, mlp_saved)
+            saved.mlp = put_record(batch.store, mlp_saved)
             return call.scaled(out), *call.kv_to_share
-        mid_residual_key = put(mid_residual) if layer.saves == "mid_residual" else None
-        out, routing_choice = mlp.forward_to_recompute(
+        if layer.saves == "mid_residual":
+            saved.mid_residual = put(mid_residual)
+        out, saved.routing_choice = mlp.forward_to_recompute(
             call, mid_residual, x if layer.arch.parallel else mid_residual)
-        ctx.saved = x_key, mid_residual_key, routing_choice
         return call.scaled(out), *call.kv_to_share
 
     @staticmethod
@@ -219,26 +230,24 @@ class LayerFunction(torch.autograd.Function):
         mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
         grad = call.scaled(grad)
         if layer.saves == "all":
-            mixer_saved, mlp_saved = saved
-            grad_mid_residual = mlp.backward(call, mlp_saved, grad)
+            mixer_saved = saved.mixer
+            grad_mid_residual = mlp.backward(call, saved.mlp, grad)
         elif layer.saves in ("mlp", "mid_residual"):
             if layer.saves == "mlp":
-                x_key, take_mlp_saved = saved
-                grad_mid_residual = mlp.backward(call, take_mlp_saved(), grad)
+                grad_mid_residual = mlp.backward(call, saved.mlp(), grad)
             else:
-                x_key, mid_residual_key, routing_choice = saved
-                (mid_residual,) = take(mid_residual_key)
+                (mid_residual,) = take(saved.mid_residual)
                 grad_mid_residual = mlp.recomputed_backward(
-                    call, mid_residual, grad, routing_choice)
+                    call, mid_residual, grad, saved.routing_choice)
                 del mid_residual
-            (x,) = take(x_key)  # copied back while the MLP ran
+            (x,) = take(saved.x)  # copied back while the MLP ran
             mixer_saved = mixer.forward(call, x, want_sum=False)[1]
         else:
-            (x,), routing_choice = take(saved[0]), saved[2]
+            (x,) = take(saved.x)
             mid_residual, mixer_saved = mixer.forward(call, x, want_sum=not parallel)
             call.dequantized.clear()  # room for the MLP's weights
             grad_mid_residual = mlp.recomputed_backward(
-                call, x if parallel else mid_residual, grad, routing_choice)
+                call, x if parallel else mid_residual, grad, saved.routing_choice)
             del mid_residual
         # in a parallel layer the mixer gets the gradient of the layer's sum, and grad_mid_residual
         # already includes the gradient of x through the MLP

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig
 from safetensors import SafetensorError
 from torch import nn
@@ -25,9 +26,10 @@ from fsdp_qlora.layer.linears import STATE_BLOCK
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, open_adapter
 from fsdp_qlora.lora.peft_names import (
     as_saved, expert_parts, expert_settings, lora_settings, peft_name, stack_experts,
-    unstack_experts)
+    token_row_names, token_row_settings, unstack_experts)
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import local_part, set_local
+from fsdp_qlora.model.token_rows import TokenRows
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
 from fsdp_qlora.pretrained.tensor_names import renamed
@@ -36,14 +38,18 @@ from fsdp_qlora.ranks import all_gather, explain, is_rank_0, log, raise_on_all_r
 KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the log
 # settings of adapter_config.json: the flags that give the same
 SETTING_FLAGS = {"r": "--lora_rank", "lora_alpha": "--lora_alpha", "use_dora": "--adapter",
-                 "use_rslora": "--adapter"}
+                 "use_rslora": "--adapter", "trainable_token_indices": "--trainable_tokens"}
+TAIL = ".token_rows"  # ends names of optimizer state in checkpoints
 
 
 def resolve_adapter(
-    arch: Architecture, config: Config, base_name: str,
+    arch: Architecture, config: Config, base_name: str, token_ids: Sequence[int] = (),
 ) -> tuple[LoraConfig, list[str]]:
     """Return PEFT's LoraConfig, and the names, within a layer, of the linears that get an adapter.
-    Raises ValueError."""
+    `token_ids`: the tokens whose rows are trained. Raises ValueError."""
+    if config.trainable_tokens and (arch.per_layer or arch.embedding_norm):
+        raise ValueError("--trainable_tokens: this model's embedding does more than PEFT computes"
+                         f" with trained rows ({arch.family}): drop the flag")
     words = requested_words(arch, config)
     log(f"adapter: {KINDS[config.adapter]}, rank {config.lora_rank}, alpha {config.lora_alpha}, on"
         f" {' '.join(words)}")
@@ -52,7 +58,8 @@ def resolve_adapter(
     lora_config = lora_settings(
         arch, config.lora_rank, config.lora_alpha, config.adapter, adapted,
         lora_dropout=config.lora_dropout, target_modules=peft_targets(arch, config, words),
-        task_type="CAUSAL_LM", base_model_name_or_path=base_name)
+        task_type="CAUSAL_LM", base_model_name_or_path=base_name,
+        trainable_token_indices=token_row_settings(arch, token_ids))
     return lora_config, adapted
 
 
@@ -132,20 +139,27 @@ def refuse_expert_adapters(arch: Architecture, config: Config) -> None:
 
 class Adapter:
     """This rank's shard of all layers' adapters, in one fp32 vector [layers x n_own]: `weights`,
-    and its gradient `grad`.
+    and its gradient `grad`. Behind it are the rows of --trainable_tokens, whole on every rank.
 
     With one tensor instead of a thousand, the optimizer is one kernel and its state is pageable.
     Layers compute with views of it. A shard has whole blocks of the optimizer's 8-bit state, so the
     state is the same vector on any number of GPUs, only cut at other places.
     """
 
-    def __init__(self, model: Model, device: torch.device) -> None:
+    def __init__(self, model: Model, device: torch.device, token_ids: Sequence[int] = (),
+                 initial_rows: torch.Tensor | None = None) -> None:
+        """`initial_rows`: the result of initial_rows() for these tokens."""
+        initial_rows = torch.empty(0) if initial_rows is None else initial_rows
+        self.model, self.token_ids, self.initial_rows = model, token_ids, initial_rows
         self.arch, self.layers, self.group = model.arch, model.layers, model.group
         self.shard, self.shards = model.shard, model.shards
         rank = model.layers[0].spec.fused_linears[0].lora_rank
         self.expert_parts = expert_parts(self.arch, rank)  # the ones that PEFT's files stack
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
-        self.weights = nn.Parameter(torch.zeros(len(self.layers) * self.n_own, device=device))
+        n_rows = initial_rows.numel()
+        self.n_tail = math.ceil(n_rows / STATE_BLOCK) * STATE_BLOCK
+        n_weights = len(self.layers) * self.n_own + self.n_tail
+        self.weights = nn.Parameter(torch.zeros(n_weights, device=device))
         self.weights.grad = self.grad = torch.zeros_like(self.weights)
         # each layer's `adapter` and its gradient are views of these two, so that backward adds to
         # weights.grad and the optimizer changes the layers' adapters
@@ -155,10 +169,20 @@ class Adapter:
             p = layer.adapter
             p.grad = DTensor(grad, p._spec, requires_grad=False) if isinstance(p, DTensor) else grad
         self.n_trainable = sum(math.prod(shape) for i in range(len(self.layers))
-                               for _, shape in self.names(i).values())
+                               for _, shape in self.names(i).values()) + n_rows
+        if n_rows:
+            rows, grad = (self.tail(x)[:n_rows].view_as(initial_rows)
+                          for x in (self.weights.data, self.grad))
+            model.token_rows = TokenRows(token_ids, model.own_rows, rows, grad)
 
-    def by_layer(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(len(self.layers), -1)
+    def by_layer(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return the layers' part, [layers, n], of a vector with the form of `weights` or of
+        optimizer state for it."""
+        return vector[: len(vector) - len(self.tail(vector))].view(len(self.layers), -1)
+
+    def tail(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return the part of such a vector that is for the rows of --trainable_tokens."""
+        return vector[len(vector) - len(vector) * self.n_tail // len(self.weights) :]
 
     def name(self, i: int, linear: str, key: str) -> str:
         """Return PEFT's name of a part of layer i's adapter, see peft_name()."""
@@ -175,15 +199,29 @@ class Adapter:
             whole.view(-1)[where] = values[name].reshape(-1)
         self.by_layer(self.weights.data)[i] = whole[self.shard]
 
+    def set_token_rows(self, values: dict[str, torch.Tensor]) -> None:
+        """Set the rows of --trainable_tokens, if there are any, from {PEFT's name: fp32 tensor}."""
+        if self.model.token_rows:
+            names = token_row_names(self.arch)
+            self.model.token_rows.rows.data.copy_(torch.stack([values[name] for name in names]))
+            self.model.write_token_rows()
+
+    def set_weights(self, weights: torch.Tensor) -> None:
+        """Set all weights to a copy of `weights` that was made earlier."""
+        self.weights.data.copy_(weights)
+        self.model.write_token_rows()
+
     def initialize(self, config: Config) -> None:
         """Load --init_adapter, or set PEFT's initial values: A is random, the same on any number of
         ranks; B is zero; DoRA's magnitudes are the norms of the base weights' rows. All ranks must
         call this."""
         specs = [layer.spec for layer in self.layers]
         with raise_on_all_ranks():
-            loaded = read_adapter(config, self.arch, specs) if config.init_adapter else None
+            loaded = (read_adapter(config, self.arch, specs, self.token_ids)
+                      if config.init_adapter else None)
         for i, layer in enumerate(self.layers):
             self.set_layer(i, loaded or self.initial_values(i, layer, config.seed))
+        self.set_token_rows(loaded or dict(zip(token_row_names(self.arch), self.initial_rows)))
 
     def initial_values(self, i: int, layer: DecoderLayer, seed: int) -> dict[str, torch.Tensor]:
         """Return the initial {PEFT's name: tensor} of layer i."""
@@ -214,7 +252,35 @@ class Adapter:
             if is_rank_0():
                 views = {name: whole[x].view(shape) for name, (x, shape) in self.names(i).items()}
                 weights |= stack_experts(views, self.expert_parts)
+        if self.model.token_rows and is_rank_0():
+            tables = self.model.token_rows.rows.detach().cpu()
+            weights |= {name: rows.clone()
+                        for name, rows in zip(token_row_names(self.arch), tables)}
         return weights
+
+    def gather_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the optimizer's state as a checkpoint has it, from sharded_state(): whole CPU
+        tensors on rank 0, {name: [layers, n]}, and {name + TAIL: [n]} of the rows of
+        --trainable_tokens; {} on other ranks. All ranks must call this."""
+        saved = {}
+        for name, vector in state.items():
+            layers = [whole for whole in self.gather(vector) if whole is not None]
+            if is_rank_0():
+                saved[name] = torch.stack(layers)
+                saved |= {name + TAIL: self.tail(vector).cpu()} if self.n_tail else {}
+        return saved
+
+    def set_state(self, state: Mapping[str, torch.Tensor],
+                  saved: Mapping[str, torch.Tensor]) -> None:
+        """Set `state`, from sharded_state(), to a result of gather_state(), perhaps of other ranks.
+        """
+        for name, vector in state.items():
+            own = self.by_layer(vector)
+            missing = own.shape[1] * self.shards - saved[name].shape[1]  # < 0: padding to cut
+            whole = F.pad(saved[name], (0, missing))
+            own.copy_(whole.unflatten(1, (self.shards, -1))[:, self.shard])
+            if self.n_tail:
+                self.tail(vector).copy_(saved[name + TAIL])
 
     def largest(self) -> float:
         """Return the largest magnitude of all weights. All ranks must call this."""
@@ -278,10 +344,10 @@ def check_origin(config: Config, base_sha256: str,
             break
 
 
-def read_adapter(config: Config, arch: Architecture,
-                 specs: Sequence[LayerSpec]) -> dict[str, torch.Tensor]:
+def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
+                 token_ids: Sequence[int] = ()) -> dict[str, torch.Tensor]:
     """Return {PEFT's name: fp32 tensor} of --init_adapter. Raises ValueError unless it has the form
-    of this run's adapter, whose layers have these `specs`."""
+    of this run's adapter, whose layers have these `specs`, with rows of these tokens."""
     directory = Path(str(config.init_adapter))
     with explain(f"--init_adapter {directory}"):
         path, file = (directory / name for name in ADAPTER_FILES)
@@ -289,13 +355,17 @@ def read_adapter(config: Config, arch: Architecture,
             own_arch, arch = arch, as_saved(arch, read_json(path), tensors_of(file))
         except (OSError, ValueError, SafetensorError) as e:
             raise ValueError(f"is not an adapter in PEFT's format: {e}")
-        wanted = lora_settings(arch, config.lora_rank, config.lora_alpha, config.adapter,
-                               arch.adapted(config.target_modules))
+        wanted = lora_settings(
+            arch, config.lora_rank, config.lora_alpha, config.adapter,
+            arch.adapted(config.target_modules),
+            trainable_token_indices=token_row_settings(arch, token_ids))
         shapes = {name: shape for i, spec in enumerate(specs)
                   for name, (_, shape) in layer_names(own_arch, i, spec).items()}
         parts = expert_parts(arch, config.lora_rank)
         shapes = {parts[name].name if name in parts else name:
                   parts[name].shape if name in parts else shape for name, shape in shapes.items()}
+        rows = dict.fromkeys(token_row_names(arch), (len(token_ids), arch.hidden_size))
+        shapes |= rows if token_ids else {}
         stored = open_adapter(directory, wanted, shapes, "this run", SETTING_FLAGS)
         values = {name: read_tensor(tensor, name) for name, tensor in stored.items()}
         own = unstack_experts(values, parts)

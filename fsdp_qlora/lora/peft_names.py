@@ -4,7 +4,7 @@ adapters."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -59,6 +59,20 @@ def as_saved(arch: Architecture, settings: Mapping[str, Any],
     if settings.get("target_parameters"):
         form = "parameters" if any(".experts.0." in name for name in names) else "stacked"
     return dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, adapters=form))
+
+
+def token_row_names(arch: Architecture) -> list[str]:
+    """Return PEFT's names of TokenRows.rows, one for each table."""
+    modules = [f"{arch.module_prefix}{arch.embedding}"]
+    modules += [] if arch.tied else [arch.head_names[0].removesuffix(".weight")]
+    return [f"base_model.model.{module}.token_adapter.trainable_tokens_delta" for module in modules]
+
+
+def token_row_settings(arch: Architecture, ids: Sequence[int]) -> dict[str, list[int]] | None:
+    """Return trainable_token_indices of PEFT's LoraConfig: {name of a module: ids of the tokens
+    whose rows of it are trained}; None if there are none."""
+    modules = [arch.embedding] + ["lm_head"] * (not arch.tied)
+    return {module: [*ids] for module in modules} if ids else None
 
 
 def lora_settings(

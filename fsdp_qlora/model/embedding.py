@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import norm_of
 from fsdp_qlora.model.parameters import ModelParameters
+from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.quant.nf4 import ceil_div
 from fsdp_qlora.ranks import all_gather
 
@@ -54,6 +55,8 @@ def embed(model: ModelParameters, ids: Tensor) -> Tensor:
     """Return the embeddings [n, hidden] of ids [n]. All ranks of the group must call this, with the
     same n."""
     out = look_up_sharded(model, ids, model.embedding)
+    if (trained := model.token_rows) and torch.is_grad_enabled():
+        out = EmbeddingRows.apply(out, trained.rows[0], ids, trained.ids)
     arch, multiplier = model.arch, model.arch.embedding_multiplier
     if arch.embedding_norm:
         return norm_of(out, None, "rms", arch.norm_eps)

@@ -42,6 +42,14 @@ def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
     return best.gather(0, top.argmax(0)[None])[0]
 
 
+def head_inputs(model: ModelParameters, x: Tensor) -> Tensor:
+    """Return the final norm of the last layer's outputs x [n, hidden]."""
+    out, arch = torch.empty_like(x), model.arch
+    normalize(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
+              any_rows=True)
+    return out
+
+
 @elementwise
 def logits_statistics(
     logits: Tensor, labels: Tensor, multiplier: float, cap: float | None
@@ -82,27 +90,39 @@ class LinearCrossEntropy(torch.autograd.Function):
     logits never exist (2.1 GB in fp32 for 4,096 tokens and a vocabulary of 128k). Because the
     lm_head is frozen, only the gradient of x is needed: forward computes it for a weight of 1, a
     chunk of tokens at a time, and backward multiplies each token's row by the gradient of its loss.
+    The rows of --trainable_tokens are not frozen: forward also keeps the gradients of their logits,
+    from which backward computes theirs. `head_rows` tells autograd of them.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, model: ModelParameters, batch: MicroBatch) -> Tensor:
+    def forward(ctx: Any, x: Tensor, model: ModelParameters, batch: MicroBatch,
+                head_rows: Tensor | None = None) -> Tensor:
         arch, weight, shards = model.arch, model.head, model.shards
 
         def gather(tensor: Tensor) -> Tensor:
             return all_gather(tensor, model.group) if shards > 1 else tensor[None]
+
+        def scatter(whole: Tensor) -> Tensor:
+            """Return this rank's tokens of the sum over ranks of [tokens of all ranks, width]."""
+            if shards == 1:
+                return whole
+            own = whole.new_empty(len(whole) // shards, whole.shape[1])
+            dist.reduce_scatter_tensor(own, whole, group=model.group)
+            return own
 
         logits_args = arch.logits_multiplier, arch.logits_softcap
         evaluation = not ctx.needs_input_grad[0]
         token_losses = torch.empty(len(batch.labels), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
         all_labels = gather(batch.labels)  # [shards, n], negative where padded
+        trained = model.token_rows
+        if trained and not evaluation:  # the gradients of the logits of trained rows
+            ctx.grad_logits = x.new_empty(len(batch.labels), len(trained.ids))
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
             part = x[batch.label_positions[chunk]]
-            hidden = torch.empty_like(part)
-            normalize(hidden, part, model.norm, model.norm_bias, arch.final_norm_kind,
-                      arch.norm_eps, any_rows=True)
-            logits = F.linear(gather(hidden).flatten(0, 1), weight, model.head_bias)
+            logits = F.linear(
+                gather(head_inputs(model, part)).flatten(0, 1), weight, model.head_bias)
             labels = all_labels[:, chunk].flatten()
             absent, own_labels = labels < 0, labels - model.own_rows.start
             is_own = (own_labels >= 0) & (own_labels < len(weight)) & ~absent
@@ -118,20 +138,36 @@ class LinearCrossEntropy(torch.autograd.Function):
                 continue
             grad = logits_gradient(
                 logits, log_sum, own_labels, absent, *logits_args, any_rows=True)
-            grad = fp32_matmul(grad, weight)
-            if shards > 1:
-                whole, grad = grad, grad.new_empty(len(grad) // shards, grad.shape[1])
-                dist.reduce_scatter_tensor(grad, whole, group=model.group)
+            if trained:
+                whole = grad.new_zeros(len(grad), len(trained.ids))
+                whole[:, trained.own] = grad[:, trained.table_rows]
+                ctx.grad_logits[chunk] = scatter(whole)
+            grad = scatter(fp32_matmul(grad, weight))
             grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
                                  any_rows=True)
             grad_x.index_add_(0, batch.label_positions[chunk], grad)  # padding: adds 0 to token 0
-        ctx.grad_x, ctx.batch = grad_x, batch
+        ctx.grad_x, ctx.batch, ctx.model, ctx.chunk_size = grad_x, batch, model, size
+        ctx.x = x.detach() if head_rows is not None else None
         return token_losses
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None]:
+    def backward(
+            ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
         grad_x, batch, ctx.grad_x = ctx.grad_x, ctx.batch, None
         # padded labels point to token 0 and add 0 to it
         weights = grad_losses.float().masked_fill(batch.labels < 0, 0)
         token_weights = weights.new_zeros(len(grad_x)).index_add_(0, batch.label_positions, weights)
-        return grad_x.mul_(token_weights[:, None]), None, None
+        grad_rows = None if ctx.x is None else head_row_gradient(ctx, weights)
+        return grad_x.mul_(token_weights[:, None]), None, None, grad_rows
+
+
+def head_row_gradient(ctx: Any, weights: Tensor) -> Tensor:
+    """Return the gradient of the lm_head's trained rows [tokens, hidden], fp32, over this rank's
+    labels with these `weights` [n]. `ctx` is that of LinearCrossEntropy; the lm_head's inputs are
+    computed again."""
+    total = weights.new_zeros(ctx.grad_logits.shape[1], ctx.x.shape[1])
+    for chunk in (slice(i, i + ctx.chunk_size) for i in range(0, len(weights), ctx.chunk_size)):
+        hidden = head_inputs(ctx.model, ctx.x[ctx.batch.label_positions[chunk]])
+        total += (ctx.grad_logits[chunk].float() * weights[chunk, None]).t() @ hidden.float()
+    ctx.x = ctx.grad_logits = None
+    return total

@@ -17,6 +17,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
@@ -114,6 +115,8 @@ def fill_model(
 
     def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
         rows = read(name).view(-1, width).to(device, dtype)
+        if model.arch.added_rows:  # set by initial_rows()
+            rows = F.pad(rows, (0, 0, 0, len(model.own_rows) - len(rows)))
         return pinned_copy(rows) if on_host else rows
 
     arch, hidden = model.arch, model.arch.hidden_size

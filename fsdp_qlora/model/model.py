@@ -34,7 +34,8 @@ class Model(ModelParameters):
     def forward(self, batch: MicroBatch, wants_loss: bool = True) -> Tensor:
         x, arch = self.hidden(batch), self.arch
         if wants_loss:
-            return LinearCrossEntropy.apply(x, self, batch)
+            head_rows = self.token_rows.rows[-1] if self.token_rows else None
+            return LinearCrossEntropy.apply(x, self, batch, head_rows)
         normed = torch.empty_like(x)
         normalize(normed, x, self.norm, self.norm_bias, arch.final_norm_kind, arch.norm_eps,
                   evaluation=True)

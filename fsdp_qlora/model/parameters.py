@@ -17,6 +17,7 @@ from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.layer.layer import DecoderLayer, LayerSpec
 from fsdp_qlora.micro_batch.context import NOT_SHARED, ContextGroup
 from fsdp_qlora.micro_batch.offload import make_store
+from fsdp_qlora.model.token_rows import TokenRows
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -41,6 +42,7 @@ class ModelParameters(nn.Module):
     per_layer_projection: Tensor
     per_layer_norm: Tensor
     frequencies: list[tuple[Tensor, float]]  # one for each of arch.ropes, see rope_frequencies()
+    token_rows: TokenRows | None = None  # set by Adapter, if there are trainable tokens
 
     def __init__(
         self, arch: Architecture, specs: Sequence[LayerSpec], plan: Plan, kernels: Kernels,
@@ -63,6 +65,11 @@ class ModelParameters(nn.Module):
         self.embedding = self.norm = self.norm_bias = self.head = self.frequencies = None
         self.head_bias: Tensor | None = None  # of own_rows; None: the lm_head has no bias
         self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
+
+    def write_token_rows(self) -> None:
+        """Copy the trained rows of --trainable_tokens into the tables."""
+        if self.token_rows:
+            self.token_rows.write(self.embedding, self.head)
 
 
 def shard_range(n: int, shard: int, shards: int) -> range:

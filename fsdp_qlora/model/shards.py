@@ -83,8 +83,10 @@ def weight_requests(
 ) -> list[Request]:
     """Return the Requests for all that this rank reads, in the order of use. `nf4_states`: the
     names of the weights that are in NF4 in the files, see check_files()."""
-    arch, table = model.arch, (model.arch.vocab_size, model.arch.hidden_size)
-    requests = [Request(names.embedding, table, model.own_rows)]
+    arch = model.arch
+    table = (arch.vocab_size - arch.added_rows, arch.hidden_size)
+    stored_rows = range(*(min(i, table[0]) for i in (model.own_rows.start, model.own_rows.stop)))
+    requests = [Request(names.embedding, table, stored_rows)]
     if arch.per_layer:
         linear = arch.per_layer.projection_linear(arch.hidden_size, arch.n_layers)
         name, shape = names.of_model(linear.name), (linear.out_features, linear.in_features)
@@ -106,9 +108,9 @@ def weight_requests(
     for name in filter(None, (names.norm, names.norm_bias)):
         requests += whole_requests(name, table[1:])
     if not arch.tied:
-        requests.append(Request(names.head, table, model.own_rows))
+        requests.append(Request(names.head, table, stored_rows))
     if names.head_bias:
-        requests.append(Request(names.head_bias, table[:1], model.own_rows))
+        requests.append(Request(names.head_bias, table[:1], stored_rows))
     return requests
 
 

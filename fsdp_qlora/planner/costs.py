@@ -89,7 +89,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     table = arch.vocab_size * arch.hidden_size * item / shards
     # values of all layers' own inputs for a token, see PerLayerInputs
     layer_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
-    # bytes of the tables that no matmul reads, which can be in CPU RAM
+    # bytes of the tables that no matmul reads, which can be in host memory
     looked_up = table * (not arch.tied) + arch.vocab_size * layer_inputs * item / shards
     saved = saved_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
@@ -103,13 +103,15 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         both_bytes = (2 * item + 4) * (n_logits + n_rows * arch.hidden_size)
         logits_bytes = max(20 * n_logits, both_bytes + 4 * table / item)
     head = 2 * arch.hidden_size * value_bytes + logits_bytes
+    row_weights = plan.token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
         + (layers.vectors / shards + layers.small + layer_inputs * arch.hidden_size) * item
         + 4 * layers.nested,
-        "adapter and gradients": 2 * plan.n_layers * adapter / shards,
-        "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
+        "adapter and gradients": 2 * plan.n_layers * adapter / shards + 8 * row_weights,
+        "optimizer's state": plan.state_bytes * (
+            plan.n_layers * layers.adapter / shards + row_weights),
         "kept by recomputed layers": recomputed,
         "kept by other layers": others,
         # and shared keys and values, their gradients, and one layer's gradients of them
@@ -274,13 +276,13 @@ class LayerSeconds:
     compute: float  # matmuls and memory traffic, in both passes
     forward: float  # forward's part of `compute`
     gathers: float  # gathers of weights, in both passes
-    copies: float  # copies to CPU RAM in forward; backward copies as much back
+    copies: float  # copies to host memory in forward; backward copies as much back
     launches: float  # CPU time for all kernels
     waits: float  # for the GPU, with ranges of experts; for other ranks' keys and values
 
     def total(self, graphs: bool) -> float:
         """Return the seconds of the layer."""
-        # NCCL's kernels delay the matmuls; copies to and from CPU RAM hardly do
+        # NCCL's kernels delay the matmuls; copies to and from host memory hardly do
         layer = sum(max(work + self.gathers / 2, self.copies)
                     for work in (self.forward, self.compute - self.forward))
         layer = max(layer, 0 if graphs else self.launches)
@@ -327,7 +329,7 @@ def layer_seconds(
     waits += (2 + again) * (plan.context_parallel_size - 1) * exchanged / machine.link
     gathered, shards = layers.nf4_bytes / n_layers + layers.adapter * item, plan.shard_group_size
     gathers = gathered * (shards - 1) / shards / machine.link
-    # each way: activations go to CPU RAM in forward and come back in backward; weights come twice
+    # each way: activations go to the host in forward and come back in backward; weights come twice
     copies = plan.offload_params * gathered / shards
     copies += plan.offload_activations * saved_bytes(plan, layers, n * item)[0] / n_layers
     forward = compute * token_weights / (2 * token_weights + weights_again)

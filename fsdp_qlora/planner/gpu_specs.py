@@ -18,7 +18,7 @@ class GPUSpec(NamedTuple):
     flops: float  # TFLOP/s of dense bf16 matmuls with fp32 sums; for GeForce half of fp16's
     bandwidth: float  # GB/s of its memory
     link: float  # GB/s received from the other GPUs: by NVLink, else by its bus
-    bus: float  # GB/s between GPU and CPU RAM, each way: PCIe 4.0 or 5.0, x8 or x16
+    bus: float  # GB/s between GPU and host memory, each way: PCIe 4.0 or 5.0, x8 or x16
     groups: bool = False  # True if torch has grouped matmuls for it, see why_no_grouped_mm()
 
 
@@ -39,7 +39,7 @@ GPU_SPECS = {  # of one size the slowest first
 # The fractions of these speeds that measure_machine() finds on H100s and H200s. Other GPUs were not
 # available; the same fractions are assumed for them.
 FLOPS, BANDWIDTH, LINK, BUS = 0.81, 0.85, 0.67, 0.78
-HOST_GIB = 120  # free CPU RAM per GPU, without --host_memory_gib
+HOST_GIB = 120  # free host memory per GPU, without --host_memory_gib
 
 
 def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
@@ -61,7 +61,7 @@ def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
 
 def gpu_machine(gpu: GPUSpec, host_gib: float = HOST_GIB) -> Machine:
     """Return the Machine that measure_machine() would find with this GPU, and with `host_gib` of
-    free CPU RAM per GPU."""
+    free host memory per GPU."""
     flops, bandwidth, link, bus = (rounded(share * unit * speed) for share, unit, speed in (
         (FLOPS, 1e12, gpu.flops), (BANDWIDTH, 1e9, gpu.bandwidth), (LINK, 1e9, gpu.link),
         (BUS, 1e9, gpu.bus)))

@@ -23,10 +23,10 @@ class Machine:
     flops: float  # FLOP/s of large matmuls in the compute dtype
     bandwidth: float  # bytes/s of the GPU's memory
     link: float  # bytes/s that a GPU receives in an all-gather
-    host: float = 2e10  # bytes/s between CPU RAM and GPU, each way
+    host: float = 2e10  # bytes/s between host memory and GPU, each way
     launch: float = 40e-6  # CPU seconds per kernel, including Python
-    host_bytes: float = math.inf  # free CPU RAM per process
-    why_no_triton: str = ""  # why no kernel can read an embedding in CPU RAM; "" if one can
+    host_bytes: float = math.inf  # free host memory per process
+    why_no_triton: str = ""  # why no kernel can read an embedding in host memory; "" if one can
     why_no_grouped: str = ""  # why experts are multiplied one by one; "" if they are not
 
 

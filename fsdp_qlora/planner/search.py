@@ -84,7 +84,7 @@ class Search:
 
     @property
     def is_by_host(self) -> bool:
-        """True if CPU RAM is the only limit."""
+        """True if host memory is the only limit."""
         return self.workload.device.type == "cpu" and not self.limit
 
     @property
@@ -120,7 +120,7 @@ def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
     recompute_options = list(itertools.product(save_mid_residual, (True, False)))
     n_experts = arch.moe.n_experts if arch.moe else 1
     ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
-    # if all layers are recomputed, they can also save what their MLP needs, in CPU RAM
+    # if all layers are recomputed, they can also save what their MLP needs, in host memory
     can_save_mlp = (config.offload_activations and config.recompute == "auto"
                     and not arch.moe and not arch.parallel)
     for shards, micro_batch_tokens, n in itertools.product(groups, sizes, counts):
@@ -139,6 +139,7 @@ def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
                     plain_recurrence=workload.plain_recurrence,
                     fused=workload.device.type == "cuda", state_bytes=workload.state_bytes,
                     context_parallel_size=context_size,
+                    token_rows=len(config.trainable_tokens or ()) * arch.n_tables,
                     varlen_attention=workload.uneven or context_size > 1)
                 yield search.predict_memory(plan)
 
@@ -210,8 +211,8 @@ def find_plan(search: Search) -> Plan:
 
 
 def affordable_plans(search: Search, context_size: int) -> list[Plan]:
-    """Return the possible plans that do not pin too much CPU RAM. If none of them leaves SPARE of
-    the memory, all plans get the embedding in CPU RAM, where that is possible."""
+    """Return the possible plans that do not pin too much host memory. If none of them leaves SPARE
+    of the GPU's memory, all plans get the embedding in host memory, where that is possible."""
     arch, machine, bound = search.arch, search.machine, search.bound
     plans = list(possible_plans(search, context_size))
     if not plans:
@@ -227,7 +228,7 @@ def affordable_plans(search: Search, context_size: int) -> list[Plan]:
     runnable = [plan for plan in plans if plan.fits_both(bound, machine.host_bytes)]
     roomy = [plan for plan in runnable if plan.fits(bound, SPARE)]
     needed = min(plan.host_bytes for plan in roomy or runnable or plans)
-    # beyond what is needed, CPU RAM is pinned only for speed
+    # beyond what is needed, host memory is pinned only for speed
     allowed = min(needed + HOST_SPARE, max(needed, machine.host_bytes / 2))
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
@@ -282,7 +283,7 @@ class DoesNotFit(ValueError, MemoryError):
 
 
 def check_host(plan: Plan, machine: Machine) -> None:
-    """Raise DoesNotFit if a plan for a CPU, which has only CPU RAM, does not fit."""
+    """Raise DoesNotFit if a plan for a CPU, which has only host memory, does not fit."""
     needed = plan.bytes + plan.host_bytes
     if needed > (1 - GAPS) * machine.host_bytes:
         raise DoesNotFit(
@@ -403,5 +404,5 @@ def agree_on_plan(
                              state_bytes, plain_recurrence)
     with raise_on_all_ranks():
         plan = choose_plan(config, arch, specs, workload, limit, machine)
-    # free CPU RAM differs between nodes, so all ranks use rank 0's plan
+    # free host memory differs between nodes, so all ranks use rank 0's plan
     return Plan(**gather_objects(dataclasses.asdict(plan))[0])

@@ -7,6 +7,7 @@ says where a layer's values are.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -496,9 +497,27 @@ class Architecture(Family):
     # for each layer, the index of the layer whose keys and values it reads; None: it has its own
     kv_sources: list[int | None]
     tied: bool
+    added_rows: int  # rows of the embedding and of the lm_head that the files lack
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # such prefixes in files; tried in turn
     head_names: list[str]  # names of the lm_head's weight in files; tried in turn
+
+    def with_token(self, last_id: int) -> Architecture:
+        """Return this Architecture with tables that have a row for token `last_id`. Longer tables
+        have a multiple of 64 rows, for which matmuls are fast."""
+        if last_id < self.vocab_size:
+            return self
+        if self.head_bias:
+            raise ValueError(f"new tokens are not supported in {self.family}, whose lm_head has a"
+                             " bias")
+        vocab_size = math.ceil((last_id + 1) / 64) * 64
+        return dataclasses.replace(
+            self, vocab_size=vocab_size, added_rows=vocab_size - self.vocab_size)
+
+    @property
+    def n_tables(self) -> int:
+        """Tables with a row for each token: the embedding and, unless it is tied, the lm_head."""
+        return 1 if self.tied else 2
 
     @property
     def layer_kinds(self) -> list[LayerKind]:

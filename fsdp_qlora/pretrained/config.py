@@ -141,20 +141,23 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
     if values["moe"] and (form := ADAPTERS_INSIDE.get(model_config.model_type)):
         values["moe"] = dataclasses.replace(values["moe"], adapters=form)
-    prefixes = [*family.prefixes]
+    prefixes, head_names = [*family.prefixes], ["lm_head.weight"]
     if model_config.model_type in MULTIMODAL:
-        module = TEXT_MODULES.get(model_config.model_type, "language_model")
-        prefixes = [f"model.{module}.", f"{module}.model.", "model."]  # the last: Qwen2-VL's files
+        module = TEXT_MODULES.get(model_config.model_type, "model.language_model")
+        prefixes = [f"{module}.", *(f"language_model.{prefix}" for prefix in family.prefixes),
+                    "model.language_model.model.", "model."]  # HyperCLOVA X's, Qwen2-VL's files
+        head_names += ["language_model.lm_head.weight", "model.language_model.lm_head.weight"]
     return Architecture(
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
         n_heads=c.num_attention_heads, n_kv_heads=kv_heads, head_dim=head_dim,
         vocab_size=c.vocab_size, layer_heads=layer_heads,
         gate_up=gate_up, down=down,
         # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
-        # text config may lack the flag
-        tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
-        module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
-        head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
+        # text config may lack the flag, Voxtral's outer one does
+        tied=getattr(c, "tie_word_embeddings", True) and getattr(
+            model_config, "tie_word_embeddings", False),
+        added_rows=0, module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
+        head_names=head_names)
 
 
 def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:

@@ -436,9 +436,22 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "qwen2_vl": ("qwen2_vl_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
     "glm4v": ("glm4v_text",), "glm46v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",),
-    "llava_next": ("llama", "mistral", "qwen2"), "llava_onevision": ("qwen2",),
-    "idefics3": ("llama",), "smolvlm": ("llama",), "lfm2_vl": ("lfm2",),
-    "lfm3_vl": ("lfm3",), "muse_glimmer": ("muse_glimmer_text",), "step3p7": ("step3p5",)}
+    "glmga": ("glm4v_text",), "llava_next": ("llama", "mistral", "qwen2"),
+    "llava_next_video": ("llama", "mistral"), "llava_onevision": ("qwen2",),
+    "video_llava": ("llama",), "vipllava": ("llama",), "video_llama_3": ("qwen2",),
+    "idefics2": ("mistral",), "idefics3": ("llama",), "smolvlm": ("llama",),
+    "perception_lm": ("llama",), "fast_vlm": ("qwen2",), "ovis2": ("qwen2",),
+    "deepseek_vl": ("llama",), "janus": ("llama",), "lfm2_vl": ("lfm2",), "lfm3_vl": ("lfm3",),
+    "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",),
+    "minicpm_ocr": ("qwen3_5_text",), "got_ocr2": ("qwen2",), "lighton_ocr": ("qwen3",),
+    "qianfan_ocr": ("qwen3",), "hyperclovax_vision_v2": ("hyperclovax",),
+    "nemotron_h_omni": ("nemotron_h",), "muse_glimmer": ("muse_glimmer_text",),
+    "step3p7": ("step3p5",),
+    # audio
+    "voxtral": ("llama",), "glmasr": ("llama",), "omniasr": ("llama",), "qwen2_audio": ("qwen2",),
+    "qwen3_asr": ("qwen3",), "vibevoice_asr": ("qwen2",)}
 # {outer model type: MoE.adapters inside it}, if it differs from that of the text model alone
 ADAPTERS_INSIDE = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
-TEXT_MODULES = {"idefics3": "text_model", "smolvlm": "text_model"}  # else "language_model"
+# {outer model type: the text model's module inside it}, if it is not model.language_model
+TEXT_MODULES = {"nemotron_h_omni": "language_model.model"} | dict.fromkeys(
+    ("idefics2", "idefics3", "smolvlm"), "model.text_model")

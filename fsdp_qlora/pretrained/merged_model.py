@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fsdp_qlora.pretrained.reader import Stored
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import MX_BLOCK
 
-AUTO_CLASSES = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+AUTO_CLASSES = transformers.AutoModelForCausalLM, transformers.AutoModelForMultimodalLM
 
 
 @dataclasses.dataclass
@@ -39,6 +39,7 @@ class MergeBase:
     arch: Architecture = None  # None: the merge cannot be checked
     # {tensor: content_sum()}, to tell one base from another
     sums: dict[str, str] = dataclasses.field(default_factory=dict)
+    token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
 
     def __post_init__(self) -> None:
         self.parts = self.names.parts()
@@ -83,6 +84,18 @@ def merged_tensors(
     return tensors, paths
 
 
+def replace_rows(
+    table: torch.Tensor, vocab_size: int, ids: Sequence[int], rows: torch.Tensor,
+) -> torch.Tensor:
+    """Return a table [vocab_size, hidden] from a shorter one: with these rows of the tokens `ids`,
+    and the mean of all old rows where there were none, as initial_rows() of training sets them."""
+    mean = torch.stack([part.double().sum(0) for part in table.split(2**14)]).sum(0) / len(table)
+    added = mean.to(table.dtype).expand(vocab_size - len(table), -1)
+    table = torch.cat([table, added])
+    table[torch.tensor(ids, device=table.device)] = rows.to(table)
+    return table
+
+
 def in_order(files: dict[str, Stored]) -> list[tuple[str, Stored]]:
     """Return all (name, Stored), file by file, in the order in which they are stored."""
     return sorted(files.items(), key=lambda item: (item[1].path, item[1].start))
@@ -95,7 +108,11 @@ def copy_all_but_weights(base: MergeBase, directory: Path) -> None:
              "weight_map": {name: path.name for name, path in base.paths.items()}}
     config = read_json(base.directory / "config.json")
     config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
-    for part in config, config.get("text_config", {}):
+    texts = config, config.get("text_config", {})
+    if base.token_ids:
+        for part in [text for text in texts if "vocab_size" in text] or [texts[1] or config]:
+            part["vocab_size"] = base.arch.vocab_size
+    for part in texts:
         part.pop("quantization_config", None)  # if the base is in 4 bits
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -111,7 +111,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     layer_prefix = renamed(f"{stem}layers.", arch.renames)
     if not any(name.startswith(layer_prefix) for name in files):
         layer_prefix = f"{stem}layers."
-    table, renames = (arch.vocab_size, arch.hidden_size), ()
+    table, renames = (arch.vocab_size - arch.added_rows, arch.hidden_size), ()
     if arch.moe:  # only the renames that these files use
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
     names = TensorNames(
@@ -352,8 +352,12 @@ def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wante
     """Raise ValueError unless the files have all tensors of `wanted`, and no others in layers."""
     missing = [name for name in wanted if name not in files]
     if missing:
+        hint = ""
+        if missing == [names.head]:
+            hint = (". If the head is tied, set tie_word_embeddings to true in config.json, also in"
+                    " its text_config")
         raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that its"
-                         f" config.json asks for, the first is {missing[0]}")
+                         f" config.json asks for, the first is {missing[0]}{hint}")
     extra = [name for name in files if name.startswith(names.layer_prefix) and name not in wanted
              and not name.endswith("inv_freq")]
     if extra:

@@ -10,6 +10,7 @@ import transformers
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.tokenizer import load_tokenizer
+from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
 from fsdp_qlora.files import text_digest
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
@@ -23,6 +24,7 @@ class BaseModel:
     config: transformers.PretrainedConfig
     arch: Architecture
     tokenizer: transformers.PreTrainedTokenizerFast | None  # None: there is no text
+    trainable_tokens: tuple[TrainableToken, ...]
 
 
 def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
@@ -35,7 +37,14 @@ def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
         directory = model_directory(name, needs)
         config, model_config, arch = read_model_config(directory, config)
         tokenizer = load_tokenizer(directory, config)
-    return config, BaseModel(directory, model_config, arch, tokenizer)
+        tokens = ()
+        if config.trainable_tokens:
+            if not tokenizer:
+                raise ValueError("--trainable_tokens needs a tokenizer, and there is none without"
+                                 " a --dataset")
+            tokens = add_trainable_tokens(tokenizer, config.trainable_tokens)
+            arch = arch.with_token(tokens[-1].id)
+    return config, BaseModel(directory, model_config, arch, tokenizer, tokens)
 
 
 def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[Path, str]:

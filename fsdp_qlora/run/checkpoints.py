@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import itertools
 import json
 import math
 import os
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -30,7 +28,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.files import as_json, digest, read_json, remove, sync_file, text_digest, write_whole
 from fsdp_qlora.layer.layer import LayerSpec
-from fsdp_qlora.lora.adapter import Adapter, sharded_state
+from fsdp_qlora.lora.adapter import TAIL, Adapter, sharded_state
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
 from fsdp_qlora.ranks import EXITS, RunError, gather_objects, log
@@ -40,8 +38,8 @@ from fsdp_qlora.run.state import Progress, Run
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
     "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
-    "target_modules", "init_adapter", "max_seq_len", "batch_size", "seed", "loss", "beta",
-    "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
+    "target_modules", "trainable_tokens", "init_adapter", "max_seq_len", "batch_size", "seed",
+    "loss", "beta", "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
 MAY_CHANGE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
               "max_grad_norm")  # flags that it can change; each change is logged
 # bytes per weight of the adapter: in fp32, and AdamW's two 8-bit states with an fp32 scale per 256
@@ -55,10 +53,10 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
-                     state_by_layer: dict[str, list[torch.Tensor]],
+                     optimizer_state: dict[str, torch.Tensor],
                      merge_check: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step> completely or not at all, from the gathered {PEFT's name: tensor},
-    from sharded_state() as {name: a tensor per layer}, and from MergeCheck.states(). Raises
+    and the results of Adapter.gather_state() and MergeCheck.states(). Raises
     DISK_ERRORS, also if the directory is no longer this run's. Rank 0 only.
 
     Everything goes into a hidden directory, which is renamed when all files are written, synced and
@@ -68,7 +66,7 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
     final = checkpoint_path(run.directory, step)
     hidden = run.directory / f".{final.name}.part"
     remove_at_once(hidden)  # left by a save that failed
-    tensors = *weights.values(), *merge_check.values(), *itertools.chain(*state_by_layer.values())
+    tensors = *weights.values(), *merge_check.values(), *optimizer_state.values()
     needed = 2**20 + sum(tensor.nbytes for tensor in tensors)
     if (free := shutil.disk_usage(run.directory).free) < needed:
         raise OSError(errno.ENOSPC, f"it takes {needed / 2**30:.3f} GiB, and {free / 2**30:.3f}"
@@ -76,8 +74,7 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
     hidden.mkdir()
     try:
         write_adapter(hidden, weights, run.lora_config)
-        stacked = {key: torch.stack(layers) for key, layers in state_by_layer.items()}
-        write_whole(hidden / "optimizer.safetensors", stacked)
+        write_whole(hidden / "optimizer.safetensors", optimizer_state)
         write_whole(hidden / MERGE_CHECK_FILE, merge_check)
         names = *ADAPTER_FILES, "optimizer.safetensors", MERGE_CHECK_FILE
         state = {
@@ -96,11 +93,12 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         raise
 
 
-def check_room(config: Config, directory: Path, specs: Sequence[LayerSpec]) -> None:
+def check_room(config: Config, directory: Path, specs: Sequence[LayerSpec],
+               n_row_weights: int) -> None:
     """Raise ValueError if the disk has no room for the adapter and one checkpoint, the least that a
-    run must write; log a line if it has none for as many as --keep_checkpoints keeps. Rank 0 only.
-    """
-    n_weights = sum(math.prod(shape) for spec in specs
+    run must write; log a line if it has none for as many as --keep_checkpoints keeps.
+    `n_row_weights`: those of the rows of --trainable_tokens. Rank 0 only."""
+    n_weights = n_row_weights + sum(math.prod(shape) for spec in specs
                     for _, shape in spec.adapter_parts().values())
     adapter, checkpoint = 4 * n_weights, CHECKPOINT_BYTES * n_weights + 2**20
     n_existing = len(checkpoints_of(directory))
@@ -126,20 +124,18 @@ def load_checkpoint(path: Path, adapter: Adapter,
     # that it changes, including the step count, is set below
     optimizer.step()
     stored, own_state = load_file(path / "optimizer.safetensors"), sharded_state(optimizer)
-    if stored.keys() != own_state.keys():
-        raise ValueError(f"{path} is of another optimizer: it has {', '.join(sorted(stored))}; this"
+    names = {name.removesuffix(TAIL) for name in stored}
+    if names != own_state.keys():
+        raise ValueError(f"{path} is of another optimizer: it has {', '.join(sorted(names))}; this"
                          f" one needs {', '.join(sorted(own_state))}")
-    for name, value in own_state.items():
-        own = adapter.by_layer(value)
-        missing = own.shape[1] * adapter.shards - stored[name].shape[1]  # < 0: padding to cut
-        whole = F.pad(stored[name], (0, missing))
-        own.copy_(whole.unflatten(1, (adapter.shards, -1))[:, adapter.shard])
+    adapter.set_state(own_state, stored)
     state = optimizer.state[adapter.weights]
     if "step" in state:  # 1 by now, a number or a tensor: += keeps its type
         state["step"] += saved["step"] - 1
     weights = unstack_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
     for i in range(len(adapter.layers)):
         adapter.set_layer(i, weights)
+    adapter.set_token_rows(weights)
     return Progress(**saved["progress"])
 
 

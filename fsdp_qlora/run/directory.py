@@ -269,6 +269,7 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
         },
         "world_size": dist.get_world_size(),
         "date": template_date,
+        "trainable_token_ids": [*run.adapter.token_ids],
         "asked": [{"answers": n, "chat_template_kwargs": json.loads(way)}
                   for way, n in run.rows.asked.items()],  # see how_to_ask()
         "version": VERSION,
@@ -280,7 +281,8 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
     write_whole(path, json.dumps(described, indent=2))
 
 
-def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast | None) -> None:
+def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast | None,
+                   has_new_tokens: bool) -> None:
     """Write the tokenizer, if there is one, and generation_config.json, which makes generation stop
     where a turn ended in training. Rank 0 only."""
     if not tokenizer:
@@ -288,7 +290,7 @@ def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFa
     # not directly into the run's directory, because writing would follow links
     remove(hidden := directory / ".tokenizer.part")
     hidden.mkdir()
-    write_tokenizer(hidden, base, tokenizer)
+    write_tokenizer(hidden, base, tokenizer, has_new_tokens)
     # left by an earlier start; a directory can only replace an empty one
     remove(directory / "additional_chat_templates")
     for name in {"chat_template.jinja", "chat_template.json"} - {*os.listdir(hidden)}:
@@ -326,6 +328,7 @@ class TrainedRun:
     tokenizer: list[Path]  # files to use if the base has none
     extras: list[Path]  # files that replace the base's
     template: Path | None  # the chat template of --chat_template
+    token_ids: list[int]  # the tokens of --trainable_tokens
     losses: list[float]  # one for each step until the adapter was saved
 
 
@@ -367,13 +370,15 @@ def read_run(directory: Path) -> TrainedRun:
 
     is_given = bool(run["config"].get("chat_template"))
     last_step = state["step"] if os.path.lexists(listed) else math.inf
+    token_ids = run.get("trainable_token_ids", [])
+    tokenizer = found("tokenizer.json", "tokenizer_config.json")
     return TrainedRun(
         run["config"], run["quantization"], run["base_model"], run.get("base_sha256"),
         run.get("asked", []), directory / MERGE_CHECK_FILE, run["probe_input_ids"],
-        tokenizer=found("tokenizer.json", "tokenizer_config.json"),
-        extras=found("generation_config.json"),
+        tokenizer=tokenizer,  # with --trainable_tokens it may have more tokens than the base's
+        extras=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
         template=path.with_name("chat_template.jinja") if is_given else None,
-        losses=losses_of(path.parent, last_step))
+        token_ids=token_ids, losses=losses_of(path.parent, last_step))
 
 
 def losses_of(directory: Path, last_step: float = math.inf) -> list[float]:

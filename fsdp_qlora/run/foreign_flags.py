@@ -69,9 +69,12 @@ not needed, because every epoch is shuffled anew, by --seed
 not supported; --dataset takes several files and reads all of them
     interleave_probs mix_strategy dataset_mixer
 
+use --trainable_tokens, which adds the tokens that the vocabulary lacks
+    tokens add_tokens new_special_tokens resize_token* resize_vocab trainable_token_indices
+
 not supported; the model's own tokenizer is used as it is
-    special_tokens tokens added_tokens* eos_token pad_token resize_token* new_special_tokens
-    resize_vocab bos_token fix_tokenizer add_tokens *_special_tokens new_special_tokens_config
+    special_tokens added_tokens* eos_token pad_token bos_token fix_tokenizer *_special_tokens
+    new_special_tokens_config
 
 not supported; the model's config.json decides, and no remote code is run
     trust_remote_code model_revision model_init_kwargs model_type is_*_derived_model
@@ -145,7 +148,7 @@ use --init_adapter
 not supported; only adapters of linears are trained
     lora_modules_to_save modules_to_save additional_target apply_lora_to_output lora_bias bias
     unfrozen_parameters peft_layers_to_transform layers_to_transform lora_layers_to_transform
-    trainable_tokens embedding_lr freeze_*
+    embedding_lr freeze_*
 
 not supported; an adapter begins as PEFT's default does, or as --init_adapter
     pissa_init pissa_* loftq_config init_lora_weights peft_init_lora_weights use_llama_pro

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from fsdp_qlora.data.packing import make_micro_batch, pack_rows
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.lora.adapter import Adapter
+from fsdp_qlora.lora.peft_names import token_row_names
 from fsdp_qlora.model.lm_head import scaled_logits
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.merged_model import replace_rows
 from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
 
 
@@ -34,18 +37,21 @@ class MergeCheck:
         first = documents.select(torch.arange(min(PROBE_ROWS, len(documents))))
         self.rows = dataclasses.replace(first, lengths=first.lengths.clamp(max=PROBE_TOKENS))
         self.input_ids = [self.rows.tokens(i)[0].tolist() for i in range(len(self.rows))]
-        self.without_adapter = torch.empty(0)  # until begin()
+        self.without_adapter = self.initial_rows = torch.empty(0)  # until begin()
 
     def begin(self, model: Model, adapter: Adapter) -> None:
         """Record the lm_head's inputs without the adapter. All ranks must call this."""
+        if model.token_rows:
+            self.initial_rows = adapter.initial_rows[-1].cpu()
         with no_adapter(adapter):
             self.without_adapter = self.states(model)["with_adapter"]
 
     @torch.no_grad()
     def states(self, model: Model) -> dict[str, torch.Tensor]:
         """Return the lm_head's inputs for all tokens, one row after the other, [tokens, hidden] on
-        the CPU: {"with_adapter": as it is now, "without_adapter": from begin()}. All ranks must
-        call this.
+        the CPU: {"with_adapter": as it is now, "without_adapter": from begin()}; and with
+        --trainable_tokens the lm_head's rows of these tokens, rows_with_adapter and
+        rows_without_adapter [tokens, hidden]. All ranks must call this.
 
         Each rank computes the same rows. Nothing is compiled for them: that would take longer than
         everything else, and could change the kernels of training and evaluation.
@@ -60,13 +66,17 @@ class MergeCheck:
                 state_of_row.update(zip(micro_step[0], states))  # padding is after the rows
         reshard_all(model)
         now = torch.cat([state_of_row[i] for i in range(len(rows))])
-        return {"with_adapter": now, "without_adapter": self.without_adapter}
+        inputs = {"with_adapter": now, "without_adapter": self.without_adapter}
+        if trained := model.token_rows:
+            inputs["rows_with_adapter"] = trained.rows[-1].cpu()
+            inputs["rows_without_adapter"] = self.initial_rows
+        return inputs
 
 
 @contextlib.contextmanager
 def no_adapter(adapter: Adapter) -> Iterator[None]:
-    """Disable the adapter in the `with` body: B is 0, and DoRA's magnitudes are the norms of the
-    weights' rows."""
+    """Disable the adapter in the `with` body: B is 0, DoRA's magnitudes are the norms of the
+    weights' rows, and the rows of --trainable_tokens are as they began."""
     weights = adapter.weights.data.clone()
     for i, layer in enumerate(adapter.layers):
         values = {}
@@ -75,23 +85,29 @@ def no_adapter(adapter: Adapter) -> Iterator[None]:
             value = layer.weight_norms[linear].cpu() if is_norm else torch.zeros(shape)
             values[adapter.name(i, linear, key)] = value
         adapter.set_layer(i, values)
+    adapter.set_token_rows(dict(zip(token_row_names(adapter.arch), adapter.initial_rows)))
     yield
-    adapter.weights.data.copy_(weights)
+    adapter.set_weights(weights)
 
 
 def trained_logits(
-    file: Path, head: torch.Tensor, bias: torch.Tensor | None, arch: Architecture
+    file: Path, head: torch.Tensor, bias: torch.Tensor | None, arch: Architecture,
+    token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
-    vocabulary] on the CPU, from the lm_head's inputs that training has recorded in `file`.
-    `bias`: the lm_head's, or None."""
-    inputs = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
-              for name, stored in tensors_of(file).items()}
-    plain, trained = (
-        scaled_logits(torch.nn.functional.linear(inputs[name], head, bias).cpu(),
-                      arch.logits_multiplier, arch.logits_softcap)
-        for name in ("without_adapter", "with_adapter"))
-    return plain, trained
+    vocabulary] on the CPU, from what training has recorded in `file`, see MergeCheck.states().
+    `head`, `bias`: the base's lm_head; `token_ids`: the tokens whose rows were trained."""
+    recorded = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
+                for name, stored in tensors_of(file).items()}
+
+    def logits(name: str) -> torch.Tensor:
+        weight = head
+        if token_ids:
+            weight = replace_rows(head, arch.vocab_size, token_ids, recorded[f"rows_{name}"])
+        return scaled_logits(F.linear(recorded[name], weight, bias).cpu(),
+                             arch.logits_multiplier, arch.logits_softcap)
+
+    return logits("without_adapter"), logits("with_adapter")
 
 
 @torch.no_grad()

@@ -78,7 +78,7 @@ def open_peft_run(
     base = MergeBase(directory, files, names, {}, tensors,
                      {name: files[name].path for name in tensors}, auto_class, torch.bfloat16)
     run = TrainedRun({}, {}, str(directory), None, [], None, [], tokenizer=[], extras=[],
-                     template=template_beside(adapter_dir), losses=[])
+                     template=template_beside(adapter_dir), token_ids=[], losses=[])
     return run, base, adapter
 
 

@@ -55,4 +55,6 @@ def log_finish(run: Run, script: Path) -> None:
         log(f"warning: {directory}/merged is of an earlier adapter; remove it before you merge")
     log(f"done: adapter saved in {directory} (PEFT format); to merge it into the base model:")
     log(merge_command(directory, script))
+    if run.config.trainable_tokens:
+        log("note: vLLM and llama.cpp refuse adapters with rows of tokens; serve the merged model")
     run.status.write("complete", 0, "; ".join(filter(None, ["the adapter is saved", how])))

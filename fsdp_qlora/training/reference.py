@@ -93,7 +93,7 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
                 saved = time.monotonic()
     reshard_all(run.model)
     if run.saved_step:
-        run.adapter.weights.data.copy_(weights)
+        run.adapter.set_weights(weights)
     if is_rank_0():
         write_reference(run, references)
     if why := next(filter(None, gather_objects(run.status.stop_reason)), None):

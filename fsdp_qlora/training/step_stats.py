@@ -35,7 +35,9 @@ def gather_step_stats(model: Model, adapter: Adapter, local_sums: torch.Tensor,
                       action: int) -> StepStats:
     """Return the StepStats, from this rank's sums and action, by one exchange and without waiting
     for the GPU. All ranks must call this."""
-    square = adapter.grad.norm().double() ** 2  # for this rank's part of the gradient
+    # for this rank's part of the gradient; the rows of --trainable_tokens count on one rank
+    n_own = len(adapter.grad) - (adapter.n_tail if adapter.shard else 0)
+    square = adapter.grad[:n_own].norm().double() ** 2
     local = (square[None], torch.full_like(local_sums[:1], action), local_sums,
              take_balance(model.layers, model.device))
     squares, actions, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)

@@ -7,6 +7,7 @@ never stop.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -24,14 +25,18 @@ VALUES_AT_ONCE = 2**22  # labels or weights that are read at once
 
 
 def check_untrained_tokens(
-        model: Model, rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
+        model: Model, rows: Rows, tokenizer: PreTrainedTokenizerFast | None,
+        token_ids: Sequence[int]) -> set[int]:
     """Raise RunError if a token that ends answers in training has a row of zeros in the lm_head,
-    and log the other tokens in the loss that the lm_head has never learned. All ranks must call
-    this."""
+    and log the other tokens in the loss that the lm_head has never learned; except for the tokens
+    `token_ids`, whose rows are trained. Returns all tokens that the lm_head has never learned. All
+    ranks must call this."""
     if not tokenizer:
-        return
+        return set()
     counts = count_trained(rows, model.arch.vocab_size)
     zero, others = untrained_rows(model)
+    untrained = zero | others.keys()
+    zero, others = zero - {*token_ids}, {i: others[i] for i in others.keys() - {*token_ids}}
     closing = [*closing_tokens(tokenizer), tokenizer.eos_token]
     with raise_on_all_ranks():
         for token in closing:
@@ -40,8 +45,8 @@ def check_untrained_tokens(
                 raise ValueError(
                     f"the model never learned {token!r}, which ends answers {counts[i]:,} times in"
                     " training: its row of the lm_head is all zeros and stays frozen, so generation"
-                    " would never stop. Use the instruct model, or a --chat_template with other"
-                    " tokens")
+                    f" would never stop. Use --trainable_tokens {token!r}, the instruct model, or a"
+                    " --chat_template with other tokens")
     reasons = {**others, **dict.fromkeys(zero, "a row of zeros")}
     found = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i] and i in reasons]
     if found:
@@ -49,8 +54,9 @@ def check_untrained_tokens(
                           f" {counts[i]:,} times)" for i in found[:5])
         more = f" and {len(found) - 5:,} more" if len(found) > 5 else ""
         log("warning: your data trains tokens that the frozen lm_head never learned:"
-            f" {named}{more}. The model will hardly ever generate them. Use the instruct model, or"
-            " a chat template with other tokens")
+            f" {named}{more}. The model will hardly ever generate them. Name them in"
+            " --trainable_tokens, or use the instruct model or a chat template with other tokens")
+    return untrained
 
 
 def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:

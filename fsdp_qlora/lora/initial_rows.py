@@ -1,0 +1,67 @@
+"""The values with which the rows of --trainable_tokens begin."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_qlora.data.trainable_tokens import TrainableToken
+from fsdp_qlora.model.embedding import look_up_sharded
+from fsdp_qlora.model.parameters import ModelParameters
+from fsdp_qlora.ranks import log
+
+
+def initial_rows(model: ModelParameters, tokens: Sequence[TrainableToken],
+                 untrained: Collection[int]) -> Tensor:
+    """Return the first values of TokenRows.rows, fp32 [tables, tokens, hidden].
+
+    A token that the model knows keeps its rows. A new one begins as the mean of the tokens that its
+    text was made of before; a new one of no tokens, or one whose row was never trained (in
+    `untrained`), as the mean of all rows. Rows that pad a table get that mean, too. All ranks of
+    the group must call this.
+    """
+    if not tokens:
+        return torch.empty(0)
+    tables = []
+    for table in (model.embedding, model.head)[: model.arch.n_tables]:
+        mean, rows = fill_added_rows(model, table), []
+        for token in tokens:
+            sources = (token.id,) if token.pieces is None else token.pieces
+            if token.id in untrained and token.pieces is None:
+                sources = ()
+            rows.append(look_up_sharded(model, torch.tensor(sources, device=model.device), table)
+                        .double().mean(0) if sources else mean)
+        tables.append(torch.stack(rows).float())
+    describe(tokens, untrained)
+    return torch.stack(tables)
+
+
+def fill_added_rows(model: ModelParameters, table: Tensor) -> Tensor:
+    """Set the rows of a table that the files lack to the mean of the others, and return that mean,
+    fp64 [hidden]. All ranks of the group must call this."""
+    n_stored = model.arch.vocab_size - model.arch.added_rows
+    n_own = max(0, min(n_stored, model.own_rows.stop) - model.own_rows.start)
+    total = torch.zeros(table.shape[1], dtype=torch.float64, device=model.device)
+    for part in table[:n_own].split(2**14):
+        total += part.to(model.device).double().sum(0)
+    if model.shards > 1:
+        dist.all_reduce(total, group=model.group)
+    mean = total / n_stored
+    table[n_own:] = mean.to(table)
+    return mean
+
+
+def describe(tokens: Sequence[TrainableToken], untrained: Collection[int]) -> None:
+    """Log which tokens are trained, and how those begin that the model does not know."""
+    new = [token.text for token in tokens if token.pieces]
+    blank = [token.text for token in tokens
+             if not (token.pieces or token.pieces is None and token.id not in untrained)]
+    text = f"trainable tokens: {' '.join(token.text for token in tokens)}"
+    if new:
+        text += f"; {' '.join(new)} new, as the mean of the tokens of the text"
+    if blank:
+        text += f"; {' '.join(blank)} untrained until now, as the mean of all rows"
+    log(text)
