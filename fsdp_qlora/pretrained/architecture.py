@@ -507,9 +507,6 @@ class Architecture(Family):
         have a multiple of 64 rows, for which matmuls are fast."""
         if last_id < self.vocab_size:
             return self
-        if self.head_bias:
-            raise ValueError(f"new tokens are not supported in {self.family}, whose lm_head has a"
-                             " bias")
         vocab_size = math.ceil((last_id + 1) / 64) * 64
         return dataclasses.replace(
             self, vocab_size=vocab_size, added_rows=vocab_size - self.vocab_size)
