@@ -401,7 +401,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     with explain(f"the check did not run (see --no-check); {merged_dir} is whole: rename it"), \
             no_kernels:
         plain, trained = trained_logits(
-            merge_check_file, read_head(base, device), base.arch, base.token_ids)
+            merge_check_file, *read_head(base, device), base.arch, base.token_ids)
         merged = logits_of(base.auto_class.from_pretrained(merged_dir, **settings), rows)
         effect, error = (trained - plain).norm(), merged - trained
     agree = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
@@ -422,9 +422,14 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
                          " adapter's effect on the logits")
 
 
-def read_head(base: MergeBase, device: str) -> torch.Tensor:
-    name = base.names.embedding if base.arch.tied else base.names.head
-    return read_tensor(base.files[name], name, device).to(base.dtype)
+def read_head(base: MergeBase, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the lm_head's weight and its bias, if any."""
+    def read(name: str) -> torch.Tensor:
+        return read_tensor(base.files[name], name, device).to(base.dtype)
+
+    names = base.names
+    head = read(names.embedding if base.arch.tied else names.head)
+    return head, read(names.head_bias) if names.head_bias else None
 
 
 def require(condition: Any, message: str) -> None:

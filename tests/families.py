@@ -72,6 +72,16 @@ GEMMA4_E = GEMMA4 | dict(
     num_kv_shared_layers=3,
     hidden_size_per_layer_input=32,
 )
+GRANITE_SWA = dict(
+    layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    sliding_window=7,
+    layer_rope_theta=[0, 500.0, 10000.0],
+    embedding_multiplier=2.0,
+    residual_multiplier=0.4,
+    attention_multiplier=0.3,
+    logits_scaling=2.0,
+    tie_word_embeddings=True,
+)
 GRANITE4_H = GRANITE4 | dict(layer_types=["mamba", "attention", "mamba"], mamba_d_state=16)
 HYBRID = ["linear_attention", "linear_attention", "full_attention"]
 DELTA_NET = dict(
@@ -289,6 +299,8 @@ TINY = {
         "qwen3", use_sliding_window=True, sliding_window=7, max_window_layers=1
     ),
     "apertus": tiny("apertus", None, rope_parameters=LLAMA3),
+    "phi": tiny("phi", None),
+    "phi_tied": tiny("phi", head_dim=24, tie_word_embeddings=True),
     "phi3": tiny("phi3", None, num_key_value_heads=4),
     "phi3_window": tiny("phi3", None, sliding_window=7, num_key_value_heads=4),
     "phi3_longrope": tiny(
@@ -336,6 +348,8 @@ TINY = {
         logits_scaling=8.0,
         tie_word_embeddings=True,
     ),
+    "granite_swa": tiny(
+        "granite_swa", None, **GRANITE_SWA, attention_bias=True, mlp_bias=True),
     "granite4": tiny("granitemoehybrid", None, position_embedding_type="rope", **GRANITE4),
     "granite4_nope": tiny(
         "granitemoehybrid", None, attention_bias=True, tie_word_embeddings=True, **GRANITE4
@@ -350,6 +364,8 @@ TINY = {
     "cohere": tiny("cohere", None, logit_scale=0.25),
     "cohere_qk_norm": tiny("cohere", None, use_qk_norm=True, attention_bias=True),
     "cohere2": tiny("cohere2", None, sliding_window=7, layer_types=MIXED, logit_scale=0.25),
+    "olmo": tiny("olmo", None, clip_qkv=1.0),
+    "olmo_no_clip": tiny("olmo", None, tie_word_embeddings=True, attention_bias=True),
     "olmo2": tiny("olmo2", None),
     "olmo3": tiny("olmo3", None, sliding_window=7, layer_types=MIXED),
     "olmo3_yarn": tiny(
@@ -362,6 +378,9 @@ TINY = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "nanochat": tiny("nanochat", None, final_logit_softcapping=3.0),
+    "nanochat_bias": tiny(
+        "nanochat", None, attention_bias=True, final_logit_softcapping=None, rope_parameters=YARN),
     "smollm3": tiny("smollm3", None, no_rope_layers=[1, 0, 1]),
     "smollm3_window": tiny(
         "smollm3", None, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=7
@@ -371,6 +390,7 @@ TINY = {
     "ernie4_5": tiny("ernie4_5", head_dim=24),
     "ernie4_5_bias": tiny("ernie4_5", use_bias=True),
     "seed_oss": tiny("seed_oss", head_dim=24),
+    "exaone": tiny("exaone", attention_bias=True, mlp_bias=True),
     "exaone4": tiny("exaone4", None, sliding_window=7, layer_types=MIXED),
     "exaone4_full": tiny("exaone4", None, sliding_window=None, layer_types=["full_attention"] * 3),
     "hunyuan": tiny("hunyuan_v1_dense"),
@@ -394,6 +414,12 @@ TINY = {
     "lfm2_bias": tiny(
         "lfm2", None, layer_types=["full_attention", "conv", "conv"], conv_bias=True,
         block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
+    "lfm3": tiny(
+        "lfm3", layer_types=["conv", "full_attention", "sliding_attention"], sliding_window=7,
+        tie_word_embeddings=True),
+    "lfm3_plain": tiny(
+        "lfm3", layer_types=["full_attention", "conv", "sliding_attention"], sliding_window=7,
+        tie_word_embeddings=False, use_sandwich_norm=False, conv_bias=True),
     "lfm2_moe": tiny(
         "lfm2_moe", None, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1,
         moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3, routed_scaling_factor=1.5),
@@ -424,6 +450,57 @@ TINY = {
         num_experts_per_tok=2,
         decoder_sparse_step=2,
     ),
+    "flint": tiny(
+        "flint",
+        head_dim=24,
+        sliding_window=7,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+        mlp_only_layers=[0],
+    ),
+    "kolibri1": tiny(
+        "kolibri1",
+        head_dim=24,
+        sliding_window=7,
+        layer_types=MIXED,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    ),
+    "cohere2_moe": tiny(
+        "cohere2_moe",
+        head_dim=24,
+        logit_scale=0.25,
+        sliding_window=7,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        prefix_dense_intermediate_size=80,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        norm_topk_prob=False,
+    ),
+    "cohere2_moe_sigmoid": tiny(
+        "cohere2_moe",
+        attention_bias=True,
+        sliding_window=7,
+        layer_types=MIXED,
+        prefix_dense_sliding_window_pattern=4,
+        expert_selection_fn="sigmoid",
+        shared_expert_combination_strategy="sum",
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+    ),
+    "cohere2_moe_routed": tiny(
+        "cohere2_moe", sliding_window=7, layer_types=MIXED, mlp_layer_types=[
+            "sparse", "sparse", "dense"], num_experts=4, norm_topk_prob=False,
+        expert_selection_fn="sigmoid"),
     "mixtral": tiny("mixtral", num_local_experts=4),
     "minimax_m2": tiny(
         "minimax_m2",
@@ -443,6 +520,16 @@ TINY = {
         residual_multiplier=0.4,
         logits_scaling=2.0,
     ),
+    "granitemoeshared": tiny(
+        "granitemoeshared", None, num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=48, attention_multiplier=0.3, embedding_multiplier=2.0,
+        residual_multiplier=0.4, logits_scaling=2.0),
+    "granitemoe_swa": tiny(
+        "granitemoe_swa", None, **GRANITE_SWA, num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=48),
+    "granitemoe_swa_routed": tiny(
+        "granitemoe_swa", None, **GRANITE_SWA, num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=0),
     "granite4_h_moe": tiny(
         "granitemoehybrid",
         None,
@@ -470,6 +557,14 @@ TINY = {
         routed_scaling_factor=2.5,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
+    "sarvam_moe": tiny(
+        "sarvam_moe", head_dim=24, **DEEPSEEK, n_group=4, topk_group=2, attention_bias=True),
+    "sarvam_moe_no_norm": tiny(
+        "sarvam_moe", **DEEPSEEK, use_qk_norm=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    "sarvam_mla": tiny(
+        "sarvam_mla", None, **LATENT | YARN_MLA | dict(q_lora_rank=None), **DEEPSEEK, n_group=4,
+        topk_group=2),
     "youtu": tiny("youtu", None, **LATENT | dict(v_head_dim=24)),
     "minicpm3": tiny(
         "minicpm3", None, **LATENT | dict(q_lora_rank=None, v_head_dim=24), scale_emb=12,
@@ -490,6 +585,10 @@ TINY = {
     "deepseek_v2_lite": tiny(
         "deepseek_v2", None, **LATENT | dict(q_lora_rank=None), **DEEPSEEK, n_group=4,
         topk_group=2),
+    "axk1": tiny(
+        "axk1", None, **LATENT | YARN_MLA, moe_intermediate_size=32, n_routed_experts=8,
+        num_experts_per_tok=3, n_shared_experts=2, n_group=4, topk_group=2,
+        mlp_layer_types=["dense", "sparse", "sparse"]),
     "deepseek_v32": tiny(
         "deepseek_v32", None, **LATENT | YARN_MLA, **DEEPSEEK, **INDEXER, n_group=4, topk_group=2),
     "glm_moe_dsa": tiny(
@@ -726,6 +825,9 @@ OUTER = {
         ("llava_onevision", "qwen2", "siglip_vision_model"),
         ("idefics3", "llama", "idefics3_vision"), ("smolvlm", "llama", "smolvlm_vision"),
         ("lfm2_vl", "lfm2", "siglip2_vision_model"))}  # fmt: skip
+OUTER["lfm3_vl"] = multimodal(
+    "lfm3_vl", TINY["lfm3"], "lfm3_vl_vision", True, dict(
+        num_key_value_heads=1, layer_types=["full_attention"]).items())
 OUTER["glm46v"] = multimodal("glm46v", GLM4V_TEXT, "glm4v_vision", False)
 OUTER["gemma4_moe_vl"] = multimodal("gemma4", TINY["gemma4_moe"], "gemma4_vision", True)
 AUDIO = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
@@ -808,7 +910,8 @@ def make_model(config, seed=0, dtype=torch.float32, **settings):
     model, text = auto.from_config(config, **settings), getattr(config, "text_config", config)
     with torch.no_grad():
         for name, value in model.named_parameters():
-            if "norm" in name or name.endswith((".bias", "router.scale", "per_expert_scale")):
+            if "norm" in name or name.endswith(
+                    (".bias", "router.scale", "per_expert_scale", "sinks")):
                 value.add_(torch.randn_like(value) * 0.3)
             # six layers of sharp attention would show the rounding of fp32
             if name.endswith("q_norm.weight") and getattr(text, "num_kv_shared_layers", 0):

@@ -245,8 +245,21 @@ def test_token_that_no_expert_wants_gets_nothing():
     """Sigmoids of large negative logits are 0, and so is their sum."""
     moe = describe_model(TINY["glm4_moe"](320)).moe
     scores, chosen = torch.zeros(2, 8), torch.tensor([[0, 1, 2], [5, 6, 7]])
-    weights = router.chosen_weights(scores, chosen, moe)[0]
+    weights = router.chosen_weights(scores, chosen, moe, torch.float32)[0]
     assert torch.equal(weights, torch.zeros(2, 3))
+
+
+def test_corrections_are_in_all_layers_or_in_none():
+    """A.X-K1's files have none, which are then 0; a damaged file may lack one."""
+    config = TINY["axk1"](320)
+    arch, tensors = describe_model(config), dict(make_model(config).state_dict())
+    corrections = [key for key in tensors if "correction" in key]
+    assert len(corrections) == 2 and not tensor_names(arch, tensors).zeros
+    del tensors[corrections[1]]
+    with pytest.raises(ValueError, match=f"lacks {corrections[1]}, .* 2 layers .* 1 have"):
+        tensor_names(arch, tensors)
+    del tensors[corrections[0]]
+    assert tensor_names(arch, tensors).zeros == {*corrections}
 
 
 def wide(tensors):

@@ -630,6 +630,7 @@ PLANTED = {
     "epsilon, tenfold": ("gemma", {"norm_eps": 0.5}),
     "gate": ("llama", {"gated": False, "mlp_in": ("mlp.up_proj",)}),
     "bias of norms": ("starcoder2", {"norm_bias": False}),
+    "bases of rotary by layer": ("granite_swa", {"layer_thetas": False}),
     "norm without 1": ("nemotron", {"norm": "layer"}),
 }
 
@@ -1073,8 +1074,8 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     micro_batch = types.SimpleNamespace(
         longest=n, segments=segments, shard=None, kernels=kernels)  # fmt: skip
     mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.mixer
-    call = types.SimpleNamespace(batch=micro_batch, layer=types.SimpleNamespace(index=0),
-                                 vector=lambda name, part: None)  # fmt: skip
+    layer = types.SimpleNamespace(index=0, small_tensors={})
+    call = types.SimpleNamespace(batch=micro_batch, layer=layer)
     got = attend(call, arch, mixer.window, None, None, None)
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))

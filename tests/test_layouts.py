@@ -26,7 +26,7 @@ from families import (
     write_int4,
     write_mxfp4,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_step import FLAGS, SMALL, load_reference, rows_of_step, write_uneven_rows
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -34,15 +34,20 @@ from fsdp_qlora.pretrained.config import describe_model
 
 BAR = 1e-5  # of relative differences of a first step in fp32
 FUSED = "fused"  # all experts' in one tensor [experts, out, in], as transformers 5 has in memory
+AXK1 = "as released"  # without corrections, and with a norm that the first layer does not read
 EXPERTS = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 BITS = {"NF4 of transformers 4": 4, "NF4 of transformers 5": 5}
 RELEASED = {  # what transformers saves is as released; of the others an expert's are apart
     "mixtral": "w1, w2, w3", "minimax_m2": "w1, w2, w3", "granitemoe": "input_linear",
-    "granite4_h_moe": "input_linear", "gpt_oss": "transposed",
-    "qwen3_vl_moe": "transposed", "gemma4_moe": "gate_up_proj",
+    "granite4_h_moe": "input_linear", "granitemoeshared": "input_linear",
+    "granitemoe_swa": "gate_up_proj", "granitemoe_swa_routed": "gate_up_proj",
+    "gpt_oss": "transposed", "qwen3_vl_moe": "transposed", "gemma4_moe": "gate_up_proj",
     "step3p7": "gate_proj, up_proj"}  # fmt: skip
 
 
+NEW_IN_5 = (  # not in transformers 4
+    "minimax_m2", "qwen3_5", "gemma4", "nemotron_h", "granitemoe_swa", "sarvam_mla", "flint",
+    "axk1", "kolibri1", "cohere2_moe")  # fmt: skip
 MANY = "160 experts"  # more than a signed byte numbers
 MODELS = {**TINY, **OUTER, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=160,
                                       num_experts_per_tok=8)}  # fmt: skip
@@ -53,19 +58,20 @@ def layouts(name):
     if name == MANY:
         return [FUSED]
     found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
-    if name.startswith(("minimax_m2", "qwen3_5", "gemma4", "nemotron_h")):
+    if name.startswith(NEW_IN_5):
         found.remove("NF4 of transformers 4")
     # transformers saves no 4-bit copy of them
-    if name in ("mistral4", "kimi_k25", "glm4v_moe", "step3p7"):
+    if name.startswith(("mistral4", "kimi_k25", "glm4v_moe", "step3p7", "sarvam_moe")):
         found = found[name == "kimi_k25" : 2]  # and its own files of this one it cannot read
     if name in ("deepseek_v32", "glm_moe_dsa"):  # an indexer in 4 bits is not read
         found = found[:2]
     if name in ("qwen3_vl_moe", "qwen3_5_moe_vl"):  # nor a vision tower that is
         found.remove("NF4 of transformers 5")
-    if name in ("gpt_oss", "gemma4_moe"):  # fused in their files, too
+    if name.startswith(("gpt_oss", "gemma4_moe", "granitemoe_swa")):  # fused in their files, too
         found.remove(FUSED)
     if name == "gpt_oss":
         found.append("MXFP4")
+    found += [AXK1] * (name == "axk1")
     found += ["INT4"] * (name == "deepseek_v3")
     return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2", "deepseek_v3", "deepseek_v32"))
 
@@ -74,9 +80,11 @@ MIXTURES = [name for name, make in MODELS.items()
             if name not in OUTER and describe_model(make(320)).moe]  # fmt: skip
 OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
-    "lfm2", "qwen3_5", "granite4_h", "falcon_h1", "youtu", "minicpm3")  # fmt: skip
+    "lfm2", "lfm3", "granite_swa", "exaone", "olmo", "nanochat", "phi", "qwen3_5", "granite4_h",
+    "falcon_h1", "youtu", "minicpm3")  # fmt: skip
 DENSE = [(name, how) for name in OWN_TENSORS if name in TINY for how in ("as saved", "DoRA")]
-DENSE += [("gemma4_e", "NF4 of transformers 5")]  # with a linear outside of the layers
+# with a linear outside of the layers; with other names in files
+DENSE += [(name, "NF4 of transformers 5") for name in ("gemma4_e", "exaone")]
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
@@ -112,6 +120,11 @@ def write_layout(directory, name, layout, vocab_size):
         model.config.save_pretrained(directory)
         if layout == FUSED:
             tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+            save_file(tensors, directory / "model.safetensors")
+        elif layout == AXK1:
+            tensors = load_file(directory / "whole" / "model.safetensors")
+            tensors = {key: tensor for key, tensor in tensors.items() if "correction" not in key}
+            tensors["model.layers.0.post_mlp_layernorm.weight"] = torch.ones(config.hidden_size)
             save_file(tensors, directory / "model.safetensors")
         else:
             (directory / "model.safetensors").symlink_to("whole/model.safetensors")

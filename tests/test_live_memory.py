@@ -409,8 +409,9 @@ def test_plan_knows_the_heads_peak(
     with shapes_alone(plan):
         head, norm = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), torch.empty(
             arch.hidden_size, dtype=dtype)
-        model = types.SimpleNamespace(arch=arch, head=head, norm=norm, norm_bias=None, shards=1,
-                                      shard=0, own_rows=range(arch.vocab_size), group=None,
+        model = types.SimpleNamespace(arch=arch, head=head, head_bias=None, norm=norm,
+                                      norm_bias=None, shards=1, shard=0,
+                                      own_rows=range(arch.vocab_size), group=None,
                                       token_rows=None)
         head_rows = None
         if n_rows:

@@ -470,7 +470,7 @@ def test_gradient_through_a_router_is_rounded_for_its_product(name):
     logits = routing.scores.double()  # such that these are their scores
     logits = (logits.logit() if moe.scores == "sigmoid" else logits.log()).requires_grad_()
     scores = logits.sigmoid() if moe.scores == "sigmoid" else logits.softmax(-1)
-    weights = router.chosen_weights(scores, routing.chosen, moe)[0]
+    weights = router.chosen_weights(scores, routing.chosen, moe, torch.double)[0]
     weights = weights * router.weight_factor(call, routing.chosen)
     (exact,) = torch.autograd.grad(weights, logits, grad.double())
     exact = exact if moe.fp32_router else exact.bfloat16().double()
@@ -552,8 +552,8 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     arch, weight = describe_model(TINY["llama"](320)), draw(320, 64)
     x, labels = draw(N, 64), torch.arange(3, 3 + N)
     model = types.SimpleNamespace(
-        arch=arch, head=weight, norm=torch.ones(64).bfloat16(), norm_bias=None, shards=1, shard=0,
-        own_rows=range(320), token_rows=None)  # fmt: skip
+        arch=arch, head=weight, head_bias=None, norm=torch.ones(64).bfloat16(), norm_bias=None,
+        shards=1, shard=0, own_rows=range(320), token_rows=None)  # fmt: skip
     micro_batch = types.SimpleNamespace(labels=labels, label_positions=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
     x = x.requires_grad_()

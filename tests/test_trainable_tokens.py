@@ -23,7 +23,9 @@ from transformers import (
     LlamaForCausalLM, PreTrainedTokenizerFast)
 
 import merge_adapters
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.trainable_tokens import TrainableToken
+from fsdp_qlora.lora.adapter import resolve_adapter
 from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.pretrained.config import describe_model
@@ -33,7 +35,7 @@ BAR = 1e-5
 QUICK = ["llama3", "qwen2", "gemma2", "qwen3_vl"]  # tied, not, scaled, in a wrapper
 FAMILIES = QUICK + [pytest.param(name, marks=pytest.mark.slow) for name in (
     "granite4", "falcon_h1", "qwen3_moe", "gpt_oss", "nemotron_h", "qwen3_5",
-    "gemma3", "mistral3", "deepseek_v3")]
+    "gemma3", "mistral3", "deepseek_v3", "exaone", "sarvam_moe")]
 SETTINGS = {"kept": ["--recompute", "none"], "recomputed": ["--recompute", "all"],
             "split": ["--recompute", "all", "--micro_batch_tokens", "64"]}
 FLAGS = ["--lora_rank", "4", "--lora_alpha", "64", "--batch_size", "32", "--max_seq_len", "64",
@@ -141,6 +143,13 @@ def test_gradients_equal_pefts(name, nproc, gradients, rows_file, known, tokeniz
         assert abs(got["loss"] - loss) <= BAR * loss and abs(got["norm"] - norm) <= bar * norm
         for key, grad in exact.items():
             assert (got[key] - grad).norm() <= bar * grad.norm(), (setting, key)
+
+
+@pytest.mark.parametrize("family", ["phi", "nanochat"])
+def test_model_whose_tables_peft_computes_wrongly_is_refused(family):
+    config = Config(model="m", trainable_tokens=("x",))
+    with pytest.raises(ValueError, match=rf"--trainable_tokens: .* \({family}\): drop the flag"):
+        resolve_adapter(describe_model(TINY[family](320)), config, "m")
 
 
 def test_gradients_of_long_micro_batches_are_summed():
@@ -269,7 +278,7 @@ def test_base_learns_to_stop(
     config = json.loads((run / "train_config.json").read_text())
     head = load_file(base / "model.safetensors")
     head = head["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    _, trained = trained_logits(run / "probe.safetensors", head, describe_model(model.config),
+    _, trained = trained_logits(run / "probe.safetensors", head, None, describe_model(model.config),
                                 config["trainable_token_ids"])
     logits = logits_of(peft, config["probe_input_ids"])
     assert (logits - trained).norm() <= BAR * trained.norm()

@@ -37,7 +37,7 @@ def rope_tables(
             tokens = batch.shard.tokens
         is_long = bounds.diff() > arch.ropes[index]["original_max_position_embeddings"]
         inverse = inverse[is_long.long()[torch.bucketize(tokens, bounds[1:], right=True)]]
-    angles = position_ids[:, None].float() * inverse
+    angles = position_ids[:, None].float() * (-inverse if arch.rotary_backwards else inverse)
     return angles.cos() * factor, angles.sin() * factor, temperature
 
 
@@ -109,6 +109,11 @@ def normed_heads(
     return norm_grad_of(grad, x, weight, arch.norm, arch.norm_eps).view(shape)
 
 
+def clamped(projected: Tensor, limit: float | None) -> Tensor:
+    """Return `projected` within [-limit, limit]; itself without a limit."""
+    return projected.clamp(-limit, limit) if limit else projected
+
+
 @elementwise
 def rotate_forward(
     projected: Tensor, cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None,
@@ -116,7 +121,7 @@ def rotate_forward(
 ) -> Tensor:
     """Return a copy of query, key and value of split_projected(), [n, all their widths]; query and
     key are rotated, and query and key, or all three, are normed if the family does so."""
-    query, key, value, _ = split_projected(arch, projected)
+    query, key, value, _ = split_projected(arch, clamped(projected, arch.qkv_limit))
     out = []
     for x, weight in (query, q_weight), (key, k_weight):
         if not arch.qk_norm_after_rotary:
@@ -140,12 +145,12 @@ def rotate_backward(
 ) -> Tensor:
     """Return the gradient of rotate_forward()'s `projected` from the gradients of query, key, value
     and gates [n, heads, head_dim]; gates is None without gates. `projected` is needed only if heads
-    are normed, else None."""
+    are normed or clamped, else None."""
     before: Sequence[Tensor | None] = (None, None)  # inputs of the norms of query and key, if any
     dtype = value.dtype
     if arch.qk_norm or arch.value_norm:
         assert projected is not None, "these norms need it"
-        *heads_before, value_before, _ = split_projected(arch, projected)
+        *heads_before, value_before, _ = split_projected(arch, clamped(projected, arch.qkv_limit))
         if arch.qk_norm:
             before = heads_before
         if arch.value_norm:
@@ -172,7 +177,11 @@ def rotate_backward(
         out.append(gates.flatten(1))
     elif gates is not None:  # each head's gates follow its query
         out[0] = torch.stack([out[0].view_as(gates), gates], 2).flatten(1)
-    return torch.cat(out, 1)
+    joined = torch.cat(out, 1)
+    if arch.qkv_limit:
+        assert projected is not None, "clamping needs it"
+        joined = joined.masked_fill(projected.abs() > arch.qkv_limit, 0)
+    return joined
 
 
 def gate_factor(gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:

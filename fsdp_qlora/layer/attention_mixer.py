@@ -47,8 +47,10 @@ class AttentionMixer:
 
     @property
     def saves_projected(self) -> bool:
-        """True if backward reads saved.projected, as the backward of norms and of the gate does."""
-        return bool(self.arch.qk_norm or self.arch.value_norm or self.arch.attention_gate)
+        """True if backward reads saved.projected, as the backward of norms, of the gate and of
+        clamping does."""
+        arch = self.arch
+        return bool(arch.qk_norm or arch.value_norm or arch.attention_gate or arch.qkv_limit)
 
     @property
     def _output_factor(self) -> float:
@@ -145,5 +147,5 @@ def attend(
     if batch.shard:  # dropout numbers all keys of a document
         key, value, segments = batch.shard.gather_keys(
             key, value, None if arch.attention_dropout else window)
-    sinks = call.vector("self_attn", "sinks")
+    sinks = call.layer.small_tensors.get("self_attn.sinks")
     return kernel(query, key, value, sinks, segments, arch, window, call.layer.index)

@@ -53,8 +53,7 @@ class LayerCall:
         return weight
 
     def vector(self, name: str | None, part: str = "weight") -> Tensor | None:
-        """Return a norm's weight or bias, or attention's sinks, by its name in the layer; None if
-        the layer has none."""
+        """Return a norm's weight or bias by its name in the layer; None if the layer has none."""
         if f"{name}.{part}" not in self.spec.vectors:
             return None
         where, shape = self.spec.vectors[f"{name}.{part}"]

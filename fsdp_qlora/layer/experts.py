@@ -56,6 +56,11 @@ class MoESublayer:
         return self.arch.moe
 
     @property
+    def _sum_factor(self) -> float:
+        """Factor of the sum of the routed experts' outputs and the shared expert's."""
+        return 0.5 if self.moe.combination == "average" and self.shared_gate_up else 1.0
+
+    @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         shared = (self.shared_gate_up, self.shared_down) if self.shared_gate_up else ()
         latent = self.latent.fused_linears if self.latent else ()
@@ -99,6 +104,8 @@ class MoESublayer:
                 shared = normed(call, norms.after_shared, shared)
             if needs_branch:
                 branch += shared
+                if self._sum_factor != 1:
+                    branch *= self._sum_factor
         save_inputs(call, saved, inputs, self.shared_gate_up)
         out = None
         if branch is not None:
@@ -112,6 +119,8 @@ class MoESublayer:
         arch, norms = self.arch, self.moe.norms
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
+        if self._sum_factor != 1:
+            upstream = upstream * self._sum_factor
         if norms:
             return self._apart_backward(call, saved, upstream, grad, norms)
         grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
@@ -399,6 +408,8 @@ class MoESublayer:
         values = rows * width * (plan.expert_ranges > 1) + chunk_values + weights + 3 * n * hidden
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
             values += n * hidden * (2 + 2 * recomputed + bool(up.n_lora))
+        if self._sum_factor != 1:  # the gradient of the sum before its factor
+            values += n * hidden
         if self.latent:
             values += n * (self.latent.live_values + recomputed * self.latent.saved_values)
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)

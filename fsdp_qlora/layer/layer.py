@@ -115,7 +115,8 @@ def _make_layer_spec(
     return LayerSpec(
         mixer=mixer, mlp=mlp, fused_linears=mixer.fused_linears + mlp.fused_linears,
         vectors=vectors, small_tensors=small_tensors,
-        n_blocks=counts["blocks"], n_vectors=counts["vectors"], n_adapter=counts["adapter"],
+        # at least one value, because FSDP2 shards it
+        n_blocks=counts["blocks"], n_vectors=counts.get("vectors", 1), n_adapter=counts["adapter"],
         scaling=config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
         dropout=config.lora_dropout, dora=config.adapter == "dora")
 

@@ -57,13 +57,13 @@ def route(
     if moe.rounded_scores:
         scores = scores.to(x.dtype).float()
     if choice is None:
-        ranked = scores
+        ranked = logits if moe.ranks_logits else scores
         if moe.correction:
-            ranked = scores + tensors[moe.correction].view(-1)
+            ranked = ranked + tensors[moe.correction].view(-1)
         chosen, bounds = best_experts(ranked, moe), None
     else:
         chosen, bounds = choice[0].long(), choice[1]
-    weights = chosen_weights(scores, chosen, moe)[0]
+    weights = chosen_weights(scores, chosen, moe, x.dtype)[0]
     if moe.rounded_weights:
         weights = weights.to(x.dtype).float()
     weights = weights * weight_factor(call, chosen)
@@ -145,13 +145,15 @@ def best_experts(scores: Tensor, moe: MoE) -> Tensor:
 
 
 def chosen_weights(
-    scores: Tensor, chosen: Tensor, moe: MoE
+    scores: Tensor, chosen: Tensor, moe: MoE, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the weights of the chosen experts before scaling, fp32 [n, k]; their scores; and the
-    sum [n, 1] by which the scores are divided, None if they are not."""
+    sum [n, 1] by which the scores are divided, None if they are not. `dtype`: the model's."""
     picked, total = scores.gather(1, chosen), None
     if moe.normalized:
         total = picked.sum(-1, keepdim=True) + moe.sum_eps
+        if moe.rounded_scores:
+            total = total.to(dtype).to(picked.dtype)
     return picked if total is None else picked / total, picked, total
 
 
@@ -160,7 +162,7 @@ def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -
     of the weights, fp32 [n, k]. x is read only with ExpertNorms; else only its dtype is."""
     moe: MoE = call.arch.moe
     chosen = routing.chosen
-    _, picked, total = chosen_weights(routing.scores, chosen, moe)
+    _, picked, total = chosen_weights(routing.scores, chosen, moe, x.dtype)
     grad = grad * weight_factor(call, chosen)
     if total is not None:
         grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total

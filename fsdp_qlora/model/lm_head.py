@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
@@ -32,7 +33,8 @@ def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
     """Return the most probable next token after each of the normed `states` [n, hidden], int64 [n].
     All ranks of the group must call this, with the same states."""
     logits = scaled_logits(
-        states @ model.head.t(), model.arch.logits_multiplier, model.arch.logits_softcap)
+        F.linear(states, model.head, model.head_bias), model.arch.logits_multiplier,
+        model.arch.logits_softcap)
     top, best = logits.max(-1)
     if model.shards == 1:
         return best
@@ -119,7 +121,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
             part = x[batch.label_positions[chunk]]
-            logits = gather(head_inputs(model, part)).flatten(0, 1) @ weight.t()
+            logits = F.linear(
+                gather(head_inputs(model, part)).flatten(0, 1), weight, model.head_bias)
             labels = all_labels[:, chunk].flatten()
             absent, own_labels = labels < 0, labels - model.own_rows.start
             is_own = (own_labels >= 0) & (own_labels < len(weight)) & ~absent

@@ -143,6 +143,7 @@ def fill_model(
     model.norm, model.norm_bias = (name and read(name).to(device, dtype)
                                    for name in (names.norm, names.norm_bias))
     model.head = model.embedding if arch.tied else table(names.head, hidden)
+    model.head_bias = names.head_bias and read(names.head_bias).to(device, dtype)
 
 
 def zero_shard(model: Model, i: int, device: torch.device) -> FourBitBlocks:
@@ -174,6 +175,9 @@ def fill_layer(
         vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
     set_local(layer, "vectors", vectors[model.shard].clone())
     for name, shape in layer.spec.small_tensors.items():  # whole on every rank, not quantized
+        if names.of_layer(i, name) in names.zeros:
+            layer.small_tensors[name] = torch.zeros(shape, device=device)
+            continue
         tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
         layer.small_tensors[name] = tensor.to(device).view(shape)
 

@@ -63,6 +63,7 @@ class ModelParameters(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(arch, spec, i, plan) for i, spec in enumerate(specs))
         self.embedding = self.norm = self.norm_bias = self.head = self.frequencies = None
+        self.head_bias: Tensor | None = None  # of own_rows; None: the lm_head has no bias
         self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
 
     def write_token_rows(self) -> None:

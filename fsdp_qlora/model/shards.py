@@ -18,7 +18,7 @@ from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.linears import LinearSlices
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block
-from fsdp_qlora.pretrained.reader import Request
+from fsdp_qlora.pretrained.reader import Request, Source
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
@@ -102,10 +102,16 @@ def weight_requests(
         shapes = {name: shape for name, (_, shape) in layer.spec.vectors.items()}
         for name, shape in (shapes | layer.spec.small_tensors).items():
             name = names.of_layer(i, name)
-            requests += whole_requests(name, shape, name in nf4_states)
+            if name in names.zeros:
+                continue
+            requests += whole_requests(name, shape, name in nf4_states, names.sources.get(name))
     for name in filter(None, (names.norm, names.norm_bias)):
         requests += whole_requests(name, table[1:])
-    return requests if arch.tied else [*requests, Request(names.head, table, stored_rows)]
+    if not arch.tied:
+        requests.append(Request(names.head, table, stored_rows))
+    if names.head_bias:
+        requests.append(Request(names.head_bias, table[:1], stored_rows))
+    return requests
 
 
 def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool) -> list[Request]:
@@ -135,12 +141,14 @@ def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool)
     return requests
 
 
-def whole_requests(name: str, shape: tuple[int, ...], in_nf4: bool = False) -> list[Request]:
+def whole_requests(
+    name: str, shape: tuple[int, ...], in_nf4: bool = False, source: Source | None = None,
+) -> list[Request]:
     """Return the Requests for a tensor that each rank reads whole."""
     if in_nf4:
         keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
         return [Request(key, (1,), range(1)) for key in keys]
-    return [Request(name, shape or (1,), range(*shape[:1] or (1,)))]
+    return [Request(name, shape or (1,), range(*shape[:1] or (1,)), source)]
 
 
 @contextlib.contextmanager

@@ -49,6 +49,8 @@ class MoE:
     latent_size: int | FromConfig | None = None
     latent_linears: tuple[str, str] = ("", "")
     shared_size: int | FromConfig = 0  # inner width of the expert that gets all tokens; 0: none
+    # "average": the sum of the shared expert's output and the others' is divided by 2
+    combination: str | FromConfig = "sum"
     n_shared: int | FromConfig = 1  # shared experts, computed as one that is n_shared times as wide
     first_dense: int | FromConfig = 0  # number of first layers that have an MLP without experts
     experts: str = "mlp.experts"  # prefix of the experts' names in a layer
@@ -58,8 +60,10 @@ class MoE:
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
     scores: str = "softmax"  # over all logits; or "sigmoid" of each logit
-    rounded_scores: bool = False  # scores are rounded to the model's dtype before comparing them
+    rounded_scores: bool = False  # scores, and their sum, are rounded to the model's dtype
     correction: str | None = None  # a tensor [experts], or [1, experts]
+    ranks_logits: bool = False  # experts are ranked by logits (plus correction), not by scores
+    correction_or_zeros: bool = False  # files may lack it; it is then 0
     # a token goes only to experts of its top_groups groups, the ones with the largest sums of their
     # group_best highest scores
     n_groups: int | FromConfig = 1
@@ -68,6 +72,7 @@ class MoE:
     groups_if: bool | FromConfig = True  # if a config can switch groups off; True or
     #                                      "group_limited_greedy": on
     normalized: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
+    softmax_of_chosen: bool = False  # softmax is over the top_k logits: always normalized
     sum_eps: float = 0.0
     scale: float | FromConfig = 1.0  # multiplies the weights
     expert_scale: str | None = None  # a tensor [experts], which also multiplies the weights
@@ -341,6 +346,7 @@ class Family:
     post_norm_eps: float | FromConfig | None = None  # for the two post norms; None: norm_eps
     final_norm_kind: str | None = None  # None: same as `norm`
     embedding_norm: bool = False  # embeddings are divided by their root mean square
+    norm_weight: bool = True  # False: the final norm and the four norms below have no weight
     norm_bias: bool = False  # the final norm and the four norms below have a bias
     final_norm: str = "norm"  # its name in the model
     embedding: str = "embed_tokens"
@@ -351,6 +357,7 @@ class Family:
     attention_post_norm: str | None = None  # for attention's output
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None  # for the MLP's output
+    post_norm_of_experts: bool = False  # only layers with experts have mlp_post_norm
     post_norm_if: bool | FromConfig = True  # if a config can switch the two post norms off
     parallel: bool = False  # the MLP reads attention's normed input, and both outputs are added
     activation: str = "config.hidden_act"  # one of ACTIVATIONS
@@ -360,6 +367,8 @@ class Family:
     heads_by_layer: FromConfig = None  # a list in the config, instead of num_attention_heads
     keys_are_values: bool | FromConfig = False  # in layers without a window, see Heads
     one_qkv: bool = False  # one linear "qkv_proj"
+    # a tensor that files may have in place of those of q_proj, k_proj and v_proj
+    fused_qkv: str | None = None
     attention: str = "self_attn"  # prefix of q_proj and the like in a layer
     attention_out: str = "self_attn.o_proj"
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
@@ -382,14 +391,20 @@ class Family:
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
     k_norm: str | None = "self_attn.k_norm"
     qk_norm_after_rotary: bool = False
+    # outputs of q_proj, k_proj and v_proj are clamped to [-this, this]; None: they are not
+    qkv_limit: float | FromConfig | None = None
     value_norm: bool = False  # by head, without weight
     # rotates pairs (0, 1), (2, 3), .. instead of halves
     rotary_interleaved: bool | FromConfig = False
+    rotary_backwards: bool = False  # rotates by the negative angle
     # partial_rotary_factor of rope_parameters is used; with rope_type "proportional" in any case
     partial_rotary: bool = False
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
     ntk_alpha: bool = False  # alpha of rope_parameters is used, whatever the length
     rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
+    # 1: layers without experts are rotated, whatever no_rotary says
+    dense_rotary: int | FromConfig = None
+    layer_thetas: bool = False  # layer_rope_theta of the config has the rope_theta of each layer
     # layers without rotary: "no_rope_layers" or "layer_rope_theta": those with 0 in this list of
     # the config; "full": those without a window; "full_if_window": the same, but none if the model
     # has no window
@@ -417,6 +432,7 @@ class Family:
     residual_multiplier: float | FromConfig = 1.0  # factor of a sublayer's branch
     layer_scalar: str | None = None  # a tensor [1] in each layer, factor of the layer's output
     residual_scale: float | FromConfig | None = None  # residual_multiplier = this / layers ** 0.5
+    head_bias: bool = False  # the lm_head has a bias
     logits_multiplier: float | FromConfig = 1.0
     logits_divisor: float | FromConfig = 1.0
     logits_width: int | FromConfig | None = None  # logits_divisor = hidden_size / this
@@ -429,8 +445,9 @@ class Family:
     beside: bool = False  # layers with a mixer also have softmax attention; both outputs are added
     # {one of the four norm fields above: its value in layers with a mixer}
     mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    # pairs: a part of a norm's name here, and the part that files may have instead
-    norm_renames: tuple[tuple[str, str], ...] = ()
+    # pairs: a part of a tensor's name here, and the part that files may have instead; those of
+    # experts are in MoE.renames
+    renames: tuple[tuple[str, str], ...] = ()
     moe: MoE | None = None  # experts, instead of the MLP
     per_layer: PerLayerInputs | None = None
     peft_refuses: tuple[str, ...] = ()  # name endings of linears to which PEFT adds no adapter
@@ -513,6 +530,8 @@ class Architecture(Family):
             norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
         elif kind.sublayers == "mlp":
             norms = norms | dict(attention_norm=None, attention_post_norm=None)
+        if self.post_norm_of_experts and not kind.routed:
+            norms = norms | dict(mlp_post_norm=None)
         heads = Heads(self.n_heads, self.n_kv_heads, self.head_dim, bool(self.keys_are_values))
         if kind.heads == heads and not norms:
             return self
@@ -617,11 +636,11 @@ class Architecture(Family):
         return names + self.experts() if "experts" in target_modules else names
 
     def vectors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
-        """Return {name in the layer: shape} of a layer's norms, biases and sinks, without those
-        inside mixers."""
+        """Return {name in the layer: shape} of a layer's norms and biases, without those inside
+        mixers."""
         arch = self.of_kind(kind)
         norms = arch.attention_norm, arch.attention_post_norm, arch.mlp_norm, arch.mlp_post_norm
-        parts = ("weight", "bias") if self.norm_bias else ("weight",)
+        parts = ("weight",) * self.norm_weight + ("bias",) * self.norm_bias
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
         if self.per_layer:
@@ -638,8 +657,6 @@ class Architecture(Family):
                     "full": (heads * arch.head_dim,)}[self.qk_norm]
         if self.mla:
             shapes |= self.mla.norms()
-        if self.sinks and self.has_attention(kind):
-            shapes["self_attn.sinks"] = (arch.n_heads,)
         if self.activation == "xielu":
             shapes |= {f"{XIELU}.{part}": shape for part, shape in XIELU_SHAPES.items()}
         linears = self.linears(kind)
@@ -648,10 +665,13 @@ class Architecture(Family):
     def small_tensors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
         """Return {name in the layer: shape} of a layer's other tensors that are not 4-bit linears:
         the router, the experts' biases, the shared expert's gate; convolutions and decays of
-        mixers; the layer's scalar. Every rank has them whole, in the dtype of the files."""
+        mixers; attention's sinks; the layer's scalar. Every rank has them whole, in the dtype of
+        the files."""
         moe, shapes = self.moe, dict[str, tuple[int, ...]]()
         if self.layer_scalar:
             shapes[self.layer_scalar] = (1,)
+        if self.sinks and self.has_attention(kind):
+            shapes["self_attn.sinks"] = (kind.heads.n,)
         if kind.mixer:
             shapes |= self.mixers[kind.mixer].tensors(self.hidden_size)
         if kind.routed and moe:

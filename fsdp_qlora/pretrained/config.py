@@ -249,6 +249,8 @@ def yarn_factor(rope: dict[str, Any]) -> float:
 def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
     """Return the width of gate and up, each; None if the config lacks it."""
     inner = family.intermediate_size
+    if inner is None:  # Cohere's layers without experts may have no width of their own
+        inner = getattr(c, "intermediate_size", None)
     if not family.two_thirds_wide or inner is None:
         return inner
     wanted = int((c.block_ffn_dim_multiplier or 1) * int(2 * inner / 3))
@@ -293,6 +295,11 @@ def describe_experts(
     routed = routed_layers(c, family)
     if not any(routed):
         return none
+    if moe.softmax_of_chosen and moe.scores == "softmax":
+        moe = dataclasses.replace(moe, normalized=True, rounded_scores=False)
+    if moe.scores not in ("softmax", "sigmoid") or moe.combination not in ("sum", "average"):
+        raise ValueError(f"experts with {moe.scores} scores and the {moe.combination} with shared"
+                         " experts are not supported")
 
     def mlp(stem: str, inner: int, bias: bool, outer: int) -> tuple[list[Linear], list[Linear]]:
         """Return the linears of an MLP that read its input, and those that compute its output."""
@@ -315,7 +322,9 @@ def describe_experts(
     shared: tuple[list[Linear], list[Linear]] = [], []
     if shared_size:
         shared = mlp(moe.shared, shared_size, family.mlp_bias, hidden)
-    shared, latent = dense if moe.shared_mlp else shared, list[Linear]()
+    latent = list[Linear]()
+    if moe.shared_mlp and dense[1][0].in_features:  # Granite's may have no shared expert
+        shared = dense
     if size := moe.latent_size:
         into, back = moe.latent_linears
         latent = [Linear(into, size, hidden, family.mlp_bias),
@@ -376,17 +385,25 @@ def describe_positions(
     rotated = [family.rotary_if in (True, "rope")] * n_layers
     if family.no_rotary in ("no_rope_layers", "layer_rope_theta"):
         rotated = [bool(marked) for marked in getattr(c, family.no_rotary)]
+    if len(rotated) != n_layers:
+        raise ValueError(f"{family.no_rotary} has {len(rotated)} entries for {n_layers} layers")
     if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
         rotated = slides
+    if family.moe and family.dense_rotary == 1:
+        rotated = [x or not routed for x, routed in zip(rotated, routed_layers(c, family))]
     ropes: list[dict[str, Any]] = []
     layer_rope: list[int | None] = []
-    for kind, rotates, (_, _, head_dim, _) in zip(kinds, rotated, layer_heads, strict=True):
+    thetas = c.layer_rope_theta if family.layer_thetas else [None] * n_layers
+    for kind, rotates, theta, (_, _, head_dim, _) in zip(
+            kinds, rotated, thetas, layer_heads, strict=True):
         if kind in family.mixers and not family.beside or not rotates and family.one_sublayer:
             layer_rope.append(None)
             continue
         rope = dict(c.rope_parameters)
         if family.ropes_by_layer_type and "rope_type" not in rope:  # else all layers share it
             rope = dict(rope.get(kind) or {})
+        if rotates and theta is not None:
+            rope["rope_theta"] = theta
         if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
             raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
         if family.query_temperature and not rope.get("llama_4_scaling_beta"):
@@ -507,11 +524,13 @@ def shrinking_changes(
     kinds = list(zip(*filter(None, by_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
-    # one layer of the first kind, and one that differs most from it; or, if layers have one
-    # sublayer, one of each kind; or, if layers share keys and values, all the source layers, and
-    # the last layer that reads each of them
+    # one layer of the first kind, one that differs most from it, and one of each layer type that
+    # neither has; or, if layers have one sublayer, one of each kind; or, if layers share keys and
+    # values, all the source layers, and the last layer that reads each of them
     one_of_each = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    layers = one_of_each if record.one_sublayer else [0, other]
+    types = by_layer["layer_types"] or []
+    further = [types.index(x) for x in dict.fromkeys(types) if x not in (types[0], types[other])]
+    layers = one_of_each if record.one_sublayer else [0, other, *further]
     kv_sources = {i: source for i, source in enumerate(arch.kv_sources) if source is not None}
     if kv_sources:
         last = {source: i for i, source in kv_sources.items()}
@@ -526,8 +545,10 @@ def shrinking_changes(
         ("always", {"tie_word_embeddings": arch.tied}),
         # with the released values, a wrong attention scale or a wrong eps would go unnoticed
         ("if declared", {"initializer_range": 0.2, "attention_multiplier": 0.2, eps: 0.05}),
-        ("if declared", {inner: hidden if getattr(c, inner, None) == arch.hidden_size else 192,
-                         "post_norm_eps": 0.1}),
+        ("if used", {inner: hidden if getattr(c, inner, None) == arch.hidden_size else 192}),
+        ("if declared", {"post_norm_eps": 0.1}),
+        # of a standard deviation of 1.6 or 2.3, so that some values are clamped, see SMALL_LIMITS
+        ("if used", {"clip_qkv": 5.0}),
         # these change no output
         ("if declared", {"use_cache": False, "return_dict": True, "output_attentions": False,
                          "output_hidden_states": False}),

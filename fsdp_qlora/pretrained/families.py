@@ -57,6 +57,12 @@ GRANITE: dict[str, Any] = dict(
     attention_scale="config.attention_multiplier",
     embedding_multiplier="config.embedding_multiplier",
     residual_multiplier="config.residual_multiplier")
+GRANITE_SWA: dict[str, Any] = GRANITE | dict(
+    logits_divisor="config.logits_scaling", sinks=True, window="layer_types",
+    no_rotary="layer_rope_theta", layer_thetas=True)
+GRANITE_SHARED: dict[str, Any] = dict(
+    mlp_in=("shared_mlp.input_linear",), mlp_out="shared_mlp.output_linear",
+    intermediate_size="config.shared_intermediate_size")
 GRANITE_EXPERTS: dict[str, Any] = dict(
     n_experts="config.num_local_experts", expert_size="config.intermediate_size",
     experts="block_sparse_moe.experts", router="block_sparse_moe.router", adapters="stacked",
@@ -118,6 +124,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_text": Family(qk_norm="head"),
     "apertus": Family(**UNGATED, qk_norm="head", attention_norm="attention_layernorm",
                       mlp_norm="feedforward_layernorm"),
+    "phi": Family(
+        **LAYER_NORM, gated=False, mlp_in=("mlp.fc1",), mlp_out="mlp.fc2",
+        mlp_norm="input_layernorm", parallel=True, qkv_bias=True, out_bias=True, mlp_bias=True,
+        attention_out="self_attn.dense", partial_rotary=True, final_norm="final_layernorm",
+        head_bias=True, embedding_dropout="config.embd_pdrop",
+        residual_dropout="config.resid_pdrop"),
     "phi3": Family(**ONE_GATE_UP, one_qkv=True, partial_rotary=True, window="all"),
     "gemma": Family(**GEMMA),
     "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
@@ -140,9 +152,9 @@ FAMILIES: dict[str, Family] = {
         logits_multiplier="config.output_multiplier",
         logits_softcap="config.final_logit_softcapping"),
     "granite": Family(**GRANITE, logits_divisor="config.logits_scaling"),
+    "granite_swa": Family(**GRANITE_SWA),
     "granitemoehybrid": Family(
-        **GRANITE, logits_divisor="config.logits_scaling", mlp_in=("shared_mlp.input_linear",),
-        mlp_out="shared_mlp.output_linear", intermediate_size="config.shared_intermediate_size",
+        **GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
         rotary_if="config.position_embedding_type", mixers={"linear_attention": Mamba2()},
         unused=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
                 "mamba_chunk_size"),
@@ -165,8 +177,13 @@ FAMILIES: dict[str, Family] = {
                           post_norm_if="config.use_post_norm"),
     "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
     "cohere2": Family(**COHERE, no_rotary="full", window="layer_types"),
+    "olmo": Family(norm="layer", norm_weight=False, norm_eps=1e-5, qkv_limit="config.clip_qkv"),
     "olmo2": Family(**OLMO2),
     "olmo3": Family(**OLMO2, ropes_by_layer_type=True, window="layer_types"),
+    "nanochat": Family(
+        norm_weight=False, embedding_norm=True, gated=False, mlp_in=("mlp.fc1",),
+        mlp_out="mlp.fc2", qk_norm="without weight", qk_norm_after_rotary=True,
+        rotary_backwards=True, logits_softcap="config.final_logit_softcapping"),
     "smollm3": Family(no_rotary="no_rope_layers", window="layer_types"),
     "glm": Family(**GLM),
     "glm4": Family(**GLM4),
@@ -175,11 +192,27 @@ FAMILIES: dict[str, Family] = {
                        mlp_bias="config.use_bias", rotary_interleaved=True),
     "seed_oss": Family(out_bias="config.attention_out_bias",
                        residual_dropout="config.residual_dropout"),
+    "exaone": Family(
+        prefixes=("model.", "transformer."),
+        renames=(("transformer.embed_tokens.", "transformer.wte."),
+                 ("transformer.layers.", "transformer.h."),
+                 ("transformer.norm.", "transformer.ln_f."),
+                 (".self_attn.o_proj.", ".attn.attention.out_proj."),
+                 (".self_attn.", ".attn.attention."), (".input_layernorm.", ".ln_1."),
+                 (".post_attention_layernorm.", ".ln_2."), (".mlp.gate_proj.", ".mlp.c_fc_0."),
+                 (".mlp.up_proj.", ".mlp.c_fc_1."), (".mlp.down_proj.", ".mlp.c_proj."))),
     "exaone4": Family(**POST_NORMS, qk_norm="head", window="layer_types",
                       no_rotary="full_if_window"),
     "hunyuan_v1_dense": Family(**HUNYUAN),
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
                    unused=("full_attn_idxs",)),
+    # qkv_bias=False, else g_proj would also have a bias
+    "lfm3": Family(**LFM2 | dict(
+        qkv_bias=False, out_bias=False, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm",
+        attention_out="self_attn.o_proj", attention_gate=AttentionGate("g_proj", per_head=True),
+        attention_post_norm="post_operator_norm", mlp_post_norm="post_ffn_norm",
+        post_norm_if="config.use_sandwich_norm", window="layer_types", ropes_by_layer_type=True,
+        renames=(("self_attn.g_proj", "self_attn.gate_proj"),))),
     "youtu": Family(**MLA, unused=("embedding_initializer_range",)),
     "minicpm3": Family(
         **MLA | dict(rotary_interleaved=False), embedding_multiplier="config.scale_emb",
@@ -195,8 +228,8 @@ FAMILIES: dict[str, Family] = {
             in_projs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
             norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval",
             split_conv=True)},
-        norm_renames=(("input_layernorm", "attention_layer_norm"),
-                      ("post_attention_layernorm", "feedforward_layer_norm")),
+        renames=(("input_layernorm", "attention_layer_norm"),
+                 ("post_attention_layernorm", "feedforward_layer_norm")),
         mixer_norms=dict(attention_norm="input_layernorm", attention_post_norm=None,
                          mlp_norm="post_attention_layernorm", mlp_post_norm=None),
         unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
@@ -216,17 +249,51 @@ FAMILIES: dict[str, Family] = {
         expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
     "flex_olmo": Family(**OLMO2, moe=MoE(
         expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
+    "cohere2_moe": Family(
+        **COHERE, no_rotary="full", window="layer_types",
+        dense_rotary="config.prefix_dense_sliding_window_pattern",
+        intermediate_size="config.prefix_dense_intermediate_size",
+        unused=("rope_theta", "rope_scaling"), moe=MoE(  # both are in rope_parameters, too
+            expert_size="config.intermediate_size", shared_size="config.intermediate_size",
+            n_shared="config.num_shared_experts", shared="mlp.shared_experts",
+            combination="config.shared_expert_combination_strategy",
+            scores="config.expert_selection_fn", ranks_logits=True, rounded_scores=True,
+            softmax_of_chosen=True, normalized="config.norm_topk_prob")),
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
                          moe=MoE(**GRANITE_EXPERTS)),
+    "granitemoeshared": Family(**GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
+                               moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
+    "granitemoe_swa": Family(**GRANITE_SWA, **GRANITE_SHARED,
+                             moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
+    "flint": Family(
+        norm="rms_fp32", qk_norm="head", window="layer_types", no_rotary="full", sinks=True,
+        renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoE(
+            shared_size="config.shared_expert_intermediate_size", fp32_router=True,
+            scores="sigmoid", normalized="config.norm_topk_prob", rounded_weights=False,
+            adapters="parameters")),
     "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoE(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
         fp32_router=True, rounded_weights=False)),
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
                        qk_norm_if="config.use_qk_norm", moe=MoE(**DEEPSEEK)),
+    "sarvam_moe": Family(
+        out_bias=False, partial_rotary=True, qk_norm="head", qk_norm_if="config.use_qk_norm",
+        fused_qkv="self_attn.query_key_value", moe=MoE(**DEEPSEEK, adapters="parameters"),
+        renames=(("model.embed_tokens.", "model.word_embeddings."),
+                 (".self_attn.o_proj.", ".attention.dense."),
+                 (".self_attn.q_norm.", ".attention.query_layernorm."),
+                 (".self_attn.k_norm.", ".attention.key_layernorm."),
+                 (".self_attn.", ".attention."),
+                 (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"))),
+    "sarvam_mla": Family(**MLA, moe=MoE(**DEEPSEEK)),
     "glm4v_moe_text": Family(out_bias=False, partial_rotary=True, moe=MoE(**DEEPSEEK)),
     "glm4_moe_lite": Family(**MLA, moe=MoE(**DEEPSEEK)),
     "deepseek_v3": Family(**MLA, moe=MoE(**DEEPSEEK)),
+    "axk1": Family(
+        **MLA, mlp_post_norm="mlp.post_mlp_layernorm", post_norm_of_experts=True,
+        renames=(("mlp.post_mlp_layernorm", "post_mlp_layernorm"),),
+        moe=MoE(**DEEPSEEK, correction_or_zeros=True, adapters="parameters")),
     "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoE(**DEEPSEEK | dict(
         scores="softmax", correction=None, normalized=False, group_best=1,
         groups_if="config.topk_method"))),
@@ -238,6 +305,17 @@ FAMILIES: dict[str, Family] = {
     "dots1": Family(qk_norm="head", window="layer_types", moe=MoE(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
                          moe=MoE(**DEEPSEEK)),
+    "kolibri1": Family(
+        qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm="head", window="layer_types",
+        no_rotary="full_if_window", intermediate_size="config.moe_intermediate_size",
+        attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm",
+        renames=((".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
+                 (".post_self_attn_layernorm.", ".post_attn_norm."),
+                 (".post_mlp_layernorm.", ".post_ffn_norm.")), moe=MoE(
+            shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
+            fp32_router=True, scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
+            ranks_logits=True, normalized="config.norm_topk_prob", rounded_weights=False,
+            adapters="parameters")),
     "exaone_moe": Family(
         qk_norm="head", window="layer_types", no_rotary="full_if_window", moe=MoE(
             **DEEPSEEK | dict(n_experts="config.num_experts", n_shared="config.num_shared_experts"),
@@ -363,7 +441,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "video_llava": ("llama",), "vipllava": ("llama",), "video_llama_3": ("qwen2",),
     "idefics2": ("mistral",), "idefics3": ("llama",), "smolvlm": ("llama",),
     "perception_lm": ("llama",), "fast_vlm": ("qwen2",), "ovis2": ("qwen2",),
-    "deepseek_vl": ("llama",), "janus": ("llama",), "lfm2_vl": ("lfm2",),
+    "deepseek_vl": ("llama",), "janus": ("llama",), "lfm2_vl": ("lfm2",), "lfm3_vl": ("lfm3",),
     "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",),
     "minicpm_ocr": ("qwen3_5_text",), "got_ocr2": ("qwen2",), "lighton_ocr": ("qwen3",),
     "qianfan_ocr": ("qwen3",), "hyperclovax_vision_v2": ("hyperclovax",),

@@ -56,7 +56,7 @@ def merged_tensors(
     """Return {name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the
     base's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form of
     gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
-    tensors, paths, text_prefix = {}, {}, names.layer_prefix.removesuffix("layers.")
+    tensors, paths, text_prefix = {}, {}, names.stem
     known, scales = {*names.shapes, names.head}, {*names.scaled.values()}
     for name, stored in in_order(files):
         shape = names.shapes.get(name, stored.shape)

@@ -41,14 +41,18 @@ class TensorNames:
     sources: dict[str, Source]
     scaled: dict[str, str]  # {name of a linear in FP8 or INT4: name of its scales}
     small_tensors: set[str]  # the names in `shapes` of Architecture.small_tensors()
+    zeros: set[str]  # the names of those that these files lack, and that are then 0
     embedding: str
-    norm: str
+    norm: str | None  # None: it has no weight
     norm_bias: str | None
     head: str
+    head_bias: str | None  # None: it has no bias
     stem: str  # prefix of the text model's names
+    layer_prefix: str  # prefix of the layers' names, before a layer's number
     # pairs: a part of a name here, and the part that these files have instead
     renames: tuple[tuple[str, str], ...]
-    aliases: dict[str, str]  # {name of a norm or of a linear in INT4: its name in these files}
+    # {name of a tensor of Family.renames, or of a linear in INT4: its name in these files}
+    aliases: dict[str, str]
 
     @property
     def n_parameters(self) -> int:
@@ -58,17 +62,13 @@ class TensorNames:
                    for name, shape in self.shapes.items()
                    if name not in others and not name.endswith(("_scales", INT4_SHAPE)))
 
-    @property
-    def layer_prefix(self) -> str:
-        return f"{self.stem}layers."
-
     def of_model(self, name: str) -> str:
         """Return the name in the files of the weight of `name`, which is outside of the layers."""
         return f"{self.stem}{name}.weight"
 
     def of_layer(self, index: int, name: str) -> str:
         """Return the name in the files of the tensor `name` of layer `index`."""
-        name = self.layer_prefix + f"{index}." + renamed(name, self.renames)
+        name = f"{self.stem}layers.{index}." + renamed(name, self.renames)
         return self.aliases.get(name, name)
 
     def parts(self) -> dict[str, list[tuple[str, Any]]]:
@@ -81,7 +81,9 @@ class TensorNames:
                 whole, rows, columns = source.name, source.rows, source.columns
                 expert, first = divmod(rows.start, self.shapes[whole][1])
                 index = expert, slice(first, first + len(rows))
-                if columns:
+                if len(self.shapes[whole]) == 2:  # of query, key and value
+                    index = slice(rows.start, rows.stop)
+                elif columns:
                     index = *index, slice(columns.start, columns.stop)
                 elif len(rows) == self.shapes[whole][1]:  # MXFP4 is merged in another shape
                     index = expert
@@ -101,59 +103,107 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     """Return the TensorNames of a model whose files have the tensors `files`, with the files'
     spelling."""
     stems = arch.checkpoint_prefixes
-    stem = next((s for s in stems if f"{s}{arch.embedding}.weight" in files), stems[0])
+    stem = next((s for s in stems if name_in_files(f"{s}{arch.embedding}.weight", arch, files)
+                 in files), stems[0])
     head = next((name for name in arch.head_names if name in files), arch.head_names[0])
-    embedding, norm = f"{stem}{arch.embedding}.weight", f"{stem}{arch.final_norm}.weight"
-    norm_bias = f"{stem}{arch.final_norm}.bias" if arch.norm_bias else None
+    embedding, norm, bias = (name_in_files(f"{stem}{name}", arch, files) for name in (
+        f"{arch.embedding}.weight", f"{arch.final_norm}.weight", f"{arch.final_norm}.bias"))
+    layer_prefix = renamed(f"{stem}layers.", arch.renames)
+    if not any(name.startswith(layer_prefix) for name in files):
+        layer_prefix = f"{stem}layers."
     table, renames = (arch.vocab_size - arch.added_rows, arch.hidden_size), ()
     if arch.moe:  # only the renames that these files use
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
     names = TensorNames(
         shapes={embedding: table}, linears={}, sources={}, scaled={}, small_tensors=set(),
-        embedding=embedding, norm=norm, norm_bias=norm_bias, head=head, stem=stem,
-        renames=renames, aliases={})
+        zeros=set(), embedding=embedding, norm=norm if arch.norm_weight else None,
+        norm_bias=bias if arch.norm_bias else None, head=head,
+        head_bias=head.removesuffix("weight") + "bias" if arch.head_bias else None, stem=stem,
+        layer_prefix=layer_prefix, renames=renames, aliases={})
     if arch.per_layer:
         add_per_layer(names, arch)
-    for i, kind in enumerate(arch.layer_kinds):
-        stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
-        for linear in arch.linears(kind):
-            name = names.of_layer(i, f"{linear.name}.weight")
-            if name + INT4_PACKED in files:
-                add_int4(names, name, linear)
-                continue
-            names.linears[name] = linear
-            if not linear.mxfp4 and f"{linear.name}.weight" not in stacked:
-                names.shapes[name] = linear.out_features, linear.in_features
-            if (scales := f"{name}_scale_inv") in files:
-                names.scaled[name] = scales
-                names.shapes[scales] = tuple(
-                    math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
-        for key, (source, shape) in stacked.items():
-            names.sources[names.of_layer(i, key)] = source
-            names.shapes[source.name] = shape
-        if arch.mla and arch.mla.index_topk:
-            add_unread(names, names.of_layer(i, arch.mla.indexer), files)
-        if arch.kv_sources[i] is not None:  # released files have keys and values all the same
-            for key in "k_proj", "v_proj", "k_norm", "v_norm":
-                add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
-        vectors, small = arch.vectors(kind), arch.small_tensors(kind)
-        for key in vectors:
-            name = names.of_layer(i, key)
-            if (other := renamed(name, arch.norm_renames)) in files:
-                names.aliases[name] = other
-        fused = fused_conv(small, names.of_layer(i, "linear_attn.conv1d.weight"), files)
-        for key, source in fused.items():
-            names.sources[names.of_layer(i, key)] = source
-            names.shapes[source.name] = tuple(files[source.name].shape)
-        for key in [*vectors, *small]:
-            if key not in fused:
-                names.shapes[names.of_layer(i, key)] = (vectors | small)[key]
-        names.small_tensors.update(names.of_layer(i, key) for key in small)
-    for name in filter(None, (norm, norm_bias)):
+    for i in range(arch.n_layers):
+        add_layer(names, arch, i, files)
+    n_routed = sum(arch.layer_routed)
+    if 0 < len(names.zeros) < n_routed:
+        raise ValueError(f"the checkpoint lacks {min(names.zeros)}, but {n_routed} layers have"
+                         f" experts and {n_routed - len(names.zeros)} have such a tensor")
+    for name in filter(None, (names.norm, names.norm_bias)):
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
         names.shapes[head] = table
+    if names.head_bias:
+        names.shapes[names.head_bias] = table[:1]
     return names
+
+
+def name_in_files(name: str, arch: Architecture, files: Mapping[str, HasShape]) -> str:
+    """Return the name, or the one that Family.renames makes of it, if the files have that."""
+    other = renamed(name, arch.renames)
+    return other if other in files else name
+
+
+def add_layer(
+    names: TensorNames, arch: Architecture, i: int, files: Mapping[str, HasShape]
+) -> None:
+    """Add the tensors of layer i."""
+    kind = arch.layer_kinds[i]
+    vectors, small, linears = arch.vectors(kind), arch.small_tensors(kind), arch.linears(kind)
+    if arch.renames:
+        for key in (*(f"{linear.name}.weight" for linear in linears), *vectors, *small):
+            name = names.of_layer(i, key)
+            if (other := name_in_files(name, arch, files)) != name:
+                names.aliases[name] = other
+    parts = add_fused(names, arch, i, files)
+    for linear in linears:
+        name = names.of_layer(i, f"{linear.name}.weight")
+        if name + INT4_PACKED in files:
+            add_int4(names, name, linear)
+            continue
+        names.linears[name] = linear
+        if not linear.mxfp4 and f"{linear.name}.weight" not in parts:
+            names.shapes[name] = linear.out_features, linear.in_features
+        if (scales := f"{name}_scale_inv") in files:
+            names.scaled[name] = scales
+            names.shapes[scales] = tuple(
+                math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
+    if arch.mla and arch.mla.index_topk:
+        add_unread(names, names.of_layer(i, arch.mla.indexer), files)
+    if arch.kv_sources[i] is not None:  # released files have keys and values all the same
+        for key in "k_proj", "v_proj", "k_norm", "v_norm":
+            add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
+    if arch.post_norm_of_experts and not kind.routed:  # released files have it all the same
+        norm = names.of_layer(i, f"{arch.mlp_post_norm}.weight")
+        add_unread(names, name_in_files(norm, arch, files), files)
+    if kind.routed and (moe := arch.moe) and moe.correction and moe.correction_or_zeros:
+        names.zeros.update({names.of_layer(i, moe.correction)} - files.keys())
+    for key in [*vectors, *small]:
+        if key not in parts and names.of_layer(i, key) not in names.zeros:
+            names.shapes[names.of_layer(i, key)] = (vectors | small)[key]
+    names.small_tensors.update({names.of_layer(i, key) for key in small} - names.zeros)
+
+
+def add_fused(
+    names: TensorNames, arch: Architecture, i: int, files: Mapping[str, HasShape]
+) -> set[str]:
+    """Add the larger tensors in which the files have some tensors of layer i. Returns the names, in
+    the layer, of these tensors."""
+    kind = arch.layer_kinds[i]
+    stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
+    conv_rows = {key: shape[0] for key, shape in arch.small_tensors(kind).items()
+                 if key.endswith("_conv1d.weight")}  # transformers has them in one tensor in memory
+    fused = fused_rows(conv_rows, names.of_layer(i, "linear_attn.conv1d.weight"), files)
+    if arch.fused_qkv and arch.has_attention(kind):
+        in_proj, _ = arch.of_kind(kind).attention_linears()
+        for part in "weight", "bias":
+            whole = names.of_layer(i, f"{arch.fused_qkv}.{part}")
+            rows = {f"{linear.name}.{part}": linear.out_features for linear in in_proj}
+            fused |= fused_rows(rows, name_in_files(whole, arch, files), files)
+    shapes = {key: (source, tuple(files[source.name].shape)) for key, source in fused.items()}
+    for key, (source, shape) in (stacked | shapes).items():
+        names.sources[names.of_layer(i, key)] = source
+        names.shapes[source.name] = shape
+    return {*stacked, *fused}
 
 
 def add_int4(names: TensorNames, name: str, linear: Linear) -> None:
@@ -186,15 +236,19 @@ def add_unread(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -
             names.scaled[name] = scales
 
 
-def fused_conv(
-    small: Mapping[str, tuple[int, ...]], whole: str, files: Mapping[str, HasShape],
+def fused_rows(
+    rows: Mapping[str, int], whole: str, files: Mapping[str, HasShape],
 ) -> dict[str, Source]:
-    """Return {name of a convolution of query, key or value: its Source} if the files have all three
-    in the tensor `whole`, as transformers has in memory. `small`: small_tensors() of a layer."""
-    parts = {key: shape[0] for key, shape in small.items() if key.endswith("_conv1d.weight")}
-    stops = dict(zip(parts, itertools.accumulate(parts.values())))
-    return {key: Source(whole, sum(parts.values()), range(stop - parts[key], stop))
-            for key, stop in stops.items() if whole in files}
+    """Return {name: its Source} of the tensors in `rows`, {name: number of rows}, if the files have
+    them one after the other in the tensor `whole`. Raises ValueError if that has other rows."""
+    n_rows = sum(rows.values())
+    if not rows or whole not in files:
+        return {}
+    if (found := tuple(files[whole].shape))[0] != n_rows:
+        raise ValueError(f"{whole} has shape {list(found)}, but config.json asks for {n_rows} rows")
+    stops = dict(zip(rows, itertools.accumulate(rows.values())))
+    return {key: Source(whole, n_rows, range(stop - rows[key], stop))
+            for key, stop in stops.items()}
 
 
 def stacked_experts(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from fsdp_qlora.data.packing import make_micro_batch, pack_rows
@@ -90,11 +91,12 @@ def no_adapter(adapter: Adapter) -> Iterator[None]:
 
 
 def trained_logits(
-    file: Path, head: torch.Tensor, arch: Architecture, token_ids: Sequence[int]
+    file: Path, head: torch.Tensor, bias: torch.Tensor | None, arch: Architecture,
+    token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
     vocabulary] on the CPU, from what training has recorded in `file`, see MergeCheck.states().
-    `head`: the base's lm_head; `token_ids`: the tokens whose rows were trained."""
+    `head`, `bias`: the base's lm_head; `token_ids`: the tokens whose rows were trained."""
     recorded = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
                 for name, stored in tensors_of(file).items()}
 
@@ -102,8 +104,8 @@ def trained_logits(
         weight = head
         if token_ids:
             weight = replace_rows(head, arch.vocab_size, token_ids, recorded[f"rows_{name}"])
-        return scaled_logits(
-            (recorded[name] @ weight.t()).cpu(), arch.logits_multiplier, arch.logits_softcap)
+        return scaled_logits(F.linear(recorded[name], weight, bias).cpu(),
+                             arch.logits_multiplier, arch.logits_softcap)
 
     return logits("without_adapter"), logits("with_adapter")
 

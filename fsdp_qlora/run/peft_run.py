@@ -72,8 +72,9 @@ def open_peft_run(
     names = TensorNames(
         shapes={}, linears={n: Linear(n, files[n].shape[0], files[n].shape[1], bias=False)
                             for n in linears},
-        sources={}, scaled={}, small_tensors=set(), embedding="", norm="", norm_bias=None, head="",
-        stem="", renames=(), aliases={})
+        sources={}, scaled={}, small_tensors=set(), zeros=set(), embedding="", norm="",
+        norm_bias=None, head="", head_bias=None, stem="", layer_prefix="layers.", renames=(),
+        aliases={})
     base = MergeBase(directory, files, names, {}, tensors,
                      {name: files[name].path for name in tensors}, auto_class, torch.bfloat16)
     run = TrainedRun({}, {}, str(directory), None, [], None, [], tokenizer=[], extras=[],

@@ -245,7 +245,8 @@ def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     micro_batch = make_micro_batch(rows, [[0, 1]], 0, None, model)
     with torch.no_grad():
         states = model(micro_batch, wants_loss=False)
-        logits = scaled_logits(states @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
+        logits = scaled_logits(F.linear(states, model.head, model.head_bias),
+                               arch.logits_multiplier, arch.logits_softcap)
     loss = model(micro_batch).sum()
     loss.backward()
     gradients = {f"gradient of adapter {i}": layer.adapter.grad
