@@ -9,12 +9,13 @@ The adapter was trained on NF4 weights, so it must be merged into those: W + sca
 in fp32 and rounded to bf16 once, where W is the base weight quantized to NF4 and dequantized again,
 or only dequantized if the base is already in 4 bits. With DoRA each row of the sum is rescaled to
 its magnitude. A linear of the decoder's layers without an adapter becomes W; all other tensors are
-copied from the base. What is written is compared with the trained model on a few rows, and then
-becomes --output_dir; if it is another model, it stays in a hidden directory, which the error names.
+copied from the base. The result is compared with the trained model on a few rows. If it differs by
+more than the adapter's whole effect, --output_dir is not made: the error names the hidden directory
+that has the result.
 
-The last command merges an adapter of minimal_fsdp_qlora.py, or any that PEFT has saved, where there
-is no train_config.json. It cannot be checked: that it was trained on the base in NF4 is taken on
-trust. W is then what transformers makes of the base with load_in_4bit.
+The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
+PEFT. They are assumed to be trained on this base in NF4, as transformers' load_in_4bit makes it;
+this is not checked.
 
 The job is below, in the order in which it happens: read_base(), read_adapter(), then for each
 tensor merged_tensor(): read_stored(), nf4_weight(), add_adapter(); write_files(); compare_logits().
@@ -74,6 +75,7 @@ from fsdp_qlora.training.compare_with_transformers import without_kernels
 from fsdp_qlora.training.divergence import why_worse
 
 LARGE_ERROR = 0.20  # fraction of the adapter's own effect: warn above this
+SMALL_EFFECT = 0.1  # fraction of the logits' norm: below this rounding to bf16 is too coarse
 FAILED_ERROR = 1.0  # above this the merged model is further from the trained one than the base is
 UNMERGED = """; to use the adapter without merging it:
     nf4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
@@ -130,30 +132,13 @@ def merge(args: argparse.Namespace) -> None:
     adapter_file = adapter_dir / ADAPTER_FILES[1]
     # a training run may replace the file meanwhile; a missing one is reported when it is read
     stat_before = adapter_file.stat() if adapter_file.is_file() else None
-    if args.base_model and not find_train_config(adapter_dir).is_file():
-        run, base, adapter = open_peft_run(adapter_dir, args.base_model)
-    else:
-        run = read_run(adapter_dir)
-        base = read_base(args.base_model or run.base_model, run.quantization)
-        add_rows(base, run.token_ids)
-        check_base(base, run, args.allow_other_base)
-        if args.allow_other_base:
-            base.sums = {}  # else read_stored() would refuse what training has not read
-        adapter = read_adapter(adapter_dir, run, base)
+    run, base, adapter = open_run(args)
     device = choose_device(args.device, run)
     log_base(base, len(adapter.keys() & base.names.linears.keys()))
     with new_directory(output) as new:
         write_merged(new.path, output, base, adapter, run, device)
-        new.is_whole = True
-        verdict = Verdict(
-            "not checked", "whether the merged model matches the trained one is not known")
-        if args.check and run.merge_check_file and not args.allow_other_base:
-            verdict = compare_logits(
-                base, run.merge_check_file, new.path, run.probe_input_ids, device)
-            if verdict.level == "warning" and not base.arch.moe:  # why: docs/serving.md
-                how_to_load = UNMERGED.format(
-                    auto_class=base.auto_class.__name__, base=base.directory, adapter=adapter_dir)
-                verdict = verdict._replace(text=verdict.text + how_to_load)
+        new.is_whole = True  # from here an error leaves the directory
+        verdict = judge(args, run, base, new.path, device)
         require(stat_before and os.path.samestat(stat_before, adapter_file.stat()),
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
@@ -164,6 +149,21 @@ def merge(args: argparse.Namespace) -> None:
     if why := why_worse(run.losses):
         verdict = Verdict("warning", f"{why}; {verdict.text}")
     print(f"{verdict.level}: {verdict.text}")
+
+
+def open_run(args: argparse.Namespace) -> tuple[TrainedRun, MergeBase, dict[str, LinearAdapter]]:
+    """Return the run that trained the adapter, its base model, and {linear's name: its adapter}.
+    Raises ValueError unless they belong together."""
+    adapter_dir = Path(args.adapter_dir)
+    if args.base_model and not find_train_config(adapter_dir).is_file():
+        return open_peft_run(adapter_dir, args.base_model)
+    run = read_run(adapter_dir)
+    base = read_base(args.base_model or run.base_model, run.quantization)
+    add_rows(base, run.token_ids)
+    check_base(base, run, args.allow_other_base)
+    if args.allow_other_base:
+        base.sums = {}  # else read_stored() would refuse what training has not read
+    return run, base, read_adapter(adapter_dir, run, base)
 
 
 def choose_device(asked: str | None, run: TrainedRun) -> str:
@@ -252,6 +252,7 @@ def log_base(base: MergeBase, n_adapted: int) -> None:
     print(f"base model {base.directory}: {len(linears)} 4-bit linears, {n_adapted} with an"
           f" adapter{others}")
     if n := sum(x.out_features * x.in_features for x in linears.values() if x.mxfp4):
+        # in MXFP4 32 weights are 16 bytes of codes and one of scale
         print(f"experts in MXFP4, {17 * n / 32 / 2**30:.3g} GiB, are written as bf16,"
               f" {2 * n / 2**30:.3g} GiB")
 
@@ -306,8 +307,8 @@ def merged_tensor(name: str, base: MergeBase, adapter: dict[str, LinearAdapter],
 
 def read_stored(base: MergeBase, whole: str, part: str, index: Any,
                 device: str) -> tuple[torch.Tensor, bool]:
-    """Return a tensor of the base model's files: `whole`, or the `part` of it at `index`, see
-    TensorNames.parts(). Also returns whether the stored tensor is the transpose of this.
+    """Return a tensor of the base model's files: `whole`, or the `part` of it at `index`, where a
+    file stacks experts or fuses linears. Also returns whether the file has its transpose.
 
     A linear is [out, in]; in FP8 and INT4 it is multiplied by its scales; in MXFP4 it becomes fp32.
     Raises ValueError if the stored values do not match their digest in base.sums.
@@ -388,6 +389,20 @@ class Verdict(NamedTuple):
     text: str
 
 
+def judge(args: argparse.Namespace, run: TrainedRun, base: MergeBase, merged_dir: Path,
+          device: str) -> Verdict:
+    """Compare the merged model with the trained one, if that is possible and wanted."""
+    if not args.check or not run.merge_check_file or args.allow_other_base:
+        return Verdict(
+            "not checked", "whether the merged model matches the trained one is not known")
+    verdict = compare_logits(base, run.merge_check_file, merged_dir, run.probe_input_ids, device)
+    if verdict.level == "warning" and not base.arch.moe:  # why: docs/serving.md
+        how_to_load = UNMERGED.format(auto_class=base.auto_class.__name__, base=base.directory,
+                                      adapter=args.adapter_dir)
+        return verdict._replace(text=verdict.text + how_to_load)
+    return verdict
+
+
 def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, rows: list[list[int]],
                    device: str) -> Verdict:
     """Print how far the merged model's logits are from the trained model's. The file of MergeCheck
@@ -403,14 +418,15 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
         plain, trained = trained_logits(
             merge_check_file, *read_head(base, device), base.arch, base.token_ids)
         merged = logits_of(base.auto_class.from_pretrained(merged_dir, **settings), rows)
-        effect, error = (trained - plain).norm(), merged - trained
     agree = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
-    error, effect = float(error.norm() / effect), float(effect / trained.norm())
+    effect_norm = (trained - plain).norm()
+    error = float((merged - trained).norm() / effect_norm)
+    effect = float(effect_norm / trained.norm())
     print(f"check: merged and trained logits differ by {100 * error:.2f} % of the adapter's effect,"
           f" which is {100 * effect:.1f} % of the logits' norm; {100 * agree:.2f} % of greedy"
           " tokens agree")
     why = ("the adapter's effect is too small for bf16: train longer; on a dense model it can be"
-           " used unmerged" if effect < 0.1 else
+           " used unmerged" if effect < SMALL_EFFECT else
            "the base, the device or a version must be another than in training")
     require(error <= FAILED_ERROR, "the merged model does not match the trained one, it differs by"
                                    f" {error:.2f} of the adapter's effect: {why}; left in"

@@ -3,13 +3,13 @@
 
     torchrun --nproc_per_node=2 train_fsdp_qlora.py
     torchrun --nproc_per_node=2 train_fsdp_qlora.py --model meta-llama/Llama-2-70b-hf \
-        --dataset data.jsonl --max_seq_len 2048
-    torchrun --nproc_per_node=2 train_fsdp_qlora.py --output_dir runs/my-run --resume must
+        --dataset data.jsonl --offload_activations --output_dir runs/my-run
 
 The first command needs no files: it makes a small model and data set and trains on them, on GPUs
-(NCCL) or, where there are none, on the CPU (gloo). With --output_dir the same command line starts a
-run, resumes it, and does nothing once it is complete. There the run leaves the adapter in PEFT's
-format, tokenizer, metrics, checkpoint-NNNNNN/ for resuming, and train_config.json for merging.
+(NCCL) or, where there are none, on the CPU (gloo). The second trains a 70B on two 24 GB GPUs. Run
+it again to resume; once the run is complete it does nothing. --output_dir then has the adapter in
+PEFT's format, the tokenizer, metrics.jsonl, checkpoint-NNNNNN/ for resuming, and train_config.json
+for merging.
 
 This file is the job, in the order in which it happens; the package fsdp_qlora/ does the rest, and
 docs/internals.md is its map. Where to look:
@@ -49,7 +49,8 @@ from typing import Any
 if __name__ == "__main__":
     from fsdp_qlora.run.start import before_imports
 
-    before_imports()  # without torchrun: --help and a wrong flag end here, before slow imports
+    # without torchrun: --help and a wrong flag end here, before slow imports. Turns gc off, too
+    before_imports()
 
 # bitsandbytes warns on a CPU that a package is missing, which only its own inference would use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -81,11 +82,11 @@ from fsdp_qlora.layer.router import BALANCE
 from fsdp_qlora.lora.adapter import (
     Adapter, check_origin, optimizer_state_bytes, read_adapter, resolve_adapter,
     sharded_state)
+from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.graphs import Graphs
-from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.model.load import load_model
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.preference_loss import preference_loss
@@ -124,7 +125,7 @@ RETRY_SECONDS = 60  # after a save that failed
 DRY_EXAMPLES = 5  # rows that a dry run prints
 clock = time.monotonic  # seconds
 Record = dict[str, float]  # a line of metrics.jsonl
-Optimizer = bnb.optim.PagedAdamW8bit
+Optimizer = bnb.optim.PagedAdamW8bit  # make_optimizer() makes one
 
 
 # ------------------------------------------------------------------------------------------------
@@ -175,11 +176,10 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         # 2. Model and data: find what is wrong with them before any weight is downloaded or read
         if not config.model:
             make_demo(config, directory)
-        name = config.model or str(directory / "demo" / "model")
+        model_name = config.model or str(directory / "demo" / "model")
         status.enter("model")
-        config, base = open_model(config, name)
-        arch, tokenizer = base.arch, base.tokenizer
-        token_ids = [token.id for token in base.trainable_tokens]
+        config, base = open_model(config, model_name)
+        arch, tokenizer, token_ids = base.arch, base.tokenizer, base.trainable_ids
         status.enter("data")
         saved_config = on_rank_0(read_json, directory / "train_config.json", {})
         template_date = saved_config.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
@@ -187,7 +187,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         logs.log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
         config = resolve_steps(config, len(rows))
 
-        # 3. The linears to adapt, the base weights, and the step to start from
+        # 3. What is adapted, and the base weights; then the step from which the run goes on
         is_new = not saved_config  # else this run goes on
         status.enter("model")
         on_rank_0(check_tokenizer, base.directory, tokenizer, rows)
@@ -197,7 +197,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
             specs = make_layer_specs(arch, adapted, config)
             if config.init_adapter and is_new:
                 read_adapter(config, arch, specs, token_ids)
-            base_dir, base_sha256 = find_weights(config, base.directory, name, is_dry)
+            base_dir, base_sha256 = find_weights(config, base.directory, model_name, is_dry)
         digests = checkpoints.agree_on_digests(config, rows, eval_rows, base_sha256)
         if config.init_adapter and is_new:
             on_rank_0(check_origin, config, base_sha256, tokenizer)
@@ -452,7 +452,7 @@ def make_optimizer(weights: nn.Parameter, config: Config) -> Optimizer:
     the driver moves it to host memory when the GPU runs short of memory."""
     # 8 bits whatever the size, so that a run resumed on other ranks finds the same kind of state
     optimizer = Optimizer([weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
-    optimizer.init_state(optimizer.param_groups[0], weights, 0, 0)
+    optimizer.init_state(optimizer.param_groups[0], weights, gindex=0, pindex=0)
     return optimizer
 
 
@@ -463,7 +463,7 @@ def optimizer_step(optimizer: Optimizer, adapter: Adapter, lr: float) -> None:
     (group,) = optimizer.param_groups
     group["lr"] = lr
     optimizer.prefetch_state(adapter.weights)
-    optimizer.update_step(group, adapter.weights, 0, 0)
+    optimizer.update_step(group, adapter.weights, gindex=0, pindex=0)
     adapter.grad.zero_()
 
 
@@ -491,25 +491,10 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     The loss is the sum over the tokens in the loss, or over preference rows, divided by their
     number, both over all ranks, so it does not depend on how many ranks there are.
     """
-    config, plan, world_size = run.config, run.plan, dist.get_world_size()
+    config = run.config
     batch, micro_batches = run.prefetched or next_step(run, step)
-    # every rank knows the lengths of all rows, so the global counts need no communication
-    n_trainable_tokens, tokens = int(batch.n_trainable_tokens.sum()), int(batch.lengths.sum())
-    local_sums: Any = 0
-    n_micro_batches, capacity = 0, 0
-    # for a preference loss; KTO's is a forward of every row's prompt with another row's answer
-    global_values = values_of_all(run.model, batch, [batch])
-    while micro_batches:
-        micro_batch = micro_batches.pop(0)  # not a for loop: frees each one's memory after use
-        is_last = not micro_batches
-        if micro_batch.answers:
-            micro_batch.answers = dataclasses.replace(micro_batch.answers, **global_values)
-        n_micro_batches += run.model.context.n_groups
-        capacity += len(micro_batch.input_ids) * world_size
-        if plan.uses_fsdp and plan.shard_group_size < world_size:
-            # copies of the model sum their gradients once per step, not once per micro-batch
-            run.model.set_requires_all_reduce(is_last)
-        local_sums += forward_backward(run, micro_batch, 1 / batch.num_items_in_batch)
+    size = step_size(run, batch, micro_batches)
+    local_sums = accumulate_gradient(run, batch, micro_batches)
     sum_gradient(run)
     # one exchange: the sums of the losses, the gradient norm, what any rank requests
     stats = gather_step_stats(run.model, run.adapter, local_sums, pending_action(run))
@@ -525,13 +510,40 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     seconds, run.step_start = clock() - run.step_start, clock()
     run.status.longest_step = max(run.status.longest_step, seconds)
     record = {
-        "step": step, **metrics, "learning_rate": lr, "grad_norm": norm, "rows": len(batch),
-        "tokens": tokens, "trainable_tokens": n_trainable_tokens, "micro_batches": n_micro_batches,
-        "packing_efficiency": tokens / capacity, "seconds": seconds,
-        "tokens_per_second_per_gpu": tokens / seconds / world_size,
-        "peak_memory_gib": memory_gib(run.device, plan.graphs)[1],
+        "step": step, **metrics, "learning_rate": lr, "grad_norm": norm, **size, "seconds": seconds,
+        "tokens_per_second_per_gpu": size["tokens"] / seconds / dist.get_world_size(),
+        "peak_memory_gib": memory_gib(run.device, run.plan.graphs)[1],
         **dict(zip(BALANCE, stats.balance.tolist()))}
     return record, ACTIONS[int(stats.action)]
+
+
+def step_size(run: Run, batch: Rows, micro_batches: list[MicroBatch]) -> Record:
+    """Return the metrics that tell how large a step is, over all ranks. Every rank knows the
+    lengths of all rows, so this needs no communication."""
+    tokens = int(batch.lengths.sum())
+    computed_tokens = sum(len(x.input_ids) for x in micro_batches) * dist.get_world_size()
+    return {"rows": len(batch), "tokens": tokens,
+            "trainable_tokens": int(batch.n_trainable_tokens.sum()),
+            "micro_batches": len(micro_batches) * run.model.context.n_groups,
+            "packing_efficiency": tokens / computed_tokens}
+
+
+def accumulate_gradient(run: Run, batch: Rows, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Run forward and backward of all micro-batches of a step. Returns this rank's sums of
+    compute_loss(). All ranks must call this."""
+    plan, sums = run.plan, []
+    # what the loss needs of all rows of the step: KTO's KL estimate, by one more forward; ORPO's
+    # weights of tokens
+    global_values = values_of_all(run.model, batch, [batch])
+    while micro_batches:
+        micro_batch = micro_batches.pop(0)  # not a for loop: frees each one's memory after use
+        if micro_batch.answers:
+            micro_batch.answers = dataclasses.replace(micro_batch.answers, **global_values)
+        if plan.uses_fsdp and plan.shard_group_size < dist.get_world_size():
+            # copies of the model sum their gradients once per step, not once per micro-batch
+            run.model.set_requires_all_reduce(not micro_batches)
+        sums.append(forward_backward(run, micro_batch, 1 / batch.num_items_in_batch))
+    return sum(sums, start=torch.zeros_like(sums[0]))
 
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
@@ -696,7 +708,7 @@ def train(run: Run, start_step: int) -> list[Record]:
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Return True if something is to happen after this step that happens every so many steps."""
+    """Return True if what happens every `every` steps (None, 0: never) is due after this step."""
     return bool(every) and step % (every or 1) == 0
 
 

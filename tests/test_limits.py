@@ -277,7 +277,7 @@ def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, caps
     """On a CPU its memory so far is a part of the peak."""
     monkeypatch.setenv("FSDP_QLORA_DEBUG", "1")
     config, device = Config(learning_rate=rate), torch.device("cpu")
-    chosen = dataclasses.replace(config, max_steps=7, target_modules=("q_proj", "v_proj"))
+    chosen = dataclasses.replace(config, max_steps=7, target_modules trainable_tokens=("q_proj", "v_proj"))
     with one_process():
         log_startup(config, chosen, plan_of(3 * GIB), {}, 0, device, {})
     out = capsys.readouterr().out

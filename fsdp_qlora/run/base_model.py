@@ -26,6 +26,10 @@ class BaseModel:
     tokenizer: transformers.PreTrainedTokenizerFast | None  # None: there is no text
     trainable_tokens: tuple[TrainableToken, ...]
 
+    @property
+    def trainable_ids(self) -> list[int]:
+        return [token.id for token in self.trainable_tokens]
+
 
 def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
     """Read all but the weights of a model, a directory or a Hub id. Returns the flags with
