@@ -277,7 +277,7 @@ def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, caps
     """On a CPU its memory so far is a part of the peak."""
     monkeypatch.setenv("FSDP_QLORA_DEBUG", "1")
     config, device = Config(learning_rate=rate), torch.device("cpu")
-    chosen = dataclasses.replace(config, max_steps=7, target_modules trainable_tokens=("q_proj", "v_proj"))
+    chosen = dataclasses.replace(config, max_steps=7, target_modules=("q_proj", "v_proj"))
     with one_process():
         log_startup(config, chosen, plan_of(3 * GIB), {}, 0, device, {})
     out = capsys.readouterr().out
@@ -355,6 +355,7 @@ def test_empty_value_of_a_file_is_refused(text, tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 REFUSED = """random_weights compute_dtype adapter lora_rank lora_alpha lora_dropout target_modules
+    trainable_tokens
     init_adapter max_seq_len batch_size seed loss beta label_smoothing simpo_gamma desirable_weight
     undesirable_weight""".split()
 SAID = "max_steps learning_rate lr_schedule warmup_fraction weight_decay max_grad_norm".split()
