@@ -275,7 +275,7 @@ def test_table_of_other_tools_is_that_of_the_pages():
     """Docs show some: each word of TRL and Axolotl beside a flag is answered by that flag."""
     seen = 0
     for page in "running.md", "data.md":
-        text = (ROOT / "docs" / page).read_text().partition("Flags beside those of")[2]
+        text = (ROOT / "docs" / page).read_text().partition("Flag names in")[2]
         for line in re.findall(r"^\| `--.*", text.partition("\n## ")[0], re.M):
             flag, *theirs = [re.findall(r"`([\w-]+)", cell) for cell in line.split("|")[1:-1]]
             for name in sum(theirs, []):
