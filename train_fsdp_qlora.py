@@ -219,7 +219,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         logs.log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         if not config.random_weights:
             on_rank_0(compare_with_transformers, base.config, config.model)
-        if is_dry:
+        if is_dry:  # ends all ranks together, as an error would, but with code 0
             raise RunError(f"--max_steps 0: nothing was trained; {logs.describe_steps(config)}", 0)
 
         # 5. The model: built on meta, sharded by FSDP2; then each rank loads its shard in NF4

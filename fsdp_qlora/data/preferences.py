@@ -67,7 +67,7 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
         if both := [key for key in asked if not is_empty(row.get(key))]:
             raise RefusedRow(f"has {both[0]} and another one in input: keep one of them")
         row |= asked
-    rows, form, is_one_text = ask(row, answers)
+    rows, form, is_one_text = rows_of_answers(row, answers)
     (name, chosen), (_, rejected) = (
         parse_object(one, tokenizer, form, is_one_text, trains_history=False) for one in rows)
     if len(chosen) + len(rejected) > 2:  # the template rewrites answers when more messages follow
@@ -94,13 +94,13 @@ def parse_labeled(row: dict[str, Any], label: str,
     row = {key: value for key, value in given.items() if value is not None}
     answered = next((key for key in (*ANSWERS.values(), "response") if key in row), None)
     if answered:
-        (row,), form, _ = ask(row, [row.pop(answered)])
+        (row,), form, _ = rows_of_answers(row, [row.pop(answered)])
         if form == COMPLETION != (form[0], answered) and isinstance(row["completion"], str):
             form = "prompt", answered  # a question and its answer, through the chat template
             row[answered] = row.pop("completion")
     elif conversation := next((key for key in CONVERSATIONS if key in row), None):
         messages = list_of_messages(row, conversation)  # the label is for the last one
-        (row,), form, _ = ask(row, [messages])
+        (row,), form, _ = rows_of_answers(row, [messages])
     else:
         form = find_form(given)
     name, documents = parse_object(row, tokenizer, form, trains_history=False)
@@ -110,8 +110,9 @@ def parse_labeled(row: dict[str, Any], label: str,
     return f"unpaired {name}", documents, [bool(is_good)]
 
 
-def ask(row: dict[str, Any],
-        answers: list[Any]) -> tuple[list[dict[str, Any]], tuple[str, ...], bool]:
+def rows_of_answers(
+    row: dict[str, Any], answers: list[Any]
+) -> tuple[list[dict[str, Any]], tuple[str, ...], bool]:
     """Return a row of forms.py for each of the one or two `answers` to what the rest of the row
     asks; their form; and whether the common beginning of two texts was used as their prompt.
 
