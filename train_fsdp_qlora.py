@@ -145,7 +145,6 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 finetune(config, device, status)
             code = 0
-            dist.barrier()  # a process aborts if it exits while gloo's thread still holds a tensor
         except RunError as e:
             code = status.stop_together(e)
             with contextlib.suppress(RuntimeError):  # another rank may have left alone
