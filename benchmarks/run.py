@@ -83,13 +83,14 @@ BUILTIN_CONFIGS = {  # hidden, intermediate, layers, heads, key/value heads, voc
     "falcon-h1-7b": (3072, 12288, 44, 12, 2, 130048),
     "qwen3.5-4b": (2560, 9216, 32, 16, 4, 248320),
     "lfm2-8b-a1b": (2048, 7168, 24, 32, 8, 65536),
+    "lfm3-1.7b": (2048, 7680, 24, 16, 4, 128000),  # the defaults of transformers' Lfm3Config
 }
 HEAD_DIM = {  # where it is not hidden / heads
     "mistral-nemo-12b": 128, "qwen3-8b": 128, "gemma-2-2b": 256, "gemma-2-27b": 128,
     "gemma-3-12b": 256}  # fmt: skip
 TIED = (  # embedding and head
     "llama-3.2-1b", "smollm2-135m", "gemma-2-2b", "gemma-2-27b", "gemma-3-12b", "gemma-4-31b",
-    "gemma-4-26b-a4b", "gemma-4-e4b", "qwen3.5-4b", "lfm2-8b-a1b")
+    "gemma-4-26b-a4b", "gemma-4-e4b", "qwen3.5-4b", "lfm2-8b-a1b", "lfm3-1.7b")
 GEMMA2 = dict(model_type="gemma2", sliding_window=4096)  # soft caps are its config's defaults
 GEMMAS = {  # what else their config.json says
     "gemma-2-2b": dict(GEMMA2, query_pre_attn_scalar=256),
@@ -163,6 +164,7 @@ MIXERS = {  # the same; not all of their layers are attention
         model_type="lfm2_moe", num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792,
         num_dense_layers=2, norm_topk_prob=True, use_expert_bias=True, layer_types=[
             "full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]),
+    "lfm3-1.7b": dict(model_type="lfm3"),
 }  # fmt: skip
 
 MLA = dict(kv_lora_rank=512, qk_rope_head_dim=64, norm_topk_prob=True, n_shared_experts=1)
@@ -352,6 +354,7 @@ GROUPS = {
         case("falconh1", "falcon-h1-7b", 8, 2048, 5, gpus=1, at_once=0),
         case("qwen4b", "qwen3.5-4b", 8, 2048, 5, gpus=1, at_once=0),
         case("lfm2-8b", "lfm2-8b-a1b", 8, 2048, 5, gpus=1, at_once=0),
+        case("lfm3", "lfm3-1.7b", 8, 2048, 5, gpus=1, at_once=0),
     ],
     "latent": [
         *(case(f"glm-flash{name}", "glm-4.7-flash", 8, 2048, 5, flags, gpus=gpus, at_once=0)
