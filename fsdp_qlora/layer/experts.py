@@ -241,19 +241,20 @@ class MoESublayer:
             else:
                 assert x is not None, "made above"
                 gate_up = self._expert_gate_up(call, routing, x, chunk)
-            # grad_inner and grad_d exclude the routing weights; grad_gate_up includes them
+            # grad_activated and grad_d exclude the routing weights; grad_gate_up includes them
             upstream = grad[routing.token[chunk.rows]]
-            grad_inner = grouped(upstream, chunk.down, chunk)
-            grad_inner, grad_d = split_lora_gradient(call, self.expert_down, grad_inner, chunk)
+            grad_activated = grouped(upstream, chunk.down, chunk)
+            grad_activated, grad_d = split_lora_gradient(
+                call, self.expert_down, grad_activated, chunk)
             grad_weights[chunk.rows] = glu_weight_gradients(
-                grad_inner, gate_up, self._activation, self.arch.gated)
+                grad_activated, gate_up, self._activation, self.arch.gated)
             weights = routing.row_weights[chunk.rows]
-            grad_gate_up = self._glu_backward(grad_inner, weights, gate_up)
-            activated = grad_inner  # _glu_backward() wrote glu()'s result there
+            grad_gate_up = self._glu_backward(grad_activated, weights, gate_up)
+            activated = grad_activated  # overwritten by glu_backward()
             if grad_d is not None:
                 weighted = activated * weights[:, None].to(activated.dtype)
                 add_expert_gradients(call, self.expert_down, weighted, grad_d, upstream, chunk)
-            del grad_inner, activated, upstream, gate_up
+            del grad_activated, activated, upstream, gate_up
             rows = grouped(grad_gate_up, chunk.gate_up, chunk)
             rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
             if grad_d is not None:
@@ -337,11 +338,13 @@ class MoESublayer:
         if call.spec.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
             glu(activated, saved.shared_gate_up, self._shared_activation, arch.gated)
-        activated, grad_d = lora_matmul_backward(
+        grad_activated, grad_d = lora_matmul_backward(
             call, self.shared_down, saved.down_lora_hidden, grad, activated)
-        glu_backward(activated, self._shared_activation, None,
+        del activated
+        glu_backward(grad_activated, self._shared_activation, None,
                      *saved.shared_gate_up.chunk(1 + arch.gated, -1))
-        add_a_gradient(call, self.shared_down, activated, grad_d)  # now contains glu()'s result
+        activated = grad_activated  # overwritten by glu_backward()
+        add_a_gradient(call, self.shared_down, activated, grad_d)
         inputs = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.shared_gate_up)
         grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.lora_hidden,
                                               saved.shared_gate_up, inputs)

@@ -89,8 +89,9 @@ class MLPSublayer:
         # in place; gate and up as two tensors, so that one kernel can read and write their columns
         parts = saved.gate_up.chunk(1 + arch.gated, -1)
         glu_backward(grad_activated, self.activation(call), None, *parts)
-        add_a_gradient(call, self.down, grad_activated, grad_d)  # now contains glu()'s result
-        del grad_activated, grad_d
+        activated = grad_activated  # overwritten by glu_backward()
+        add_a_gradient(call, self.down, activated, grad_d)
+        del grad_activated, activated, grad_d
         inputs = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.gate_up)
         grad_inputs, grad_d = lora_matmul_backward(
             call, self.gate_up, saved.lora_hidden, saved.gate_up, inputs)
