@@ -146,13 +146,13 @@ def gate_cases():
 
 
 def row_cases():
-    token_rows = torch.randperm(N, generator=torch.Generator().manual_seed(0)).view(-1, 3)
+    slots = torch.randperm(N, generator=torch.Generator().manual_seed(0)).view(-1, 3)
     yield elementwise.scale_columns, X, FACTOR.float(), None
     yield elementwise.scale_columns, X, FACTOR.float() / 3, FACTOR
     yield elementwise.add_row_bias, X, draw(8, WIDTH), torch.arange(N) % 8
     yield elementwise.add_row_bias, X, draw(8, WIDTH).float() / 3, torch.arange(N) % 8
-    yield elementwise.add_expert_rows, X, token_rows, None
-    yield elementwise.add_expert_rows, X, token_rows, draw(*token_rows.shape).float() / 3
+    yield elementwise.add_expert_rows, X, slots, None
+    yield elementwise.add_expert_rows, X, slots, draw(*slots.shape).float() / 3
     yield elementwise.drop, X, KEYS, 1, 0.3
 
 

@@ -302,13 +302,13 @@ def add_row_bias(rows: Tensor, bias: Tensor, expert: Tensor) -> None:
 
 
 @elementwise
-def add_expert_rows(rows: Tensor, token_rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Return for each token the sum [n, width] of its rows, whose indices are token_rows [n, k],
-    times weights [n, k] or None. Sums are in fp32 and in a fixed order, so that results are
+def add_expert_rows(rows: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
+    """Return for each token the sum [n, width] of its rows, whose indices are `slots` [n, k], times
+    weights [n, k] or None. Sums are in fp32 and in a fixed order, so that results are
     reproducible."""
     total: Tensor | Any = 0
-    for i in range(token_rows.shape[1]):  # sum() would be a reduction: for 8 rows a fourth as fast
-        picked = rows[token_rows[:, i]].float()
+    for i in range(slots.shape[1]):  # sum() would be a reduction: for 8 rows a fourth as fast
+        picked = rows[slots[:, i]].float()
         total = total + (picked if weights is None else picked * weights[:, i, None])
     return total.to(rows.dtype)
 

@@ -185,8 +185,8 @@ class MoESublayer:
             if save_gate_ups:
                 saved.append(gate_up)
             del gate_up, activated, rows, chunk  # before the next range is dequantized
-        out = add_expert_rows(outputs, routing.token_rows, routing.weights,
-                              evaluation=call.evaluation)
+        out = add_expert_rows(
+            outputs, routing.slots, routing.weights, evaluation=call.evaluation)
         return out, saved or None
 
     def _expert_gate_up(
@@ -264,8 +264,8 @@ class MoESublayer:
             grad_rows = put_rows(grad_rows, rows, chunk, n_rows)
             del grad_gate_up, rows, chunk
         x = None
-        grad_x = add_expert_rows(grad_rows, routing.token_rows, None)
-        grad_weights, bias = grad_weights[routing.token_rows], self._bias(call, "down_proj")
+        grad_x = add_expert_rows(grad_rows, routing.slots, None)
+        grad_weights, bias = grad_weights[routing.slots], self._bias(call, "down_proj")
         if bias is not None:  # the bias is a part of an expert's output
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x, grad_weights

@@ -26,7 +26,7 @@ class Routing:
     weights: Tensor  # fp32 [n, k], factors of these experts' outputs
     token: Tensor  # int64 [n * k], the token of each row
     expert: Tensor  # int64 [n * k], the expert of each row
-    token_rows: Tensor  # int64 [n, k], the rows of each token
+    slots: Tensor  # int64 [n, k], positions of a token's copies among the sorted rows
     row_weights: Tensor  # fp32 [n * k], the weight of each row
     ends: Tensor  # int32 [experts], where each expert's rows end
     bounds: list[int] | None  # [0, *ends] on the host; None where it is not needed
@@ -70,12 +70,12 @@ def route(
     experts, order = chosen.flatten().sort(stable=True)
     every = torch.arange(moe.n_experts, device=x.device)
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
-    token_rows = torch.empty_like(order)
-    token_rows[order] = torch.arange(len(order), device=x.device)
+    slots = torch.empty_like(order)
+    slots[order] = torch.arange(len(order), device=x.device)
     if bounds is None and needs_bounds:
         bounds = [0, *ends.tolist()]
-    return Routing(scores, chosen, weights, order // moe.top_k, experts,
-                   token_rows.view_as(chosen), weights.flatten()[order], ends, bounds)
+    return Routing(scores, chosen, weights, order // moe.top_k, experts, slots.view_as(chosen),
+                   weights.flatten()[order], ends, bounds)
 
 
 @elementwise
