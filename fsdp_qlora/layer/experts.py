@@ -27,8 +27,8 @@ from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import (
-    branch_gradient, copy_lora_hidden, end_branch, norm_gradient, norm_inputs, normed,
-    normed_inputs, save_inputs)
+    apply_norm, branch_gradient, copy_lora_hidden, end_branch, norm_gradient, norm_padded,
+    save_inputs, saved_or_recomputed_inputs)
 from fsdp_qlora.layer.router import Routing, add_balance, route, route_backward
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.plan import Plan
@@ -76,7 +76,7 @@ class MoESublayer:
         arch, norms, branch = self.arch, self.moe.norms, None
         saved = SavedMoE(mlp_input=mlp_input)
         # includes columns for the shared expert's adapter, which lora_matmul() fills
-        inputs = norm_inputs(call, arch.mlp_norm, mlp_input, self.fused_linears[0])
+        inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
         needs_bounds = call.layer.plan.expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
@@ -86,7 +86,7 @@ class MoESublayer:
         needs_branch = want_sum or arch.mlp_post_norm is not None
         read = self.latent.enter(call, saved, x) if self.latent else x
         if needs_branch or self.latent and self.latent.exit.n_lora:
-            read = normed(call, norms.before, mlp_input) if norms else read
+            read = apply_norm(call, norms.before, mlp_input) if norms else read
             branch, saved.gate_ups = self._experts_forward(call, saved.routing, read, save_gate_ups)
             if self.latent:
                 branch = self.latent.leave(call, saved, branch, needs_branch)
@@ -95,8 +95,8 @@ class MoESublayer:
             if norms:
                 assert branch is not None, "the norm after the experts needs it"
                 saved.expert_output, saved.shared_output = branch, shared
-                branch = normed(call, norms.after, branch)
-                shared = normed(call, norms.after_shared, shared)
+                branch = apply_norm(call, norms.after, branch)
+                shared = apply_norm(call, norms.after_shared, shared)
             if needs_branch:
                 branch += shared
         save_inputs(call, saved, inputs, self.shared_gate_up)
@@ -117,7 +117,8 @@ class MoESublayer:
         grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         if self.latent:
-            x = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
+            x = saved_or_recomputed_inputs(
+                call, saved, arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
             grad_x = self.latent.enter_backward(call, saved, grad_x, x)
         grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
         if self.shared_gate_up:
@@ -229,9 +230,9 @@ class MoESublayer:
             if self.latent:
                 x = saved.latent
             elif norms := self.moe.norms:
-                x = normed(call, norms.before, saved.mlp_input)
+                x = apply_norm(call, norms.before, saved.mlp_input)
             else:
-                x = normed_inputs(
+                x = saved_or_recomputed_inputs(
                     call, saved, self.arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
@@ -345,7 +346,8 @@ class MoESublayer:
                      *saved.shared_gate_up.chunk(1 + arch.gated, -1))
         activated = grad_activated  # overwritten by glu_backward()
         add_a_gradient(call, self.shared_down, activated, grad_d)
-        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.shared_gate_up)
+        inputs = saved_or_recomputed_inputs(
+            call, saved, arch.mlp_norm, saved.mlp_input, self.shared_gate_up)
         grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.lora_hidden,
                                               saved.shared_gate_up, inputs)
         add_a_gradient(call, self.shared_gate_up, inputs, grad_d)

@@ -20,8 +20,8 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.per_layer import PerLayerEnd
 from fsdp_qlora.layer.residual import (
-    add_branch, branch_gradient, copy_lora_hidden, norm_gradient, norm_inputs, normed_inputs,
-    save_inputs, weight_bytes)
+    add_branch, branch_gradient, copy_lora_hidden, norm_gradient, norm_padded, save_inputs,
+    saved_or_recomputed_inputs, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
@@ -56,7 +56,7 @@ class MLPSublayer:
         """Return mid_residual + MLP(norm(mlp_input)) for the tokens call.tokens, after `end` if
         there is one, None without want_sum; and what backward() needs."""
         arch, saved = self.arch, SavedMLP(mlp_input=mlp_input)
-        inputs = norm_inputs(call, arch.mlp_norm, mlp_input, self.gate_up)
+        inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.gate_up)
         saved.gate_up = lora_matmul(call, self.gate_up, inputs)
         save_inputs(call, saved, inputs, self.gate_up)
         del inputs
@@ -92,7 +92,8 @@ class MLPSublayer:
         activated = grad_activated  # overwritten by glu_backward()
         add_a_gradient(call, self.down, activated, grad_d)
         del grad_activated, activated, grad_d
-        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.gate_up)
+        inputs = saved_or_recomputed_inputs(
+            call, saved, arch.mlp_norm, saved.mlp_input, self.gate_up)
         grad_inputs, grad_d = lora_matmul_backward(
             call, self.gate_up, saved.lora_hidden, saved.gate_up, inputs)
         add_a_gradient(call, self.gate_up, inputs, grad_d)

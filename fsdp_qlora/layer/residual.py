@@ -17,9 +17,9 @@ from fsdp_qlora.layer.lora_matmul import fill_lora_hidden, lora_matmul, widen
 from fsdp_qlora.layer.saved import SavedInputs
 
 
-def norm_inputs(call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear) -> Tensor:
-    """Return a new tensor [n, fused.width] with the norm of x [n, in] in its first columns; with x
-    itself if `name` is None."""
+def norm_padded(call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear) -> Tensor:
+    """Return the norm of x [n, in], or x itself if `name` is None, in the first columns of a new
+    tensor [n, fused.width], with room for LoRA's columns."""
     if name is None:
         return widen(x, fused)
     arch, inputs = call.arch, x.new_empty(len(x), fused.width)
@@ -28,7 +28,7 @@ def norm_inputs(call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear
     return inputs
 
 
-def normed(call: LayerCall, name: str, x: Tensor) -> Tensor:
+def apply_norm(call: LayerCall, name: str, x: Tensor) -> Tensor:
     """Return the norm of x [n, hidden]."""
     arch, out = call.arch, torch.empty_like(x)
     normalize(out, x, call.vector(name), call.vector(name, "bias"), arch.norm, arch.norm_eps,
@@ -39,18 +39,18 @@ def normed(call: LayerCall, name: str, x: Tensor) -> Tensor:
 def save_inputs(
     call: LayerCall, saved: SavedInputs, inputs: Tensor, fused: FusedLinear | None
 ) -> None:
-    """Set saved.inputs and saved.lora_hidden from `inputs`, norm_inputs()'s result. `fused`: the
+    """Set saved.inputs and saved.lora_hidden from `inputs`, norm_padded()'s result. `fused`: the
     FusedLinear for which lora_matmul() has filled their last columns; None: they are not filled.
     The normed inputs are cheap to recompute, so they are saved only while backward is running."""
     saved.inputs = inputs if call.is_backward else None
     saved.lora_hidden = copy_lora_hidden(inputs, fused) if fused else None
 
 
-def normed_inputs(
+def saved_or_recomputed_inputs(
     call: LayerCall, saved: SavedInputs, name: str | None, x: Tensor, fused: FusedLinear
 ) -> Tensor:
     """Return the norm of x [n, in]: saved.inputs or, if that is None, computed again."""
-    inputs = norm_inputs(call, name, x, fused) if saved.inputs is None else saved.inputs
+    inputs = norm_padded(call, name, x, fused) if saved.inputs is None else saved.inputs
     return inputs[:, : fused.in_features]
 
 

@@ -18,7 +18,7 @@ from fsdp_qlora.layer.router import Routing
 class SavedInputs:
     """The inputs of a sublayer's first matmul, as saved by save_inputs()."""
 
-    inputs: Tensor = None  # normed; None: normed_inputs() computes them again
+    inputs: Tensor = None  # normed; None: saved_or_recomputed_inputs() computes them again
     lora_hidden: Tensor = None  # d, padded: their last columns, see lora_matmul.py
 
 

@@ -40,11 +40,11 @@ def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
     return best.gather(0, top.argmax(0)[None])[0]
 
 
-def head_inputs(model: ModelParameters, x: Tensor) -> Tensor:
+def final_norm(model: ModelParameters, x: Tensor, evaluation: bool = False) -> Tensor:
     """Return the final norm of the last layer's outputs x [n, hidden]."""
     out, arch = torch.empty_like(x), model.arch
     normalize(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
-              any_rows=True)
+              evaluation=evaluation, any_rows=not evaluation)
     return out
 
 
@@ -119,7 +119,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
             part = x[batch.label_positions[chunk]]
-            logits = gather(head_inputs(model, part)).flatten(0, 1) @ weight.t()
+            logits = gather(final_norm(model, part)).flatten(0, 1) @ weight.t()
             labels = all_labels[:, chunk].flatten()
             absent, own_labels = labels < 0, labels - model.own_rows.start
             is_own = (own_labels >= 0) & (own_labels < len(weight)) & ~absent
@@ -164,7 +164,7 @@ def head_row_gradient(ctx: Any, weights: Tensor) -> Tensor:
     computed again."""
     total = weights.new_zeros(ctx.grad_logits.shape[1], ctx.x.shape[1])
     for chunk in (slice(i, i + ctx.chunk_size) for i in range(0, len(weights), ctx.chunk_size)):
-        hidden = head_inputs(ctx.model, ctx.x[ctx.batch.label_positions[chunk]])
+        hidden = final_norm(ctx.model, ctx.x[ctx.batch.label_positions[chunk]])
         total += (ctx.grad_logits[chunk].float() * weights[chunk, None]).t() @ hidden.float()
     ctx.x = ctx.grad_logits = None
     return total

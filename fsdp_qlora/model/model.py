@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop, normalize
+from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model.embedding import embed
-from fsdp_qlora.model.lm_head import LinearCrossEntropy
+from fsdp_qlora.model.lm_head import LinearCrossEntropy, final_norm
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.model.shards import gathered, local_part
@@ -32,14 +32,11 @@ class Model(ModelParameters):
     """
 
     def forward(self, batch: MicroBatch, wants_loss: bool = True) -> Tensor:
-        x, arch = self.hidden(batch), self.arch
+        x = self.hidden(batch)
         if wants_loss:
             head_rows = self.token_rows.rows[-1] if self.token_rows else None
             return LinearCrossEntropy.apply(x, self, batch, head_rows)
-        normed = torch.empty_like(x)
-        normalize(normed, x, self.norm, self.norm_bias, arch.final_norm_kind, arch.norm_eps,
-                  evaluation=True)
-        return normed
+        return final_norm(self, x, evaluation=True)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the last layer's output [tokens, hidden]."""
