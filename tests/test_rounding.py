@@ -404,7 +404,7 @@ def test_residual_sum_is_rounded_once():
     """With a multiplier, too; torch rounds that on a CPU, but for such a one."""
     call = types.SimpleNamespace(arch=arch_of("granite", residual_multiplier=7 / 32),
                                  drop=lambda x, *_: x)  # fmt: skip
-    assert_rounded_once(lambda x, branch: residual.end_branch(call, x, branch, None, 0, True),
+    assert_rounded_once(lambda x, branch: residual.add_residual(call, x, branch, None, 0, True),
                         X, GRAD)  # fmt: skip
     assert_rounded_once(lambda grad: residual.branch_gradient(call, None, grad, None, 0), GRAD)
 

@@ -27,7 +27,7 @@ from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import (
-    apply_norm, branch_gradient, copy_lora_hidden, end_branch, norm_gradient, norm_padded,
+    add_residual, apply_norm, branch_gradient, copy_lora_hidden, norm_gradient, norm_padded,
     save_inputs, saved_or_recomputed_inputs)
 from fsdp_qlora.layer.router import Routing, add_balance, route, route_backward
 from fsdp_qlora.layer.saved import SavedMoE
@@ -102,8 +102,8 @@ class MoESublayer:
         save_inputs(call, saved, inputs, self.shared_gate_up)
         out = None
         if branch is not None:
-            out, saved.branch = end_branch(call, mid_residual, branch, arch.mlp_post_norm, MLP_SITE,
-                                          want_sum)
+            out, saved.branch = add_residual(
+                call, mid_residual, branch, arch.mlp_post_norm, MLP_SITE, want_sum)
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from fsdp_qlora.layer.mixers import AutogradMixer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.parameters import LayerParameters, ParameterLayout
-from fsdp_qlora.layer.per_layer import PerLayerEnd
+from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.offload import put_record
 from fsdp_qlora.plan import Plan
@@ -143,8 +143,9 @@ def _make_sublayers(
         mlp = MoESublayer(arch, fused.get("shared_gate_up"), fused.get("shared_down"), latent,
                           fused["expert_gate_up"], fused["expert_down"], kind.limits)
     elif kind.sublayers != "mixer":
-        end = PerLayerEnd(arch, fused["end_gate"], fused["end_out"]) if arch.per_layer else None
-        mlp = MLPSublayer(arch, fused["gate_up"], fused["down"], end, kind.limits.mlp)
+        per_layer = (PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"])
+                     if arch.per_layer else None)
+        mlp = MLPSublayer(arch, fused["gate_up"], fused["down"], per_layer, kind.limits.mlp)
     return mixer, mlp
 
 

@@ -19,7 +19,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
     add_a_gradient, fill_lora_hidden, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.layer.residual import (
-    branch_gradient, copy_lora_hidden, end_branch, norm_gradient, norm_padded, save_inputs,
+    add_residual, branch_gradient, copy_lora_hidden, norm_gradient, norm_padded, save_inputs,
     saved_or_recomputed_inputs, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMixer, SavedMixing
 from fsdp_qlora.plan import Plan
@@ -135,8 +135,8 @@ class MixerSublayer:
             part.out_lora_hidden = copy_lora_hidden(out_inputs, fused)
         out, saved.branch = None, None
         if branch is not None:
-            out, saved.branch = end_branch(call, x, branch, arch.attention_post_norm,
-                                          ATTENTION_SITE, want_sum)
+            out, saved.branch = add_residual(
+                call, x, branch, arch.attention_post_norm, ATTENTION_SITE, want_sum)
         return out, saved
 
     def backward(

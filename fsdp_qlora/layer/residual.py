@@ -63,19 +63,19 @@ def norm_gradient(
     return norm_backward(x, grad, residual, call.vector(name), call.arch.norm, call.arch.norm_eps)
 
 
-def add_branch(
+def matmul_and_add_residual(
     call: LayerCall, x: Tensor | None, fused: FusedLinear, inputs: Tensor, site: int,
     post_norm: str | None, want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """end_branch() of the matmul of `inputs`. The matmul is skipped if neither the sum nor the
-    norm's backward needs it."""
+    """Return add_residual() of the matmul of `inputs`. The matmul is skipped if neither the sum nor
+    the norm's backward needs it."""
     if not (want_sum or post_norm):
         fill_lora_hidden(call, fused, inputs)  # backward reads them
         return None, None
-    return end_branch(call, x, lora_matmul(call, fused, inputs), post_norm, site, want_sum)
+    return add_residual(call, x, lora_matmul(call, fused, inputs), post_norm, site, want_sum)
 
 
-def end_branch(
+def add_residual(
     call: LayerCall, x: Tensor | None, branch: Tensor, post_norm: str | None, site: int,
     want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -104,7 +104,7 @@ def copy_lora_hidden(inputs: Tensor, fused: FusedLinear) -> Tensor:
 def branch_gradient(
     call: LayerCall, branch: Tensor | None, grad: Tensor, post_norm: str | None, site: int
 ) -> Tensor:
-    """Return the gradient of end_branch()'s branch, from `grad`, the gradient of the sum."""
+    """Return the gradient of add_residual()'s branch, from `grad`, the gradient of the sum."""
     arch = call.arch
     if arch.residual_multiplier != 1:
         grad = grad * arch.residual_multiplier

@@ -62,18 +62,18 @@ class SavedMixer(SavedInputs):
 
 
 @dataclasses.dataclass
-class SavedEnd:
-    """The tensors that a PerLayerEnd saves."""
+class SavedPerLayer:
+    """The tensors that a PerLayerGate saves."""
 
-    end_x: Tensor = None
-    end_gates: Tensor = None
-    end_branch: Tensor = None
-    end_gate_lora_hidden: Tensor = None  # both: like SavedInputs.lora_hidden
-    end_out_lora_hidden: Tensor = None
+    per_layer_x: Tensor = None
+    per_layer_gates: Tensor = None
+    per_layer_branch: Tensor = None
+    per_layer_gate_lora_hidden: Tensor = None  # both: like SavedInputs.lora_hidden
+    per_layer_out_lora_hidden: Tensor = None
 
 
 @dataclasses.dataclass
-class SavedMLP(SavedInputs, SavedEnd):
+class SavedMLP(SavedInputs, SavedPerLayer):
     """The tensors that an MLPSublayer saves."""
 
     mlp_input: Tensor = None  # [n, hidden], the input of its norm

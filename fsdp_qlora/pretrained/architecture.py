@@ -573,7 +573,8 @@ class Architecture(Family):
                 "down": [dataclasses.replace(x, in_features=2 * x.in_features)
                          for x in self.down]}
         if self.per_layer:
-            groups["end_gate"], groups["end_out"] = self.per_layer.linears(self.hidden_size)
+            gate, out = self.per_layer.linears(self.hidden_size)
+            groups |= {"per_layer_gate": gate, "per_layer_out": out}
         return groups
 
     def fused_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
