@@ -836,7 +836,7 @@ def forget_readers(backward):
     """That without the gradients of later layers."""
 
     def wrong(mixer, call, *args):
-        call.grad_kv_to_share = tuple(map(torch.zeros_like, call.grad_kv_to_share))
+        call.grad_kv_out = tuple(map(torch.zeros_like, call.grad_kv_out))
         return backward(mixer, call, *args)
 
     return wrong

@@ -35,11 +35,11 @@ class AttentionMixer:
             saved.projected = None
         heads = split_heads(self.arch, rotated)
         del rotated
-        if call.shared_kv:
-            heads = [heads[0], *call.shared_kv]
+        if call.kv_in:
+            heads = [heads[0], *call.kv_in]
         elif call.layer.is_kv_source and not call.is_backward:
             # cloned, because a view would keep the queries alive
-            call.kv_to_share = tuple(part.clone() for part in heads[1:])
+            call.kv_out = tuple(part.clone() for part in heads[1:])
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             saved.heads = [part.detach().requires_grad_() for part in heads]
             saved.attended = attend(call, self.arch, self.window, *saved.heads)
@@ -78,12 +78,12 @@ class AttentionMixer:
                                                   gate.activation)
         grads = torch.autograd.grad(saved.attended, saved.heads, grad)
         saved.attended = saved.heads = None
-        if call.shared_kv:
-            call.grad_shared_kv = grads[1:]
+        if call.kv_in:
+            call.grad_kv_in = grads[1:]
             # this layer has not projected keys and values: their gradient has 0 heads
             grads = grads[0], *(x[:, :0] for x in grads[1:])
         elif call.layer.is_kv_source:
-            grads = grads[0], *map(torch.add, grads[1:], call.grad_kv_to_share)
+            grads = grads[0], *map(torch.add, grads[1:], call.grad_kv_out)
         return rotate_backward(*grads, grad_gate, saved.projected, *self._rotate_arguments(call))
 
     def _rotate_arguments(self, call: LayerCall) -> tuple[Tensor | Architecture | None, ...]:

@@ -20,7 +20,7 @@ class LayerCall:
     """
 
     def __init__(
-        self, layer: LayerParameters, batch: MicroBatch, shared_kv: tuple[Tensor, ...] = (),
+        self, layer: LayerParameters, batch: MicroBatch, kv_in: tuple[Tensor, ...] = (),
         backward: bool = False, evaluation: bool = False
     ) -> None:
         self.layer, self.batch, self.arch, self.spec = layer, batch, layer.arch, layer.spec
@@ -30,11 +30,10 @@ class LayerCall:
         # now, or later, if the layer saves everything
         self.saves_graph = backward or layer.saves == "all" and not evaluation
         self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
-        # the kv_source's keys and values; this layer's, if other layers read them; the gradients
-        self.shared_kv = shared_kv
-        self.kv_to_share: tuple[Tensor, ...] = ()
-        self.grad_kv_to_share: tuple[Tensor, ...] = ()
-        self.grad_shared_kv: tuple[Tensor, ...] = ()
+        self.kv_in = kv_in  # keys and values of the kv_source
+        self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
+        self.grad_kv_out: tuple[Tensor, ...] = ()  # from those layers
+        self.grad_kv_in: tuple[Tensor, ...] = ()  # for the kv_source
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         # weights to use twice: a recomputed layer's backward first runs forward() again
         self.dequantized: dict[FusedLinear, Tensor] = {}

@@ -154,14 +154,14 @@ class DecoderLayer(LayerParameters):
 
     spec: LayerSpec
 
-    def forward(self, x: Tensor, batch: MicroBatch, *shared_kv: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, batch: MicroBatch, *kv_in: Tensor) -> tuple[Tensor, ...]:
         """Return the layer's output; if the layer shares its keys and values, also these, [tokens,
-        heads, head_dim]. `shared_kv`: the keys and values of its kv_source."""
+        heads, head_dim]. `kv_in`: the keys and values of its kv_source."""
         # is_grad_enabled() is passed because it is always False inside LayerFunction.forward(), and
         # needs_input_grad does not tell an evaluation from training. The adapter is an argument so
         # that autograd asks for its gradient.
         out: tuple[Tensor, ...] = LayerFunction.apply(
-            x, self.adapter, self, batch, torch.is_grad_enabled(), *shared_kv)
+            x, self.adapter, self, batch, torch.is_grad_enabled(), *kv_in)
         return out
 
 
@@ -194,13 +194,13 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, batch: MicroBatch,
-        is_training: bool, *shared_kv: Tensor
+        is_training: bool, *kv_in: Tensor
     ) -> tuple[Tensor, ...]:
         # ctx.saved, not save_for_backward(): backward must be able to free each tensor as soon as
         # it has used it, and offloaded tensors are keys of the store here
         ctx.layer, ctx.batch, x = layer, batch, x.detach()
-        ctx.shared_kv = tuple(part.detach() for part in shared_kv)
-        call = LayerCall(layer, batch, ctx.shared_kv, evaluation=not is_training)
+        ctx.kv_in = tuple(part.detach() for part in kv_in)
+        call = LayerCall(layer, batch, ctx.kv_in, evaluation=not is_training)
         put = batch.store.put
         mixer, mlp = layer.spec.mixer, layer.spec.mlp
         if layer.saves == "all":
@@ -208,25 +208,25 @@ class LayerFunction(torch.autograd.Function):
             mlp_inputs = x if layer.arch.parallel else mid_residual
             out, mlp_saved = mlp.forward(call, mid_residual, mlp_inputs)
             ctx.saved = SavedLayer(mixer=mixer_saved, mlp=mlp_saved)
-            return call.scaled(out), *call.kv_to_share
+            return call.scaled(out), *call.kv_out
         # put() returns a key for take(); they move activations to the host and back, if offloaded
         ctx.saved = saved = SavedLayer(x=put(x))  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
         if layer.saves == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
             saved.mlp = put_record(batch.store, mlp_saved)
-            return call.scaled(out), *call.kv_to_share
+            return call.scaled(out), *call.kv_out
         if layer.saves == "mid_residual":
             saved.mid_residual = put(mid_residual)
         out, saved.routing_choice = mlp.forward_to_recompute(
             call, mid_residual, x if layer.arch.parallel else mid_residual)
-        return call.scaled(out), *call.kv_to_share
+        return call.scaled(out), *call.kv_out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *grad_kv_to_share: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *grad_kv_out: Tensor) -> tuple[Tensor | None, ...]:
         layer, batch, saved = ctx.layer, ctx.batch, ctx.saved
-        call, take = LayerCall(layer, batch, ctx.shared_kv, backward=True), batch.store.take
-        ctx.saved, ctx.shared_kv, call.grad_kv_to_share = None, (), grad_kv_to_share
+        call, take = LayerCall(layer, batch, ctx.kv_in, backward=True), batch.store.take
+        ctx.saved, ctx.kv_in, call.grad_kv_out = None, (), grad_kv_out
         mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
         grad = call.scaled(grad)
         if layer.saves == "all":
@@ -254,4 +254,4 @@ class LayerFunction(torch.autograd.Function):
         upstream = grad if parallel else grad_mid_residual
         needs_x = ctx.needs_input_grad[0]
         grad_x = mixer.backward(call, mixer_saved, upstream, grad_mid_residual, needs_x)
-        return grad_x, call.grad_adapter, None, None, None, *call.grad_shared_kv
+        return grad_x, call.grad_adapter, None, None, None, *call.grad_kv_in
