@@ -29,7 +29,7 @@ from fsdp_qlora.layer.parameters import LayerParameters, ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.offload import put_record
-from fsdp_qlora.plan import Plan
+from fsdp_qlora.plan import Plan, Saves
 from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
 
@@ -40,7 +40,7 @@ class LayerSpec(ParameterLayout):
     mixer: MixerSublayer | NoMixerSublayer
     mlp: MLPSublayer | MoESublayer | NoMLPSublayer
 
-    def saved_values(self, saves: str) -> int:
+    def saved_values(self, saves: Saves) -> int:
         """Values per token that a layer saves for backward, see LayerFunction."""
         hidden = self.mixer.arch.hidden_size  # width of x and of mid_residual
         if saves == "all":
@@ -49,7 +49,7 @@ class LayerSpec(ParameterLayout):
             return hidden + self.mlp.saved_values
         return (2 * hidden if saves == "mid_residual" else hidden) + self.mlp.choice_values
 
-    def live_bytes(self, plan: Plan, saves: str) -> int:
+    def live_bytes(self, plan: Plan, saves: Saves) -> int:
         """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
         and recomputed values."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
@@ -75,7 +75,7 @@ class LayerSpec(ParameterLayout):
         return (sum(fused.n_weights for fused in self.mixer.fused_linears)
                 + self.mlp.token_weights / speed)
 
-    def recomputed_weights(self, saves: str) -> float:
+    def recomputed_weights(self, saves: Saves) -> float:
         """Weights of the matmuls that a layer's backward computes again."""
         if saves == "all":
             return 0
