@@ -29,7 +29,7 @@ from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmu
 from fsdp_qlora.layer.residual import (
     add_residual, apply_norm, branch_gradient, copy_lora_hidden, norm_gradient, norm_padded,
     save_inputs, saved_or_recomputed_inputs)
-from fsdp_qlora.layer.router import Routing, add_balance, route, route_backward
+from fsdp_qlora.layer.router import Routing, RoutingChoice, add_balance, route, route_backward
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits, MoE
@@ -63,7 +63,7 @@ class MoESublayer:
 
     def forward(
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
-        want_sum: bool = True, routing_choice: tuple[Tensor, list[int] | None] | None = None,
+        want_sum: bool = True, routing_choice: RoutingChoice | None = None,
         save_gate_ups: bool = True
     ) -> tuple[Tensor | Any, SavedMoE]:
         """Return mid_residual + MLP(norm(mlp_input)), None without want_sum, and what backward()
@@ -145,7 +145,7 @@ class MoESublayer:
 
     def forward_to_recompute(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, list[int] | None]]:
+    ) -> tuple[Tensor, RoutingChoice]:
         """Return forward()'s sum, and the choice for recomputed_backward(). Nothing else is saved.
         """
         # not in slices of tokens as in MLPSublayer: each slice would dequantize all experts
@@ -153,8 +153,7 @@ class MoESublayer:
         return out, saved.routing.choice
 
     def recomputed_backward(
-        self, call: LayerCall, mlp_input: Tensor, grad: Tensor,
-        routing_choice: tuple[Tensor, list[int] | None]
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choice: RoutingChoice
     ) -> Tensor:
         """backward() after computing forward() again."""
         saved = self.forward(call, None, mlp_input, False, routing_choice, save_gate_ups=False)[1]

@@ -27,6 +27,7 @@ from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.parameters import LayerParameters, ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
+from fsdp_qlora.layer.router import RoutingChoice
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.offload import put_record
 from fsdp_qlora.plan import Plan, Saves
@@ -173,7 +174,7 @@ class SavedLayer:
     mid_residual: Any = None  # key of the store
     mixer: Any = None  # what the mixer's backward needs
     mlp: Any = None  # what the MLP's backward needs; with "mlp" a function that returns it
-    routing_choice: Any = None  # the choice of experts
+    routing_choice: RoutingChoice | None = None
 
 
 class LayerFunction(torch.autograd.Function):

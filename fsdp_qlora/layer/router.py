@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,13 @@ from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.pretrained.architecture import MoE
+
+
+class RoutingChoice(NamedTuple):
+    """The decisions of a router that a recomputation must repeat."""
+
+    chosen: Tensor  # int16 [n, k], the experts of each token
+    bounds: list[int] | None  # see Routing
 
 
 @dataclasses.dataclass
@@ -32,14 +40,12 @@ class Routing:
     bounds: list[int] | None  # [0, *ends] on the host; None where it is not needed
 
     @property
-    def choice(self) -> tuple[Tensor, list[int] | None]:
-        """The decisions that a recomputation must repeat: `chosen` as int16, and `bounds`."""
-        return self.chosen.to(torch.int16), self.bounds
+    def choice(self) -> RoutingChoice:
+        return RoutingChoice(self.chosen.to(torch.int16), self.bounds)
 
 
 def route(
-    call: LayerCall, x: Tensor, choice: tuple[Tensor, list[int] | None] | None = None,
-    needs_bounds: bool = False
+    call: LayerCall, x: Tensor, choice: RoutingChoice | None = None, needs_bounds: bool = False
 ) -> Routing:
     """Return the Routing of x [n, hidden]. `choice`: the choice of an earlier Routing of the same
     tokens. With needs_bounds this waits for the GPU, unless `choice` has the bounds. With
@@ -62,7 +68,7 @@ def route(
             ranked = scores + tensors[moe.correction].view(-1)
         chosen, bounds = best_experts(ranked, moe), None
     else:
-        chosen, bounds = choice[0].long(), choice[1]
+        chosen, bounds = choice.chosen.long(), choice.bounds
     weights = chosen_weights(scores, chosen, moe)[0]
     if moe.rounded_weights:
         weights = weights.to(x.dtype).float()
