@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.parameters import LayerParameters, ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.router import RoutingChoice
+from fsdp_qlora.layer.saved import SavedMixer, SavedMLP, SavedMoE
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.offload import put_record
 from fsdp_qlora.plan import Plan, Saves
@@ -172,8 +173,9 @@ class SavedLayer:
 
     x: Any = None  # key of the store, see its put()
     mid_residual: Any = None  # key of the store
-    mixer: Any = None  # what the mixer's backward needs
-    mlp: Any = None  # what the MLP's backward needs; with "mlp" a function that returns it
+    mixer: SavedMixer | None = None
+    mlp: SavedMLP | SavedMoE | None = None
+    offloaded_mlp: Callable[[], SavedMLP] | None = None  # takes the record from the store, once
     routing_choice: RoutingChoice | None = None
 
 
@@ -215,7 +217,7 @@ class LayerFunction(torch.autograd.Function):
         mid_residual = mixer.forward(call, x)[0]
         if layer.saves == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
-            saved.mlp = put_record(batch.store, mlp_saved)
+            saved.offloaded_mlp = put_record(batch.store, mlp_saved)
             return call.scaled(out), *call.kv_out
         if layer.saves == "mid_residual":
             saved.mid_residual = put(mid_residual)
@@ -235,7 +237,7 @@ class LayerFunction(torch.autograd.Function):
             grad_mid_residual = mlp.backward(call, saved.mlp, grad)
         elif layer.saves in ("mlp", "mid_residual"):
             if layer.saves == "mlp":
-                grad_mid_residual = mlp.backward(call, saved.mlp(), grad)
+                grad_mid_residual = mlp.backward(call, saved.offloaded_mlp(), grad)
             else:
                 (mid_residual,) = take(saved.mid_residual)
                 grad_mid_residual = mlp.recomputed_backward(
