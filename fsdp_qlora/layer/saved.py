@@ -1,7 +1,7 @@
-"""What each sublayer saves for its backward, as records. Backward sets a field to None when it has
-used it, so that its memory is free again.
+"""What each sublayer saves for its backward, as records.
 
-A field that only some models need is None for the others.
+Backward sets to None the tensors whose memory must be free before it ends; the rest goes with the
+record. A field that only some models need is None for the others.
 """
 
 from __future__ import annotations
