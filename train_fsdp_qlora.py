@@ -539,9 +539,9 @@ def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     batch, context = run.rows.select(run.source.indices(step)), run.model.context
     micro_steps = pack_rows(batch.lengths.tolist(), context.n_groups,
                             context.size * run.plan.micro_batch_tokens, batch.n_answers)
-    step_key = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
+    step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
     return batch, [
-        make_micro_batch(batch, micro_step, context.index, step_key, run.model, context)
+        make_micro_batch(batch, micro_step, context.index, step_seed, run.model, context)
         for micro_step in micro_steps]
 
 

@@ -414,7 +414,7 @@ def bf16_call(name, **settings):
     pair = Pair(name, **settings)
     model = pair.make(make_plan(pair.arch.n_layers, compute_dtype="bfloat16"))
     adapter_values(model, pair.values)
-    layer, micro_batch = model.layers[0], types.SimpleNamespace(dropout_keys=None)
+    layer, micro_batch = model.layers[0], types.SimpleNamespace(dropout_seeds=None)
     return [
         (fused, LayerCall(layer, micro_batch, backward=True)) for fused in layer.spec.fused_linears
     ]
@@ -537,7 +537,7 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
     model = make_model(small, arch, tensors, Config(model="m", target_modules=("o_proj",)), plan)
     layer = model.layers[arch.layer_routed.index(True)]
     x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
-    micro_batch = types.SimpleNamespace(dropout_keys=None, n_unpadded=torch.tensor([N]))
+    micro_batch = types.SimpleNamespace(dropout_seeds=None, n_unpadded=torch.tensor([N]))
     _, kept = layer.spec.mlp.forward(LayerCall(layer, micro_batch), x, x)
     factor, kept.shared_out = kept.shared_factor.double(), out
     call = LayerCall(layer, micro_batch, backward=True)

@@ -319,14 +319,14 @@ def add_expert_rows(rows: Tensor, slots: Tensor, weights: Tensor | None) -> Tens
 ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 8, 9, 10, 11, 12
 
 
-def drop_eager(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor:
+def drop_eager(x: Tensor, seeds: Tensor, site: int, probability: float) -> Tensor:
     """Dropout of x [n, width]: each value becomes 0 or is divided by 1 - probability.
 
-    The choice depends only on the token's key [n], the site and the column. So it is the same in a
+    The choice depends only on the token's seed [n], the site and the column. So it is the same in a
     recomputation, in any micro-batch and on any number of GPUs.
     """
     columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
-    bits = hash_ints(hash_ints(keys + site)[:, None] + columns)
+    bits = hash_ints(hash_ints(seeds + site)[:, None] + columns)
     uniform = (bits & (2**24 - 1)).float() / 2**24
     return torch.where(uniform < probability, 0, x.float() / (1 - probability)).to(x.dtype)
 

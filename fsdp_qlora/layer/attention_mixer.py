@@ -142,7 +142,9 @@ def attend(
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"
     kernel, segments = batch.kernels[attention_type], batch.segments
-    if batch.shard:  # dropout numbers all keys of a document
+    # attention dropout draws by a key's place in its document, so every rank needs all keys, not
+    # only the window's
+    if batch.shard:
         key, value, segments = batch.shard.gather_keys(
             key, value, None if arch.attention_dropout else window)
     sinks = call.vector("self_attn", "sinks")

@@ -73,7 +73,7 @@ class LayerCall:
 
     def drop(self, x: Tensor, probability: float, site: int) -> Tensor:
         """Return x [n, width] after dropout. A recomputation drops the same values."""
-        if not probability or self.batch.dropout_keys is None:
+        if not probability or self.batch.dropout_seeds is None:
             return x
-        keys = self.batch.dropout_keys[self.tokens]
-        return drop(x, keys, self.layer.index * N_SITES + site, probability)
+        seeds = self.batch.dropout_seeds[self.tokens]
+        return drop(x, seeds, self.layer.index * N_SITES + site, probability)

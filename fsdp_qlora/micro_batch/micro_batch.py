@@ -30,7 +30,7 @@ class MicroBatch:
     # int64 [sums + 1]: where in `labels` the tokens of each document begin and end. If the loss
     # also reads prompts: those of its answer, then those of its prompt. Same length on all ranks
     loss_bounds: torch.Tensor
-    dropout_keys: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
+    dropout_seeds: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
     answers: Answers | None  # answers of all ranks in this micro-step; None: --loss sft
     lengths: tuple[int, ...]  # lengths of the documents, in tokens
     longest: int  # upper bound of `lengths`

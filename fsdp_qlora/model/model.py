@@ -43,13 +43,13 @@ class Model(ModelParameters):
         x, dropout = embed(self, batch.input_ids), self.arch.embedding_dropout
         if self.arch.per_layer:
             batch.layer_inputs = per_layer_inputs(self, batch.input_ids, x)
-        if dropout and batch.dropout_keys is not None:
-            x = drop(x, batch.dropout_keys, EMBEDDING_SITE, dropout)
+        if dropout and batch.dropout_seeds is not None:
+            x = drop(x, batch.dropout_seeds, EMBEDDING_SITE, dropout)
         batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
                        for index in (None, *range(len(self.arch.ropes)))}
         if not batch.shard:
             batch.segments = document_segments(
-                batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_keys)
+                batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_seeds)
         # {index of a layer: the keys and values that it shares; [] if it shares none}
         shared_kv: dict[int | None, list[Tensor]] = {None: []}
         for layer in self.layers:
