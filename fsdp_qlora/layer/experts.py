@@ -61,6 +61,17 @@ class MoESublayer:
         latent = self.latent.fused_linears if self.latent else ()
         return *shared, *latent, self.expert_gate_up, self.expert_down
 
+    @property
+    def dense_linears(self) -> tuple[FusedLinear, ...]:
+        """The FusedLinears that all tokens use: all but the routed experts'."""
+        return self.fused_linears[:-2]
+
+    @property
+    def first_linear(self) -> FusedLinear:
+        """The FusedLinear that reads the normed inputs: the shared expert's, the latent entry, or
+        the experts' own."""
+        return self.fused_linears[0]
+
     def forward(
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
         want_sum: bool = True, routing_choice: RoutingChoice | None = None,
@@ -76,7 +87,7 @@ class MoESublayer:
         arch, norms, branch = self.arch, self.moe.norms, None
         saved = SavedMoE(mlp_input=mlp_input)
         # includes columns for the shared expert's adapter, which lora_matmul() fills
-        inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.fused_linears[0])
+        inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.first_linear)
         x = inputs[:, : arch.hidden_size]
         needs_bounds = call.layer.plan.expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
@@ -84,10 +95,14 @@ class MoESublayer:
         if not (call.is_backward or call.evaluation):
             add_balance(call.layer, saved.routing, call.batch.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
-        read = self.latent.enter(call, saved, x) if self.latent else x
-        if needs_branch or self.latent and self.latent.exit.n_lora:
-            read = apply_norm(call, norms.before, mlp_input) if norms else read
-            branch, saved.gate_ups = self._experts_forward(call, saved.routing, read, save_gate_ups)
+        if self.latent:
+            self.latent.enter(call, saved, x)
+        runs_experts = needs_branch or (  # the exit's A gradient reads their sum
+            self.latent is not None and self.latent.exit.n_lora > 0)
+        if runs_experts:
+            expert_inputs = self._expert_inputs(call, saved, x)
+            branch, saved.gate_ups = self._experts_forward(
+                call, saved.routing, expert_inputs, save_gate_ups)
             if self.latent:
                 branch = self.latent.leave(call, saved, branch, needs_branch)
         if self.shared_gate_up:
@@ -117,9 +132,7 @@ class MoESublayer:
         grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         if self.latent:
-            x = saved_or_recomputed_inputs(
-                call, saved, arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
-            grad_x = self.latent.enter_backward(call, saved, grad_x, x)
+            grad_x = self.latent.enter_backward(call, saved, grad_x, self._inputs(call, saved))
         grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
         if self.shared_gate_up:
             grad_x += self._shared_backward(call, saved, upstream)
@@ -166,6 +179,22 @@ class MoESublayer:
     @property
     def _activation(self) -> str | LimitedActivation | tuple[float, float]:
         return self.moe.clamp or limited(self.arch.activation, self.limits.experts)
+
+    def _inputs(self, call: LayerCall, saved: SavedMoE) -> Tensor:
+        """Return the normed inputs [n, hidden] of router and experts in backward()."""
+        return saved_or_recomputed_inputs(
+            call, saved, self.arch.mlp_norm, saved.mlp_input, self.first_linear)
+
+    def _expert_inputs(
+        self, call: LayerCall, saved: SavedMoE, x: Tensor | None = None
+    ) -> Tensor:
+        """Return the inputs of the routed experts. `x`: the normed inputs [n, hidden] in forward();
+        None: they are saved or computed again."""
+        if self.latent:
+            return saved.latent
+        if norms := self.moe.norms:
+            return apply_norm(call, norms.before, saved.mlp_input)
+        return self._inputs(call, saved) if x is None else x
 
     def _experts_forward(
         self, call: LayerCall, routing: Routing, x: Tensor, save_gate_ups: bool
@@ -226,13 +255,7 @@ class MoESublayer:
         """
         routing, x = saved.routing, None
         if not saved.gate_ups or self.expert_gate_up.n_lora:  # to recompute them; for A's grad
-            if self.latent:
-                x = saved.latent
-            elif norms := self.moe.norms:
-                x = apply_norm(call, norms.before, saved.mlp_input)
-            else:
-                x = saved_or_recomputed_inputs(
-                    call, saved, self.arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
+            x = self._expert_inputs(call, saved)
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for chunk in self._chunks(call, routing):
@@ -413,14 +436,14 @@ class MoESublayer:
     def token_weights(self) -> float:
         """Weights that one token is multiplied by."""
         share = self.moe.top_k / self.moe.n_experts
-        shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
+        shared = sum(fused.n_weights for fused in self.dense_linears)
         return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
 
     @property
     def recomputed_weights(self) -> float:
         """The part of token_weights that recomputed_backward() multiplies again."""
         share = self.moe.top_k / self.moe.n_experts
-        shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
+        shared = sum(fused.n_weights for fused in self.dense_linears)
         return shared + share * self.expert_gate_up.n_weights
 
     @property
