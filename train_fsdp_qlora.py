@@ -239,7 +239,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
             config, plan, status, directory, device, source, eval_rows,
             tokenizer, digests, lora_config, model, adapter,
             optimizer=make_optimizer(adapter.weights, config), merge_check=MergeCheck(rows),
-            graphs=plan.graphs and Graphs(model, functools.partial(compute_loss, config=config)),
+            graphs=(Graphs(model, functools.partial(compute_loss, config=config))
+                    if plan.graphs else None),
             saved_step=start_step)
         start_adapter(run, start_step)
         status.enter("saving")
