@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from fsdp_qlora.micro_batch.context import ContextShard
-from fsdp_qlora.micro_batch.offload import DeviceActivations, OffloadedActivations
+from fsdp_qlora.micro_batch.offload import ActivationStore
 from fsdp_qlora.micro_batch.segments import Segments
 
 
@@ -36,7 +36,7 @@ class MicroBatch:
     longest: int  # upper bound of `lengths`
     # {one of ATTENTION_TYPES: kernel}, with "recurrence" for a mixer with a state
     kernels: dict[str, Callable]
-    store: DeviceActivations | OffloadedActivations  # where layers put what they save
+    store: ActivationStore  # where layers put what they save
     ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
     layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
     segments: Segments | None = None  # what attention reads of it; None: see `shard`
