@@ -136,8 +136,7 @@ def document_attention(
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Return function(*arguments); its backward recomputes all of it."""
-    out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return out
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def sdpa(

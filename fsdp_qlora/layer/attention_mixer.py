@@ -54,8 +54,7 @@ class AttentionMixer:
     def _output_factor(self) -> float:
         """Factor of the kernel's outputs: attention_in_multiplier, which the values still need
         (queries and keys have it in attention_scale), times attention_out_multiplier."""
-        factor: float = self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
-        return factor
+        return self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
 
     def recompute_output(self, call: LayerCall, saved: SavedAttention) -> Tensor:
         attended: Tensor = saved.attended.detach()

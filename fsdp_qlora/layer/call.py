@@ -62,8 +62,7 @@ class LayerCall:
     @property
     def layer_input(self) -> Tensor:
         """The layer's own input for its tokens, see PerLayerInputs."""
-        inputs: Tensor = self.batch.layer_inputs[self.tokens, self.layer.index]
-        return inputs
+        return self.batch.layer_inputs[self.tokens, self.layer.index]
 
     def scaled(self, x: Tensor) -> Tensor:
         """Return x times the layer's scalar, if the family has one."""

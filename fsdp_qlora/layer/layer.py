@@ -162,9 +162,8 @@ class DecoderLayer(LayerParameters):
         # is_grad_enabled() is passed because it is always False inside LayerFunction.forward(), and
         # needs_input_grad does not tell an evaluation from training. The adapter is an argument so
         # that autograd asks for its gradient.
-        out: tuple[Tensor, ...] = LayerFunction.apply(
+        return LayerFunction.apply(
             x, self.adapter, self, batch, torch.is_grad_enabled(), *kv_in)
-        return out
 
 
 @dataclasses.dataclass

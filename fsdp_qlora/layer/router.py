@@ -101,8 +101,7 @@ def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
     """Return the factor of the chosen experts' weights: a number, or fp32 [n, k]."""
     moe: MoE = call.arch.moe
     if not moe.expert_scale:
-        scale: float = moe.scale
-        return scale
+        return moe.scale
     return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
 
 
