@@ -116,5 +116,5 @@ def branch_gradient(
 
 def weight_bytes(fused: FusedLinear, item: int, reuse_dequantized: bool) -> int:
     """Return the bytes of a FusedLinear's dequantized weights that are alive at once."""
-    sizes = [one.out_features for one in fused.splits]
+    sizes = [split.out_features for split in fused.splits]
     return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * item

@@ -69,14 +69,13 @@ def measure_weight_norms(model: Model) -> None:
                     weight = dequantize(layer, fused, no_adapter)[:, : fused.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     for linear in fused.adapted:
-                        name, its = linear.name, norms[linear.outputs]
-                        if not its.all():  # PEFT would compute NaN, too
+                        name, row_norms = linear.name, norms[linear.outputs]
+                        if not row_norms.all():  # PEFT would compute NaN, too
                             raise RunError(
-                                f"--adapter dora: row {int(its.argmin())} of {name} in layer"
-                                f" {layer.index} is all 0, and DoRA divides by its norm: use"
-                                " --adapter lora, or leave this linear out of"
-                                       " --target_modules")
-                        layer.weight_norms[name] = its
+                                f"--adapter dora: row {int(row_norms.argmin())} of {name} in"
+                                f" layer {layer.index} is all 0, and DoRA divides by its norm: use"
+                                " --adapter lora, or leave this linear out of --target_modules")
+                        layer.weight_norms[name] = row_norms
 
 
 def verify_model(model: Model, plan: Plan) -> None:
