@@ -225,7 +225,7 @@ def token_tensors(
 
 
 def answer_tensors(batch: Rows, micro_step: list[list[int]], n_documents: int,
-                 model: Model) -> list[torch.Tensor]:
+                   model: Model) -> list[torch.Tensor]:
     """Return the first four tensors of Answers for a micro-step. Each rank's micro-batch has
     `n_documents` documents, padding included."""
     index_of = {document: rank * n_documents + i for rank, documents in enumerate(micro_step)

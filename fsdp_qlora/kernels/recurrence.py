@@ -33,6 +33,7 @@ STATE_CHUNK = 64  # tokens of a document that are computed at once; chunks pass 
 # DeltaNet, and return q S [n, value heads, value_dim]. Query and key are [n, key heads, key_dim],
 # not normalized; value is [n, value heads, value_dim]; g, fp32, and beta are [n, value heads].
 
+
 def document_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch,
     chunk: int = STATE_CHUNK
@@ -288,6 +289,7 @@ def plain_scan_bytes(mixer: Mamba2) -> int:
 
 
 # ---- which of them is used ----
+
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:

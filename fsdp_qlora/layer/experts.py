@@ -206,7 +206,7 @@ class MoESublayer:
             gate_up = self._expert_gate_up(call, routing, x, chunk)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
             glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
-                 self.arch.gated, evaluation=call.evaluation)
+                self.arch.gated, evaluation=call.evaluation)
             fill_expert_lora_hidden(call, self.expert_down, activated, chunk)
             rows = grouped(activated, chunk.down.transpose(1, 2), chunk)
             self._add_bias(call, "down_proj", rows, routing, chunk)
@@ -334,7 +334,7 @@ class MoESublayer:
         saved.shared_gate_up = lora_matmul(call, self.shared_gate_up, inputs)
         activated = saved.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
         glu(activated[:, : self.shared_down.in_features], saved.shared_gate_up,
-             self._shared_activation, self.arch.gated, evaluation=call.evaluation)
+            self._shared_activation, self.arch.gated, evaluation=call.evaluation)
         out = lora_matmul(call, self.shared_down, activated)
         saved.down_lora_hidden = copy_lora_hidden(activated, self.shared_down)
         if name := self.moe.shared_gate:

@@ -6,7 +6,6 @@ of the matmuls is its branch.
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 

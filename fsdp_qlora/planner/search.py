@@ -401,9 +401,10 @@ def agree_on_plan(
     plain = any(document_attention in pair.values() for pair in kernels)
     plain_recurrences = {recurrence.plain for recurrence in RECURRENCES.values()}
     plain_recurrence = any(plain_recurrences & {*by_type.values()} for by_type in kernels)
-    workload = describe_workload(config, source, eval_rows, dist.get_world_size(), device,
-                             why_no_capture(arch, machine, plain, plain_recurrence), plain,
-                             state_bytes, plain_recurrence)
+    workload = describe_workload(
+        config, source, eval_rows, dist.get_world_size(), device,
+        why_no_capture(arch, machine, plain, plain_recurrence), plain, state_bytes,
+        plain_recurrence)
     with raise_on_all_ranks():
         plan = choose_plan(config, arch, specs, workload, limit, machine)
     # free host memory differs between nodes, so all ranks use rank 0's plan

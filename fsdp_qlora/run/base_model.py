@@ -16,6 +16,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
 from fsdp_qlora.ranks import raise_on_all_ranks
 
+
 @dataclasses.dataclass(frozen=True)
 class BaseModel:
     """A base model without its weights, which may not be downloaded yet."""
