@@ -53,8 +53,8 @@ class LayerCall:
 
     def vector(self, name: str | None, part: str = "weight") -> Tensor | None:
         """Return a norm's weight or bias, or attention's sinks, by its name in the layer; None if
-        the layer has none."""
-        if f"{name}.{part}" not in self.spec.vectors:
+        the layer has none or `name` is None."""
+        if name is None or f"{name}.{part}" not in self.spec.vectors:
             return None
         where, shape = self.spec.vectors[f"{name}.{part}"]
         return self.layer.vectors[where].view(shape)

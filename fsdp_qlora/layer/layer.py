@@ -152,7 +152,7 @@ def _make_sublayers(
 
 
 class DecoderLayer(LayerParameters):
-    """One decoder layer."""
+    """The forward of a decoder layer, on the parameters of LayerParameters. It is an FSDP2 unit."""
 
     spec: LayerSpec
 

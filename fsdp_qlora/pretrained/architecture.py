@@ -441,6 +441,8 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
+    """Name and shape of one weight matrix of a layer; not an nn.Linear."""
+
     name: str  # name in the layer, in transformers and checkpoints
     out_features: int
     in_features: int
