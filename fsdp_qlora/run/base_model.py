@@ -48,7 +48,7 @@ def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
     return config, BaseModel(directory, model_config, arch, tokenizer, tokens)
 
 
-def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[Path, str]:
+def fetch_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[Path, str]:
     """Return the directory of the model's weights, downloaded if necessary, and the digest by which
     a resumed run recognizes them. The digest is "" in a dry run without weights."""
     if config.random_weights:
