@@ -1,5 +1,5 @@
-"""LinearCrossEntropy: the last projection and cross-entropy without materializing the logits; the
-table is sharded by rows.
+"""Vocabulary-parallel, chunked linear cross-entropy (as Megatron's and Liger's): the logits never
+exist as a whole.
 
 To train another loss of a token, change logits_statistics(), logits_gradient(),
 LinearCrossEntropy.forward(), which uses both, and what they are compared with at the start,
@@ -89,7 +89,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     lm_head is frozen, only the gradient of x is needed: forward computes it for a weight of 1, a
     chunk of tokens at a time, and backward multiplies each token's row by the gradient of its loss.
     The rows of --trainable_tokens are not frozen: forward also keeps the gradients of their logits,
-    from which backward computes theirs. `head_rows` tells autograd of them.
+    from which backward computes theirs. `head_rows` tells autograd of them; None: all are frozen.
     """
 
     @staticmethod
@@ -113,8 +113,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         token_losses = torch.empty(len(batch.labels), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
         all_labels = gather(batch.labels)  # [shards, n], negative where padded
-        trained = model.token_rows
-        if trained and not evaluation:  # the gradients of the logits of trained rows
+        trained = None if evaluation or head_rows is None else model.token_rows
+        if trained:  # the gradients of the logits of trained rows
             ctx.grad_logits = x.new_empty(len(batch.labels), len(trained.ids))
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
@@ -144,7 +144,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                                  any_rows=True)
             grad_x.index_add_(0, batch.label_positions[chunk], grad)  # padding: adds 0 to token 0
         ctx.grad_x, ctx.batch, ctx.model, ctx.chunk_size = grad_x, batch, model, size
-        ctx.x = x.detach() if head_rows is not None else None
+        ctx.x = x.detach() if trained else None
         return token_losses
 
     @staticmethod
