@@ -22,7 +22,7 @@ docs/internals.md is its map. Where to look:
     loss                         compute_loss(); of each token, LinearCrossEntropy in
                                  fsdp_qlora/model/lm_head.py
     the loop, a step             train(), train_step()
-    resume                       find_start_step(), start_adapter(); the files, in
+    resume                       prepare_start(), start_adapter(); the files, in
                                  fsdp_qlora/run/checkpoints.py
     gather and save              save_checkpoint(), save_results()
 
@@ -98,7 +98,7 @@ from fsdp_qlora.ranks import (
     RunError, all_gather, check_same, fail_before_init, is_rank_0, log, n_cores, on_rank_0,
     raise_on_all_ranks)
 from fsdp_qlora.run import checkpoints, logs
-from fsdp_qlora.run.base_model import find_weights, open_model
+from fsdp_qlora.run.base_model import fetch_weights, open_model
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, open_output, save_tokenizer
 from fsdp_qlora.run.flags import parse_flags
@@ -113,7 +113,7 @@ from fsdp_qlora.training.compare_with_transformers import compare_with_transform
 from fsdp_qlora.training.divergence import stop_if_diverged
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_micro_batches
 from fsdp_qlora.training.finish import log_finish, stop_run
-from fsdp_qlora.training.reference import find_reference, values_of_all
+from fsdp_qlora.training.reference import ensure_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics
 from fsdp_qlora.training.untrained_tokens import check_untrained_tokens
@@ -196,11 +196,11 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
             specs = make_layer_specs(arch, adapted, config)
             if config.init_adapter and is_new:
                 read_adapter(config, arch, specs, token_ids)
-            base_dir, base_sha256 = find_weights(config, base.directory, model_name, is_dry)
+            base_dir, base_sha256 = fetch_weights(config, base.directory, model_name, is_dry)
         digests = checkpoints.agree_on_digests(config, rows, eval_rows, base_sha256)
         if config.init_adapter and is_new:
             on_rank_0(check_origin, config, base_sha256, tokenizer)
-        start_step = find_start_step(config, directory, digests, saved_config, status, is_dry)
+        start_step = prepare_start(config, directory, digests, saved_config, status, is_dry)
         on_rank_0(checkpoints.check_room, config, directory, specs,
                   arch.n_tables * len(token_ids) * arch.hidden_size)
 
@@ -238,7 +238,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
             config, plan, status, directory, device, source, eval_rows,
             tokenizer, digests, lora_config, model, adapter,
             optimizer=make_optimizer(adapter.weights, config), merge_check=MergeCheck(rows),
-            graphs=plan.graphs and Graphs(model, functools.partial(compute_loss, config=config)),
+            graphs=(Graphs(model, functools.partial(compute_loss, config=config))
+                    if plan.graphs else None),
             saved_step=start_step)
         start_adapter(run, start_step)
         status.enter("saving")
@@ -250,15 +251,15 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 7. Loop and save
         status.enter("training")
-        find_reference(run)
+        ensure_reference(run)
         status.extend_deadline()
         run.merge_check.begin(model, adapter)
         logs.log_speed(run, train(run, start_step))
         save_results(run)
 
 
-def find_start_step(config: Config, directory: Path, digests: dict[str, str | None],
-                    saved_config: dict[str, Any], status: Status, is_dry: bool) -> int:
+def prepare_start(config: Config, directory: Path, digests: dict[str, str | None],
+                  saved_config: dict[str, Any], status: Status, is_dry: bool) -> int:
     """Return the step of the latest complete checkpoint, from which the run continues; 0 if the run
     is new or a dry run. `saved_config` is the run's train_config.json. All ranks must call this."""
     status.enter("checkpoint")
@@ -550,9 +551,9 @@ def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     batch, context = run.rows.select(run.source.indices(step)), run.model.context
     micro_steps = pack_rows(batch.lengths.tolist(), context.n_groups,
                             context.size * run.plan.micro_batch_tokens, batch.n_answers)
-    step_key = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
+    step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
     return batch, [
-        make_micro_batch(batch, micro_step, context.index, step_key, run.model, context)
+        make_micro_batch(batch, micro_step, context.index, step_seed, run.model, context)
         for micro_step in micro_steps]
 
 

@@ -6,10 +6,16 @@ planner/search.py finds it.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, get_args
+
+
+# what a layer saves for backward, see LayerFunction
+Saves = Literal["all", "mlp", "mid_residual", "input"]
+SAVES: tuple[Saves, ...] = get_args(Saves)
 
 # fraction of the GPU's memory lost to fragmentation: with 22.5 GiB a plan of 21.4 GiB ran, one of
 # 21.8 GiB did not
-GAPS = 0.04
+FRAGMENTATION = 0.04
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Plan:
     def bytes(self) -> int:
         return sum(self.memory.values())
 
-    def saves(self, index: int) -> str:
+    def saves(self, index: int) -> Saves:
         """Return what a layer saves for backward, see LayerFunction."""
         if index >= self.recomputed:
             return "all"
@@ -62,7 +68,7 @@ class Plan:
         return "mid_residual" if self.save_mid_residual else "input"
 
     @property
-    def preference(self) -> tuple[int, ...]:
+    def tie_break(self) -> tuple[int, ...]:
         """Sort key among plans of the same speed; the lowest is chosen: small groups, small
         micro-batches, few layers recomputed whole, few expert ranges. It prefers freeing gathered
         weights, and otherwise keeping the most activations and weights."""
@@ -70,7 +76,7 @@ class Plan:
                 self.expert_ranges, not self.reshard_after_forward, not self.save_mid_residual,
                 not self.reuse_dequantized)
 
-    def fits(self, limit: float, spare: float = GAPS) -> bool:
+    def fits(self, limit: float, spare: float = FRAGMENTATION) -> bool:
         """Return True if the plan leaves this fraction of `limit` bytes free; a limit of 0 means
         none."""
         return not limit or self.bytes <= (1 - spare) * limit

@@ -207,12 +207,12 @@ def write_rows(path, n=64):
             file.write(json.dumps({"prompt": text[0], "completion": text[1]}) + "\n")
 
 
-def segments_of(lengths, dropout_keys=None):
+def segments_of(lengths, dropout_seeds=None):
     """The Segments of documents of these lengths."""
     from fsdp_qlora.micro_batch.segments import document_segments
 
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    return document_segments(bounds, lengths, max(lengths), dropout_keys)
+    return document_segments(bounds, lengths, max(lengths), dropout_seeds)
 
 
 def read_rows(path, tokenizer, max_seq_len=64):

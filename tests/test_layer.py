@@ -351,7 +351,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
         if on_host:
             layouts = tuple(layer.spec for layer in model.layers)
-            assert not model.store.here and len(model.store.buffers) == model.store.n_puts - 1
+            assert not model.store.on_device and len(model.store.buffers) == model.store.n_puts - 1
             assert (sum(buffer.nbytes for buffer in model.store.buffers.values())
                     == predict_memory(plan, pair.arch, layouts).host_bytes > 0)
     first, *others = got.values()
@@ -837,7 +837,7 @@ def forget_readers(backward):
     """That without the gradients of later layers."""
 
     def wrong(mixer, call, *args):
-        call.grad_kv_to_share = tuple(map(torch.zeros_like, call.grad_kv_to_share))
+        call.grad_kv_out = tuple(map(torch.zeros_like, call.grad_kv_out))
         return backward(mixer, call, *args)
 
     return wrong

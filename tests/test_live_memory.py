@@ -211,7 +211,7 @@ def fake_micro_batch(arch, plan, lengths):
     n, size = sum(lengths), arch.per_layer.size if arch.per_layer else 0
     keys = torch.empty(n, dtype=torch.int64) if arch.attention_dropout else None
     micro_batch = types.SimpleNamespace(
-        position_ids=torch.empty(n, dtype=torch.int64), dropout_keys=keys,
+        position_ids=torch.empty(n, dtype=torch.int64), dropout_seeds=keys,
         lengths=lengths, longest=max(lengths), shard=None,
         cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=DeviceActivations(),
         kernels=counted_kernels(arch, plan),

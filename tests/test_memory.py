@@ -23,7 +23,7 @@ from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.lora.adapter import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.offload import pinned_copy
-from fsdp_qlora.plan import GAPS, Plan
+from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner.costs import FIT, count_layers, layer_seconds, predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
@@ -380,7 +380,7 @@ def test_auto_recomputes_as_few_layers_as_fit():
     flags, chosen = {"shard_group_size": 2, "micro_batch_tokens": 4096}, []
     for limit_gib in (6, 8, 10, 12, 22.5):
         plan = choose("llama-3-8b", limit_gib, **flags)
-        assert plan.fits(limit_gib * GIB) and plan.bytes <= (1 - GAPS) * limit_gib * GIB
+        assert plan.fits(limit_gib * GIB) and plan.bytes <= (1 - FRAGMENTATION) * limit_gib * GIB
         if plan.recomputed:
             _, arch, layouts = shapes_of("llama-3-8b", **flags)
             same = {
@@ -605,7 +605,7 @@ def test_graphs_are_left_where_their_memory_is_not_there():
     short = {"longest": 200, "rows": 2, "shard_group_size": 1, "recompute": "none"}
     plan = choose("llama-3-8b", 140, **short)
     own = sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS))
-    limit_gib = (plan.bytes - own / 2) / (1 - GAPS) / GIB
+    limit_gib = (plan.bytes - own / 2) / (1 - FRAGMENTATION) / GIB
     assert not choose("llama-3-8b", limit_gib, **short).graphs
     assert choose("llama-3-8b", limit_gib + own / GIB, **short).graphs
 
@@ -635,7 +635,7 @@ def test_refusal_names_flags_that_bring_it_under(limit_gib, flags, words):
     text = str(e.value)
     assert words in text
     reached = float(re.search(r"(Add [^:]*:|still needs) ([\d.]+) GiB", text)[2])
-    assert ("Use more GPUs as well" in text) == (reached > (1 - GAPS) * limit_gib)
+    assert ("Use more GPUs as well" in text) == (reached > (1 - FRAGMENTATION) * limit_gib)
     if "more GPUs" not in text:  # and with these it runs
         named = {"--offload_activations": {"offload_activations": True},
                  "--offload_params": {"offload_params": True},

@@ -111,7 +111,7 @@ def test_dropout_of_the_embedding_has_its_probability():
     model.embedding = torch.ones(8, arch.hidden_size)
     for keys, values in (None, [1]), (torch.arange(800) << 20, [0, 2]):
         micro_batch = types.SimpleNamespace(
-            input_ids=ids, position_ids=ids, dropout_keys=keys, shard=None, lengths=(800,),
+            input_ids=ids, position_ids=ids, dropout_seeds=keys, shard=None, lengths=(800,),
             cu_seqlens=torch.tensor([0, 800]), longest=800)  # fmt: skip
         hidden = model.hidden(micro_batch)
         assert hidden.unique().tolist() == values
@@ -327,14 +327,14 @@ def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch)
     qkv = torch.randn(sum(lengths), sum(heads), arch.head_dim, generator=generator)
     grad = torch.randn(sum(lengths), arch.n_heads, arch.head_dim, generator=generator)
     sinks = 2 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
-    segments = segments_of(lengths, dropout_keys=torch.arange(len(qkv)) << 20)
+    segments = segments_of(lengths, dropout_seeds=torch.arange(len(qkv)) << 20)
 
     def both():
         inputs, kept = [t.detach().requires_grad_() for t in qkv.split(heads, 1)], []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: kept.append(t.untyped_storage().data_ptr()) or t, lambda t: t):  # fmt: skip
             out = document_attention(*inputs, sinks, segments, arch, window, 0)
-        given = [t for t in (qkv, sinks, segments.dropout_keys) if t is not None]
+        given = [t for t in (qkv, sinks, segments.dropout_seeds) if t is not None]
         assert {*kept} <= {t.untyped_storage().data_ptr() for t in given}
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 

@@ -1530,10 +1530,10 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
 
         monkeypatch.setattr(module, name, work)
 
-    def watched(batch, packed, rank, step_key, *others):
-        if step_key is None:  # of an evaluation
+    def watched(batch, packed, rank, step_seed, *others):
+        if step_seed is None:  # of an evaluation
             deadlines.append(statuses[0].deadline - lifecycle.time.monotonic())
-        return select(batch, packed, rank, step_key, *others)
+        return select(batch, packed, rank, step_seed, *others)
 
     enter = lifecycle.Status.enter
     monkeypatch.setattr(lifecycle.Status, "enter", lambda status, phase: (

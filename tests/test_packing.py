@@ -333,13 +333,13 @@ def test_padding_is_no_longer_than_the_longest_document():
 
 
 def keys_of_rows(rows, most, processes, step):
-    """{row: the dropout keys of its tokens}, however the rows are dealt."""
+    """{row: the dropout seeds of its tokens}, however the rows are dealt."""
     keys, batch = {}, rows_of(rows)
     for packed in pack_rows(batch.lengths.tolist(), processes, most):
         for rank, mine in enumerate(packed):
             key = hash_ints(torch.tensor(step))
             micro_batch = make_micro_batch(batch, packed, rank, key, make_model(most))
-            parts = micro_batch.dropout_keys.split(micro_batch.lengths)
+            parts = micro_batch.dropout_seeds.split(micro_batch.lengths)
             keys.update({i: part.tolist() for i, part in zip(mine, parts)})
     return keys
 
@@ -357,7 +357,7 @@ def test_seed_decides_order_and_dropout():
         run.plan = run.model.plan
         with one_process():
             _, (micro_batch,) = next_step(run, 1)
-        keys.append(micro_batch.dropout_keys.tolist())
+        keys.append(micro_batch.dropout_seeds.tolist())
     assert keys[0] == keys[1] and not set(keys[0]) & set(keys[2])
 
 

@@ -146,13 +146,13 @@ def gate_cases():
 
 
 def row_cases():
-    token_rows = torch.randperm(N, generator=torch.Generator().manual_seed(0)).view(-1, 3)
+    slots = torch.randperm(N, generator=torch.Generator().manual_seed(0)).view(-1, 3)
     yield elementwise.scale_columns, X, FACTOR.float(), None
     yield elementwise.scale_columns, X, FACTOR.float() / 3, FACTOR
     yield elementwise.add_row_bias, X, draw(8, WIDTH), torch.arange(N) % 8
     yield elementwise.add_row_bias, X, draw(8, WIDTH).float() / 3, torch.arange(N) % 8
-    yield elementwise.add_expert_rows, X, token_rows, None
-    yield elementwise.add_expert_rows, X, token_rows, draw(*token_rows.shape).float() / 3
+    yield elementwise.add_expert_rows, X, slots, None
+    yield elementwise.add_expert_rows, X, slots, draw(*slots.shape).float() / 3
     yield elementwise.drop, X, KEYS, 1, 0.3
 
 
@@ -404,7 +404,7 @@ def test_residual_sum_is_rounded_once():
     """With a multiplier, too; torch rounds that on a CPU, but for such a one."""
     call = types.SimpleNamespace(arch=arch_of("granite", residual_multiplier=7 / 32),
                                  drop=lambda x, *_: x)  # fmt: skip
-    assert_rounded_once(lambda x, branch: residual.end_branch(call, x, branch, None, 0, True),
+    assert_rounded_once(lambda x, branch: residual.add_residual(call, x, branch, None, 0, True),
                         X, GRAD)  # fmt: skip
     assert_rounded_once(lambda grad: residual.branch_gradient(call, None, grad, None, 0), GRAD)
 
@@ -414,7 +414,7 @@ def bf16_call(name, **settings):
     pair = Pair(name, **settings)
     model = pair.make(make_plan(pair.arch.n_layers, compute_dtype="bfloat16"))
     adapter_values(model, pair.values)
-    layer, micro_batch = model.layers[0], types.SimpleNamespace(dropout_keys=None)
+    layer, micro_batch = model.layers[0], types.SimpleNamespace(dropout_seeds=None)
     return [
         (fused, LayerCall(layer, micro_batch, backward=True)) for fused in layer.spec.fused_linears
     ]
@@ -537,7 +537,7 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
     model = make_model(small, arch, tensors, Config(model="m", target_modules=("o_proj",)), plan)
     layer = model.layers[arch.layer_routed.index(True)]
     x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
-    micro_batch = types.SimpleNamespace(dropout_keys=None, n_unpadded=torch.tensor([N]))
+    micro_batch = types.SimpleNamespace(dropout_seeds=None, n_unpadded=torch.tensor([N]))
     _, kept = layer.spec.mlp.forward(LayerCall(layer, micro_batch), x, x)
     factor, kept.shared_out = kept.shared_factor.double(), out
     call = LayerCall(layer, micro_batch, backward=True)

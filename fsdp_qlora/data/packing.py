@@ -110,10 +110,10 @@ def round_up(n: int, device: torch.device) -> int:
 
 
 def make_micro_batch(batch: Rows, micro_step: list[list[int]], index: int,
-                     step_key: torch.Tensor | None, model: Model,
+                     step_seed: torch.Tensor | None, model: Model,
                      context: ContextGroup = NOT_SHARED) -> MicroBatch:
     """Return this rank's MicroBatch of a micro-step of pack_rows(). `batch`: the Rows of the step.
-    `step_key`: seeds dropout; None: an evaluation. All ranks pad to one shape, because they compute
+    `step_seed`: of dropout; None: an evaluation. All ranks pad to one shape, because they compute
     embedding and lm_head together, and every rank waits for the longest one anyway.
 
     `index`: which micro-batch of the micro-step; with context parallelism the `context` group's
@@ -125,11 +125,12 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], index: int,
     starts = torch.tensor([0, *lengths]).cumsum(0)
     document_at = torch.arange(len(lengths)).repeat_interleave(starts.diff())
     position_ids = torch.arange(n_tokens) - starts[document_at]
-    keys = None
-    if step_key is not None:
+    seeds = None
+    if step_seed is not None:
         numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
-        seeds = hash_ints(step_key + numbers)[document_at]
-        keys = hash_ints(seeds + position_ids)  # drop() adds a number for the layer and the site
+        document_seeds = hash_ints(step_seed + numbers)[document_at]
+        # drop() adds a number for the layer and the site
+        seeds = hash_ints(document_seeds + position_ids)
     n_documents = max(map(len, micro_step))
     is_fixed_len = len(set(lengths)) == 1
     if model.plan.graphs:
@@ -147,7 +148,7 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], index: int,
     if context.size > 1:
         shard = make_context_shard(lengths, context)
         ids, position_ids = ids[shard.tokens], position_ids[shard.tokens]
-        keys = None if keys is None else keys[shard.tokens]
+        seeds = None if seeds is None else seeds[shard.tokens]
         n_unpadded = (shard.tokens < n_unpadded).sum()[None]
         label_positions, labels, bounds = own_labels(
             shard.tokens, n_tokens, label_positions, labels, bounds)
@@ -156,15 +157,15 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], index: int,
     tensors: dict[str, Any] = {
         "input_ids": ids, "n_unpadded": n_unpadded, "position_ids": position_ids,
         "cu_seqlens": starts.int(), "label_positions": F.pad(label_positions, padding),
-        "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds, "dropout_keys": keys,
-        "chunks": chunks}
+        "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds,
+        "dropout_seeds": seeds, "chunks": chunks}
     answers = answer_tensors(batch, micro_step, n_documents, model) if batch.loss != "sft" else []
     answers = [to_device(tensor, model.device) for tensor in answers]
     tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
     if shard:
-        shard = shard.to(model.device, tensors["dropout_keys"])
+        shard = shard.to(model.device, tensors["dropout_seeds"])
     # an evaluation has no backward
-    store = DeviceActivations() if step_key is None else model.store
+    store = DeviceActivations() if step_seed is None else model.store
     return MicroBatch(
         **tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
         longest=longest, store=store, shard=shard,
@@ -224,7 +225,7 @@ def token_tensors(
 
 
 def answer_tensors(batch: Rows, micro_step: list[list[int]], n_documents: int,
-                 model: Model) -> list[torch.Tensor]:
+                   model: Model) -> list[torch.Tensor]:
     """Return the first four tensors of Answers for a micro-step. Each rank's micro-batch has
     `n_documents` documents, padding included."""
     index_of = {document: rank * n_documents + i for rank, documents in enumerate(micro_step)

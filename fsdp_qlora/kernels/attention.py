@@ -115,29 +115,28 @@ def document_attention(
     of_segments = (query.split(segments.lengths_q), key.split(segments.lengths_k),
                    value.split(segments.lengths_k))
     for q, k, v in zip(*of_segments):
-        n, drop_keys = len(q), segments.dropout_keys if arch.attention_dropout else None
+        n, seeds = len(q), segments.dropout_seeds if arch.attention_dropout else None
         before = len(k) - n  # keys that the first query sees, besides its own
-        drop_keys = None if drop_keys is None else drop_keys[start : start + n]
+        seeds = None if seeds is None else seeds[start : start + n]
         start += n
         if not before and (window is None or n <= window) and not (
-                arch.attention_softcap or sinks is not None or drop_keys is not None):
+                arch.attention_softcap or sinks is not None or seeds is not None):
             outs.append(recomputed(sdpa, q, k, v, arch.attention_scale))
             continue
         rows = max(1, SCORES_BYTES // (4 * arch.n_heads * len(k)))
         for first in range(0, n, rows):  # a few queries at a time, and the keys they may see
-            # dropout numbers a document's keys from its first one
-            low = max(0, before + first - window + 1) if window and drop_keys is None else 0
+            # dropout draws by a key's place in its document
+            low = max(0, before + first - window + 1) if window and seeds is None else 0
             some, seen = slice(first, first + rows), slice(low, before + first + rows)
             outs.append(recomputed(
                 explicit_attention, q[some], k[seen], v[seen], sinks, arch, window,
-                None if drop_keys is None else drop_keys[some], site))
+                None if seeds is None else seeds[some], site))
     return torch.cat(outs)
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Return function(*arguments); its backward recomputes all of it."""
-    out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return out
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def sdpa(
@@ -160,16 +159,16 @@ def by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 def explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arch: Architecture, window: int | None,
-    drop_keys: Tensor | None, site: int
+    dropout_seeds: Tensor | None, site: int
 ) -> Tensor:
     """Attention of some of a document's queries, with a mask: [rows, heads, head_dim]. `k` and `v`
     end with the last query's own. Where SDPA cannot compute it, all weights are in memory: for
-    Gemma 2's capped scores, for dropout on weights, for sinks. `drop_keys` [rows]: drop()'s keys;
+    Gemma 2's capped scores, for dropout on weights, for sinks. `dropout_seeds` [rows], see drop();
     None: no dropout."""
     before = len(k) - len(q)  # number of keys before the first query's own
     mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
     mask = mask.triu(before - window + 1) if window else mask
-    if not arch.attention_softcap and sinks is None and drop_keys is None:
+    if not arch.attention_softcap and sinks is None and dropout_seeds is None:
         return sdpa(q, k, v, arch.attention_scale, mask)
     query, key, value = by_head(q, k, v)
     scores = (query @ key.transpose(-1, -2)).float() * arch.attention_scale
@@ -180,9 +179,9 @@ def explicit_attention(
         column = sinks.float().view(-1, 1, 1).expand(*scores.shape[1:3], 1)
         scores = torch.cat([scores, column[None]], -1)
     weights = scores.softmax(-1).to(q.dtype)[..., : len(k)]
-    if drop_keys is not None:  # in an order that does not depend on the number of keys
+    if dropout_seeds is not None:  # in an order that does not depend on the number of keys
         by_query = weights[0].permute(1, 2, 0)
-        dropped = drop_eager(by_query.flatten(1), drop_keys, site, arch.attention_dropout)
+        dropped = drop_eager(by_query.flatten(1), dropout_seeds, site, arch.attention_dropout)
         weights = dropped.view(by_query.shape).permute(2, 0, 1)[None]
     return (weights @ value)[0].transpose(0, 1)
 

@@ -302,13 +302,13 @@ def add_row_bias(rows: Tensor, bias: Tensor, expert: Tensor) -> None:
 
 
 @elementwise
-def add_expert_rows(rows: Tensor, token_rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Return for each token the sum [n, width] of its rows, whose indices are token_rows [n, k],
-    times weights [n, k] or None. Sums are in fp32 and in a fixed order, so that results are
+def add_expert_rows(rows: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
+    """Return for each token the sum [n, width] of its rows, whose indices are `slots` [n, k], times
+    weights [n, k] or None. Sums are in fp32 and in a fixed order, so that results are
     reproducible."""
     total: Tensor | Any = 0
-    for i in range(token_rows.shape[1]):  # sum() would be a reduction: for 8 rows a fourth as fast
-        picked = rows[token_rows[:, i]].float()
+    for i in range(slots.shape[1]):  # sum() would be a reduction: for 8 rows a fourth as fast
+        picked = rows[slots[:, i]].float()
         total = total + (picked if weights is None else picked * weights[:, i, None])
     return total.to(rows.dtype)
 
@@ -319,14 +319,14 @@ def add_expert_rows(rows: Tensor, token_rows: Tensor, weights: Tensor | None) ->
 ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 8, 9, 10, 11, 12
 
 
-def drop_eager(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor:
+def drop_eager(x: Tensor, seeds: Tensor, site: int, probability: float) -> Tensor:
     """Dropout of x [n, width]: each value becomes 0 or is divided by 1 - probability.
 
-    The choice depends only on the token's key [n], the site and the column. So it is the same in a
+    The choice depends only on the token's seed [n], the site and the column. So it is the same in a
     recomputation, in any micro-batch and on any number of GPUs.
     """
     columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
-    bits = hash_ints(hash_ints(keys + site)[:, None] + columns)
+    bits = hash_ints(hash_ints(seeds + site)[:, None] + columns)
     uniform = (bits & (2**24 - 1)).float() / 2**24
     return torch.where(uniform < probability, 0, x.float() / (1 - probability)).to(x.dtype)
 

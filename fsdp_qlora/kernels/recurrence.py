@@ -33,6 +33,7 @@ STATE_CHUNK = 64  # tokens of a document that are computed at once; chunks pass 
 # DeltaNet, and return q S [n, value heads, value_dim]. Query and key are [n, key heads, key_dim],
 # not normalized; value is [n, value heads, value_dim]; g, fp32, and beta are [n, value heads].
 
+
 def document_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch,
     chunk: int = STATE_CHUNK
@@ -169,8 +170,7 @@ def fla_delta_rule(
     out, _ = chunk_gated_delta_rule(
         *(x[None] for x in (query, key, value, g, beta)), use_qk_l2norm_in_kernel=True,
         cu_seqlens=batch.cu_seqlens, chunk_indices=batch.chunks)
-    of_batch: Tensor = out[0]
-    return of_batch
+    return out[0]
 
 
 def plain_rule_bytes(mixer: DeltaNet) -> int:
@@ -229,8 +229,7 @@ def fla_scan(
     """Mamba-2's scan by the Triton kernels of flash-linear-attention (fla-core), in bf16. It is
     attention with a decay per head, of queries C, keys B and values step x."""
     use_few_configurations()
-    out: Tensor = FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.chunks)
-    return out
+    return FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.chunks)
 
 
 class FlaScan(torch.autograd.Function):
@@ -248,8 +247,7 @@ class FlaScan(torch.autograd.Function):
         inputs = b, c, x, decay, step, bounds, chunks
         ctx.save_for_backward(*inputs)
         out, _ = chunk_simple_gla_fwd(**FlaScan._arguments(*inputs))
-        of_batch: Tensor = out[0].to(x.dtype)
-        return of_batch
+        return out[0].to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -291,6 +289,7 @@ def plain_scan_bytes(mixer: Mamba2) -> int:
 
 
 # ---- which of them is used ----
+
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:

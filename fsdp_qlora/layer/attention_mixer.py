@@ -35,11 +35,11 @@ class AttentionMixer:
             saved.projected = None
         heads = split_heads(self.arch, rotated)
         del rotated
-        if call.shared_kv:
-            heads = [heads[0], *call.shared_kv]
+        if call.kv_in:
+            heads = [heads[0], *call.kv_in]
         elif call.layer.is_kv_source and not call.is_backward:
             # cloned, because a view would keep the queries alive
-            call.kv_to_share = tuple(part.clone() for part in heads[1:])
+            call.kv_out = tuple(part.clone() for part in heads[1:])
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             saved.heads = [part.detach().requires_grad_() for part in heads]
             saved.attended = attend(call, self.arch, self.window, *saved.heads)
@@ -56,8 +56,7 @@ class AttentionMixer:
     def _output_factor(self) -> float:
         """Factor of the kernel's outputs: attention_in_multiplier, which the values still need
         (queries and keys have it in attention_scale), times attention_out_multiplier."""
-        factor: float = self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
-        return factor
+        return self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
 
     def recompute_output(self, call: LayerCall, saved: SavedAttention) -> Tensor:
         attended: Tensor = saved.attended.detach()
@@ -80,12 +79,12 @@ class AttentionMixer:
                                                   gate.activation)
         grads = torch.autograd.grad(saved.attended, saved.heads, grad)
         saved.attended = saved.heads = None
-        if call.shared_kv:
-            call.grad_shared_kv = grads[1:]
+        if call.kv_in:
+            call.grad_kv_in = grads[1:]
             # this layer has not projected keys and values: their gradient has 0 heads
             grads = grads[0], *(x[:, :0] for x in grads[1:])
         elif call.layer.is_kv_source:
-            grads = grads[0], *map(torch.add, grads[1:], call.grad_kv_to_share)
+            grads = grads[0], *map(torch.add, grads[1:], call.grad_kv_out)
         return rotate_backward(*grads, grad_gate, saved.projected, *self._rotate_arguments(call))
 
     def _rotate_arguments(self, call: LayerCall) -> tuple[Tensor | Architecture | None, ...]:
@@ -144,7 +143,9 @@ def attend(
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"
     kernel, segments = batch.kernels[attention_type], batch.segments
-    if batch.shard:  # dropout numbers all keys of a document
+    # attention dropout draws by a key's place in its document, so every rank needs all keys, not
+    # only the window's
+    if batch.shard:
         key, value, segments = batch.shard.gather_keys(
             key, value, None if arch.attention_dropout else window)
     sinks = call.layer.small_tensors.get("self_attn.sinks")

@@ -20,7 +20,7 @@ class LayerCall:
     """
 
     def __init__(
-        self, layer: LayerParameters, batch: MicroBatch, shared_kv: tuple[Tensor, ...] = (),
+        self, layer: LayerParameters, batch: MicroBatch, kv_in: tuple[Tensor, ...] = (),
         backward: bool = False, evaluation: bool = False
     ) -> None:
         self.layer, self.batch, self.arch, self.spec = layer, batch, layer.arch, layer.spec
@@ -30,11 +30,10 @@ class LayerCall:
         # now, or later, if the layer saves everything
         self.saves_graph = backward or layer.saves == "all" and not evaluation
         self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
-        # the kv_source's keys and values; this layer's, if other layers read them; the gradients
-        self.shared_kv = shared_kv
-        self.kv_to_share: tuple[Tensor, ...] = ()
-        self.grad_kv_to_share: tuple[Tensor, ...] = ()
-        self.grad_shared_kv: tuple[Tensor, ...] = ()
+        self.kv_in = kv_in  # keys and values of the kv_source
+        self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
+        self.grad_kv_out: tuple[Tensor, ...] = ()  # from those layers
+        self.grad_kv_in: tuple[Tensor, ...] = ()  # for the kv_source
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         # weights to use twice: a recomputed layer's backward first runs forward() again
         self.dequantized: dict[FusedLinear, Tensor] = {}
@@ -53,8 +52,9 @@ class LayerCall:
         return weight
 
     def vector(self, name: str | None, part: str = "weight") -> Tensor | None:
-        """Return a norm's weight or bias by its name in the layer; None if the layer has none."""
-        if f"{name}.{part}" not in self.spec.vectors:
+        """Return a norm's weight or bias by its name in the layer; None if the layer has none or
+        `name` is None."""
+        if name is None or f"{name}.{part}" not in self.spec.vectors:
             return None
         where, shape = self.spec.vectors[f"{name}.{part}"]
         return self.layer.vectors[where].view(shape)
@@ -62,8 +62,7 @@ class LayerCall:
     @property
     def layer_input(self) -> Tensor:
         """The layer's own input for its tokens, see PerLayerInputs."""
-        inputs: Tensor = self.batch.layer_inputs[self.tokens, self.layer.index]
-        return inputs
+        return self.batch.layer_inputs[self.tokens, self.layer.index]
 
     def scaled(self, x: Tensor) -> Tensor:
         """Return x times the layer's scalar, if the family has one."""
@@ -73,7 +72,7 @@ class LayerCall:
 
     def drop(self, x: Tensor, probability: float, site: int) -> Tensor:
         """Return x [n, width] after dropout. A recomputation drops the same values."""
-        if not probability or self.batch.dropout_keys is None:
+        if not probability or self.batch.dropout_seeds is None:
             return x
-        keys = self.batch.dropout_keys[self.tokens]
-        return drop(x, keys, self.layer.index * N_SITES + site, probability)
+        seeds = self.batch.dropout_seeds[self.tokens]
+        return drop(x, seeds, self.layer.index * N_SITES + site, probability)

@@ -88,5 +88,6 @@ def linears_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
 def equal_blocks(fused: FusedLinear) -> int:
     """Return the number of blocks of each linear if all have the same size, as experts do; else 0.
     """
-    sizes = {(p.blocks.stop - p.blocks.start, p.out_features) for p in fused.linears}
+    sizes = {(linear.blocks.stop - linear.blocks.start, linear.out_features)
+             for linear in fused.linears}
     return sizes.pop()[0] if len(sizes) == 1 else 0

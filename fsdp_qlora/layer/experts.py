@@ -27,9 +27,9 @@ from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import (
-    branch_gradient, copy_lora_hidden, end_branch, norm_gradient, norm_inputs, normed,
-    normed_inputs, save_inputs)
-from fsdp_qlora.layer.router import Routing, add_balance, route, route_backward
+    add_residual, apply_norm, branch_gradient, copy_lora_hidden, norm_gradient, norm_padded,
+    save_inputs, saved_or_recomputed_inputs)
+from fsdp_qlora.layer.router import Routing, RoutingChoice, add_balance, route, route_backward
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits, MoE
@@ -66,9 +66,20 @@ class MoESublayer:
         latent = self.latent.fused_linears if self.latent else ()
         return *shared, *latent, self.expert_gate_up, self.expert_down
 
+    @property
+    def dense_linears(self) -> tuple[FusedLinear, ...]:
+        """The FusedLinears that all tokens use: all but the routed experts'."""
+        return self.fused_linears[:-2]
+
+    @property
+    def first_linear(self) -> FusedLinear:
+        """The FusedLinear that reads the normed inputs: the shared expert's, the latent entry, or
+        the experts' own."""
+        return self.fused_linears[0]
+
     def forward(
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
-        want_sum: bool = True, routing_choice: tuple[Tensor, list[int] | None] | None = None,
+        want_sum: bool = True, routing_choice: RoutingChoice | None = None,
         save_gate_ups: bool = True
     ) -> tuple[Tensor | Any, SavedMoE]:
         """Return mid_residual + MLP(norm(mlp_input)), None without want_sum, and what backward()
@@ -81,7 +92,7 @@ class MoESublayer:
         arch, norms, branch = self.arch, self.moe.norms, None
         saved = SavedMoE(mlp_input=mlp_input)
         # includes columns for the shared expert's adapter, which lora_matmul() fills
-        inputs = norm_inputs(call, arch.mlp_norm, mlp_input, self.fused_linears[0])
+        inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.first_linear)
         x = inputs[:, : arch.hidden_size]
         needs_bounds = call.layer.plan.expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
@@ -89,10 +100,14 @@ class MoESublayer:
         if not (call.is_backward or call.evaluation):
             add_balance(call.layer, saved.routing, call.batch.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
-        read = self.latent.enter(call, saved, x) if self.latent else x
-        if needs_branch or self.latent and self.latent.exit.n_lora:
-            read = normed(call, norms.before, mlp_input) if norms else read
-            branch, saved.gate_ups = self._experts_forward(call, saved.routing, read, save_gate_ups)
+        if self.latent:
+            self.latent.enter(call, saved, x)
+        runs_experts = needs_branch or (  # the exit's A gradient reads their sum
+            self.latent is not None and self.latent.exit.n_lora > 0)
+        if runs_experts:
+            expert_inputs = self._expert_inputs(call, saved, x)
+            branch, saved.gate_ups = self._experts_forward(
+                call, saved.routing, expert_inputs, save_gate_ups)
             if self.latent:
                 branch = self.latent.leave(call, saved, branch, needs_branch)
         if self.shared_gate_up:
@@ -100,8 +115,8 @@ class MoESublayer:
             if norms:
                 assert branch is not None, "the norm after the experts needs it"
                 saved.expert_output, saved.shared_output = branch, shared
-                branch = normed(call, norms.after, branch)
-                shared = normed(call, norms.after_shared, shared)
+                branch = apply_norm(call, norms.after, branch)
+                shared = apply_norm(call, norms.after_shared, shared)
             if needs_branch:
                 branch += shared
                 if self._sum_factor != 1:
@@ -109,8 +124,8 @@ class MoESublayer:
         save_inputs(call, saved, inputs, self.shared_gate_up)
         out = None
         if branch is not None:
-            out, saved.branch = end_branch(call, mid_residual, branch, arch.mlp_post_norm, MLP_SITE,
-                                          want_sum)
+            out, saved.branch = add_residual(
+                call, mid_residual, branch, arch.mlp_post_norm, MLP_SITE, want_sum)
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
@@ -126,8 +141,7 @@ class MoESublayer:
         grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         if self.latent:
-            x = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
-            grad_x = self.latent.enter_backward(call, saved, grad_x, x)
+            grad_x = self.latent.enter_backward(call, saved, grad_x, self._inputs(call, saved))
         grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
         if self.shared_gate_up:
             grad_x += self._shared_backward(call, saved, upstream)
@@ -153,7 +167,7 @@ class MoESublayer:
 
     def forward_to_recompute(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, list[int] | None]]:
+    ) -> tuple[Tensor, RoutingChoice]:
         """Return forward()'s sum, and the choice for recomputed_backward(). Nothing else is saved.
         """
         # not in slices of tokens as in MLPSublayer: each slice would dequantize all experts
@@ -161,8 +175,7 @@ class MoESublayer:
         return out, saved.routing.choice
 
     def recomputed_backward(
-        self, call: LayerCall, mlp_input: Tensor, grad: Tensor,
-        routing_choice: tuple[Tensor, list[int] | None]
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choice: RoutingChoice
     ) -> Tensor:
         """backward() after computing forward() again."""
         saved = self.forward(call, None, mlp_input, False, routing_choice, save_gate_ups=False)[1]
@@ -176,6 +189,22 @@ class MoESublayer:
     def _activation(self) -> str | LimitedActivation | tuple[float, float]:
         return self.moe.clamp or limited(self.arch.activation, self.limits.experts)
 
+    def _inputs(self, call: LayerCall, saved: SavedMoE) -> Tensor:
+        """Return the normed inputs [n, hidden] of router and experts in backward()."""
+        return saved_or_recomputed_inputs(
+            call, saved, self.arch.mlp_norm, saved.mlp_input, self.first_linear)
+
+    def _expert_inputs(
+        self, call: LayerCall, saved: SavedMoE, x: Tensor | None = None
+    ) -> Tensor:
+        """Return the inputs of the routed experts. `x`: the normed inputs [n, hidden] in forward();
+        None: they are saved or computed again."""
+        if self.latent:
+            return saved.latent
+        if norms := self.moe.norms:
+            return apply_norm(call, norms.before, saved.mlp_input)
+        return self._inputs(call, saved) if x is None else x
+
     def _experts_forward(
         self, call: LayerCall, routing: Routing, x: Tensor, save_gate_ups: bool
     ) -> tuple[Tensor, list[Tensor] | None]:
@@ -186,7 +215,7 @@ class MoESublayer:
             gate_up = self._expert_gate_up(call, routing, x, chunk)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
             glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
-                 self.arch.gated, evaluation=call.evaluation)
+                self.arch.gated, evaluation=call.evaluation)
             fill_expert_lora_hidden(call, self.expert_down, activated, chunk)
             rows = grouped(activated, chunk.down.transpose(1, 2), chunk)
             self._add_bias(call, "down_proj", rows, routing, chunk)
@@ -194,8 +223,8 @@ class MoESublayer:
             if save_gate_ups:
                 saved.append(gate_up)
             del gate_up, activated, rows, chunk  # before the next range is dequantized
-        out = add_expert_rows(outputs, routing.token_rows, routing.weights,
-                              evaluation=call.evaluation)
+        out = add_expert_rows(
+            outputs, routing.slots, routing.weights, evaluation=call.evaluation)
         return out, saved or None
 
     def _expert_gate_up(
@@ -235,13 +264,7 @@ class MoESublayer:
         """
         routing, x = saved.routing, None
         if not saved.gate_ups or self.expert_gate_up.n_lora:  # to recompute them; for A's grad
-            if self.latent:
-                x = saved.latent
-            elif norms := self.moe.norms:
-                x = normed(call, norms.before, saved.mlp_input)
-            else:
-                x = normed_inputs(
-                    call, saved, self.arch.mlp_norm, saved.mlp_input, self.fused_linears[0])
+            x = self._expert_inputs(call, saved)
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for chunk in self._chunks(call, routing):
@@ -250,19 +273,20 @@ class MoESublayer:
             else:
                 assert x is not None, "made above"
                 gate_up = self._expert_gate_up(call, routing, x, chunk)
-            # grad_inner and grad_d exclude the routing weights; grad_gate_up includes them
+            # grad_activated and grad_d exclude the routing weights; grad_gate_up includes them
             upstream = grad[routing.token[chunk.rows]]
-            grad_inner = grouped(upstream, chunk.down, chunk)
-            grad_inner, grad_d = split_lora_gradient(call, self.expert_down, grad_inner, chunk)
+            grad_activated = grouped(upstream, chunk.down, chunk)
+            grad_activated, grad_d = split_lora_gradient(
+                call, self.expert_down, grad_activated, chunk)
             grad_weights[chunk.rows] = glu_weight_gradients(
-                grad_inner, gate_up, self._activation, self.arch.gated)
+                grad_activated, gate_up, self._activation, self.arch.gated)
             weights = routing.row_weights[chunk.rows]
-            grad_gate_up = self._glu_backward(grad_inner, weights, gate_up)
-            activated = grad_inner  # _glu_backward() wrote glu()'s result there
+            grad_gate_up = self._glu_backward(grad_activated, weights, gate_up)
+            activated = grad_activated  # overwritten by glu_backward()
             if grad_d is not None:
                 weighted = activated * weights[:, None].to(activated.dtype)
                 add_expert_gradients(call, self.expert_down, weighted, grad_d, upstream, chunk)
-            del grad_inner, activated, upstream, gate_up
+            del grad_activated, activated, upstream, gate_up
             rows = grouped(grad_gate_up, chunk.gate_up, chunk)
             rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
             if grad_d is not None:
@@ -272,8 +296,8 @@ class MoESublayer:
             grad_rows = put_rows(grad_rows, rows, chunk, n_rows)
             del grad_gate_up, rows, chunk
         x = None
-        grad_x = add_expert_rows(grad_rows, routing.token_rows, None)
-        grad_weights, bias = grad_weights[routing.token_rows], self._bias(call, "down_proj")
+        grad_x = add_expert_rows(grad_rows, routing.slots, None)
+        grad_weights, bias = grad_weights[routing.slots], self._bias(call, "down_proj")
         if bias is not None:  # the bias is a part of an expert's output
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x, grad_weights
@@ -319,7 +343,7 @@ class MoESublayer:
         saved.shared_gate_up = lora_matmul(call, self.shared_gate_up, inputs)
         activated = saved.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
         glu(activated[:, : self.shared_down.in_features], saved.shared_gate_up,
-             self._shared_activation, self.arch.gated, evaluation=call.evaluation)
+            self._shared_activation, self.arch.gated, evaluation=call.evaluation)
         out = lora_matmul(call, self.shared_down, activated)
         saved.down_lora_hidden = copy_lora_hidden(activated, self.shared_down)
         if name := self.moe.shared_gate:
@@ -346,12 +370,15 @@ class MoESublayer:
         if call.spec.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
             glu(activated, saved.shared_gate_up, self._shared_activation, arch.gated)
-        activated, grad_d = lora_matmul_backward(
+        grad_activated, grad_d = lora_matmul_backward(
             call, self.shared_down, saved.down_lora_hidden, grad, activated)
-        glu_backward(activated, self._shared_activation, None,
+        del activated
+        glu_backward(grad_activated, self._shared_activation, None,
                      *saved.shared_gate_up.chunk(1 + arch.gated, -1))
-        add_a_gradient(call, self.shared_down, activated, grad_d)  # now contains glu()'s result
-        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.shared_gate_up)
+        activated = grad_activated  # overwritten by glu_backward()
+        add_a_gradient(call, self.shared_down, activated, grad_d)
+        inputs = saved_or_recomputed_inputs(
+            call, saved, arch.mlp_norm, saved.mlp_input, self.shared_gate_up)
         grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.lora_hidden,
                                               saved.shared_gate_up, inputs)
         add_a_gradient(call, self.shared_gate_up, inputs, grad_d)
@@ -420,14 +447,14 @@ class MoESublayer:
     def token_weights(self) -> float:
         """Weights that one token is multiplied by."""
         share = self.moe.top_k / self.moe.n_experts
-        shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
+        shared = sum(fused.n_weights for fused in self.dense_linears)
         return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
 
     @property
     def recomputed_weights(self) -> float:
         """The part of token_weights that recomputed_backward() multiplies again."""
         share = self.moe.top_k / self.moe.n_experts
-        shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
+        shared = sum(fused.n_weights for fused in self.dense_linears)
         return shared + share * self.expert_gate_up.n_weights
 
     @property

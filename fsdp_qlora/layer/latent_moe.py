@@ -30,13 +30,12 @@ class ExpertLatent:
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return self.entry, self.exit
 
-    def enter(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> Tensor:
-        """Project x [n, hidden] to the experts' inputs [n, latent]; saves them as saved.latent."""
+    def enter(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> None:
+        """Project x [n, hidden] to the experts' inputs [n, latent], and set saved.latent to them.
+        """
         inputs = widen(x, self.entry)
         saved.latent = lora_matmul(call, self.entry, inputs)
         saved.entry_lora_hidden, saved.exit_inputs = copy_lora_hidden(inputs, self.entry), None
-        latent: Tensor = saved.latent
-        return latent
 
     def leave(
         self, call: LayerCall, saved: SavedMoE, summed: Tensor, want_output: bool
@@ -66,7 +65,7 @@ class ExpertLatent:
     def enter_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor, x: Tensor
     ) -> Tensor:
-        """Return the gradient of x, from the gradient of enter()'s result."""
+        """Return the gradient of x, from the gradient of saved.latent."""
         saved.latent = None
         grad, grad_d = lora_matmul_backward(call, self.entry, saved.entry_lora_hidden, grad, x)
         add_a_gradient(call, self.entry, x, grad_d)

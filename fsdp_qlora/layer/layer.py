@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,10 +26,12 @@ from fsdp_qlora.layer.mixers import AutogradMixer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.parameters import LayerParameters, ParameterLayout
-from fsdp_qlora.layer.per_layer import PerLayerEnd
+from fsdp_qlora.layer.per_layer import PerLayerGate
+from fsdp_qlora.layer.router import RoutingChoice
+from fsdp_qlora.layer.saved import SavedMixer, SavedMLP, SavedMoE
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.offload import put_record
-from fsdp_qlora.plan import Plan
+from fsdp_qlora.plan import Plan, Saves
 from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
 
@@ -40,7 +42,7 @@ class LayerSpec(ParameterLayout):
     mixer: MixerSublayer | NoMixerSublayer
     mlp: MLPSublayer | MoESublayer | NoMLPSublayer
 
-    def saved_values(self, saves: str) -> int:
+    def saved_values(self, saves: Saves) -> int:
         """Values per token that a layer saves for backward, see LayerFunction."""
         hidden = self.mixer.arch.hidden_size  # width of x and of mid_residual
         if saves == "all":
@@ -49,7 +51,7 @@ class LayerSpec(ParameterLayout):
             return hidden + self.mlp.saved_values
         return (2 * hidden if saves == "mid_residual" else hidden) + self.mlp.choice_values
 
-    def live_bytes(self, plan: Plan, saves: str) -> int:
+    def live_bytes(self, plan: Plan, saves: Saves) -> int:
         """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
         and recomputed values."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
@@ -75,7 +77,7 @@ class LayerSpec(ParameterLayout):
         return (sum(fused.n_weights for fused in self.mixer.fused_linears)
                 + self.mlp.token_weights / speed)
 
-    def recomputed_weights(self, saves: str) -> float:
+    def recomputed_weights(self, saves: Saves) -> float:
         """Weights of the matmuls that a layer's backward computes again."""
         if saves == "all":
             return 0
@@ -144,25 +146,25 @@ def _make_sublayers(
         mlp = MoESublayer(arch, fused.get("shared_gate_up"), fused.get("shared_down"), latent,
                           fused["expert_gate_up"], fused["expert_down"], kind.limits)
     elif kind.sublayers != "mixer":
-        end = PerLayerEnd(arch, fused["end_gate"], fused["end_out"]) if arch.per_layer else None
-        mlp = MLPSublayer(arch, fused["gate_up"], fused["down"], end, kind.limits.mlp)
+        per_layer = (PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"])
+                     if arch.per_layer else None)
+        mlp = MLPSublayer(arch, fused["gate_up"], fused["down"], per_layer, kind.limits.mlp)
     return mixer, mlp
 
 
 class DecoderLayer(LayerParameters):
-    """One decoder layer."""
+    """The forward of a decoder layer, on the parameters of LayerParameters. It is an FSDP2 unit."""
 
     spec: LayerSpec
 
-    def forward(self, x: Tensor, batch: MicroBatch, *shared_kv: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, batch: MicroBatch, *kv_in: Tensor) -> tuple[Tensor, ...]:
         """Return the layer's output; if the layer shares its keys and values, also these, [tokens,
-        heads, head_dim]. `shared_kv`: the keys and values of its kv_source."""
+        heads, head_dim]. `kv_in`: the keys and values of its kv_source."""
         # is_grad_enabled() is passed because it is always False inside LayerFunction.forward(), and
         # needs_input_grad does not tell an evaluation from training. The adapter is an argument so
         # that autograd asks for its gradient.
-        out: tuple[Tensor, ...] = LayerFunction.apply(
-            x, self.adapter, self, batch, torch.is_grad_enabled(), *shared_kv)
-        return out
+        return LayerFunction.apply(
+            x, self.adapter, self, batch, torch.is_grad_enabled(), *kv_in)
 
 
 @dataclasses.dataclass
@@ -171,9 +173,10 @@ class SavedLayer:
 
     x: Any = None  # key of the store, see its put()
     mid_residual: Any = None  # key of the store
-    mixer: Any = None  # what the mixer's backward needs
-    mlp: Any = None  # what the MLP's backward needs; with "mlp" a function that returns it
-    routing_choice: Any = None  # the choice of experts
+    mixer: SavedMixer | None = None
+    mlp: SavedMLP | SavedMoE | None = None
+    offloaded_mlp: Callable[[], SavedMLP] | None = None  # takes the record from the store, once
+    routing_choice: RoutingChoice | None = None
 
 
 class LayerFunction(torch.autograd.Function):
@@ -194,13 +197,13 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, batch: MicroBatch,
-        is_training: bool, *shared_kv: Tensor
+        is_training: bool, *kv_in: Tensor
     ) -> tuple[Tensor, ...]:
         # ctx.saved, not save_for_backward(): backward must be able to free each tensor as soon as
         # it has used it, and offloaded tensors are keys of the store here
         ctx.layer, ctx.batch, x = layer, batch, x.detach()
-        ctx.shared_kv = tuple(part.detach() for part in shared_kv)
-        call = LayerCall(layer, batch, ctx.shared_kv, evaluation=not is_training)
+        ctx.kv_in = tuple(part.detach() for part in kv_in)
+        call = LayerCall(layer, batch, ctx.kv_in, evaluation=not is_training)
         put = batch.store.put
         mixer, mlp = layer.spec.mixer, layer.spec.mlp
         if layer.saves == "all":
@@ -208,25 +211,25 @@ class LayerFunction(torch.autograd.Function):
             mlp_inputs = x if layer.arch.parallel else mid_residual
             out, mlp_saved = mlp.forward(call, mid_residual, mlp_inputs)
             ctx.saved = SavedLayer(mixer=mixer_saved, mlp=mlp_saved)
-            return call.scaled(out), *call.kv_to_share
+            return call.scaled(out), *call.kv_out
         # put() returns a key for take(); they move activations to the host and back, if offloaded
         ctx.saved = saved = SavedLayer(x=put(x))  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
         if layer.saves == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
-            saved.mlp = put_record(batch.store, mlp_saved)
-            return call.scaled(out), *call.kv_to_share
+            saved.offloaded_mlp = put_record(batch.store, mlp_saved)
+            return call.scaled(out), *call.kv_out
         if layer.saves == "mid_residual":
             saved.mid_residual = put(mid_residual)
         out, saved.routing_choice = mlp.forward_to_recompute(
             call, mid_residual, x if layer.arch.parallel else mid_residual)
-        return call.scaled(out), *call.kv_to_share
+        return call.scaled(out), *call.kv_out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *grad_kv_to_share: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *grad_kv_out: Tensor) -> tuple[Tensor | None, ...]:
         layer, batch, saved = ctx.layer, ctx.batch, ctx.saved
-        call, take = LayerCall(layer, batch, ctx.shared_kv, backward=True), batch.store.take
-        ctx.saved, ctx.shared_kv, call.grad_kv_to_share = None, (), grad_kv_to_share
+        call, take = LayerCall(layer, batch, ctx.kv_in, backward=True), batch.store.take
+        ctx.saved, ctx.kv_in, call.grad_kv_out = None, (), grad_kv_out
         mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
         grad = call.scaled(grad)
         if layer.saves == "all":
@@ -234,7 +237,7 @@ class LayerFunction(torch.autograd.Function):
             grad_mid_residual = mlp.backward(call, saved.mlp, grad)
         elif layer.saves in ("mlp", "mid_residual"):
             if layer.saves == "mlp":
-                grad_mid_residual = mlp.backward(call, saved.mlp(), grad)
+                grad_mid_residual = mlp.backward(call, saved.offloaded_mlp(), grad)
             else:
                 (mid_residual,) = take(saved.mid_residual)
                 grad_mid_residual = mlp.recomputed_backward(
@@ -254,4 +257,4 @@ class LayerFunction(torch.autograd.Function):
         upstream = grad if parallel else grad_mid_residual
         needs_x = ctx.needs_input_grad[0]
         grad_x = mixer.backward(call, mixer_saved, upstream, grad_mid_residual, needs_x)
-        return grad_x, call.grad_adapter, None, None, None, *call.grad_shared_kv
+        return grad_x, call.grad_adapter, None, None, None, *call.grad_kv_in

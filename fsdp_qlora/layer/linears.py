@@ -1,7 +1,8 @@
-"""Where the values of a layer's linears are: in its three parameters, and in its matmuls.
+"""Slices: which part of a layer's flat parameters, and which rows of a fused matmul, belong to each
+linear.
 
 pretrained/architecture.py says which linears a model has, model/load.py fills them, lora_matmul.py
-computes with them. Of k, where `own` is an OwnBlocks of model/shards.py:
+computes with them. For k_proj, with `own` its OwnBlocks on rank 0:
 
   packed_weights   |  q  |  k  |  v  |  o  | gate ..   linear.blocks: from the layer's first block
     ranks' shards  |   0    |   1    |   2    | ..
@@ -57,8 +58,8 @@ class FusedLinear:
     n_lora: int  # LoRA's hidden values of a token: lora_rank for each adapted linear
     lora_a: slice  # into the layer's `adapter`: all A, one below the other, [n_lora, in]
     bias: slice | None  # into the layer's `vectors`
-    n_experts: int = 0  # number of experts, whose linears follow one another; then lora_a is
-    #                     [experts, n_lora, in], and all experts' adapters share them
+    n_experts: int = 0  # number of experts, whose linears follow one another; lora_a is then
+    #                     [experts, n_lora, in], and every expert uses the same n_lora columns of d
 
     @property
     def adapted(self) -> list[LinearSlices]:

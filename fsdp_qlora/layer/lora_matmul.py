@@ -46,11 +46,11 @@ def lora_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
     if len(fused.splits) == 1:
         return _matmul_of_split(call, fused, inputs)
     out = inputs.new_empty(len(inputs), fused.out_features)
-    for one in fused.splits:
-        if inputs.is_cuda and one.bias is None and not call.spec.dora:
-            torch.mm(inputs, call.weight(one).t(), out=out[:, one.outputs])  # without a copy
+    for split in fused.splits:
+        if inputs.is_cuda and split.bias is None and not call.spec.dora:
+            torch.mm(inputs, call.weight(split).t(), out=out[:, split.outputs])  # without a copy
         else:
-            out[:, one.outputs] = _matmul_of_split(call, one, inputs)
+            out[:, split.outputs] = _matmul_of_split(call, split, inputs)
     return out
 
 
@@ -76,15 +76,15 @@ def lora_matmul_backward(
     is read for DoRA only.
     """
     n_in, spec, grad_inputs = fused.in_features, call.spec, None
-    for one in fused.splits:
-        weight, part = call.weight(one), grad[:, one.outputs]
-        if spec.dora and one.adapted:
+    for split in fused.splits:
+        weight, part = call.weight(split), grad[:, split.outputs]
+        if spec.dora and split.adapted:
             # y = c u + bias with c = m / norm; like PEFT, treat the norm as a constant
-            factor, norm = dora_factors(call, one, weight)
+            factor, norm = dora_factors(call, split, weight)
             u = torch.addmm(x @ weight[:, :n_in].t(), lora_hidden, weight[:, n_in:].t())
             sums = (part.float() * u.float()).sum(0) / norm
-            for p in one.adapted:
-                call.grad_adapter[p.magnitude] += sums[one.local_outputs(p)]
+            for linear in split.adapted:
+                call.grad_adapter[linear.magnitude] += sums[split.local_outputs(linear)]
             part = scale_columns(part, factor, None)
         used = weight if needs_x else weight[:, n_in:]
         if grad_inputs is not None:
@@ -94,9 +94,10 @@ def lora_matmul_backward(
         else:  # bf16 matmuls take 200 times as long on CPUs without AVX-512
             grad_inputs = fp32_matmul(part, used).to(part.dtype)
         del weight, used
-        for p in one.adapted:
-            grad_b = call.grad_adapter[p.lora_b].view(-1, fused.lora_rank)
-            grad_b += fp32_matmul(part[:, one.local_outputs(p)].t(), lora_hidden[:, p.lora_slice])
+        for linear in split.adapted:
+            grad_b = call.grad_adapter[linear.lora_b].view(-1, fused.lora_rank)
+            outputs = split.local_outputs(linear)
+            grad_b += fp32_matmul(part[:, outputs].t(), lora_hidden[:, linear.lora_slice])
     assert grad_inputs is not None, "there is a split"
     grad_x, grad_d = grad_inputs.split([n_in * needs_x, fused.width - n_in], 1)
     grad_d = grad_d[:, : fused.n_lora]
@@ -129,14 +130,16 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
     w_a, scaling = fp32_matmul(weight[:, : fused.in_features], a.t()), call.spec.scaling
     a, norm = a.float(), torch.ones(fused.out_features, device=weight.device)
     factor = norm.clone()
-    for p in fused.adapted:
-        a_p, outputs = a[p.lora_slice], fused.local_outputs(p)
-        b_p = call.adapter[p.lora_b].view(-1, fused.lora_rank).float()
-        cross = (b_p * w_a[outputs, p.lora_slice]).sum(1)
-        square = (b_p @ (a_p @ a_p.t()) * b_p).sum(1)
-        norm_w = call.layer.weight_norms[p.name].square()
+    for linear in fused.adapted:
+        a_linear, outputs = a[linear.lora_slice], fused.local_outputs(linear)
+        b_linear = call.adapter[linear.lora_b].view(-1, fused.lora_rank).float()
+        cross = (b_linear * w_a[outputs, linear.lora_slice]).sum(1)
+        square = (b_linear @ (a_linear @ a_linear.t()) * b_linear).sum(1)
+        norm_w = call.layer.weight_norms[linear.name].square()
         norm[outputs] = (norm_w + 2 * scaling * cross + scaling * scaling * square).sqrt()
-        factor[outputs] = call.layer.adapter.detach()[p.magnitude].float() / norm[outputs]
+        # fp32: bf16 would round the magnitudes, see shard_model()
+        magnitude = call.layer.adapter.detach()[linear.magnitude].float()
+        factor[outputs] = magnitude / norm[outputs]
     return factor, norm
 
 

@@ -19,8 +19,8 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
     add_a_gradient, fill_lora_hidden, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.layer.residual import (
-    branch_gradient, copy_lora_hidden, end_branch, norm_gradient, norm_inputs, normed_inputs,
-    save_inputs, weight_bytes)
+    add_residual, branch_gradient, copy_lora_hidden, norm_gradient, norm_padded, save_inputs,
+    saved_or_recomputed_inputs, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMixer, SavedMixing
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -115,7 +115,7 @@ class MixerSublayer:
         """Return x + the branch [tokens, hidden], None without want_sum; and what backward() needs.
         """
         arch, saved = self.arch, SavedMixer(x=x)
-        inputs = norm_inputs(call, arch.attention_norm, x, self.in_proj)
+        inputs = norm_padded(call, arch.attention_norm, x, self.in_proj)
         projected = lora_matmul(call, self.in_proj, inputs)
         save_inputs(call, saved, inputs, self.in_proj)
         del inputs
@@ -135,8 +135,8 @@ class MixerSublayer:
             part.out_lora_hidden = copy_lora_hidden(out_inputs, fused)
         out, saved.branch = None, None
         if branch is not None:
-            out, saved.branch = end_branch(call, x, branch, arch.attention_post_norm,
-                                          ATTENTION_SITE, want_sum)
+            out, saved.branch = add_residual(
+                call, x, branch, arch.attention_post_norm, ATTENTION_SITE, want_sum)
         return out, saved
 
     def backward(
@@ -158,7 +158,7 @@ class MixerSublayer:
         del upstream
         grad = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
         del grads
-        inputs = normed_inputs(call, saved, arch.attention_norm, saved.x, self.in_proj)
+        inputs = saved_or_recomputed_inputs(call, saved, arch.attention_norm, saved.x, self.in_proj)
         grad, grad_d = lora_matmul_backward(
             call, self.in_proj, saved.lora_hidden, grad, inputs, needs_x)
         add_a_gradient(call, self.in_proj, inputs, grad_d)

@@ -44,8 +44,7 @@ class AutogradMixer:
         return self.recompute_output(call, saved)
 
     def recompute_output(self, call: LayerCall, saved: SavedGraph) -> Tensor:
-        mixed: Tensor = saved.mixed.detach()
-        return mixed
+        return saved.mixed.detach()
 
     def backward(self, call: LayerCall, saved: SavedGraph, grad: Tensor) -> Tensor:
         (grad,) = torch.autograd.grad(saved.mixed, saved.start, grad)

@@ -163,8 +163,7 @@ def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
     kernels need the query's."""
     is_plain = batch.kernels["full"] is document_attention
     assert arch.mla, "the layer has latent attention"
-    width: int = arch.mla.value if is_plain else arch.head_dim
-    return width
+    return arch.mla.value if is_plain else arch.head_dim
 
 
 @elementwise

@@ -18,10 +18,10 @@ from fsdp_qlora.kernels.elementwise import (
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
-from fsdp_qlora.layer.per_layer import PerLayerEnd
+from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.residual import (
-    add_branch, branch_gradient, copy_lora_hidden, norm_gradient, norm_inputs, normed_inputs,
-    save_inputs, weight_bytes)
+    branch_gradient, copy_lora_hidden, matmul_and_add_residual, norm_gradient, norm_padded,
+    save_inputs, saved_or_recomputed_inputs, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
@@ -42,42 +42,43 @@ class MLPSublayer:
     arch: Architecture
     gate_up: FusedLinear  # up alone in an MLP without a gate
     down: FusedLinear
-    end: PerLayerEnd | None = None  # follows the sum in layers that have an input of their own
+    per_layer: PerLayerGate | None = None  # after the sum, in layers with an input of their own
     limit: float | None = None  # see LimitedActivation
     slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.gate_up, self.down, *(self.end.fused_linears if self.end else ())
+        return self.gate_up, self.down, *(self.per_layer.fused_linears if self.per_layer else ())
 
     def forward(
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor, want_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMLP]:
-        """Return mid_residual + MLP(norm(mlp_input)) for the tokens call.tokens, after `end` if
-        there is one, None without want_sum; and what backward() needs."""
+        """Return mid_residual + MLP(norm(mlp_input)) for the tokens call.tokens, after `per_layer`
+        if there is one, None without want_sum; and what backward() needs."""
         arch, saved = self.arch, SavedMLP(mlp_input=mlp_input)
-        inputs = norm_inputs(call, arch.mlp_norm, mlp_input, self.gate_up)
+        inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.gate_up)
         saved.gate_up = lora_matmul(call, self.gate_up, inputs)
         save_inputs(call, saved, inputs, self.gate_up)
         del inputs
         activated = saved.gate_up.new_empty(len(mlp_input), self.down.width)
         glu(activated[:, : self.down.in_features], saved.gate_up, self.activation(call), arch.gated,
-             evaluation=call.evaluation)
-        out, saved.branch = add_branch(call, mid_residual, self.down, activated, MLP_SITE,
-                                      arch.mlp_post_norm, want_sum or self.end is not None)
+            evaluation=call.evaluation)
+        out, saved.branch = matmul_and_add_residual(
+            call, mid_residual, self.down, activated, MLP_SITE, arch.mlp_post_norm,
+            want_sum or self.per_layer is not None)
         saved.down_lora_hidden = copy_lora_hidden(activated, self.down)
         del activated
-        if self.end:
-            assert out is not None, "the end needs the sum"
-            out = self.end.forward(call, out, saved, want_sum)
+        if self.per_layer:
+            assert out is not None, "the gate needs the sum"
+            out = self.per_layer.forward(call, out, saved, want_sum)
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
         """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the
         MLP. `grad` is the gradient of forward()'s sum."""
         arch, activated = self.arch, None
-        if self.end:
-            grad = self.end.backward(call, saved, grad)
+        if self.per_layer:
+            grad = self.per_layer.backward(call, saved, grad)
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
         if call.spec.dora:
@@ -89,9 +90,11 @@ class MLPSublayer:
         # in place; gate and up as two tensors, so that one kernel can read and write their columns
         parts = saved.gate_up.chunk(1 + arch.gated, -1)
         glu_backward(grad_activated, self.activation(call), None, *parts)
-        add_a_gradient(call, self.down, grad_activated, grad_d)  # now contains glu()'s result
-        del grad_activated, grad_d
-        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.mlp_input, self.gate_up)
+        activated = grad_activated  # overwritten by glu_backward()
+        add_a_gradient(call, self.down, activated, grad_d)
+        del grad_activated, activated, grad_d
+        inputs = saved_or_recomputed_inputs(
+            call, saved, arch.mlp_norm, saved.mlp_input, self.gate_up)
         grad_inputs, grad_d = lora_matmul_backward(
             call, self.gate_up, saved.lora_hidden, saved.gate_up, inputs)
         add_a_gradient(call, self.gate_up, inputs, grad_d)
@@ -116,7 +119,7 @@ class MLPSublayer:
         grads = []
         for tokens in token_slices(len(mlp_input), self.slice_tokens):
             call.tokens = tokens
-            mid_residual = mlp_input[tokens] if self.end else None
+            mid_residual = mlp_input[tokens] if self.per_layer else None
             saved = self.forward(call, mid_residual, mlp_input[tokens], want_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))
             del saved  # before the next slice allocates its own
@@ -147,7 +150,7 @@ class MLPSublayer:
         hidden, arch = self.arch.hidden_size, self.arch
         values = self.gate_up.out_features + self.gate_up.padded_lora + self.down.padded_lora
         values += hidden * (not arch.parallel)  # a parallel layer's x is counted with the mixer
-        values += self.end.saved_values if self.end else 0
+        values += self.per_layer.saved_values if self.per_layer else 0
         return values + hidden * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
@@ -162,13 +165,13 @@ class MLPSublayer:
         second = n * up.width * (2 - recomputed) * item + up_weights
         if reuse_dequantized:
             first, second = first + up_weights, second + down_weights
-        end_bytes = self.end.live_bytes(n, item, reuse_dequantized) if self.end else 0
-        total = max(first, second, end_bytes)
+        third = self.per_layer.live_bytes(n, item, reuse_dequantized) if self.per_layer else 0
+        total = max(first, second, third)
         total += 2 * n_tokens * hidden * item  # gradients: of the sum, and of finished slices
         if recomputed:
             padded_lora = up.padded_lora + down.padded_lora
             total += n * (up.out_features + up.width + padded_lora) * item
-            total += n * self.end.saved_values * item if self.end else 0
+            total += n * self.per_layer.saved_values * item if self.per_layer else 0
         return total
 
     @property
@@ -178,15 +181,15 @@ class MLPSublayer:
 
     @property
     def recomputed_weights(self) -> int:
-        """Weights that recomputed_backward() multiplies again; down's only if there is an `end`."""
-        return self.token_weights if self.end else self.gate_up.n_weights
+        """Weights that recomputed_backward() multiplies again; down's only with `per_layer`."""
+        return self.token_weights if self.per_layer else self.gate_up.n_weights
 
     @property
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes, forward and backward; measured."""
-        end_values = self.end.elementwise_values if self.end else 0
+        per_layer_values = self.per_layer.elementwise_values if self.per_layer else 0
         return (15 * self.arch.hidden_size + 6 * self.down.in_features
-                + 3 * self.gate_up.out_features + end_values)
+                + 3 * self.gate_up.out_features + per_layer_values)
 
 
 def token_slices(n: int, most: int) -> list[slice]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_qlora.layer.linears import STATE_BLOCK, FusedLinear, LinearSlices
-from fsdp_qlora.plan import Plan
+from fsdp_qlora.plan import Plan, Saves
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import FourBitBlocks, Nested
 
@@ -72,7 +72,7 @@ class LayerParameters(nn.Module):
     def __init__(self, arch: Architecture, spec: ParameterLayout, index: int, plan: Plan) -> None:
         super().__init__()
         self.arch, self.spec, self.index, self.plan = arch, spec, index, plan
-        self.saves = plan.saves(index)
+        self.saves: Saves = plan.saves(index)
         # index of the layer whose keys and values it reads; None: it has its own
         self.kv_source = arch.kv_sources[index]
         self.is_kv_source = index in arch.kv_sources

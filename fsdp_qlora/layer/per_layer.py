@@ -1,4 +1,4 @@
-"""The end of a layer that has an input of its own (Gemma 4 E2B, E4B), after its MLP."""
+"""The gate of a layer that has an input of its own (Gemma 4 E2B, E4B), after its MLP."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from fsdp_qlora.kernels.elementwise import MLP_SITE, activation_pair, elementwis
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.layer.residual import add_branch, branch_gradient, copy_lora_hidden, weight_bytes
-from fsdp_qlora.layer.saved import SavedEnd
+from fsdp_qlora.layer.residual import (
+    branch_gradient, copy_lora_hidden, matmul_and_add_residual, weight_bytes)
+from fsdp_qlora.layer.saved import SavedPerLayer
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
@@ -29,8 +30,8 @@ def gate_inputs_backward(grad: Tensor, gates: Tensor, inputs: Tensor, activation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PerLayerEnd:
-    """The end of one layer's MLP sublayer, x + norm(out(activation(gate(x)) * input)): forward and
+class PerLayerGate:
+    """The gate after one layer's MLP, x + norm(out(activation(gate(x)) * input)): forward and
     backward, and its costs, in the same terms as MLPSublayer's."""
 
     arch: Architecture
@@ -47,39 +48,38 @@ class PerLayerEnd:
         return self.arch.per_layer.norm
 
     def forward(
-        self, call: LayerCall, x: Tensor, saved: SavedEnd, want_sum: bool
+        self, call: LayerCall, x: Tensor, saved: SavedPerLayer, want_sum: bool
     ) -> Tensor | None:
         """Return the sum, None without want_sum. Adds to `saved` what backward() needs."""
-        inputs, saved.end_x = widen(x, self.gate), x
-        saved.end_gates = lora_matmul(call, self.gate, inputs)
-        saved.end_gate_lora_hidden = copy_lora_hidden(inputs, self.gate)
+        inputs, saved.per_layer_x = widen(x, self.gate), x
+        saved.per_layer_gates = lora_matmul(call, self.gate, inputs)
+        saved.per_layer_gate_lora_hidden = copy_lora_hidden(inputs, self.gate)
         activated = x.new_empty(len(x), self.out.width)
         self._activate(call, saved, activated[:, : self.out.in_features])
-        # uses the MLP's dropout site: no family with this end has dropout of its own
-        out, saved.end_branch = add_branch(call, x, self.out, activated, MLP_SITE,
-                                          self.norm, want_sum)
-        saved.end_out_lora_hidden = copy_lora_hidden(activated, self.out)
+        # uses the MLP's dropout site: no family with this gate has dropout of its own
+        out, saved.per_layer_branch = matmul_and_add_residual(
+            call, x, self.out, activated, MLP_SITE, self.norm, want_sum)
+        saved.per_layer_out_lora_hidden = copy_lora_hidden(activated, self.out)
         return out
 
-    def backward(self, call: LayerCall, saved: SavedEnd, grad: Tensor) -> Tensor:
+    def backward(self, call: LayerCall, saved: SavedPerLayer, grad: Tensor) -> Tensor:
         """Return the gradient of x from the gradient of the sum."""
-        upstream = branch_gradient(
-            call, saved.end_branch, grad, self.norm, MLP_SITE)
-        saved.end_branch = None
+        upstream = branch_gradient(call, saved.per_layer_branch, grad, self.norm, MLP_SITE)
+        saved.per_layer_branch = None
         activated = upstream.new_empty(len(upstream), self.out.in_features)
         self._activate(call, saved, activated)
         grad_gates, grad_d = lora_matmul_backward(
-            call, self.out, saved.end_out_lora_hidden, upstream, activated)
+            call, self.out, saved.per_layer_out_lora_hidden, upstream, activated)
         add_a_gradient(call, self.out, activated, grad_d)
         grad_gates = gate_inputs_backward(
-            grad_gates, saved.end_gates, call.layer_input, self.arch.activation)
+            grad_gates, saved.per_layer_gates, call.layer_input, self.arch.activation)
         grad_x, grad_d = lora_matmul_backward(
-            call, self.gate, saved.end_gate_lora_hidden, grad_gates, saved.end_x)
-        add_a_gradient(call, self.gate, saved.end_x, grad_d)
+            call, self.gate, saved.per_layer_gate_lora_hidden, grad_gates, saved.per_layer_x)
+        add_a_gradient(call, self.gate, saved.per_layer_x, grad_d)
         return grad + grad_x
 
-    def _activate(self, call: LayerCall, saved: SavedEnd, out: Tensor) -> None:
-        gate_inputs(out, saved.end_gates, call.layer_input, self.arch.activation,
+    def _activate(self, call: LayerCall, saved: SavedPerLayer, out: Tensor) -> None:
+        gate_inputs(out, saved.per_layer_gates, call.layer_input, self.arch.activation,
                     evaluation=call.evaluation)
 
     # ---- what it costs, for the planner ----

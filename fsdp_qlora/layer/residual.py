@@ -6,7 +6,6 @@ of the matmuls is its branch.
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 
@@ -17,9 +16,9 @@ from fsdp_qlora.layer.lora_matmul import fill_lora_hidden, lora_matmul, widen
 from fsdp_qlora.layer.saved import SavedInputs
 
 
-def norm_inputs(call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear) -> Tensor:
-    """Return a new tensor [n, fused.width] with the norm of x [n, in] in its first columns; with x
-    itself if `name` is None."""
+def norm_padded(call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear) -> Tensor:
+    """Return the norm of x [n, in], or x itself if `name` is None, in the first columns of a new
+    tensor [n, fused.width], with room for LoRA's columns."""
     if name is None:
         return widen(x, fused)
     arch, inputs = call.arch, x.new_empty(len(x), fused.width)
@@ -28,7 +27,7 @@ def norm_inputs(call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear
     return inputs
 
 
-def normed(call: LayerCall, name: str, x: Tensor) -> Tensor:
+def apply_norm(call: LayerCall, name: str, x: Tensor) -> Tensor:
     """Return the norm of x [n, hidden]."""
     arch, out = call.arch, torch.empty_like(x)
     normalize(out, x, call.vector(name), call.vector(name, "bias"), arch.norm, arch.norm_eps,
@@ -39,18 +38,18 @@ def normed(call: LayerCall, name: str, x: Tensor) -> Tensor:
 def save_inputs(
     call: LayerCall, saved: SavedInputs, inputs: Tensor, fused: FusedLinear | None
 ) -> None:
-    """Set saved.inputs and saved.lora_hidden from `inputs`, norm_inputs()'s result. `fused`: the
+    """Set saved.inputs and saved.lora_hidden from `inputs`, norm_padded()'s result. `fused`: the
     FusedLinear for which lora_matmul() has filled their last columns; None: they are not filled.
     The normed inputs are cheap to recompute, so they are saved only while backward is running."""
     saved.inputs = inputs if call.is_backward else None
     saved.lora_hidden = copy_lora_hidden(inputs, fused) if fused else None
 
 
-def normed_inputs(
+def saved_or_recomputed_inputs(
     call: LayerCall, saved: SavedInputs, name: str | None, x: Tensor, fused: FusedLinear
 ) -> Tensor:
     """Return the norm of x [n, in]: saved.inputs or, if that is None, computed again."""
-    inputs = norm_inputs(call, name, x, fused) if saved.inputs is None else saved.inputs
+    inputs = norm_padded(call, name, x, fused) if saved.inputs is None else saved.inputs
     return inputs[:, : fused.in_features]
 
 
@@ -63,19 +62,19 @@ def norm_gradient(
     return norm_backward(x, grad, residual, call.vector(name), call.arch.norm, call.arch.norm_eps)
 
 
-def add_branch(
+def matmul_and_add_residual(
     call: LayerCall, x: Tensor | None, fused: FusedLinear, inputs: Tensor, site: int,
     post_norm: str | None, want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """end_branch() of the matmul of `inputs`. The matmul is skipped if neither the sum nor the
-    norm's backward needs it."""
+    """Return add_residual() of the matmul of `inputs`. The matmul is skipped if neither the sum nor
+    the norm's backward needs it."""
     if not (want_sum or post_norm):
         fill_lora_hidden(call, fused, inputs)  # backward reads them
         return None, None
-    return end_branch(call, x, lora_matmul(call, fused, inputs), post_norm, site, want_sum)
+    return add_residual(call, x, lora_matmul(call, fused, inputs), post_norm, site, want_sum)
 
 
-def end_branch(
+def add_residual(
     call: LayerCall, x: Tensor | None, branch: Tensor, post_norm: str | None, site: int,
     want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -104,7 +103,7 @@ def copy_lora_hidden(inputs: Tensor, fused: FusedLinear) -> Tensor:
 def branch_gradient(
     call: LayerCall, branch: Tensor | None, grad: Tensor, post_norm: str | None, site: int
 ) -> Tensor:
-    """Return the gradient of end_branch()'s branch, from `grad`, the gradient of the sum."""
+    """Return the gradient of add_residual()'s branch, from `grad`, the gradient of the sum."""
     arch = call.arch
     if arch.residual_multiplier != 1:
         grad = grad * arch.residual_multiplier
@@ -116,5 +115,5 @@ def branch_gradient(
 
 def weight_bytes(fused: FusedLinear, item: int, reuse_dequantized: bool) -> int:
     """Return the bytes of a FusedLinear's dequantized weights that are alive at once."""
-    sizes = [one.out_features for one in fused.splits]
+    sizes = [split.out_features for split in fused.splits]
     return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * item

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,13 @@ from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.pretrained.architecture import MoE
+
+
+class RoutingChoice(NamedTuple):
+    """The decisions of a router that a recomputation must repeat."""
+
+    chosen: Tensor  # int16 [n, k], the experts of each token
+    bounds: list[int] | None  # see Routing
 
 
 @dataclasses.dataclass
@@ -26,20 +34,18 @@ class Routing:
     weights: Tensor  # fp32 [n, k], factors of these experts' outputs
     token: Tensor  # int64 [n * k], the token of each row
     expert: Tensor  # int64 [n * k], the expert of each row
-    token_rows: Tensor  # int64 [n, k], the rows of each token
+    slots: Tensor  # int64 [n, k], positions of a token's copies among the sorted rows
     row_weights: Tensor  # fp32 [n * k], the weight of each row
     ends: Tensor  # int32 [experts], where each expert's rows end
     bounds: list[int] | None  # [0, *ends] on the host; None where it is not needed
 
     @property
-    def choice(self) -> tuple[Tensor, list[int] | None]:
-        """The decisions that a recomputation must repeat: `chosen` as int16, and `bounds`."""
-        return self.chosen.to(torch.int16), self.bounds
+    def choice(self) -> RoutingChoice:
+        return RoutingChoice(self.chosen.to(torch.int16), self.bounds)
 
 
 def route(
-    call: LayerCall, x: Tensor, choice: tuple[Tensor, list[int] | None] | None = None,
-    needs_bounds: bool = False
+    call: LayerCall, x: Tensor, choice: RoutingChoice | None = None, needs_bounds: bool = False
 ) -> Routing:
     """Return the Routing of x [n, hidden]. `choice`: the choice of an earlier Routing of the same
     tokens. With needs_bounds this waits for the GPU, unless `choice` has the bounds. With
@@ -62,7 +68,7 @@ def route(
             ranked = ranked + tensors[moe.correction].view(-1)
         chosen, bounds = best_experts(ranked, moe), None
     else:
-        chosen, bounds = choice[0].long(), choice[1]
+        chosen, bounds = choice.chosen.long(), choice.bounds
     weights = chosen_weights(scores, chosen, moe, x.dtype)[0]
     if moe.rounded_weights:
         weights = weights.to(x.dtype).float()
@@ -70,12 +76,12 @@ def route(
     experts, order = chosen.flatten().sort(stable=True)
     every = torch.arange(moe.n_experts, device=x.device)
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
-    token_rows = torch.empty_like(order)
-    token_rows[order] = torch.arange(len(order), device=x.device)
+    slots = torch.empty_like(order)
+    slots[order] = torch.arange(len(order), device=x.device)
     if bounds is None and needs_bounds:
         bounds = [0, *ends.tolist()]
-    return Routing(scores, chosen, weights, order // moe.top_k, experts,
-                   token_rows.view_as(chosen), weights.flatten()[order], ends, bounds)
+    return Routing(scores, chosen, weights, order // moe.top_k, experts, slots.view_as(chosen),
+                   weights.flatten()[order], ends, bounds)
 
 
 @elementwise
@@ -95,8 +101,7 @@ def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
     """Return the factor of the chosen experts' weights: a number, or fp32 [n, k]."""
     moe: MoE = call.arch.moe
     if not moe.expert_scale:
-        scale: float = moe.scale
-        return scale
+        return moe.scale
     return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
 
 

@@ -1,7 +1,7 @@
-"""What each sublayer saves for its backward, as records. Backward sets a field to None when it has
-used it, so that its memory is free again.
+"""What each sublayer saves for its backward, as records.
 
-A field that only some models need is None for the others.
+Backward sets to None the tensors whose memory must be free before it ends; the rest goes with the
+record. A field that only some models need is None for the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp_qlora.layer.router import Routing
 class SavedInputs:
     """The inputs of a sublayer's first matmul, as saved by save_inputs()."""
 
-    inputs: Tensor = None  # normed; None: normed_inputs() computes them again
+    inputs: Tensor = None  # normed; None: saved_or_recomputed_inputs() computes them again
     lora_hidden: Tensor = None  # d, padded: their last columns, see lora_matmul.py
 
 
@@ -62,18 +62,18 @@ class SavedMixer(SavedInputs):
 
 
 @dataclasses.dataclass
-class SavedEnd:
-    """The tensors that a PerLayerEnd saves."""
+class SavedPerLayer:
+    """The tensors that a PerLayerGate saves."""
 
-    end_x: Tensor = None
-    end_gates: Tensor = None
-    end_branch: Tensor = None
-    end_gate_lora_hidden: Tensor = None  # both: like SavedInputs.lora_hidden
-    end_out_lora_hidden: Tensor = None
+    per_layer_x: Tensor = None
+    per_layer_gates: Tensor = None
+    per_layer_branch: Tensor = None
+    per_layer_gate_lora_hidden: Tensor = None  # both: like SavedInputs.lora_hidden
+    per_layer_out_lora_hidden: Tensor = None
 
 
 @dataclasses.dataclass
-class SavedMLP(SavedInputs, SavedEnd):
+class SavedMLP(SavedInputs, SavedPerLayer):
     """The tensors that an MLPSublayer saves."""
 
     mlp_input: Tensor = None  # [n, hidden], the input of its norm

@@ -185,6 +185,7 @@ class Adapter:
 
     def tail(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the part of such a vector that is for the rows of --trainable_tokens."""
+        # by ratio, because absmax has one value per STATE_BLOCK weights
         return vector[len(vector) - len(vector) * self.n_tail // len(self.weights) :]
 
     def name(self, i: int, linear: str, key: str) -> str:

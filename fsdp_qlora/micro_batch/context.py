@@ -74,12 +74,12 @@ class ContextShard:
     context: ContextGroup
     pieces: list[list[Piece]]  # of each rank of the group
     tokens: Tensor  # int64 [own tokens], their places in the whole micro-batch, ascending
-    dropout_keys: Tensor | None = None  # int64 [own tokens]
+    dropout_seeds: Tensor | None = None  # int64 [own tokens]
     _exchanges: dict[int | None, KeyExchange] = dataclasses.field(default_factory=dict)
 
-    def to(self, device: torch.device, dropout_keys: Tensor | None) -> ContextShard:
+    def to(self, device: torch.device, dropout_seeds: Tensor | None) -> ContextShard:
         """Return a copy on `device`, with the dropout keys of its tokens."""
-        return ContextShard(self.context, self.pieces, self.tokens.to(device), dropout_keys)
+        return ContextShard(self.context, self.pieces, self.tokens.to(device), dropout_seeds)
 
     def gather_keys(
         self, key: Tensor, value: Tensor, window: int | None
@@ -143,7 +143,7 @@ class KeyExchange:
         cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int().to(device)
                       for x in (lengths_q, lengths_k))
         segments = Segments(cu_q, cu_k, lengths_q, lengths_k, max(lengths_q), max(lengths_k),
-                            shard.dropout_keys)
+                            shard.dropout_seeds)
         return cls([is_needed[tokens[rank]].nonzero()[:, 0].to(device) for is_needed in needed],
                    [len(part) for part in received], key_at.to(device), segments)
 

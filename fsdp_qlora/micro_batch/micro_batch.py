@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from fsdp_qlora.micro_batch.context import ContextShard
-from fsdp_qlora.micro_batch.offload import DeviceActivations, OffloadedActivations
+from fsdp_qlora.micro_batch.offload import ActivationStore
 from fsdp_qlora.micro_batch.segments import Segments
 
 
@@ -30,13 +30,13 @@ class MicroBatch:
     # int64 [sums + 1]: where in `labels` the tokens of each document begin and end. If the loss
     # also reads prompts: those of its answer, then those of its prompt. Same length on all ranks
     loss_bounds: torch.Tensor
-    dropout_keys: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
+    dropout_seeds: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
     answers: Answers | None  # answers of all ranks in this micro-step; None: --loss sft
     lengths: tuple[int, ...]  # lengths of the documents, in tokens
     longest: int  # upper bound of `lengths`
     # {one of ATTENTION_TYPES: kernel}, with "recurrence" for a mixer with a state
     kernels: dict[str, Callable]
-    store: DeviceActivations | OffloadedActivations  # where layers put what they save
+    store: ActivationStore  # where layers put what they save
     ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
     layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
     segments: Segments | None = None  # what attention reads of it; None: see `shard`

@@ -70,9 +70,10 @@ class OffloadedActivations:
         self.buffers = {}
         # {i: (shape, dtype, bytes) of each tensor of this micro-batch's i-th put()}
         self.shapes = {}
-        self.leaving = []  # [(tensors, event at the end of their copy)], not yet freed on the GPU
-        self.here = {}  # {i: (tensors on the GPU, event to wait for or None)}
-        self.next = 0  # number of the next put() of this micro-batch
+        # [(tensors, event at the end of their copy)], not yet freed on the GPU
+        self.offloading = []
+        self.on_device = {}  # {i: (tensors on the GPU, event to wait for or None)}
+        self.next_put = 0  # number of the next put() of this micro-batch
 
     def copy(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start to copy tensors on the stream. Returns an event at the end of the copies, None on a
@@ -87,10 +88,10 @@ class OffloadedActivations:
                 a.copy_(b, non_blocking=True)
             return self.stream.record_event()
 
-    def let_go(self, but: int = 0) -> None:
-        """Free the GPU memory of all but the latest `but` puts."""
-        while len(self.leaving) > but:
-            _, event = self.leaving.pop(0)
+    def release(self, keep: int = 0) -> None:
+        """Free the GPU memory of all but the latest `keep` puts."""
+        while len(self.offloading) > keep:
+            _, event = self.offloading.pop(0)
             if event is not None:  # after this event the memory may be reused
                 torch.cuda.current_stream().wait_event(event)
 
@@ -102,38 +103,41 @@ class OffloadedActivations:
 
     def put(self, *tensors: Tensor) -> Any:
         """Save tensors of all tokens of a micro-batch, [tokens, ..]. Returns the key for take()."""
-        self.let_go(but=1)
-        i, self.next = self.next, (self.next + 1) % self.n_puts
+        self.release(keep=1)
+        i, self.next_put = self.next_put, (self.next_put + 1) % self.n_puts
         if i == self.n_puts - 1:
-            self.here[i] = tensors, None
+            self.on_device[i] = tensors, None
             return i
         self.shapes[i] = [(t.shape, t.dtype, t.nbytes) for t in tensors]
         if i not in self.buffers:  # for the longest micro-batch
             token_bytes = sum(t.nbytes for t in tensors) // len(tensors[0])
             self.buffers[i] = pinned_empty(token_bytes * self.micro_batch_tokens, self.device)
-        self.leaving.append((tensors, self.copy(self.views(i), tensors)))
+        self.offloading.append((tensors, self.copy(self.views(i), tensors)))
         return i
 
     def fetch(self, i: int) -> None:
         """Start to copy the tensors of the i-th put() back to the GPU."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device)
                    for shape, dtype, _ in self.shapes[i]]
-        self.here[i] = tensors, self.copy(tensors, self.views(i))
+        self.on_device[i] = tensors, self.copy(tensors, self.views(i))
 
     def take(self, i: int) -> Sequence[Tensor]:
         """Return the tensors of the i-th put(), once; start to fetch those of the two puts before
         it."""
-        self.let_go()
-        tensors, event = self.here.pop(i)
+        self.release()
+        tensors, event = self.on_device.pop(i)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
         for ahead in i - 1, i - 2:
-            if ahead >= 0 and ahead not in self.here:
+            if ahead >= 0 and ahead not in self.on_device:
                 self.fetch(ahead)
         return tensors
 
 
-def put_record(store: DeviceActivations | OffloadedActivations, record: Any) -> Callable[[], Any]:
+ActivationStore = DeviceActivations | OffloadedActivations
+
+
+def put_record(store: ActivationStore, record: Any) -> Callable[[], Any]:
     """Put the tensors of a dataclass of tensors and None into a store. Returns a function that
     takes them from the store, as such a dataclass."""
     kind, names = type(record), [name for name, value in vars(record).items() if value is not None]
@@ -141,7 +145,7 @@ def put_record(store: DeviceActivations | OffloadedActivations, record: Any) -> 
     return lambda: kind(**dict(zip(names, store.take(key))))  # must not keep the tensors alive
 
 
-def make_store(plan: Plan, device: torch.device) -> DeviceActivations | OffloadedActivations:
+def make_store(plan: Plan, device: torch.device) -> ActivationStore:
     """Return the store of what recomputed layers save for backward: on the GPU or in host memory.
     """
     if not plan.offload_activations or not plan.recomputed:

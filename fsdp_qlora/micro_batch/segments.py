@@ -25,7 +25,7 @@ class Segments:
     lengths_k: tuple[int, ...]
     max_seqlen_q: int  # upper bound of lengths_q
     max_seqlen_k: int
-    dropout_keys: Tensor | None = None  # int64 [queries], see drop(); None: no dropout
+    dropout_seeds: Tensor | None = None  # int64 [queries], see drop(); None: no dropout
     # {window, None: without: the mask of flex_document_attention()}
     masks: dict[int | None, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict)
 
@@ -45,7 +45,7 @@ class Segments:
 
 
 def document_segments(cu_seqlens: Tensor, lengths: Sequence[int], longest: int,
-                      dropout_keys: Tensor | None = None) -> Segments:
+                      dropout_seeds: Tensor | None = None) -> Segments:
     """The Segments of whole documents."""
     lengths = tuple(lengths)
-    return Segments(cu_seqlens, cu_seqlens, lengths, lengths, longest, longest, dropout_keys)
+    return Segments(cu_seqlens, cu_seqlens, lengths, lengths, longest, longest, dropout_seeds)

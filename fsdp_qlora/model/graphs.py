@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,15 @@ from fsdp_qlora.model.model import Model
 MAX_GRAPHS = 64  # each needs some GPU memory outside torch, which the plan does not count
 
 
+class Captured(NamedTuple):
+    """A graph, and the tensors that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: MicroBatch
+    loss_weight: Tensor  # factor of the loss
+    sums: Tensor  # see compute_loss()
+
+
 class Graphs:
     """The CUDA graphs of a model, one for each shape of micro-batch."""
 
@@ -25,8 +34,8 @@ class Graphs:
     ) -> None:
         """`compute_loss(model, micro_batch)` returns the loss and the sums of a micro-batch."""
         self.model, self.compute_loss, self.pool = model, compute_loss, None
-        # {shape: (graph, MicroBatch, factor, sums)}; None: no graph for this shape yet
-        self.captured: dict[tuple, Any] = {}
+        # {shape of a micro-batch: its graph}; None: no graph for this shape yet
+        self.captured: dict[tuple, Captured | None] = {}
 
     def replay(self, batch: MicroBatch, loss_weight: float) -> Tensor | None:
         """Run backward of `loss_weight` times the loss of a micro-batch by replaying its graph.
@@ -39,33 +48,32 @@ class Graphs:
         is_fixed_len = batch.kernels is self.model.kernels.fixed_len  # attention is another kernel
         lengths = batch.lengths if is_fixed_len else ()
         shape = lengths, batch.longest, *(tensor.shape for tensor in tensors)
-        if self.captured.get(shape) is None:
+        captured = self.captured.get(shape)
+        if captured is None:
             n_graphs = sum(graph is not None for graph in self.captured.values())
             if shape not in self.captured or n_graphs >= MAX_GRAPHS:
                 self.captured[shape] = None
                 return None
-            self.captured[shape] = self.capture(batch)
-        graph, static, factor, sums = self.captured[shape]
-        for own, tensor in zip(batch_tensors(static), tensors):
+            captured = self.captured[shape] = self.capture(batch)
+        for own, tensor in zip(batch_tensors(captured.batch), tensors):
             own.copy_(tensor, non_blocking=True)
-        factor.fill_(loss_weight)
-        graph.replay()
-        return sums.clone()
+        captured.loss_weight.fill_(loss_weight)
+        captured.graph.replay()
+        return captured.sums.clone()
 
-    def capture(self, batch: MicroBatch) -> tuple[torch.cuda.CUDAGraph, MicroBatch, Tensor, Tensor]:
-        """Return a graph, and the tensors that it reads and writes: the MicroBatch, the factor of
-        the loss, the sums."""
+    def capture(self, batch: MicroBatch) -> Captured:
+        """Capture the graph of micro-batches of this one's shape."""
         # fla caches what it derives from cu_seqlens by the identity of the tensor, so copy it
         static = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens.clone())
-        factor = torch.ones((), device=self.model.device)
+        loss_weight = torch.ones((), device=self.model.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             loss, sums = self.compute_loss(self.model, static)
-            (loss * factor).backward()
+            (loss * loss_weight).backward()
         self.pool = self.pool or graph.pool()
         static.ropes, static.segments, static.layer_inputs = None, None, None
         torch.cuda.empty_cache()  # frees memory used by the run without a graph
-        return graph, static, factor, sums
+        return Captured(graph, static, loss_weight, sums)
 
 
 def batch_tensors(batch: MicroBatch) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""LinearCrossEntropy: the last projection and cross-entropy without materializing the logits; the
-table is sharded by rows.
+"""Vocabulary-parallel, chunked linear cross-entropy (as Megatron's and Liger's): the logits never
+exist as a whole.
 
 To train another loss of a token, change logits_statistics(), logits_gradient(),
 LinearCrossEntropy.forward(), which uses both, and what they are compared with at the start,
@@ -42,11 +42,11 @@ def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
     return best.gather(0, top.argmax(0)[None])[0]
 
 
-def head_inputs(model: ModelParameters, x: Tensor) -> Tensor:
+def final_norm(model: ModelParameters, x: Tensor, evaluation: bool = False) -> Tensor:
     """Return the final norm of the last layer's outputs x [n, hidden]."""
     out, arch = torch.empty_like(x), model.arch
     normalize(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
-              any_rows=True)
+              evaluation=evaluation, any_rows=not evaluation)
     return out
 
 
@@ -91,7 +91,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     lm_head is frozen, only the gradient of x is needed: forward computes it for a weight of 1, a
     chunk of tokens at a time, and backward multiplies each token's row by the gradient of its loss.
     The rows of --trainable_tokens are not frozen: forward also keeps the gradients of their logits,
-    from which backward computes theirs. `head_rows` tells autograd of them.
+    from which backward computes theirs. `head_rows` tells autograd of them; None: all are frozen.
     """
 
     @staticmethod
@@ -115,14 +115,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         token_losses = torch.empty(len(batch.labels), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
         all_labels = gather(batch.labels)  # [shards, n], negative where padded
-        trained = model.token_rows
-        if trained and not evaluation:  # the gradients of the logits of trained rows
+        trained = None if evaluation or head_rows is None else model.token_rows
+        if trained:  # the gradients of the logits of trained rows
             ctx.grad_logits = x.new_empty(len(batch.labels), len(trained.ids))
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
             part = x[batch.label_positions[chunk]]
             logits = F.linear(
-                gather(head_inputs(model, part)).flatten(0, 1), weight, model.head_bias)
+                gather(final_norm(model, part)).flatten(0, 1), weight, model.head_bias)
             labels = all_labels[:, chunk].flatten()
             absent, own_labels = labels < 0, labels - model.own_rows.start
             is_own = (own_labels >= 0) & (own_labels < len(weight)) & ~absent
@@ -147,7 +147,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                                  any_rows=True)
             grad_x.index_add_(0, batch.label_positions[chunk], grad)  # padding: adds 0 to token 0
         ctx.grad_x, ctx.batch, ctx.model, ctx.chunk_size = grad_x, batch, model, size
-        ctx.x = x.detach() if head_rows is not None else None
+        ctx.x = x.detach() if trained else None
         return token_losses
 
     @staticmethod
@@ -167,7 +167,7 @@ def head_row_gradient(ctx: Any, weights: Tensor) -> Tensor:
     computed again."""
     total = weights.new_zeros(ctx.grad_logits.shape[1], ctx.x.shape[1])
     for chunk in (slice(i, i + ctx.chunk_size) for i in range(0, len(weights), ctx.chunk_size)):
-        hidden = head_inputs(ctx.model, ctx.x[ctx.batch.label_positions[chunk]])
+        hidden = final_norm(ctx.model, ctx.x[ctx.batch.label_positions[chunk]])
         total += (ctx.grad_logits[chunk].float() * weights[chunk, None]).t() @ hidden.float()
     ctx.x = ctx.grad_logits = None
     return total

@@ -129,9 +129,7 @@ def fill_model(
             read, names.of_model(linear.name), linear, nf4_states, dtype, device)
         model.per_layer_norm = read(
             names.of_model(arch.per_layer.projection_norm)).to(device, dtype)
-    # Allocate the 4-bit weights before anything temporary, else gaps between them would stay. FSDP2
-    # sees them as QUANT_STORAGE, bf16. If it copied them as bf16, without the hooks of
-    # FourBitBlocks, the 0.08 % of words that are NaN in bf16 would be changed without an error.
+    # Allocate the 4-bit weights before anything temporary, else gaps between them would stay.
     shards = [None if plan.offload_params else zero_shard(model, i, device)
               for i in range(len(model.layers))]
     quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())

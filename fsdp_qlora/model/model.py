@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop, normalize
+from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model.embedding import embed
-from fsdp_qlora.model.lm_head import LinearCrossEntropy
+from fsdp_qlora.model.lm_head import LinearCrossEntropy, final_norm
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.model.shards import gathered, local_part
@@ -32,27 +32,24 @@ class Model(ModelParameters):
     """
 
     def forward(self, batch: MicroBatch, wants_loss: bool = True) -> Tensor:
-        x, arch = self.hidden(batch), self.arch
+        x = self.hidden(batch)
         if wants_loss:
             head_rows = self.token_rows.rows[-1] if self.token_rows else None
             return LinearCrossEntropy.apply(x, self, batch, head_rows)
-        normed = torch.empty_like(x)
-        normalize(normed, x, self.norm, self.norm_bias, arch.final_norm_kind, arch.norm_eps,
-                  evaluation=True)
-        return normed
+        return final_norm(self, x, evaluation=True)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the last layer's output [tokens, hidden]."""
         x, dropout = embed(self, batch.input_ids), self.arch.embedding_dropout
         if self.arch.per_layer:
             batch.layer_inputs = per_layer_inputs(self, batch.input_ids, x)
-        if dropout and batch.dropout_keys is not None:
-            x = drop(x, batch.dropout_keys, EMBEDDING_SITE, dropout)
+        if dropout and batch.dropout_seeds is not None:
+            x = drop(x, batch.dropout_seeds, EMBEDDING_SITE, dropout)
         batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
                        for index in (None, *range(len(self.arch.ropes)))}
         if not batch.shard:
             batch.segments = document_segments(
-                batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_keys)
+                batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_seeds)
         # {index of a layer: the keys and values that it shares; [] if it shares none}
         shared_kv: dict[int | None, list[Tensor]] = {None: []}
         for layer in self.layers:
@@ -72,14 +69,13 @@ def measure_weight_norms(model: Model) -> None:
                     weight = dequantize(layer, fused, no_adapter)[:, : fused.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     for linear in fused.adapted:
-                        name, its = linear.name, norms[linear.outputs]
-                        if not its.all():  # PEFT would compute NaN, too
+                        name, row_norms = linear.name, norms[linear.outputs]
+                        if not row_norms.all():  # PEFT would compute NaN, too
                             raise RunError(
-                                f"--adapter dora: row {int(its.argmin())} of {name} in layer"
-                                f" {layer.index} is all 0, and DoRA divides by its norm: use"
-                                " --adapter lora, or leave this linear out of"
-                                       " --target_modules")
-                        layer.weight_norms[name] = its
+                                f"--adapter dora: row {int(row_norms.argmin())} of {name} in"
+                                f" layer {layer.index} is all 0, and DoRA divides by its norm: use"
+                                " --adapter lora, or leave this linear out of --target_modules")
+                        layer.weight_norms[name] = row_norms
 
 
 def verify_model(model: Model, plan: Plan) -> None:

@@ -127,8 +127,7 @@ class DocumentSums(torch.autograd.Function):
 
 def sum_documents(token_losses: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Return the sums of each document's token losses, see DocumentSums."""
-    sums: torch.Tensor = DocumentSums.apply(token_losses, batch)
-    return sums
+    return DocumentSums.apply(token_losses, batch)
 
 
 def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Config,

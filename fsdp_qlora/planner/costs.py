@@ -14,13 +14,10 @@ from fsdp_qlora.kernels.recurrence import mixer_with_state
 from fsdp_qlora.layer.layer import LayerSpec
 from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.model.embedding import CHUNK_BYTES
-from fsdp_qlora.plan import Plan
+from fsdp_qlora.plan import SAVES, Plan, Saves
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import BLOCK
-
-
-SAVES = "all", "mlp", "mid_residual", "input"  # values of layer.saves, see LayerFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +26,8 @@ class LayerTotals:
     comment says otherwise."""
 
     kinds: tuple[LayerSpec, ...]  # the different LayerSpecs
-    # {one of SAVES: values per token that the first 0, 1, 2, .. layers save}
-    saved_values: dict[str, list[int]]
+    # {Saves: values per token that the first 0, 1, 2, .. layers save}
+    saved_values: dict[Saves, list[int]]
     nf4_bytes: int
     largest_nf4: int  # bytes of one layer
     small: int  # values of the tensors that every rank has whole, see small_tensors()
@@ -41,9 +38,9 @@ class LayerTotals:
     weights: int  # number of weights
     # weights that one token is multiplied by; those of slow matmuls count more, see LayerSpec
     token_weights: float
-    # {one of SAVES: weights that backward multiplies by once more, if all layers save that}; here
-    # the weights of slow matmuls do not count more, because Fit was fitted without that
-    recomputed_weights: dict[str, float]
+    # {Saves: weights that backward multiplies by once more, if all layers save that}; here the
+    # weights of slow matmuls do not count more, because Fit was fitted without that
+    recomputed_weights: dict[Saves, float]
     mlp_values: int  # values per token that the MLP of a layer saves, at most
     # values of a token's queries in a layer, mean over the layers; those of wide heads count more
     mean_query_width: float
@@ -53,7 +50,7 @@ class LayerTotals:
 @functools.lru_cache(8)
 def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     """Return the LayerTotals of these LayerSpecs, a tuple."""
-    def running_sum(saves: str) -> list[int]:
+    def running_sum(saves: Saves) -> list[int]:
         values = {spec: spec.saved_values(saves) for spec in set(specs)}
         return list(itertools.accumulate((values[x] for x in specs), initial=0))
 

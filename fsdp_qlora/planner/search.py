@@ -4,7 +4,7 @@
       choose_plan()          the plan to run, or DoesNotFit
         find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
                              pick_plan() takes the fastest of those that fit, by predict_time()
-        check_plan()         where none fits, way_out() tries flags and names those that help
+        check_plan()         where none fits, suggest_flags() tries flags and names those that help
         use_graphs()         CUDA graphs, where they make it faster
 """
 
@@ -26,15 +26,15 @@ from fsdp_qlora.kernels.attention import Kernels, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.layer import LayerSpec
 from fsdp_qlora.model.parameters import shard_range
-from fsdp_qlora.plan import GAPS, Plan
+from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
 from fsdp_qlora.pretrained.architecture import Architecture, Mamba2
 from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 
-# fractions of the memory that a plan must, and should, leave free, GAPS included
-SPARE, AMPLE_SPARE = 0.07, 0.1
+# fractions of the memory that a plan must, and should, leave free, FRAGMENTATION included
+MIN_FREE, GOOD_FREE = 0.07, 0.1
 MUCH_FASTER = 0.8  # fraction of a step's time, for which ranks share micro-batches
 # tokens of a row on each rank, for which they do so: with fewer, exchanging keys takes longer than
 # --offload_activations
@@ -73,7 +73,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """What a plan is searched for."""
+    """The inputs of the search: flags, model, workload, limits."""
 
     config: Config
     arch: Architecture
@@ -211,42 +211,43 @@ def find_plan(search: Search) -> Plan:
 
 
 def affordable_plans(search: Search, context_size: int) -> list[Plan]:
-    """Return the possible plans that do not pin too much host memory. If none of them leaves SPARE
-    of the GPU's memory, all plans get the embedding in host memory, where that is possible."""
+    """Return the possible plans that do not pin too much host memory. If none of them leaves
+    MIN_FREE of the GPU's memory, all plans get the embedding in host memory, where that is
+    possible."""
     arch, machine, bound = search.arch, search.machine, search.bound
     plans = list(possible_plans(search, context_size))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {search.config.shard_group_size} processes: use a smaller"
                          " --shard_group_size")
-    if not any(plan.fits(bound, SPARE) for plan in plans) \
+    if not any(plan.fits(bound, MIN_FREE) for plan in plans) \
             and search.workload.device.type == "cuda" \
             and (arch.per_layer or not arch.tied) and not machine.why_no_triton:
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
         plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]
     runnable = [plan for plan in plans if plan.fits_both(bound, machine.host_bytes)]
-    roomy = [plan for plan in runnable if plan.fits(bound, SPARE)]
-    needed = min(plan.host_bytes for plan in roomy or runnable or plans)
+    with_margin = [plan for plan in runnable if plan.fits(bound, MIN_FREE)]
+    needed = min(plan.host_bytes for plan in with_margin or runnable or plans)
     # beyond what is needed, host memory is pinned only for speed
     allowed = min(needed + HOST_SPARE, max(needed, machine.host_bytes / 2))
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
 def pick_plan(plans: list[Plan], search: Search) -> Plan:
-    """Return the plan to run, among those that leave SPARE of the memory free.
+    """Return the plan to run, among those that leave MIN_FREE of the memory free.
 
     Among the plans that are as fast as the fastest, by SAME_TIME, it is the preferred one that
-    leaves AMPLE_SPARE, else the smallest. If no plan leaves SPARE, it is the smallest plan.
+    leaves GOOD_FREE, else the smallest. If no plan leaves MIN_FREE, it is the smallest plan.
     """
     smallest = min(plans, key=lambda plan: plan.bytes)
-    fitting = [p for p in plans if p.fits(search.bound, SPARE)]
+    fitting = [p for p in plans if p.fits(search.bound, MIN_FREE)]
     fitting = [search.predict_time(p) for p in fitting or [smallest]]
     fastest = min(p.token_seconds for p in fitting)
     near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
-    roomy = [p for p in near if p.fits(search.bound, AMPLE_SPARE)]
-    if roomy:
-        return min(roomy, key=lambda plan: plan.preference)
+    with_margin = [p for p in near if p.fits(search.bound, GOOD_FREE)]
+    if with_margin:
+        return min(with_margin, key=lambda plan: plan.tie_break)
     return min(near, key=lambda plan: plan.bytes)
 
 
@@ -285,7 +286,7 @@ class DoesNotFit(ValueError, MemoryError):
 def check_host(plan: Plan, machine: Machine) -> None:
     """Raise DoesNotFit if a plan for a CPU, which has only host memory, does not fit."""
     needed = plan.bytes + plan.host_bytes
-    if needed > (1 - GAPS) * machine.host_bytes:
+    if needed > (1 - FRAGMENTATION) * machine.host_bytes:
         raise DoesNotFit(
             f"does not fit on this machine's CPU: predicted peak {needed / 2**30:.1f} GiB of host"
             f" memory per process, but only {machine.host_bytes / 2**30:.1f} GiB are available."
@@ -301,7 +302,7 @@ def check_plan(plan: Plan, search: Search) -> None:
                          " are available. Offload less")
     if plan.fits(limit):
         return
-    flags, smaller = way_out(plan, search)
+    flags, smaller = suggest_flags(plan, search)
     size = f"{smaller.bytes / 2**30:.1f} GiB per GPU"
     is_enough = smaller.fits_both(limit, machine.host_bytes)
     if smaller.host_bytes:
@@ -309,12 +310,13 @@ def check_plan(plan: Plan, search: Search) -> None:
     advice = f"Add {flags}: {size}, predicted {1 / smaller.token_seconds:,.0f} tok/s/GPU"
     if not is_enough:
         advice = f"With {flags} it still needs {size}. Use more GPUs as well"
-    text = (f"does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB plus {100 * GAPS:.0f} % for"
-            f" fragmentation, but only {limit / 2**30:.1f} GiB per GPU are available. {advice}")
+    text = (f"does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB plus"
+            f" {100 * FRAGMENTATION:.0f} % for fragmentation, but only {limit / 2**30:.1f} GiB per"
+            f" GPU are available. {advice}")
     raise DoesNotFit(text, flags if is_enough else "", smaller)
 
 
-def way_out(plan: Plan, search: Search) -> tuple[str, Plan]:
+def suggest_flags(plan: Plan, search: Search) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
     config, workload = search.config, search.workload
@@ -399,9 +401,10 @@ def agree_on_plan(
     plain = any(document_attention in pair.values() for pair in kernels)
     plain_recurrences = {recurrence.plain for recurrence in RECURRENCES.values()}
     plain_recurrence = any(plain_recurrences & {*by_type.values()} for by_type in kernels)
-    workload = describe_workload(config, source, eval_rows, dist.get_world_size(), device,
-                             why_no_capture(arch, machine, plain, plain_recurrence), plain,
-                             state_bytes, plain_recurrence)
+    workload = describe_workload(
+        config, source, eval_rows, dist.get_world_size(), device,
+        why_no_capture(arch, machine, plain, plain_recurrence), plain, state_bytes,
+        plain_recurrence)
     with raise_on_all_ranks():
         plan = choose_plan(config, arch, specs, workload, limit, machine)
     # free host memory differs between nodes, so all ranks use rank 0's plan

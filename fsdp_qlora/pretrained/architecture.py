@@ -458,6 +458,8 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
+    """Name and shape of one weight matrix of a layer; not an nn.Linear."""
+
     name: str  # name in the layer, in transformers and checkpoints
     out_features: int
     in_features: int
@@ -592,7 +594,8 @@ class Architecture(Family):
                 "down": [dataclasses.replace(x, in_features=2 * x.in_features)
                          for x in self.down]}
         if self.per_layer:
-            groups["end_gate"], groups["end_out"] = self.per_layer.linears(self.hidden_size)
+            gate, out = self.per_layer.linears(self.hidden_size)
+            groups |= {"per_layer_gate": gate, "per_layer_out": out}
         return groups
 
     def fused_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:

@@ -51,17 +51,15 @@ def dequantize_stored(
     tensors of NF4_PARTS, by name in the files."""
     state = bnb.functional.QuantState.from_dict(dict(parts), codes.device)
     state.dtype = dtype  # training's dtype, whatever it was quantized from
-    values: torch.Tensor = bnb.functional.dequantize_4bit(
+    return bnb.functional.dequantize_4bit(
         codes.view(torch.uint8).view(-1, 1), state)
-    return values
 
 
 def nf4_round_trip(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight after quantization to NF4, with double quantization, and dequantization."""
     packed, state = bnb.functional.quantize_4bit(
         weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    values: torch.Tensor = bnb.functional.dequantize_4bit(packed, state)
-    return values
+    return bnb.functional.dequantize_4bit(packed, state)
 
 
 def swap_nibbles(packed: torch.Tensor) -> torch.Tensor:

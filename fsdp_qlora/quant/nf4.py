@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 
-
 import bitsandbytes as bnb
 import torch
 
@@ -130,7 +129,7 @@ if triton:
             tl.store(out + target, values, inside)
         else:
             write_lora_b(adapter, table, out, tile - n_tiles, n_rows, n_in, padded_lora, rank,
-                          LINEARS, EQUAL, COLUMNS, FIELDS)
+                         LINEARS, EQUAL, COLUMNS, FIELDS)
 
     @triton.jit
     def write_lora_b(

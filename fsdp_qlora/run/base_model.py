@@ -16,6 +16,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
 from fsdp_qlora.ranks import raise_on_all_ranks
 
+
 @dataclasses.dataclass(frozen=True)
 class BaseModel:
     """A base model without its weights, which may not be downloaded yet."""
@@ -51,7 +52,7 @@ def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
     return config, BaseModel(directory, model_config, arch, tokenizer, tokens)
 
 
-def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[Path, str]:
+def fetch_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[Path, str]:
     """Return the directory of the model's weights, downloaded if necessary, and the digest by which
     a resumed run recognizes them. The digest is "" in a dry run without weights."""
     if config.random_weights:

@@ -56,8 +56,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
                      optimizer_state: dict[str, torch.Tensor],
                      merge_check: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step> completely or not at all, from the gathered {PEFT's name: tensor},
-    and the results of Adapter.gather_state() and MergeCheck.states(). Raises
-    DISK_ERRORS, also if the directory is no longer this run's. Rank 0 only.
+    and the results of Adapter.gather_state() and MergeCheck.states(). Raises DISK_ERRORS, also if
+    the directory is no longer this run's. Rank 0 only.
 
     Everything goes into a hidden directory, which is renamed when all files are written, synced and
     listed with their SHA-256. So a directory with the right name is a complete checkpoint.
@@ -98,8 +98,8 @@ def check_room(config: Config, directory: Path, specs: Sequence[LayerSpec],
     """Raise ValueError if the disk has no room for the adapter and one checkpoint, the least that a
     run must write; log a line if it has none for as many as --keep_checkpoints keeps.
     `n_row_weights`: those of the rows of --trainable_tokens. Rank 0 only."""
-    n_weights = n_row_weights + sum(math.prod(shape) for spec in specs
-                    for _, shape in spec.adapter_parts().values())
+    n_weights = n_row_weights + sum(
+        math.prod(shape) for spec in specs for _, shape in spec.adapter_parts().values())
     adapter, checkpoint = 4 * n_weights, CHECKPOINT_BYTES * n_weights + 2**20
     n_existing = len(checkpoints_of(directory))
     # plus 2: the best checkpoint, and the one that is being written

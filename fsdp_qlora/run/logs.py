@@ -44,7 +44,7 @@ KERNEL_NAMES = {  # of functions in kernels/, in the log; others by their own na
     "document_attention": "one sequence at a time", "fla_delta_rule": "flash-linear-attention",
     "fla_scan": "flash-linear-attention", "document_delta_rule": "delta rule in plain PyTorch",
     "document_scan": "Mamba-2 in plain PyTorch"}
-ELSEWHERE = ("output_dir", "shard_group_size")  # flags that other lines of the log tell
+FLAGS_LOGGED_SEPARATELY = ("output_dir", "shard_group_size")  # in other lines of the log
 SHOWN_TOKENS = {True: 60, False: 30}  # of the first row's long parts, trained or not, at each end
 
 
@@ -54,7 +54,7 @@ class MetricsWriter:
     def __init__(self, run: Run, start_step: int) -> None:
         """Start after step `start_step`; later records of an earlier start are removed."""
         self.max_steps, self.status = run.config.max_steps, run.status
-        self.place, self.compiles = place_of(run.device), compiles_kernels(run.device)
+        self.place, self.compiles = device_word(run.device), compiles_kernels(run.device)
         self.first: tuple[int, float] | None = None  # first step of this start, and when it ended
         self.pace: float | None = None  # seconds per step since, evaluations and saves included
         self.path = run.directory / "metrics.jsonl"
@@ -132,7 +132,7 @@ class MetricsWriter:
                     close()
 
 
-def place_of(device: torch.device) -> str:
+def device_word(device: torch.device) -> str:
     """Return what speeds are per: "GPU", or "process" where there is none."""
     return "GPU" if device.type == "cuda" else "process"
 
@@ -310,7 +310,7 @@ def log_startup(
     on what it runs, and the plan."""
     world_size = dist.get_world_size()
     defaults = {name: value for name, value in vars(config).items()
-                if value != vars(user_config)[name] and name not in ELSEWHERE}
+                if value != vars(user_config)[name] and name not in FLAGS_LOGGED_SEPARATELY}
     if defaults:
         log("defaults: " + " ".join(
             f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"
@@ -337,7 +337,7 @@ def log_startup(
         log(f"memory: {outside / 2**30:.2f} GiB of this GPU already in use (CUDA context, NCCL,"
             " other programs)")
     resident = host_memory()[0] if device.type == "cpu" else 0
-    log_plan(user_config, plan, limit, world_size, place_of(device),
+    log_plan(user_config, plan, limit, world_size, device_word(device),
              resident if resident < math.inf else 0)
 
 
@@ -475,6 +475,6 @@ def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
     weights = sum(layer.spec.token_weights() for layer in layers)
     again = sum(layer.spec.recomputed_weights(layer.saves) for layer in layers)
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
-    place = place_of(run.device)
+    place = device_word(run.device)
     log(f"measured: {rate:,.0f} tok/s/{place}, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB; predicted"
         f" {1 / plan.token_seconds:,.0f} tok/s/{place}")

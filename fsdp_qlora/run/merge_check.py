@@ -78,13 +78,8 @@ def no_adapter(adapter: Adapter) -> Iterator[None]:
     """Disable the adapter in the `with` body: B is 0, DoRA's magnitudes are the norms of the
     weights' rows, and the rows of --trainable_tokens are as they began."""
     weights = adapter.weights.data.clone()
-    for i, layer in enumerate(adapter.layers):
-        values = {}
-        for (linear, key), (_, shape) in layer.spec.adapter_parts().items():
-            is_norm = key == "lora_magnitude_vector"
-            value = layer.weight_norms[linear].cpu() if is_norm else torch.zeros(shape)
-            values[adapter.name(i, linear, key)] = value
-        adapter.set_layer(i, values)
+    for i, layer in enumerate(adapter.layers):  # B is 0, so any A gives the base model
+        adapter.set_layer(i, adapter.initial_values(i, layer, seed=0))
     adapter.set_token_rows(dict(zip(token_row_names(adapter.arch), adapter.initial_rows)))
     yield
     adapter.set_weights(weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -53,7 +53,7 @@ class Run:
     adapter: Adapter
     optimizer: Any  # the Optimizer of the script, which may be another one
     merge_check: MergeCheck
-    graphs: Graphs | Literal[False]
+    graphs: Graphs | None  # None: CUDA graphs are not used
     # the fields below change during training
     progress: Progress = dataclasses.field(default_factory=Progress)
     saved_step: int = 0  # step of the latest checkpoint

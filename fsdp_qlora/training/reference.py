@@ -33,7 +33,7 @@ REFERENCE_FILE = "reference.safetensors"
 SAVE_SECONDS = 60  # between two saves of an incomplete file
 
 
-def find_reference(run: Run) -> None:
+def ensure_reference(run: Run) -> None:
     """Set `reference` of the run's rows: from the file in its directory and, for rows that the file
     lacks, computed by the model with the adapter from before step 1. All ranks must call this."""
     if not run.rows.kind.has_reference:
@@ -53,7 +53,7 @@ def find_reference(run: Run) -> None:
     on_rank_0(read_reference, run, references)
     for values in references.values():
         dist.broadcast(values, 0)
-    measure(run, needed, references)
+    compute_missing(run, needed, references)
     known = {name: dataclasses.replace(rows, reference=references[name])
              for name, (rows, _) in needed.items()}
     run.source.rows = dataclasses.replace(
@@ -63,8 +63,8 @@ def find_reference(run: Run) -> None:
             known["eval"], mismatched=known.get("eval_mismatched"))
 
 
-def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
-            references: dict[str, torch.Tensor]) -> None:
+def compute_missing(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
+                    references: dict[str, torch.Tensor]) -> None:
     """Compute the references that are needed and still NaN. The file is written once a minute and
     at the end; a run that is stopped meanwhile continues from it. All ranks must call this."""
     missing = {}
@@ -136,7 +136,7 @@ def estimate_kl(model: Model, batches: Iterable[Rows], n_rows: int) -> torch.Ten
     ratios = []
     for other in (batch.mismatched for batch in batches):
         if other:
-            assert other.reference is not None, "find_reference() has set it"
+            assert other.reference is not None, "ensure_reference() has set it"
             logps = -document_losses(model, other)
             ratios.append((logps - other.reference.to(model.device)).sum())
     reshard_all(model)
