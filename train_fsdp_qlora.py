@@ -580,13 +580,13 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
 
 
 def sum_gradient(run: Run) -> None:
-    """Sum the gradient over the copies of the model, unless FSDP2 has done so. All ranks must call
-    this."""
+    """Sum over the ranks what FSDP2 has not summed: the whole gradient without FSDP2, else that of
+    the rows of --trainable_tokens, which FSDP2 does not know. All ranks must call this."""
     adapter, world_size = run.adapter, dist.get_world_size()
     if world_size > adapter.shards and not run.plan.uses_fsdp:
         dist.all_reduce(adapter.grad)
-    elif world_size > 1 and adapter.n_tail:  # FSDP2 does not know the rows of --trainable_tokens
-        dist.all_reduce(adapter.tail(adapter.grad))
+    elif world_size > 1 and adapter.n_token_weights:
+        dist.all_reduce(adapter.token_part(adapter.grad))
 
 
 def clip_gradient(run: Run, norm: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the log
 # settings of adapter_config.json: the flags that give the same
 SETTING_FLAGS = {"r": "--lora_rank", "lora_alpha": "--lora_alpha", "use_dora": "--adapter",
                  "use_rslora": "--adapter", "trainable_token_indices": "--trainable_tokens"}
-TAIL = ".token_rows"  # ends names of optimizer state in checkpoints
+TOKEN_ROWS = ".token_rows"  # ends names of optimizer state in checkpoints
 
 
 def resolve_adapter(
@@ -160,8 +160,8 @@ class Adapter:
         self.expert_parts = expert_parts(self.arch, rank)  # the ones that PEFT's files stack
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         n_rows = initial_rows.numel()
-        self.n_tail = math.ceil(n_rows / STATE_BLOCK) * STATE_BLOCK
-        n_weights = len(self.layers) * self.n_own + self.n_tail
+        self.n_token_weights = math.ceil(n_rows / STATE_BLOCK) * STATE_BLOCK
+        n_weights = len(self.layers) * self.n_own + self.n_token_weights
         self.weights = nn.Parameter(torch.zeros(n_weights, device=device))
         self.weights.grad = self.grad = torch.zeros_like(self.weights)
         # each layer's `adapter` and its gradient are views of these two, so that backward adds to
@@ -174,19 +174,19 @@ class Adapter:
         self.n_trainable = sum(math.prod(shape) for i in range(len(self.layers))
                                for _, shape in self.names(i).values()) + n_rows
         if n_rows:
-            rows, grad = (self.tail(x)[:n_rows].view_as(initial_rows)
+            rows, grad = (self.token_part(x)[:n_rows].view_as(initial_rows)
                           for x in (self.weights.data, self.grad))
             model.token_rows = TokenRows(token_ids, model.own_rows, rows, grad)
 
     def by_layer(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the layers' part, [layers, n], of a vector with the form of `weights` or of
         optimizer state for it."""
-        return vector[: len(vector) - len(self.tail(vector))].view(len(self.layers), -1)
+        return vector[: len(vector) - len(self.token_part(vector))].view(len(self.layers), -1)
 
-    def tail(self, vector: torch.Tensor) -> torch.Tensor:
+    def token_part(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the part of such a vector that is for the rows of --trainable_tokens."""
         # by ratio, because absmax has one value per STATE_BLOCK weights
-        return vector[len(vector) - len(vector) * self.n_tail // len(self.weights) :]
+        return vector[len(vector) - len(vector) * self.n_token_weights // len(self.weights) :]
 
     def name(self, i: int, linear: str, key: str) -> str:
         """Return PEFT's name of a part of layer i's adapter, see peft_name()."""
@@ -264,14 +264,15 @@ class Adapter:
 
     def gather_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the optimizer's state as a checkpoint has it, from sharded_state(): whole CPU
-        tensors on rank 0, {name: [layers, n]}, and {name + TAIL: [n]} of the rows of
+        tensors on rank 0, {name: [layers, n]}, and {name + TOKEN_ROWS: [n]} of the rows of
         --trainable_tokens; {} on other ranks. All ranks must call this."""
         saved = {}
         for name, vector in state.items():
             layers = [whole for whole in self.gather(vector) if whole is not None]
             if is_rank_0():
                 saved[name] = torch.stack(layers)
-                saved |= {name + TAIL: self.tail(vector).cpu()} if self.n_tail else {}
+                if self.n_token_weights:
+                    saved[name + TOKEN_ROWS] = self.token_part(vector).cpu()
         return saved
 
     def set_state(self, state: Mapping[str, torch.Tensor],
@@ -283,8 +284,8 @@ class Adapter:
             missing = own.shape[1] * self.shards - saved[name].shape[1]  # < 0: padding to cut
             whole = F.pad(saved[name], (0, missing))
             own.copy_(whole.unflatten(1, (self.shards, -1))[:, self.shard])
-            if self.n_tail:
-                self.tail(vector).copy_(saved[name + TAIL])
+            if self.n_token_weights:
+                self.token_part(vector).copy_(saved[name + TOKEN_ROWS])
 
     def largest(self) -> float:
         """Return the largest magnitude of all weights. All ranks must call this."""

@@ -28,7 +28,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.files import as_json, digest, read_json, remove, sync_file, text_digest, write_whole
 from fsdp_qlora.layer.layer import LayerSpec
-from fsdp_qlora.lora.adapter import TAIL, Adapter, sharded_state
+from fsdp_qlora.lora.adapter import TOKEN_ROWS, Adapter, sharded_state
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
 from fsdp_qlora.ranks import EXITS, RunError, gather_objects, log
@@ -124,7 +124,7 @@ def load_checkpoint(path: Path, adapter: Adapter,
     # that it changes, including the step count, is set below
     optimizer.step()
     stored, own_state = load_file(path / "optimizer.safetensors"), sharded_state(optimizer)
-    names = {name.removesuffix(TAIL) for name in stored}
+    names = {name.removesuffix(TOKEN_ROWS) for name in stored}
     if names != own_state.keys():
         raise ValueError(f"{path} is of another optimizer: it has {', '.join(sorted(names))}; this"
                          f" one needs {', '.join(sorted(own_state))}")
