@@ -19,7 +19,7 @@ this is not checked.
 
 The job is below, in the order in which it happens: read_base(), read_adapter(), then for each
 tensor merged_tensor(): read_stored(), nf4_weight(), add_adapter(); write_files(); compare_logits().
-Tested with torch 2.11 and 2.13, transformers 5.17 to 5.24, peft 0.21, bitsandbytes 0.50.
+Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
 from __future__ import annotations

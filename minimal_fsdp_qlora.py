@@ -19,7 +19,7 @@ shards all of them. What is missing here, and where train_fsdp_qlora.py has it:
     mixtures of experts, models already in 4 bits     load_model()
     a plan of memory and speed                        agree_on_plan()
 
-Tested with torch 2.11 and 2.13, transformers 5.17 to 5.24, peft 0.21, bitsandbytes 0.50.
+Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
 import argparse

@@ -26,7 +26,7 @@ docs/internals.md is its map. Where to look:
                                  fsdp_qlora/run/checkpoints.py
     gather and save              save_checkpoint(), save_results()
 
-Tested with torch 2.11 and 2.13, transformers 5.17 to 5.24, peft 0.21, bitsandbytes 0.50.
+Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
 from __future__ import annotations
