@@ -24,7 +24,7 @@ from transformers import (
 
 import merge_adapters
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.trainable_tokens import TrainableToken
+from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
 from fsdp_qlora.lora.adapter import resolve_adapter
 from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.model.token_rows import EmbeddingRows
@@ -158,6 +158,18 @@ def test_gradients_of_long_micro_batches_are_summed():
     EmbeddingRows.apply(torch.zeros(40_000, 4), rows, ids, row_ids).backward(grad)
     want = [int((ids == i).sum()) for i in row_ids]
     assert want[2] == 0 and torch.equal(rows.grad, torch.tensor(want).float()[:, None].expand(3, 4))
+
+
+def test_new_tokens_are_added_once_and_stay_in_texts_unless_they_are_markers(chat_tokenizer):
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    before = tokenizer("a<tool>")["input_ids"]
+    tokens = add_trainable_tokens(tokenizer, ["<|end|>", "is", "<tool>", "<|end|>"])
+    n, is_id = len(chat_tokenizer), chat_tokenizer.convert_tokens_to_ids("is")
+    assert [(token.text, token.id) for token in tokens] == [
+        ("is", is_id), ("<|end|>", n), ("<tool>", n + 1)]
+    assert tokens[0].pieces is None and [*tokens[2].pieces] == before[1:]
+    ids = tokenizer("It<tool><|end|>")["input_ids"]
+    assert ids[-2:] == [n + 1, n] and tokenizer.decode(ids, skip_special_tokens=True) == "It<tool>"
 
 
 def test_rows_begin_as_what_their_text_was_or_as_the_mean(capsys):

@@ -32,14 +32,14 @@ def add_trainable_tokens(
     A new token of the form <|..|> is special: texts for people leave it out, and it can end an
     answer. The others stay in such texts, as <tool_call> must.
     """
-    pieces: dict[str, tuple[int, ...]] = {}
+    known, pieces = tokenizer.get_vocab(), dict[str, tuple[int, ...]]()
     for text in texts:
-        if text not in tokenizer.get_vocab():
+        if text not in known:
             ids = plain_tokens(tokenizer, text)
             pieces[text] = tuple(i for i in ids if i != tokenizer.unk_token_id)
     for text in pieces:
         is_special = bool(re.fullmatch(r"<\|.+\|>", text))
         tokenizer.add_tokens([AddedToken(text, special=is_special, normalized=False)])
     ids_of_texts = tokenizer.get_vocab()
-    found = [TrainableToken(text, ids_of_texts[text], pieces.get(text)) for text in texts]
+    found = {TrainableToken(text, ids_of_texts[text], pieces.get(text)) for text in texts}
     return tuple(sorted(found, key=lambda token: token.id))
