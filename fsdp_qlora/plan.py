@@ -56,6 +56,12 @@ class Plan:
         return self.shard_group_size > 1 or self.offload_params
 
     @property
+    def n_fetched_ahead(self) -> int:
+        """Number of put()s whose copies from host memory start before backward needs them. One is
+        enough for a layer's inputs; what an MLP needs is several times as large."""
+        return 2 if self.n_mlp_saved else 1
+
+    @property
     def bytes(self) -> int:
         return sum(self.memory.values())
 

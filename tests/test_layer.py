@@ -34,7 +34,7 @@ from fsdp_qlora.kernels.attention import document_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
-from fsdp_qlora.layer import linears, mixer_sublayer, mixers, mlp
+from fsdp_qlora.layer import attention_mixer, linears, mixer_sublayer, mixers, mlp
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
@@ -226,6 +226,7 @@ def assert_equal(kept, monkeypatch, name, **settings):
     monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
     if slice_tokens == SLICED:
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
+        monkeypatch.setattr(attention_mixer, "GROUP_BYTES", 1)  # and each key head
     got_loss, got = pair.computed(saves, reuse_dequantized)
     assert abs(got_loss - loss) <= 1e-5 * loss
     assert got.keys() == grads.keys()
@@ -318,7 +319,7 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
 
 def test_what_is_offloaded_is_not_held():
     """By the record, or by the function that takes it back."""
-    store = OffloadedActivations(3, 8, torch.device("cpu"))
+    store = OffloadedActivations(3, 2, 8, torch.device("cpu"))
     record = SavedMLP(mlp_input=torch.arange(8.0), gate_up=torch.ones(8, 2))
     want, first = record.gate_up.clone(), weakref.ref(record.gate_up)
     take = put_record(store, record)
@@ -437,6 +438,7 @@ def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatc
     monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
     if slice_tokens == SLICED:
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
+        monkeypatch.setattr(attention_mixer, "GROUP_BYTES", 1)  # and each key head
     got_loss, got = pair.computed(saves, reuse_dequantized, "bfloat16")
     assert abs(got_loss - loss) <= 1e-2 * loss
     for key in grads:
@@ -1076,7 +1078,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(batch=micro_batch, layer=layer)
-    got = attend(call, arch, mixer.window, None, None, None)
+    got = attend(call, arch, mixer.window, (None, None, None), (0, 1))
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (

@@ -80,9 +80,12 @@ class CountedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        query_sums = torch.empty_like(grad, dtype=torch.float32)
-        grads = [torch.empty_like(x) for x in ctx.saved_tensors[:3]]
-        del query_sums
+        query, key, value = ctx.saved_tensors[:3]
+        made = [torch.empty_like(grad), torch.empty_like(query, dtype=torch.float32)]
+        if key.shape[1] < query.shape[1]:  # gradients of keys and values for each query head
+            made += [torch.empty_like(query), torch.empty_like(grad)]
+        grads = [torch.empty_like(x) for x in (query, key, value)]
+        del made
         return tuple(grads)
 
 
@@ -327,53 +330,53 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
 
 @pytest.mark.parametrize("name, index, saves, settings, share", [
     ("llama-3-8b", 0, "all", NOTHING, 0.967),
-    ("llama-3-8b", 0, "mid_residual", NOTHING, 0.899),
-    ("llama-3-8b", 0, "input", HELD, 0.890),
-    ("gemma-2-27b", 1, "input", NOTHING, 0.948),
-    ("gemma-2-27b", 1, "all", PLAIN_ATTENTION, 0.739),
+    ("llama-3-8b", 0, "mid_residual", NOTHING, 0.964),
+    ("llama-3-8b", 0, "input", HELD, 0.952),
+    ("gemma-2-27b", 1, "input", NOTHING, 0.981),
+    ("gemma-2-27b", 1, "all", PLAIN_ATTENTION, 0.741),
     ("gemma-4-e4b", 0, "all", NOTHING, 0.940),
-    ("gemma-4-e4b", 0, "input", NOTHING, 0.954),
-    ("gemma-4-e4b", 0, "input", HELD, 0.970),
+    ("gemma-4-e4b", 0, "input", NOTHING, 0.969),
+    ("gemma-4-e4b", 0, "input", HELD, 0.983),
     ("gemma-4-e4b-narrow", 0, "all", NOTHING, 0.833),
-    ("gemma-4-e4b-narrow", 0, "input", NOTHING, 0.866),
+    ("gemma-4-e4b-narrow", 0, "input", NOTHING, 0.904),
     ("qwen3-30b-a3b", 0, "all", RANGES, 0.961),
-    ("qwen3-30b-a3b", 0, "input", RANGES, 0.959),
+    ("qwen3-30b-a3b", 0, "input", RANGES, 0.980),
     ("qwen3-30b-a3b", 0, "all", NOTHING, 0.986),
     ("gpt-oss-20b", 0, "all", RANGES, 0.928),
-    ("gpt-oss-20b", 0, "input", RANGES, 0.887),
+    ("gpt-oss-20b", 0, "input", RANGES, 0.942),
     ("gemma-4-26b-a4b", 0, "all", RANGES, 0.945),
-    ("gemma-4-26b-a4b", 0, "input", RANGES, 0.994),
-    ("glm-4.7-flash", 0, "all", NOTHING, 0.866),
-    ("glm-4.7-flash", 0, "all", PLAIN_ATTENTION, 0.741),
-    ("glm-4.7-flash", 1, "input", RANGES, 0.843),
-    ("granite-4-h-small", 5, "input", RANGES, 0.928),
+    ("gemma-4-26b-a4b", 0, "input", RANGES, 0.986),
+    ("glm-4.7-flash", 0, "all", NOTHING, 0.890),
+    ("glm-4.7-flash", 0, "all", PLAIN_ATTENTION, 0.723),
+    ("glm-4.7-flash", 1, "input", RANGES, 0.970),
+    ("granite-4-h-small", 5, "input", RANGES, 0.990),
     ("nemotron-3-super", 1, "all", NARROW, 0.889),
-    ("nemotron-3-super", 1, "input", NARROW, 0.815),
-    ("nemotron-3-super", 0, "all", NOTHING, 0.775),
-    ("nemotron-3-super", 0, "input", NOTHING, 0.737),
-    ("nemotron-3-super", 0, "all", PLAIN, 0.782),
-    ("falcon-h1-7b", 0, "all", NOTHING, 0.812),
-    ("lfm2-8b-a1b", 0, "all", NOTHING, 0.890),
-    ("qwen3.5-9b", 0, "all", NOTHING, 0.784),
-    ("qwen3.5-9b", 0, "all", PLAIN, 0.766),
-    ("qwen3.5-9b", 3, "all", NOTHING, 0.909),
-    ("llama-2-70b", 0, "input", HELD, 0.924),
-    ("qwen3.5-9b", 0, "input", HELD, 0.891),
-    ("qwen3.5-9b", 3, "input", NOTHING, 0.896),
-    ("llama-3-8b", 0, "input", {"lora_rank": 256}, 0.913),
-    ("gemma-3-12b", 0, "all", LONG, 0.689),
-    ("llama-3-8b-dropout", 0, "all", PLAIN_ATTENTION, 0.775),
+    ("nemotron-3-super", 1, "input", NARROW, 0.877),
+    ("nemotron-3-super", 0, "all", NOTHING, 0.786),
+    ("nemotron-3-super", 0, "input", NOTHING, 0.786),
+    ("nemotron-3-super", 0, "all", PLAIN, 0.787),
+    ("falcon-h1-7b", 0, "all", NOTHING, 0.815),
+    ("lfm2-8b-a1b", 0, "all", NOTHING, 0.923),
+    ("qwen3.5-9b", 0, "all", NOTHING, 0.804),
+    ("qwen3.5-9b", 0, "all", PLAIN, 0.774),
+    ("qwen3.5-9b", 3, "all", NOTHING, 0.955),
+    ("llama-2-70b", 0, "input", HELD, 0.968),
+    ("qwen3.5-9b", 0, "input", HELD, 0.952),
+    ("qwen3.5-9b", 3, "input", NOTHING, 0.966),
+    ("llama-3-8b", 0, "input", {"lora_rank": 256}, 0.975),
+    ("gemma-3-12b", 0, "all", LONG, 0.688),
+    ("llama-3-8b-dropout", 0, "all", PLAIN_ATTENTION, 0.771),
     ("qwen3-30b-a3b", 0, "all", RANGES | EXPERTS, 0.980),
-    ("qwen3-30b-a3b", 0, "input", RANGES | EXPERTS, 0.983),
+    ("qwen3-30b-a3b", 0, "input", RANGES | EXPERTS, 1.000),
     ("qwen3-30b-a3b", 0, "all", EXPERTS, 0.978),
     ("gpt-oss-20b", 0, "all", RANGES | EXPERTS, 0.964),
     ("gemma-4-26b-a4b", 0, "all", RANGES | EXPERTS, 0.962),
-    ("gemma-4-26b-a4b", 0, "input", RANGES | EXPERTS, 0.995),
+    ("gemma-4-26b-a4b", 0, "input", RANGES | EXPERTS, 0.989),
     ("nemotron-3-super", 1, "all", NARROW | EXPERTS, 0.938),
-    ("nemotron-3-super", 1, "input", NARROW | EXPERTS, 0.898),
+    ("nemotron-3-super", 1, "input", NARROW | EXPERTS, 0.941),
     ("nemotron-3-super", 1, "all", NARROW | AROUND, 0.884),
-    ("nemotron-3-super", 1, "input", NARROW | AROUND, 0.809),
-    ("glm-4.5-air", 1, "all", NARROW | SHARED, 0.949),
+    ("nemotron-3-super", 1, "input", NARROW | AROUND, 0.871),
+    ("glm-4.5-air", 1, "all", NARROW | SHARED, 0.895),
 ])  # fmt: skip
 def test_plan_is_no_less_than_a_layers_peak(
     name, index, saves, settings, share, kernels_make_shapes_alone, monkeypatch

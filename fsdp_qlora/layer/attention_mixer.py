@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +13,15 @@ from fsdp_qlora.kernels.attention import explicit_bytes
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rotate_backward, rotate_forward, split_heads, split_projected)
 from fsdp_qlora.layer.call import LayerCall
-from fsdp_qlora.layer.saved import SavedAttention
+from fsdp_qlora.layer.saved import HeadGroup, SavedAttention
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
+
+
+# A kernel's backward needs several times the memory of its queries: their gradient in fp32, and in
+# most kernels the gradients of keys and values for each query head. So long micro-batches run a
+# group of heads at a time, with at most this many bytes of queries, where there are enough heads.
+GROUP_BYTES = 2**27
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,9 +47,7 @@ class AttentionMixer:
         elif call.layer.is_kv_source and not call.is_backward:
             # cloned, because a view would keep the queries alive
             call.kv_out = tuple(part.clone() for part in heads[1:])
-        with torch.enable_grad():  # autograd records only this, to call the kernel's backward
-            saved.heads = [part.detach().requires_grad_() for part in heads]
-            saved.attended = attend(call, self.arch, self.window, *saved.heads)
+        saved.groups = attend_by_groups(call, self.arch, self.window, heads)
         return self.recompute_output(call, saved)
 
     @property
@@ -59,7 +64,7 @@ class AttentionMixer:
         return self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
 
     def recompute_output(self, call: LayerCall, saved: SavedAttention) -> Tensor:
-        attended: Tensor = saved.attended.detach()
+        attended = all_heads([group.attended.detach() for group in saved.groups])
         if self._output_factor != 1:
             attended = attended * self._output_factor
         gate = self.arch.attention_gate
@@ -69,16 +74,17 @@ class AttentionMixer:
         return gate_heads(attended, gates, gate.activation, evaluation=call.evaluation)
 
     def backward(self, call: LayerCall, saved: SavedAttention, grad: Tensor) -> Tensor:
-        grad, grad_gate = grad.reshape(saved.attended.shape), None
+        grad, grad_gate = grad.unflatten(1, (self.arch.n_heads, -1)), None
         assert self._output_factor == 1 or not self.arch.attention_gate, "no family has both"
         if self._output_factor != 1:
             grad = grad * self._output_factor
         if gate := self.arch.attention_gate:
             gates = split_projected(self.arch, saved.projected)[3]
-            grad, grad_gate = gate_heads_backward(grad, saved.attended.detach(), gates,
-                                                  gate.activation)
-        grads = torch.autograd.grad(saved.attended, saved.heads, grad)
-        saved.attended = saved.heads = None
+            attended = all_heads([group.attended.detach() for group in saved.groups])
+            grad, grad_gate = gate_heads_backward(grad, attended, gates, gate.activation)
+            del attended
+        groups, saved.groups = saved.groups, None
+        grads = groups_backward(groups, grad)
         if call.kv_in:
             call.grad_kv_in = grads[1:]
             # this layer has not projected keys and values: their gradient has 0 heads
@@ -115,17 +121,11 @@ class AttentionMixer:
         values = self._qkv_width + self.query_width + 2 * arch.n_heads  # the kernel's sums, fp32
         return values + self.projected_width * self.saves_projected
 
-    @property
-    def recomputed_values(self) -> int:
-        gated = self.query_width * (self.arch.attention_gate is not None)
-        return max(self.projected_width, self._qkv_width) + self.query_width + gated
-
     def live_bytes(self, plan: Plan) -> int:
         item, others = getattr(torch, plan.compute_dtype).itemsize, 0
-        # the gradients of q, k and v before and after rotation, and of attention's output; some
-        # kernels sum the query's gradient in fp32
-        values = self.projected_width + max(self.projected_width, self._qkv_width)
-        values += 3 * self.query_width
+        # the gradients of q, k and v, and of attention's output
+        values = self._qkv_width + self.query_width
+        values += kernel_values(self.arch, plan.micro_batch_tokens * item)
         values += 2 * self.query_width * (self.arch.attention_gate is not None)
         if plan.plain_attention:  # repeats keys and values for each query head, and has gradients
             values += 4 * self.query_width
@@ -133,12 +133,61 @@ class AttentionMixer:
         return values * plan.micro_batch_tokens * item + others
 
 
+def n_head_groups(arch: Architecture, value_bytes: int) -> int:
+    """Return the number of groups of heads, see GROUP_BYTES. `value_bytes`: the bytes of one value
+    for each token."""
+    n_kv = max(1, arch.n_kv_heads)
+    if arch.attention_dropout:  # draws for all heads at once
+        return 1
+    least = min(n_kv, arch.n_heads * arch.head_dim * value_bytes / GROUP_BYTES)
+    return next(n for n in range(1, n_kv + 1) if n_kv % n == 0 and n >= least)
+
+
+def kernel_values(arch: Architecture, value_bytes: int) -> int:
+    """Return the values per token that a kernel's backward needs besides its inputs and outputs, at
+    most: a contiguous gradient of its output, that of the queries in fp32, and those of keys and
+    values for each query head."""
+    group_width = arch.n_heads * arch.head_dim // n_head_groups(arch, value_bytes)
+    return (5 if arch.n_kv_heads < arch.n_heads else 3) * group_width
+
+
+def attend_by_groups(
+    call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor]
+) -> list[HeadGroup]:
+    """Run attend() on query, key and value [n, heads, head_dim], a group of heads at a time."""
+    query, groups = heads[0], []
+    n_groups = n_head_groups(arch, query[:, 0, 0].numel() * query.itemsize)
+    for i, group in enumerate(zip(*(part.chunk(n_groups, 1) for part in heads))):
+        with torch.enable_grad():  # autograd records only this, to call the kernel's backward
+            leaves = [part.detach().requires_grad_() for part in group]
+            groups.append(HeadGroup(leaves, attend(call, arch, window, leaves, (i, n_groups))))
+    return groups
+
+
+def groups_backward(groups: list[HeadGroup], grad: Tensor) -> list[Tensor]:
+    """Return the gradients of query, key and value, from that of the output of all heads. Empties
+    `groups`, so that each group's memory is free before the next one runs."""
+    grads = []
+    for part in grad.chunk(len(groups), 1):
+        group = groups.pop(0)
+        grads.append(torch.autograd.grad(group.attended, group.heads, part))
+        del group
+    return [all_heads(parts) for parts in zip(*grads)]
+
+
+def all_heads(parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensors of all groups as one [n, heads, head_dim]."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+
+
 def attend(
-    call: LayerCall, arch: Architecture, window: int | None, query: Tensor, key: Tensor,
-    value: Tensor
+    call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
+    group: tuple[int, int]
 ) -> Tensor:
     """Causal attention within each document of the micro-batch, [n, heads, width of a value].
-    `window`: number of keys that a query sees; None: all."""
+    `window`: number of keys that a query sees; None: all. `heads`: query, key and value of the i-th
+    of n groups, with `group` = (i, n)."""
+    query, key, value = heads
     batch, attention_type = call.batch, "window" if window else "full"
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"
@@ -149,4 +198,6 @@ def attend(
         key, value, segments = batch.shard.gather_keys(
             key, value, None if arch.attention_dropout else window)
     sinks = call.layer.small_tensors.get("self_attn.sinks")
+    if sinks is not None:
+        sinks = sinks.chunk(group[1])[group[0]]
     return kernel(query, key, value, sinks, segments, arch, window, call.layer.index)

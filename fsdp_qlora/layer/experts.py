@@ -440,8 +440,9 @@ class MoESublayer:
         if self.latent:
             values += n * (self.latent.live_values + recomputed * self.latent.saved_values)
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
-        # the router, in fp32: four values per row, and three tensors as large as its scores
-        return values * item + 4 * (4 * rows + 3 * n * moe.n_experts)
+        # the router, in fp32: five values per row, three tensors as large as its scores, and each
+        # expert's rows, counted twice
+        return values * item + 4 * (5 * rows + 3 * n * moe.n_experts + 2 * moe.n_experts)
 
     @property
     def token_weights(self) -> float:

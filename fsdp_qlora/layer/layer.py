@@ -57,11 +57,9 @@ class LayerSpec(ParameterLayout):
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
         mixer = self.mixer.live_bytes(plan, recomputed=saves != "all")
         mlp = self.mlp.live_bytes(plan, recomputed=saves in ("mid_residual", "input"))
-        if saves == "input":  # what the mixer will need, recomputed first to get mid_residual
-            mlp += n * (self.mixer.arch.hidden_size + self.mixer.recomputed_values) * item
+        if saves == "input":  # mid_residual is recomputed first, and with it what the mixer needs
+            mlp += n * self.mixer.saved_values * item
         live = max(mixer, mlp)
-        if saves != "all":  # x and mid_residual, if they are not counted as saved
-            live += 2 * n * self.mixer.arch.hidden_size * item
         if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
             live += n * self.mixer.arch.hidden_size * item
         return live

@@ -7,7 +7,6 @@ MLAMixer (mla.py) and AutogradMixer (mixers.py).
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +18,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
     add_a_gradient, fill_lora_hidden, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.layer.residual import (
-    add_residual, branch_gradient, copy_lora_hidden, norm_gradient, norm_padded, save_inputs,
-    saved_or_recomputed_inputs, weight_bytes)
+    add_residual, branch_gradient, copy_lora_hidden, norm_gradient, norm_padded, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMixer, SavedMixing
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -70,16 +68,13 @@ class TokenMixer(Protocol):
         """Values saved for backward, if nothing is recomputed."""
 
     @property
-    def recomputed_values(self) -> int:
-        """Values alive while forward() is recomputed."""
-
-    @property
     def elementwise_values(self) -> int:
         """Values whose reading or writing takes as long as the mixer's elementwise work, forward
         and backward."""
 
     def live_bytes(self, plan: Plan) -> int:
-        """Peak bytes of backward(), besides what is saved."""
+        """Peak bytes of backward(), besides what is saved, with the gradient of forward()'s
+        result."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,7 +112,8 @@ class MixerSublayer:
         arch, saved = self.arch, SavedMixer(x=x)
         inputs = norm_padded(call, arch.attention_norm, x, self.in_proj)
         projected = lora_matmul(call, self.in_proj, inputs)
-        save_inputs(call, saved, inputs, self.in_proj)
+        # not the normed inputs: a pass over x makes them again
+        saved.lora_hidden = copy_lora_hidden(inputs, self.in_proj)
         del inputs
         widths = [mixer.projected_width for _, mixer in self.paths]
         saved.mixers = [mixer.saved_type(projected=part) for (_, mixer), part in zip(
@@ -158,7 +154,8 @@ class MixerSublayer:
         del upstream
         grad = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
         del grads
-        inputs = saved_or_recomputed_inputs(call, saved, arch.attention_norm, saved.x, self.in_proj)
+        inputs = norm_padded(call, arch.attention_norm, saved.x, self.in_proj)
+        inputs = inputs[:, : self.in_proj.in_features]
         grad, grad_d = lora_matmul_backward(
             call, self.in_proj, saved.lora_hidden, grad, inputs, needs_x)
         add_a_gradient(call, self.in_proj, inputs, grad_d)
@@ -167,12 +164,6 @@ class MixerSublayer:
         return norm_gradient(call, arch.attention_norm, saved.x, grad, residual)
 
     # ---- what it costs, for the planner ----
-
-    @functools.cached_property
-    def recomputed_values(self) -> int:
-        """Values that are alive while forward() is recomputed."""
-        return self.in_proj.width + sum(
-            mixer.recomputed_values + out.width for out, mixer in self.paths)
 
     @property
     def saved_values(self) -> int:
@@ -195,13 +186,16 @@ class MixerSublayer:
         """Peak bytes of backward(), besides what is saved."""
         item = getattr(torch, plan.compute_dtype).itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
-        values = self.recomputed_values if recomputed else 0
-        values += self.in_proj.width + 2 * self.arch.hidden_size  # gradients: of x and of the sum
         dequantized = self.fused_linears if reuse_dequantized else (self.in_proj, *self.between)
         weights = [weight_bytes(fused, item, reuse_dequantized) for fused in dequantized]
         others = sum(weights) if reuse_dequantized else max(weights)
-        others += sum(mixer.live_bytes(plan) for _, mixer in self.paths)
-        return values * plan.micro_batch_tokens * item + others
+        value_bytes = plan.micro_batch_tokens * item
+        mixing = (self.saved_values - self.arch.hidden_size if recomputed else 0) * value_bytes
+        mixing += sum(mixer.live_bytes(plan) for _, mixer in self.paths)
+        # the gradient of in_proj's outputs; its inputs, and their gradient
+        projecting = (self.in_proj.out_features + 2 * self.in_proj.width) * value_bytes
+        residuals = 2 * self.arch.hidden_size * value_bytes  # gradients: of x and of the sum
+        return residuals + max(mixing, projecting) + others
 
     def recomputed_weights(self, want_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""

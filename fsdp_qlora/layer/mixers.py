@@ -69,10 +69,6 @@ class AutogradMixer:
     def saved_values(self) -> int:
         return MIXERS[type(self.mixer)].saved_values(self.mixer, self.arch.hidden_size)
 
-    @property
-    def recomputed_values(self) -> int:
-        return self.saved_values
-
     def live_bytes(self, plan: Plan) -> int:
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
         if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(self.mixer))):

@@ -15,7 +15,8 @@ from torch import Tensor
 from fsdp_qlora.kernels.attention import document_attention, explicit_bytes
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
 from fsdp_qlora.kernels.heads import rotate
-from fsdp_qlora.layer.attention_mixer import attend
+from fsdp_qlora.layer.attention_mixer import (
+    all_heads, attend_by_groups, groups_backward, kernel_values)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
@@ -58,20 +59,18 @@ class MLAMixer:
         heads = latent_heads(query, key_value, rotary_key, *call.batch.ropes[self.rope], self.arch,
                              kernel_value_width(call.batch, self.arch), evaluation=call.evaluation)
         del query, key_value, kv_latent, rotary_key
-        with torch.enable_grad():  # autograd records only this, to call the kernel's backward
-            saved.heads = [part.detach().requires_grad_() for part in heads]
-            saved.attended = attend(call, self.arch, None, *saved.heads)
+        saved.groups = attend_by_groups(call, self.arch, None, heads)
         return self.recompute_output(call, saved)
 
     def recompute_output(self, call: LayerCall, saved: SavedMLA) -> Tensor:
-        attended: Tensor = saved.attended.detach()
+        attended = all_heads([group.attended.detach() for group in saved.groups])
         return attended[..., : self.mla.value].flatten(1)
 
     def backward(self, call: LayerCall, saved: SavedMLA, grad: Tensor) -> Tensor:
         grad = grad.unflatten(1, (self.arch.n_heads, -1))
-        grad = F.pad(grad, (0, saved.attended.shape[2] - grad.shape[2]))
-        grads = torch.autograd.grad(saved.attended, saved.heads, grad)
-        saved.attended = saved.heads = None
+        groups, saved.groups = saved.groups, None
+        grad = F.pad(grad, (0, groups[0].attended.shape[2] - grad.shape[2]))
+        grads = groups_backward(groups, grad)
         query, key_value, rotary_key = latent_heads_backward(
             *grads, *call.batch.ropes[self.rope], self.arch)
         del grads, grad
@@ -137,10 +136,6 @@ class MLAMixer:
         return latents + padded_lora + 4 * self.query_width + 2 * self.arch.n_heads
 
     @property
-    def recomputed_values(self) -> int:
-        return self.projected_width + self.saved_values + self.kv_b.out_features
-
-    @property
     def elementwise_values(self) -> int:
         """Values for the norms of latents, counted like the sublayer's own norm, and for heads,
         forward and backward."""
@@ -149,9 +144,9 @@ class MLAMixer:
     def live_bytes(self, plan: Plan) -> int:
         item, others = getattr(torch, plan.compute_dtype).itemsize, 0
         # the gradients of query, key, value and attention's output, and of the tensors that these
-        # heads are made from; some kernels sum the query's gradient in fp32
+        # heads are made from
         values = 4 * self.query_width + self.query_width + self.kv_b.out_features
-        values += 2 * self.query_width
+        values += kernel_values(self.arch, plan.micro_batch_tokens * item)
         if plan.plain_attention:
             values += 4 * self.query_width
             others = explicit_bytes(self.arch, None, plan.micro_batch_tokens)

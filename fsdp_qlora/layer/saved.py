@@ -7,7 +7,7 @@ record. A field that only some models need is None for the others.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,10 +30,16 @@ class SavedMixing:
     out_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden, for the matmul after the mixer
 
 
+class HeadGroup(NamedTuple):
+    """One call of an attention kernel: of some key heads and the query heads that share them."""
+
+    heads: list[Tensor]  # query, key and value, leaves of autograd's graph of the kernel
+    attended: Tensor  # [n, query heads, head_dim], the kernel's output
+
+
 @dataclasses.dataclass
 class SavedAttention(SavedMixing):
-    heads: list[Tensor] = None  # query, key and value, leaves of autograd's graph of the kernel
-    attended: Tensor = None  # [n, heads, head_dim], the kernel's output
+    groups: list[HeadGroup] = None
 
 
 @dataclasses.dataclass

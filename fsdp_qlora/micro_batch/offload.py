@@ -57,14 +57,16 @@ class OffloadedActivations:
     """Store of the tensors that layers save for backward, in pinned host memory. take() is called
     in the reverse order of put().
 
-    Its own stream does the copies, and fetches two puts ahead: a layer's while the backward of the
-    layer after it runs. put() frees the GPU memory of all earlier puts but the latest, whose copy
-    may still be running. The last of a micro-batch's `n_puts` stays on the GPU, because its
-    backward comes first.
+    Its own stream does the copies, and fetches `n_ahead` puts ahead. put() frees the GPU memory of
+    all earlier puts but the latest, whose copy may still be running. The last of a micro-batch's
+    `n_puts` stays on the GPU, because its backward comes first.
     """
 
-    def __init__(self, n_puts: int, micro_batch_tokens: int, device: torch.device) -> None:
-        self.n_puts, self.micro_batch_tokens, self.device = n_puts, micro_batch_tokens, device
+    def __init__(
+        self, n_puts: int, n_ahead: int, micro_batch_tokens: int, device: torch.device
+    ) -> None:
+        self.n_puts, self.n_ahead = n_puts, n_ahead
+        self.micro_batch_tokens, self.device = micro_batch_tokens, device
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
         # {i: pinned uint8 buffer, large enough for the i-th put() of the longest micro-batch}
         self.buffers = {}
@@ -122,15 +124,15 @@ class OffloadedActivations:
         self.on_device[i] = tensors, self.copy(tensors, self.views(i))
 
     def take(self, i: int) -> Sequence[Tensor]:
-        """Return the tensors of the i-th put(), once; start to fetch those of the two puts before
-        it."""
+        """Return the tensors of the i-th put(), once; start to fetch those of the `n_ahead` puts
+        before it."""
         self.release()
         tensors, event = self.on_device.pop(i)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
-        for ahead in i - 1, i - 2:
-            if ahead >= 0 and ahead not in self.on_device:
-                self.fetch(ahead)
+        for earlier in range(i - 1, max(i - self.n_ahead, 0) - 1, -1):
+            if earlier not in self.on_device:
+                self.fetch(earlier)
         return tensors
 
 
@@ -151,4 +153,4 @@ def make_store(plan: Plan, device: torch.device) -> ActivationStore:
     if not plan.offload_activations or not plan.recomputed:
         return DeviceActivations()
     n_puts = sum(1 if plan.saves(i) == "input" else 2 for i in range(plan.recomputed))
-    return OffloadedActivations(n_puts, plan.micro_batch_tokens, device)
+    return OffloadedActivations(n_puts, plan.n_fetched_ahead, plan.micro_batch_tokens, device)

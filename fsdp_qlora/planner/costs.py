@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp_qlora.kernels.recurrence import mixer_with_state
+from fsdp_qlora.layer.attention_mixer import n_head_groups
 from fsdp_qlora.layer.layer import LayerSpec
 from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.model.embedding import CHUNK_BYTES
@@ -158,9 +159,9 @@ def activation_peak(
     for saves in {plan.saves(i) for i in (0, max(0, plan.recomputed - 1), plan.n_layers - 1)}:
         live = max(spec.live_bytes(plan, saves) for spec in layers.kinds)
         on_gpu = recomputed
-        if plan.offload_activations:  # x, and twice the size of the put() that follows it
-            second = layers.mlp_values if saves == "mlp" else hidden
-            on_gpu = min(recomputed, value_bytes * (hidden + 2 * second))
+        if plan.offload_activations:  # x, and the puts that are fetched ahead
+            ahead = layers.mlp_values if saves == "mlp" else hidden
+            on_gpu = min(recomputed, value_bytes * (hidden + plan.n_fetched_ahead * ahead))
         peaks.append((on_gpu, others if saves == "all" else 0, live))
     return max(peaks, key=sum)
 
@@ -176,7 +177,8 @@ def exchanged_bytes(plan: Plan, arch: Architecture, value_bytes: int) -> float:
     kept = (n + 0.5) * kv_width  # the keys that the two pieces of a rank see, for each own token
     # rows sent and received, both ways, and their sum in fp32; some kernels make gradients of keys
     # and values for all query heads
-    live = (4 * n + 4) * kv_width + (n + 0.5) * 2 * query_width
+    n_groups = n_head_groups(arch, value_bytes)
+    live = (4 * n + 4) * kv_width / n_groups + (n - 0.5) * 2 * query_width / n_groups
     return ((plan.n_layers - plan.recomputed) * kept + kept + live) * value_bytes
 
 
