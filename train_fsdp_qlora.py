@@ -49,7 +49,8 @@ from typing import Any
 if __name__ == "__main__":
     from fsdp_qlora.run.start import before_imports
 
-    # without torchrun: --help and a wrong flag end here, before slow imports. Turns gc off, too
+    # without torchrun: --help and a wrong flag end here, before slow imports. Turns gc off, and
+    # sets torch's allocator, which torch reads when it is imported
     before_imports()
 
 # bitsandbytes warns on a CPU that a package is missing, which only its own inference would use
@@ -309,8 +310,6 @@ def join_processes() -> torch.device:
                              " GPUs: lower --nproc_per_node")
         device = torch.device("cuda", local_rank)
         options.update(backend="cpu:gloo,cuda:nccl", device_id=device)
-        # tensors of all sizes are allocated and freed; gaps between fixed segments cannot be merged
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
         torch.set_num_threads(1)  # CPU work is small here: waking threads takes longer
     else:

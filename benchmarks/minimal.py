@@ -43,7 +43,6 @@ def random_handles(causal_lm, directory):
 
 
 def limit_memory(gib):
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # as the script does
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, DEVICE)
 

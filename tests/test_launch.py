@@ -167,3 +167,21 @@ def test_report_of_plain_torchrun_ends_with_the_reason(tree):
     assert done.returncode == 1 and len(said) == 1 and "--dataset none.jsonl" in said[0]
     *_, last, rule = done.stderr.splitlines()
     assert last.strip() == f"traceback : {said[0]}" and set(rule) == {"="}
+
+
+@pytest.mark.parametrize("script", ["train_fsdp_qlora.py"])
+def test_torch_finds_its_allocators_settings_when_it_is_imported(script):
+    """Later it does not read them again: 3 of 22.5 GiB were then in gaps between tensors."""
+    watch = f"""
+import os, runpy, sys
+class Watch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            sys.exit("setting: " + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "none"))
+sys.meta_path.insert(0, Watch())
+sys.argv = [{script!r}, "--model", "m", "--dataset", "d", "--output_dir", "o"]
+runpy.run_path({str(ROOT / script)!r}, run_name="__main__")
+"""
+    env = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
+    run = subprocess.run([sys.executable, "-c", watch], env=env, capture_output=True, text=True)
+    assert "setting: expandable_segments:True" in run.stderr

@@ -1,4 +1,4 @@
-"""Before torch is imported: answer --help and wrong flags; and how a process ends."""
+"""Before torch is imported: --help, wrong flags, the allocator; and how a process ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from fsdp_qlora.run.flags import parse_flags
 
 
 def before_imports() -> None:
-    """Answer --help, --version and a wrong flag; then print that libraries are being imported."""
+    """Answer --help, --version and a wrong flag; set what torch reads when it is imported; print
+    that libraries are being imported."""
+    # tensors of all sizes are allocated and freed; gaps between fixed segments cannot be merged
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     gc.disable()  # until main(): collections would take a fifth of the time of all imports
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until watch_process(): no traceback of an import
     for name in "stdout", "stderr":  # may be closed, or unable to encode the text of a row
