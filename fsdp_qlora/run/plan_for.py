@@ -20,7 +20,7 @@ from fsdp_qlora.planner.search import choose_plan, describe_workload, why_no_cap
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import open_model
-from fsdp_qlora.run.logs import log_plan_elsewhere
+from fsdp_qlora.run.startup_log import log_plan_elsewhere
 from fsdp_qlora.run.resolve import resolve_config, resolve_steps
 from fsdp_qlora.run.status import Status
 

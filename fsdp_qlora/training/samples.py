@@ -21,7 +21,7 @@ from fsdp_qlora.model.lm_head import best_tokens
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.ranks import gather_objects
-from fsdp_qlora.run.logs import beginning, ending
+from fsdp_qlora.run.metrics import beginning, ending
 from fsdp_qlora.run.status import Status
 
 
