@@ -79,10 +79,10 @@ from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.router import BALANCE
-from fsdp_qlora.lora.adapter import (
-    Adapter, check_origin, optimizer_state_bytes, read_adapter, resolve_adapter,
-    sharded_state)
+from fsdp_qlora.lora.adapter import Adapter, optimizer_state_bytes, sharded_state
+from fsdp_qlora.lora.init_adapter import check_origin, read_adapter
 from fsdp_qlora.lora.initial_rows import initial_rows
+from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch

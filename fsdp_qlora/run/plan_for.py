@@ -13,7 +13,7 @@ from fsdp_qlora.data.packing import ShuffledRows
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
 from fsdp_qlora.layer.layer import make_layer_specs
-from fsdp_qlora.lora.adapter import resolve_adapter
+from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, gpu_machine, parse_gpus
 from fsdp_qlora.planner.search import choose_plan, describe_workload, why_no_capture
