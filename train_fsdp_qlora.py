@@ -86,11 +86,11 @@ from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.load import load_model
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.preference_loss import preference_loss
-from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.search import agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture

@@ -20,8 +20,8 @@ from fsdp_qlora.layer.linears import STATE_BLOCK
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_names import (
     expert_parts, layer_names, peft_name, stack_experts, token_row_names)
+from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.model.shards import local_part, set_local
 from fsdp_qlora.model.token_rows import TokenRows
 from fsdp_qlora.ranks import all_gather, is_rank_0, raise_on_all_ranks
 

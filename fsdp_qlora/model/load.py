@@ -26,8 +26,9 @@ from fsdp_qlora.hashing import as_hex, content_sum
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.memory import host_memory, log_memory
 from fsdp_qlora.micro_batch.offload import pinned_copy
+from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local, weight_requests
+from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.config import rope_frequencies
 from fsdp_qlora.pretrained.formats import (
