@@ -71,9 +71,8 @@ def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: Nested, linea
 
 @functools.lru_cache(None)
 def linears_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
-    """Return dequantize_kernel's table of the linears, int32 [linears, FIELDS]: first block, first
-    output, first second-level absmax, index, first value of B, first column (-1: no adapter), and
-    the output after the last."""
+    """Return dequantize_kernel's table of the linears, int32 [linears, 7], whose columns are in
+    quant/nf4.py."""
     table = []
     for linear in fused.linears:
         outputs = fused.local_outputs(linear)
