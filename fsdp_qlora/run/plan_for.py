@@ -50,7 +50,7 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     names, and the bytes of each GPU. Without `rows` it plans for rows of --max_seq_len tokens.
     Reads only config.json of the model. Raises ValueError."""
     world_size, _, gpu = parse_gpus(config.plan_for or "")
-    limit = int((config.memory_limit_gib or gpu.free) * 2**30)
+    limit = int((config.memory_limit_gib or gpu.free_gib) * 2**30)
     machine = gpu_machine(gpu, config.host_memory_gib or HOST_GIB)
     base = model_directory(config.model or "", "config")
     config = dataclasses.replace(config, random_weights=True)
