@@ -114,7 +114,7 @@ from fsdp_qlora.run.status import ACTIONS, Status, watch_process
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.training.divergence import stop_if_diverged
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_micro_batches
-from fsdp_qlora.training.finish import log_finish, stop_run
+from fsdp_qlora.training.finish import finish_run, stop_run
 from fsdp_qlora.training.reference import ensure_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics
@@ -251,13 +251,14 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         verify_model(model, plan)
         log_parameters(adapter.n_trainable, loaded.n_parameters)
 
-        # 7. Loop and save
+        # 7. Loop, save, and say what to do next
         status.enter("training")
         ensure_reference(run)
         status.extend_deadline()
         run.merge_check.begin(model, adapter)
         log_speed(run, train(run, start_step))
         save_results(run)
+        finish_run(run, SCRIPT)
 
 
 def prepare_start(config: Config, directory: Path, digests: dict[str, str | None],
@@ -749,7 +750,6 @@ def save_results(run: Run) -> None:
     weights, merge_check = run.adapter.gather_weights(), run.merge_check.states(run.model)
     on_rank_0(checkpoints.save_adapter, run, weights, merge_check, causes=checkpoints.DISK_ERRORS)
     on_rank_0(draw_losses, run.directory)
-    log_finish(run, SCRIPT)
 
 
 if __name__ == "__main__":
