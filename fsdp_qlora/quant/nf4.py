@@ -76,9 +76,9 @@ def launch_dequantize(
 ) -> None:
     """Launch dequantize_kernel(), which fills `out` [rows, n_in + padded adapter columns].
 
-    `packed`, `scales`: see FourBitBlocks; `nested_absmax`, `offsets`: see Nested; `code_values`:
-    the values of the 8-bit scales, [linears, 256], in MXFP4 [256]; `code`: those of the 4-bit
-    codes, [16]; `table`: see the top of this file; `equal`: see equal_blocks().
+    `packed`, `scales`: see FourBitBlocks; `nested_absmax`, `offsets`: see NestedScales;
+    `code_values`: the values of the 8-bit scales, [linears, 256], in MXFP4 [256]; `code`: those of
+    the 4-bit codes, [16]; `table`: see the top of this file; `equal`: see equal_blocks().
     """
     n_rows, padded_lora = len(out), out.shape[1] - n_in
     n_tiles = ceil_div(len(packed), TILE_BLOCKS)
