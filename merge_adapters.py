@@ -18,7 +18,8 @@ PEFT. They are assumed to be trained on this base in NF4, as transformers' load_
 this is not checked.
 
 The job is below, in the order in which it happens: read_base(), read_adapter(), then for each
-tensor merged_tensor(): read_stored(), nf4_weight(), add_adapter(); write_files(); compare_logits().
+tensor merged_tensor(): read_base_weight(), nf4_weight(), add_adapter(); then write_files() and
+compare_logits().
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
@@ -162,7 +163,7 @@ def open_run(args: argparse.Namespace) -> tuple[TrainedRun, MergeBase, dict[str,
     add_rows(base, run.token_ids)
     check_base(base, run, args.allow_other_base)
     if args.allow_other_base:
-        base.sums = {}  # else read_stored() would refuse what training has not read
+        base.sums = {}  # else read_base_weight() would refuse what training has not read
     return run, base, read_adapter(adapter_dir, run, base)
 
 
@@ -292,7 +293,7 @@ def merged_tensor(name: str, base: MergeBase, adapter: dict[str, LinearAdapter],
     shape, dtype = base.tensors[name]
     merged = torch.empty(shape, dtype=dtype)
     for part, index in base.parts.get(name, [(name, ...)]):  # each expert, or the whole
-        weight, is_transposed = read_stored(base, name, part, index, device)
+        weight, is_transposed = read_base_weight(base, name, part, index, device)
         if part in base.names.linears or part in base.nf4_states:
             weight = nf4_weight(weight, part, base, base.paths[name])
         if part in (base.names.embedding, base.names.head) and part in adapter:
@@ -305,8 +306,8 @@ def merged_tensor(name: str, base: MergeBase, adapter: dict[str, LinearAdapter],
     return finite(merged, f"{base.paths[name]}: what {name} becomes")
 
 
-def read_stored(base: MergeBase, whole: str, part: str, index: Any,
-                device: str) -> tuple[torch.Tensor, bool]:
+def read_base_weight(base: MergeBase, whole: str, part: str, index: Any,
+                     device: str) -> tuple[torch.Tensor, bool]:
     """Return a tensor of the base model's files: `whole`, or the `part` of it at `index`, where a
     file stacks experts or fuses linears. Also returns whether the file has its transpose.
 

@@ -80,40 +80,42 @@ from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.router import BALANCE
-from fsdp_qlora.lora.adapter import (
-    Adapter, check_origin, optimizer_state_bytes, read_adapter, resolve_adapter,
-    sharded_state)
+from fsdp_qlora.lora.adapter import Adapter, optimizer_state_bytes, sharded_state
+from fsdp_qlora.lora.init_adapter import check_origin, read_adapter
 from fsdp_qlora.lora.initial_rows import initial_rows
+from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.load import load_model
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.preference_loss import preference_loss
-from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.search import agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.ranks import (
     RunError, all_gather, check_same, fail_before_init, is_rank_0, log, n_cores, on_rank_0,
     raise_on_all_ranks)
-from fsdp_qlora.run import checkpoints, logs
+from fsdp_qlora.run import checkpoints
 from fsdp_qlora.run.base_model import fetch_weights, open_model
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, open_output, save_tokenizer
 from fsdp_qlora.run.flags import parse_flags
-from fsdp_qlora.run.logs import MetricsWriter
 from fsdp_qlora.run.merge_check import MergeCheck
+from fsdp_qlora.run.metrics import MetricsWriter, draw_losses, log_evaluation, log_speed
 from fsdp_qlora.run.plan_for import answer_plan_for
 from fsdp_qlora.run.resolve import resolve_config, resolve_steps, save_interval
 from fsdp_qlora.run.start import end_process
+from fsdp_qlora.run.startup_log import (
+    describe_steps, log_examples, log_extension, log_parameters, log_startup, log_steps)
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import ACTIONS, Status, watch_process
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.training.divergence import stop_if_diverged
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_micro_batches
-from fsdp_qlora.training.finish import log_finish, stop_run
+from fsdp_qlora.training.finish import finish_run, stop_run
 from fsdp_qlora.training.reference import ensure_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics
@@ -184,7 +186,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         saved_config = on_rank_0(read_json, directory / "train_config.json", {})
         template_date = saved_config.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
         rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
-        logs.log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
+        log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
         config = resolve_steps(config, len(rows))
 
         # 3. What is adapted, and the base weights; then the step from which the run goes on
@@ -216,11 +218,11 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
             kernels = choose_attention(config, arch, device, whole_documents=False)
         status.plan = plan
-        logs.log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
+        log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         if not config.random_weights:
             on_rank_0(compare_with_transformers, base.config, config.model)
         if is_dry:  # ends all ranks together, as an error would, but with code 0
-            raise RunError(f"--max_steps 0: nothing was trained; {logs.describe_steps(config)}", 0)
+            raise RunError(f"--max_steps 0: nothing was trained; {describe_steps(config)}", 0)
 
         # 5. The model: built on meta, sharded by FSDP2; then each rank loads its shard in NF4
         mesh = make_mesh(plan.shard_group_size, device)
@@ -248,15 +250,16 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         has_new_tokens = any(token.pieces is not None for token in base.trainable_tokens)
         on_rank_0(save_tokenizer, directory, base_dir, tokenizer, has_new_tokens)
         verify_model(model, plan)
-        logs.log_parameters(adapter.n_trainable, loaded.n_parameters)
+        log_parameters(adapter.n_trainable, loaded.n_parameters)
 
-        # 7. Loop and save
+        # 7. Loop, save, and say what to do next
         status.enter("training")
         ensure_reference(run)
         status.extend_deadline()
         run.merge_check.begin(model, adapter)
-        logs.log_speed(run, train(run, start_step))
+        log_speed(run, train(run, start_step))
         save_results(run)
+        finish_run(run, SCRIPT)
 
 
 def prepare_start(config: Config, directory: Path, digests: dict[str, str | None],
@@ -273,7 +276,7 @@ def prepare_start(config: Config, directory: Path, digests: dict[str, str | None
         status.checkpoint = checkpoints.checkpoint_path(directory, start_step).name
     if start_step and start_step == saved_config["config"]["max_steps"] < config.max_steps:
         last = learning_rate(start_step, dataclasses.replace(config, max_steps=start_step))
-        logs.log_extension(config, start_step, last, learning_rate(start_step + 1, config))
+        log_extension(config, start_step, last, learning_rate(start_step + 1, config))
     return start_step
 
 
@@ -642,7 +645,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple
     seconds = clock() - started
     samples = sample_answers(run.model, run.tokenizer, run.eval_rows, run.config, run.status,
                              writer.pace if writer else None)
-    logs.log_evaluation(step, run.config.max_steps, metrics, samples, is_best and step > 0)
+    log_evaluation(step, run.config.max_steps, metrics, samples, is_best and step > 0)
     if writer:
         assert run.eval_rows, "it was evaluated"
         n_tokens = int(run.eval_rows.n_trainable_tokens.sum())
@@ -660,7 +663,7 @@ def train(run: Run, start_step: int) -> list[Record]:
     """Run the training loop: steps, evaluations, metrics, checkpoints. Returns the metrics of all
     steps with --random_weights, else []. All ranks must call this."""
     config, status, records = run.config, run.status, []
-    logs.log_steps(run)
+    log_steps(run)
     if run.rows.lengths.min() != run.rows.lengths.max():
         compile_for_any_rows()  # else kernels would be compiled anew for each number of tokens
     with raise_on_all_ranks():
@@ -745,8 +748,7 @@ def save_results(run: Run) -> None:
     run.status.enter("saving")
     weights, merge_check = run.adapter.gather_weights(), run.merge_check.states(run.model)
     on_rank_0(checkpoints.save_adapter, run, weights, merge_check, causes=checkpoints.DISK_ERRORS)
-    on_rank_0(logs.draw_losses, run.directory)
-    log_finish(run, SCRIPT)
+    on_rank_0(draw_losses, run.directory)
 
 
 if __name__ == "__main__":

@@ -77,13 +77,13 @@ def driver(path, argv):
     import train_fsdp_qlora as script
     from fsdp_qlora.kernels.elementwise import elementwise
     from fsdp_qlora.model import layer
-    from fsdp_qlora.run import logs
+    from fsdp_qlora.run import metrics, startup_log
     from fsdp_qlora.quant import nf4
     from fsdp_qlora.planner import machine, plan
 
     if path == "plain":
         layer.DecoderLayer.forward = plain_layer
-        for user in (elementwise, logs, nf4, machine):
+        for user in (elementwise, metrics, startup_log, nf4, machine):
             user.why_no_triton = lambda: "plain"
         plan.use_graphs = lambda plan, *_: plan
     code = script.main(argv)

@@ -45,7 +45,7 @@ class Plan:
     graphs: bool = False  # CUDA graphs are used
     why_no_graphs: str = ""
     graph_room: int = 0  # memory that graphs reserve, in whole micro-batches, see use_graphs()
-    # {kind: bytes} at a step's peak
+    # {kind, as printed: bytes} at a step's peak, see predict_memory()
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # pinned host memory of one process
     token_seconds: float = 0.0  # predicted seconds of one GPU per token

@@ -409,19 +409,18 @@ def run_main(capsys):
     import torch.distributed as dist
 
     import train_fsdp_qlora
-    from fsdp_qlora.run import logs
 
     def run(*args, draws=False):
         capsys.readouterr()
-        draw_losses = logs.draw_losses
+        draw_losses = train_fsdp_qlora.draw_losses
         if not draws:
-            logs.draw_losses = lambda directory: None
+            train_fsdp_qlora.draw_losses = lambda directory: None
         try:
             code = train_fsdp_qlora.main([str(arg) for arg in args])
         except SystemExit as e:
             code = e.code
         finally:
-            logs.draw_losses = draw_losses
+            train_fsdp_qlora.draw_losses = draw_losses
             if dist.is_initialized():  # an exception that main() knows nothing of
                 dist.destroy_process_group()
         return (code, *capsys.readouterr())

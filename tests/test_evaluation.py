@@ -29,9 +29,9 @@ from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.files import text_digest
 from fsdp_qlora.ranks import RunError
-from fsdp_qlora.run import logs
+from fsdp_qlora.run import metrics
 from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, read_checkpoint
-from fsdp_qlora.run.logs import describe_time
+from fsdp_qlora.run.metrics import describe_time
 from fsdp_qlora.run.state import Progress
 from fsdp_qlora.training.samples import choose_prompts
 
@@ -163,7 +163,7 @@ def test_what_a_sample_leaves_out_is_marked(run_main, read_metrics, tmp_path):
     assert sample["prompt"] == f"[..] {row['prompt'][-1000:]}"
     assert sample["wanted"] == "The answer is 6.</s>"
     assert f"\nsample: prompt   {'[..] ' + row['prompt'][-150:]!r}\n" in out
-    assert [logs.beginning(text, 2) for text in ("ab", "abc")] == ["ab", "ab [..]"]
+    assert [metrics.beginning(text, 2) for text in ("ab", "abc")] == ["ab", "ab [..]"]
 
 
 def test_samples_are_on_the_board(runs, read_metrics):
@@ -320,12 +320,12 @@ def test_lines_for_a_bug_report_are_printed_on_request(
 def test_line_of_a_step_tells_how_long_the_rest_takes(tmp_path, capsys, monkeypatch):
     """By the pace since the first step, which compiles; with what evaluations and saves take."""
     clock = iter([0, 0, 100, 110, 200, 10000])  # seconds; it is asked once a step
-    monkeypatch.setattr(logs.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
     run = types.SimpleNamespace(
         config=Config(max_steps=106, report_to="none"), directory=tmp_path,
         status=types.SimpleNamespace(check_lock=lambda: None, write=lambda _: None),
         progress=Progress(), device=torch.device("cpu"))  # fmt: skip
-    log = logs.MetricsWriter(run, 100)
+    log = metrics.MetricsWriter(run, 100)
     record = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0,
               "tokens_per_second_per_gpu": 1.0, "peak_memory_gib": 1.0}  # fmt: skip
     for step in range(101, 107):

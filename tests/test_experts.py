@@ -44,9 +44,11 @@ from fsdp_qlora.kernels.elementwise import (
     LimitedActivation, add_expert_rows, clamped_glu_backward, glu, glu_backward,
     glu_weight_gradients)
 from fsdp_qlora.layer import experts, grouped_mm, router
-from fsdp_qlora.lora.adapter import Adapter, read_adapter, resolve_adapter
+from fsdp_qlora.lora.adapter import Adapter
+from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_files import write_adapter
-from fsdp_qlora.lora.peft_names import expert_parts, stack_experts, unstack_experts
+from fsdp_qlora.lora.peft_names import expert_parts, layer_names, stack_experts, unstack_experts
+from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config, text_config
@@ -425,11 +427,11 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
 
 def parts_of_adapter(model, arch, what):
     """{PEFT's name: "data" or "grad"} of a model's adapter."""
-    found, namer = {}, types.SimpleNamespace(arch=arch)
+    found = {}
     for i, layer in enumerate(model.layers):
         whole = getattr(layer.adapter, what)
-        for part, (where, shape) in layer.spec.adapter_parts().items():
-            found[Adapter.name(namer, i, *part)] = whole[where].view(shape).clone()
+        for name, (where, shape) in layer_names(arch, i, layer.spec).items():
+            found[name] = whole[where].view(shape).clone()
     return found
 
 

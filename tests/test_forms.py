@@ -28,7 +28,7 @@ from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.ranks import RunError
-from fsdp_qlora.run.logs import log_examples
+from fsdp_qlora.run.startup_log import log_examples
 
 
 @pytest.fixture

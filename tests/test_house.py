@@ -37,7 +37,7 @@ def imported(tree):
     names = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
     modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     deeper = {f"{node.module}.{a.name}" for node in nodes if isinstance(node, ast.ImportFrom)
-              for a in node.names}  # from fsdp_qlora.run import logs
+              for a in node.names}  # from fsdp_qlora.run import checkpoints
     return names | modules | deeper & set(SOURCES)
 
 

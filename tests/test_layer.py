@@ -41,12 +41,12 @@ from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.saved import SavedMLP
-from fsdp_qlora.lora.adapter import resolve_adapter
+from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.micro_batch.offload import OffloadedActivations, make_store, put_record
 from fsdp_qlora.model.embedding import embed
+from fsdp_qlora.model.fsdp import set_local
 from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
-from fsdp_qlora.model.shards import set_local
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
 from fsdp_qlora.pretrained import config as configs, families

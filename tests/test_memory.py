@@ -20,7 +20,7 @@ from fsdp_qlora.data.packing import ShuffledRows, make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels
 from fsdp_qlora.layer.layer import make_layer_specs
-from fsdp_qlora.lora.adapter import resolve_adapter
+from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import FRAGMENTATION, Plan

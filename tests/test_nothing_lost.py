@@ -41,7 +41,7 @@ from fsdp_qlora.ranks import DIVERGED, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF
 from fsdp_qlora.run import checkpoints, status as lifecycle
 from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
 from fsdp_qlora.run.directory import open_partial
-from fsdp_qlora.run.logs import MetricsWriter
+from fsdp_qlora.run.metrics import MetricsWriter
 from fsdp_qlora.run.state import Progress
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process
 from fsdp_qlora.training import evaluation

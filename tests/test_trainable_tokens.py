@@ -25,8 +25,8 @@ from transformers import (
 import merge_adapters
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
-from fsdp_qlora.lora.adapter import resolve_adapter
 from fsdp_qlora.lora.initial_rows import initial_rows
+from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.run.merge_check import logits_of, trained_logits

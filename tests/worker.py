@@ -32,9 +32,9 @@ from fsdp_qlora.lora.adapter import sharded_state
 from fsdp_qlora.memory import host_memory
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.embedding import embed
+from fsdp_qlora.model.fsdp import gathered, set_local
 from fsdp_qlora.model.lm_head import LinearCrossEntropy, best_tokens
 from fsdp_qlora.model.parameters import shard_range
-from fsdp_qlora.model.shards import gathered, set_local
 from fsdp_qlora.quant.blocks import FourBitBlocks
 from fsdp_qlora.ranks import all_gather, on_rank_0
 from fsdp_qlora.run.demo import write_demo

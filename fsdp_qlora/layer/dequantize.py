@@ -12,7 +12,7 @@ import torch
 
 from fsdp_qlora.layer.linears import FusedLinear, LinearSlices
 from fsdp_qlora.layer.parameters import LayerParameters
-from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK, FourBitBlocks, Nested
+from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK, FourBitBlocks, NestedScales
 from fsdp_qlora.quant.nf4 import (
     launch_dequantize, mxfp4_code, mxfp4_values, nf4_code, why_no_triton)
 
@@ -28,7 +28,7 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
     weight = adapter.new_empty(fused.out_features, fused.width)
     blocks: FourBitBlocks = layer.packed_weights
     packed, scales = blocks.packed[fused.blocks], blocks.scales[fused.blocks]
-    nested: Nested = layer.nested
+    nested: NestedScales = layer.nested
     in_mxfp4 = fused.linears[0].mxfp4
     if weight.is_cuda and not why_no_triton():
         code, scale_values = mxfp4_code(weight.device)
@@ -53,8 +53,8 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
     return weight
 
 
-def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: Nested, linear: LinearSlices,
-               dtype: torch.dtype) -> torch.Tensor:
+def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: NestedScales,
+               linear: LinearSlices, dtype: torch.dtype) -> torch.Tensor:
     """Return the weights [out, in] of one NF4 linear, dequantized from its blocks by bitsandbytes.
     """
     shape = linear.out_features, linear.in_features
@@ -71,9 +71,8 @@ def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: Nested, linea
 
 @functools.lru_cache(None)
 def linears_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
-    """Return dequantize_kernel's table of the linears, int32 [linears, FIELDS]: first block, first
-    output, first second-level absmax, index, first value of B, first column (-1: no adapter), and
-    the output after the last."""
+    """Return dequantize_kernel's table of the linears, int32 [linears, 7], whose columns are in
+    quant/nf4.py."""
     table = []
     for linear in fused.linears:
         outputs = fused.local_outputs(linear)

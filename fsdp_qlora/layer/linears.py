@@ -34,10 +34,10 @@ class LinearSlices(Linear):
     """A linear, and the slices of the layer's parameters that have its values. Made by
     fuse_linears() only."""
 
-    index: int  # its number in the layer: row of Nested.offsets and Nested.code_values, which have
-    #             no rows for linears in MXFP4 (these come last)
+    index: int  # its number in the layer: row of `offsets` and `code_values` of NestedScales, which
+    #             have no rows for linears in MXFP4 (these come last)
     blocks: slice  # into the layer's `packed_weights`, in blocks of 64 weights
-    nested: slice  # into Nested.absmax, its second-level scales
+    nested: slice  # into `absmax` of NestedScales
     outputs: slice  # into the outputs of its FusedLinear
     lora_slice: slice | None = None  # into the d of its FusedLinear, see lora_matmul.py; None: no
     #                               adapter

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fsdp_qlora.layer.linears import STATE_BLOCK, FusedLinear, LinearSlices
 from fsdp_qlora.plan import Plan, Saves
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.quant.blocks import FourBitBlocks, Nested
+from fsdp_qlora.quant.blocks import FourBitBlocks, NestedScales
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -26,7 +26,8 @@ class ParameterLayout:
     fused_linears: tuple[FusedLinear, ...]  # slices of `packed_weights` and `adapter`
     # {name in the layer: (slice of `vectors`, shape)} of norms and biases
     vectors: dict[str, tuple[slice, tuple[int, ...]]]
-    small_tensors: dict[str, tuple[int, ...]]  # {name in the layer: shape}
+    # {name in the layer: shape} of routers, sinks, mixers' convolutions and the like
+    small_tensors: dict[str, tuple[int, ...]]
     n_blocks: int  # blocks of `packed_weights`
     n_vectors: int  # values of `vectors`
     n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
@@ -46,8 +47,8 @@ class ParameterLayout:
 
     @functools.cached_property
     def n_nested(self) -> int:
-        """Number of values of the layer's Nested: second-level scales of all blocks, and an offset
-        and a table for each linear."""
+        """Number of values of the layer's NestedScales: second-level absmax of all blocks, and an
+        offset and a table for each linear."""
         absmax_counts = [linear.nested.stop - linear.nested.start for linear in self.linears]
         return sum(n + (1 + 256) * (n > 0) for n in absmax_counts)
 
@@ -77,7 +78,7 @@ class LayerParameters(nn.Module):
         self.kv_source = arch.kv_sources[index]
         self.is_kv_source = index in arch.kv_sources
         assert not arch.parallel or self.saves in ("all", "input"), "such a layer's MLP reads x"
-        self.nested: Nested | None = None  # whole on every rank
+        self.nested: NestedScales | None = None  # whole on every rank
         self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
         self.balance: Tensor | None = None  # sums over this step's micro-batches, see add_balance()
         # DoRA: {adapted linear's name: norms of the rows of W, fp32}

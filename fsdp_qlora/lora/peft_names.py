@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig
 
+from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.tensor_names import renamed
 
@@ -35,6 +36,13 @@ def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
     renames = arch.moe.renames if arch.moe else ()
     stem = f"base_model.model.{arch.module_prefix}layers.{layer}"
     return f"{stem}.{renamed(linear, renames)}.{key}"
+
+
+def layer_names(
+    arch: Architecture, i: int, spec: ParameterLayout,
+) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    """Return {PEFT's name: (slice of layer i's adapter, shape)}."""
+    return {peft_name(arch, i, *part): where for part, where in spec.adapter_parts().items()}
 
 
 def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, kind: str,

@@ -26,8 +26,9 @@ from fsdp_qlora.hashing import as_hex, content_sum
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.memory import host_memory, log_memory
 from fsdp_qlora.micro_batch.offload import pinned_copy
+from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local, weight_requests
+from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.config import rope_frequencies
 from fsdp_qlora.pretrained.formats import (
@@ -36,7 +37,7 @@ from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, weight_files)
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
 from fsdp_qlora.quant.blocks import (
-    BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, Nested)
+    BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
 from fsdp_qlora.quant.nf4 import dynamic_map
 from fsdp_qlora.ranks import all_gather, is_rank_0, log, log_each_rank, raise_on_all_ranks
 
@@ -184,10 +185,10 @@ def quantize(
     own_linears: list[tuple[OwnBlocks, str]], shard: FourBitBlocks,
     read: Callable[[str], torch.Tensor],
     names: TensorNames, nf4_states: dict[str, dict[str, Any]], dtype: torch.dtype, model: Model,
-) -> Nested:
+) -> NestedScales:
     """Quantize this rank's blocks of a layer to NF4 with double quantization, into `shard`,
     FourBitBlocks of zeros. Linears that are in NF4 in the files (in `nf4_states`) keep their bytes.
-    Returns the layer's Nested. All ranks of the group must call this.
+    Returns the layer's NestedScales. All ranks of the group must call this.
 
     `own_linears` are (OwnBlocks, name in files), one per linear. Blocks of 64 weights are quantized
     independently, so they get the same bytes as in the whole tensor. The second level subtracts the
@@ -195,7 +196,7 @@ def quantize(
     compute the same second level.
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
-    nested, codebook = {}, dynamic_map(shard.device)  # {name: its part of each field of Nested}
+    nested, codebook = {}, dynamic_map(shard.device)  # {name: its (absmax, offset, values)}
     for own, name in own_linears:
         if name in nf4_states:
             nested[name] = copy_nf4(own, name, shard, read, nf4_states[name])
@@ -216,9 +217,10 @@ def quantize(
             shard.scales[own.local, 0] = codes[own.blocks]
             nested[name] = state.absmax, offset, codebook
     parts = [nested[name] for _, name in own_linears]
-    return Nested(absmax=torch.cat([absmax for absmax, _, _ in parts]),
-                  offsets=torch.stack([offset for _, offset, _ in parts]),
-                  code_values=torch.stack([values for _, _, values in parts]))
+    return NestedScales(
+        absmax=torch.cat([absmax for absmax, _, _ in parts]),
+        offsets=torch.stack([offset for _, offset, _ in parts]),
+        code_values=torch.stack([values for _, _, values in parts]))
 
 
 def copy_mxfp4(
@@ -243,7 +245,7 @@ def copy_nf4(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. `state`: the
     JSON object that bitsandbytes stored with it. Returns the linear's (absmax, offset, code values)
-    for Nested."""
+    for NestedScales."""
     codes = read(name)
     shard.packed[own.local].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
     shard.scales[own.local, 0] = read(f"{name}.absmax")

@@ -17,10 +17,10 @@ from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model.embedding import embed
+from fsdp_qlora.model.fsdp import gathered, local_part
 from fsdp_qlora.model.lm_head import LinearCrossEntropy, final_norm
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
-from fsdp_qlora.model.shards import gathered, local_part
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.quant.blocks import FourBitBlocks
 from fsdp_qlora.ranks import RunError, log_each_rank

@@ -1,41 +1,22 @@
-"""The rows of the weights that this rank owns and must read; FSDP2 helpers.
+"""The weights that this rank owns, and the rows of the files that it must read for them.
 
-shard_model() of the script says what is an FSDP2 unit; load.py fills the shards.
+load.py reads them and fills this rank's shards.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
-
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from collections.abc import Collection
 
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.linears import LinearSlices
+from fsdp_qlora.model.fsdp import local_part
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block
 from fsdp_qlora.pretrained.reader import Request, Source
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter. (DTensor.to_local() records autograd, which takes 5
-    us.)"""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-
-
-def set_local(module: nn.Module, name: str, local: Tensor) -> None:
-    """Replace a meta parameter by this rank's values."""
-    old = getattr(module, name)
-    if isinstance(old, DTensor):
-        # the way FSDP2 does it; DTensor.from_local would move an offloaded shard to the GPU
-        local = DTensor(local, old._spec, requires_grad=False)
-    setattr(module, name, nn.Parameter(local, requires_grad=old.requires_grad))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,21 +130,3 @@ def whole_requests(
         keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
         return [Request(key, (1,), range(1)) for key in keys]
     return [Request(name, shape or (1,), range(*shape[:1] or (1,)), source)]
-
-
-@contextlib.contextmanager
-def gathered(layer: nn.Module) -> Iterator[None]:
-    """Gather the layer's parameters for the `with` body. All ranks must call this."""
-    if isinstance(layer, FSDPModule):
-        layer.unshard()
-    yield
-    if isinstance(layer, FSDPModule):
-        layer.reshard()
-
-
-def reshard_all(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered for a forward without a backward, because the adapter will
-    change."""
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()

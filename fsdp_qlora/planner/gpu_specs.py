@@ -13,8 +13,8 @@ class GPUSpec(NamedTuple):
     exists), A6000 and HGX B200, and the whitepapers on GA102, Ada and RTX Blackwell. Matmuls of the
     4060, 3060 and 4060Ti follow from the 4090's and 3090's by tensor cores and clock."""
 
-    size: int  # GB, as it is sold
-    free: float  # GiB that CUDA and NCCL leave: what torch reports, less 1.2 to 2
+    size_gb: int  # as it is sold
+    free_gib: float  # what CUDA and NCCL leave: what torch reports, less 1.2 to 2
     flops: float  # TFLOP/s of dense bf16 matmuls with fp32 sums; for GeForce half of fp16's
     bandwidth: float  # GB/s of its memory
     link: float  # GB/s received from the other GPUs: by NVLink, else by its bus
@@ -38,7 +38,7 @@ GPU_SPECS = {  # of one size the slowest first
     "B200": GPUSpec(180, 176, 2250, 7700, 900, 64, groups=True)}
 # The fractions of these speeds that measure_machine() finds on H100s and H200s. Other GPUs were not
 # available; the same fractions are assumed for them.
-FLOPS, BANDWIDTH, LINK, BUS = 0.81, 0.85, 0.67, 0.78
+FLOPS_FRACTION, BANDWIDTH_FRACTION, LINK_FRACTION, BUS_FRACTION = 0.81, 0.85, 0.67, 0.78
 HOST_GIB = 120  # free host memory per GPU, without --host_memory_gib
 
 
@@ -49,7 +49,7 @@ def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
     count, name = match.groups() if match else (None, "")
     names = {key.lower().replace("-", ""): key for key in GPU_SPECS}
     # the first GPU of a size comes last and wins
-    names |= {f"{gpu.size}gb": key for key, gpu in reversed(GPU_SPECS.items())}
+    names |= {f"{gpu.size_gb}gb": key for key, gpu in reversed(GPU_SPECS.items())}
     key = names.get(re.sub(r"nvidia|geforce|rtx|[\s_-]", "", name))
     if not key or count and not 1 <= int(count) <= 1024:
         raise ValueError(f"--plan_for {text}: expected a number of GPUs and one of"
@@ -62,9 +62,10 @@ def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
 def gpu_machine(gpu: GPUSpec, host_gib: float = HOST_GIB) -> Machine:
     """Return the Machine that measure_machine() would find with this GPU, and with `host_gib` of
     free host memory per GPU."""
-    flops, bandwidth, link, bus = (rounded(share * unit * speed) for share, unit, speed in (
-        (FLOPS, 1e12, gpu.flops), (BANDWIDTH, 1e9, gpu.bandwidth), (LINK, 1e9, gpu.link),
-        (BUS, 1e9, gpu.bus)))
     return Machine(
-        flops, bandwidth, link, bus, host_bytes=int(host_gib * 2**30),
+        flops=rounded(FLOPS_FRACTION * 1e12 * gpu.flops),
+        bandwidth=rounded(BANDWIDTH_FRACTION * 1e9 * gpu.bandwidth),
+        link=rounded(LINK_FRACTION * 1e9 * gpu.link),
+        host=rounded(BUS_FRACTION * 1e9 * gpu.bus),
+        host_bytes=int(host_gib * 2**30),
         why_no_grouped="" if gpu.groups else "torch multiplies experts one by one on this GPU")

@@ -40,7 +40,7 @@ def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
     facts = {"host_bytes": min(gather_objects(host_share())), "why_no_triton": why_no_triton(),
              "why_no_grouped": why_no_grouped_mm(dtype, device)}
     if device.type == "cpu":
-        return Machine(1e11, 1e10, 1e9, **facts)
+        return Machine(flops=1e11, bandwidth=1e10, link=1e9, **facts)
 
     def seconds(run: Callable[[], object]) -> float:
         times, events = 20, [torch.cuda.Event(enable_timing=True) for _ in range(2)]

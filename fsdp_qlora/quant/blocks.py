@@ -121,10 +121,11 @@ class FourBitBlocks(torch.Tensor):
 
 
 @dataclasses.dataclass
-class Nested:
+class NestedScales:
     """The second level of quantization of a layer's linears, which turns 8-bit codes into absmax.
 
-    It needs 4 bytes per 16,384 weights, so every rank has all of it.
+    Block i of a linear has absmax[i // 256] * code_values[its 8-bit code] + offset as its absmax.
+    This needs 4 bytes per 16,384 weights, so every rank has all of it.
     """
 
     absmax: torch.Tensor  # fp32 [blocks / 256], one linear after the other

@@ -1,6 +1,17 @@
 """NF4 and MXFP4 codes, and the Triton kernel that dequantizes them.
 
-MXFP4 is the format of gpt-oss's experts. blocks.py stores the codes.
+MXFP4 is the format of gpt-oss's experts. blocks.py stores the codes. The kernel dequantizes all
+linears of a matmul at once and is told where each one is by a table, int32 [linears, 7], which
+linears_table() in layer/dequantize.py makes:
+
+    column         of each linear
+    FIRST_BLOCK    its first block, in `packed` and `scales`
+    FIRST_OUTPUT   its first output, a row of `out`
+    FIRST_NESTED   its first second-level absmax, in `nested_absmax`; unused in MXFP4
+    INDEX          its row of `offsets` and `code_values`; unused in MXFP4
+    FIRST_B        the first value of its B, in `adapter`
+    FIRST_COLUMN   the first of its columns among LoRA's; -1: it has no adapter
+    END_OUTPUT     the output after its last
 """
 
 from __future__ import annotations
@@ -54,8 +65,8 @@ def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * scale_values[scales.int()][..., None]
 
 
-FIELDS = 7  # columns of linears_table()
 TILE_BLOCKS = 64  # blocks that one program of dequantize_kernel writes
+TILE_ROWS = 64  # rows of B that one program writes, LORA_COLUMNS columns of them
 
 
 def launch_dequantize(
@@ -63,32 +74,39 @@ def launch_dequantize(
     code_values: torch.Tensor, code: torch.Tensor, adapter: torch.Tensor, table: torch.Tensor,
     out: torch.Tensor, n_in: int, rank: int, *, n_linears: int, equal: int, in_mxfp4: bool,
 ) -> None:
-    """Launch dequantize_kernel(), which fills `out` [rows, n_in + padded adapter columns]."""
+    """Launch dequantize_kernel(), which fills `out` [rows, n_in + padded adapter columns].
+
+    `packed`, `scales`: see FourBitBlocks; `nested_absmax`, `offsets`: see NestedScales;
+    `code_values`: the values of the 8-bit scales, [linears, 256], in MXFP4 [256]; `code`: those of
+    the 4-bit codes, [16]; `table`: see the top of this file; `equal`: see equal_blocks().
+    """
     n_rows, padded_lora = len(out), out.shape[1] - n_in
     n_tiles = ceil_div(len(packed), TILE_BLOCKS)
-    column_tiles = ceil_div(n_rows, 64) * (padded_lora // LORA_COLUMNS)
+    column_tiles = ceil_div(n_rows, TILE_ROWS) * (padded_lora // LORA_COLUMNS)
     dequantize_kernel[(n_tiles + column_tiles,)](
         packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
         len(packed), n_tiles, n_rows, n_in, padded_lora, rank,
         LINEARS=n_linears, EQUAL=equal, MXFP4=in_mxfp4, N_SCALES=scales.shape[1],
-        BLOCKS=TILE_BLOCKS, BLOCK=BLOCK, NESTED_BLOCK=NESTED_BLOCK, COLUMNS=LORA_COLUMNS,
-        FIELDS=FIELDS, num_warps=4,
+        BLOCKS=TILE_BLOCKS, BLOCK=BLOCK, NESTED_BLOCK=NESTED_BLOCK, ROWS=TILE_ROWS,
+        COLUMNS=LORA_COLUMNS, num_warps=4,
         enable_fp_fusion=False)  # bitsandbytes rounds between multiplying a scale and adding offset
 
 
 if triton:
+    # the table's columns, and their number
+    FIRST_BLOCK, FIRST_OUTPUT, FIRST_NESTED, INDEX, FIRST_B, FIRST_COLUMN, END_OUTPUT, FIELDS = map(
+        tl.constexpr, range(8))
+    SCALE_CODES = tl.constexpr(256)  # values that an 8-bit scale can have
 
     @triton.jit
     def dequantize_kernel(
         packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
         n_blocks, n_tiles, n_rows, n_in, padded_lora, rank, LINEARS: tl.constexpr,
         EQUAL: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr, BLOCKS: tl.constexpr,
-        BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-        FIELDS: tl.constexpr,
+        BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):
-        """Kernel of dequantize(). The first n_tiles programs write BLOCKS blocks of W each, the
-        others 64 rows and COLUMNS columns of B each. `table` is linears_table(); code_values has
-        the values of 8-bit scales, [linears, 256], or [256] in MXFP4."""
+        """Kernel of dequantize(), see launch_dequantize(). The first n_tiles programs write BLOCKS
+        blocks of W each, the others ROWS rows and COLUMNS columns of B each."""
         tile = tl.program_id(0)
         stride = n_in + padded_lora
         if tile < n_tiles:
@@ -99,10 +117,11 @@ if triton:
                 linear = tl.minimum(block // EQUAL, LINEARS - 1).to(tl.int32)
             else:
                 for i in tl.static_range(1, LINEARS):
-                    linear += (block >= tl.load(table + i * FIELDS)).to(tl.int32)
+                    linear += (block >= tl.load(table + i * FIELDS + FIRST_BLOCK)).to(tl.int32)
             fields = table + linear * FIELDS
-            block_of = block.to(tl.int32) - tl.load(fields)  # counted from the linear's first block
-            first, last = tl.load(fields + 1), tl.load(fields + 6)
+            # counted from the linear's first block
+            block_of = block.to(tl.int32) - tl.load(fields + FIRST_BLOCK)
+            first_output, end_output = tl.load(fields + FIRST_OUTPUT), tl.load(fields + END_OUTPUT)
             byte_of = tl.arange(0, BLOCK // 2)[None, :]
             byte = block[:, None] * (BLOCK // 2) + byte_of
             codes = tl.load(packed + byte, inside[:, None], 0).to(tl.int32)
@@ -111,10 +130,10 @@ if triton:
                 scale = tl.load(scales + scale_of, inside[:, None], 0).to(tl.int32)
                 factor = tl.load(code_values + scale)
             else:
-                nested = tl.load(fields + 2) + block_of // NESTED_BLOCK
-                index = tl.load(fields + 3)
+                nested = tl.load(fields + FIRST_NESTED) + block_of // NESTED_BLOCK
+                index = tl.load(fields + INDEX)
                 scale = tl.load(scales + block * N_SCALES, inside, 0).to(tl.int32)
-                absmax = tl.load(code_values + index * 256 + scale)
+                absmax = tl.load(code_values + index * SCALE_CODES + scale)
                 absmax = absmax * tl.load(nested_absmax + nested, inside, 0.0)
                 factor = (absmax + tl.load(offsets + index))[:, None]
             high = tl.load(code + (codes >> 4)) * factor
@@ -124,32 +143,33 @@ if triton:
             row = weight // n_in  # row of the linear
             if n_in % BLOCK == 0:  # a block is in one row: fewer divisions
                 row = (block_of * BLOCK // n_in)[:, None] + tl.zeros([1, BLOCK], tl.int32)
-            target = first.to(tl.int64)[:, None] * stride + weight + row * padded_lora
-            inside = inside[:, None] & (first[:, None] + row < last[:, None])
+            target = first_output.to(tl.int64)[:, None] * stride + weight + row * padded_lora
+            inside = inside[:, None] & (first_output[:, None] + row < end_output[:, None])
             tl.store(out + target, values, inside)
         else:
             write_lora_b(adapter, table, out, tile - n_tiles, n_rows, n_in, padded_lora, rank,
-                         LINEARS, EQUAL, COLUMNS, FIELDS)
+                         LINEARS, EQUAL, ROWS, COLUMNS)
 
     @triton.jit
     def write_lora_b(
         adapter, table, out, tile, n_rows, n_in, padded_lora, rank, LINEARS: tl.constexpr,
-        EQUAL: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr,
+        EQUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):
-        """Write 64 rows and COLUMNS columns of B, see dequantize_kernel()."""
-        row = tile // (padded_lora // COLUMNS) * 64 + tl.arange(0, 64)
+        """Write ROWS rows and COLUMNS columns of B, see dequantize_kernel()."""
+        row = tile // (padded_lora // COLUMNS) * ROWS + tl.arange(0, ROWS)
         column = tile % (padded_lora // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
-        linear = tl.zeros([64], tl.int32)
+        linear = tl.zeros([ROWS], tl.int32)
         if EQUAL:  # then the linears also have equally many outputs
             linear = tl.minimum(row // (n_rows // LINEARS), LINEARS - 1).to(tl.int32)
         else:
             for i in tl.static_range(1, LINEARS):
-                linear += (row >= tl.load(table + i * FIELDS + 1)).to(tl.int32)
+                linear += (row >= tl.load(table + i * FIELDS + FIRST_OUTPUT)).to(tl.int32)
         fields = table + linear * FIELDS
-        start, first_column = tl.load(fields + 4), tl.load(fields + 5)
+        start, first_column = tl.load(fields + FIRST_B), tl.load(fields + FIRST_COLUMN)
         r = column[None, :] - first_column[:, None]
         there = (first_column >= 0)[:, None] & (r >= 0) & (r < rank) & (row < n_rows)[:, None]
-        first = start.to(tl.int64) + (row - tl.load(fields + 1)).to(tl.int64) * rank
+        own_row = row - tl.load(fields + FIRST_OUTPUT)  # row of the linear
+        first = start.to(tl.int64) + own_row.to(tl.int64) * rank
         values = tl.load(adapter + first[:, None] + r, there, 0.0)
         target = row.to(tl.int64)[:, None] * (n_in + padded_lora) + n_in + column[None, :]
         tl.store(out + target, values, (row < n_rows)[:, None] & (column >= 0)[None, :])
@@ -167,6 +187,7 @@ def why_no_triton() -> str:
     packed, state = bnb.functional.quantize_4bit(
         weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
     packed, nested, cuda = packed.view(-1, BLOCK // 2), state.state2, weight.device
+    # one linear of 256 outputs, without an adapter
     table = torch.tensor([[0, 0, 0, 0, 0, -1, 256]], dtype=torch.int32, device="cuda")
     mx_scales = (torch.arange(2048, device="cuda") % 128 + 64).to(torch.uint8).view(-1, 2)
     mx_code, mx_powers = mxfp4_code(cuda)

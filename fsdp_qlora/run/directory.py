@@ -1,6 +1,6 @@
 """The output directory: its lock, train_config.json, and what a merge reads.
 
-Checkpoints in it are in checkpoints.py, metrics in logs.py.
+Checkpoints in it are in checkpoints.py, metrics in metrics.py.
 """
 
 from __future__ import annotations

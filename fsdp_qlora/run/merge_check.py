@@ -18,9 +18,9 @@ from fsdp_qlora.data.packing import make_micro_batch, pack_rows
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.peft_names import token_row_names
+from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.lm_head import scaled_logits
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.merged_model import replace_rows
 from fsdp_qlora.pretrained.reader import read_tensor, tensors_of

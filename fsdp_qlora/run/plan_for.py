@@ -13,14 +13,14 @@ from fsdp_qlora.data.packing import ShuffledRows
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
 from fsdp_qlora.layer.layer import make_layer_specs
-from fsdp_qlora.lora.adapter import resolve_adapter
+from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, gpu_machine, parse_gpus
 from fsdp_qlora.planner.search import choose_plan, describe_workload, why_no_capture
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import open_model
-from fsdp_qlora.run.logs import log_plan_elsewhere
+from fsdp_qlora.run.startup_log import log_plan_elsewhere
 from fsdp_qlora.run.resolve import resolve_config, resolve_steps
 from fsdp_qlora.run.status import Status
 
@@ -50,7 +50,7 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     names, and the bytes of each GPU. Without `rows` it plans for rows of --max_seq_len tokens.
     Reads only config.json of the model. Raises ValueError."""
     world_size, _, gpu = parse_gpus(config.plan_for or "")
-    limit = int((config.memory_limit_gib or gpu.free) * 2**30)
+    limit = int((config.memory_limit_gib or gpu.free_gib) * 2**30)
     machine = gpu_machine(gpu, config.host_memory_gib or HOST_GIB)
     base = model_directory(config.model or "", "config")
     config = dataclasses.replace(config, random_weights=True)

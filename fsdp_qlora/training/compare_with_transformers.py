@@ -27,10 +27,10 @@ from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.model.fsdp import set_local
 from fsdp_qlora.model.lm_head import scaled_logits
 from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
-from fsdp_qlora.model.shards import set_local
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, rope_frequencies, shrunk_config

@@ -26,35 +26,48 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.states(run.model), causes=DISK_ERRORS)
+    raise RunError(f"{why}, after step {step}; {how_to_go_on(run, step)}", EXIT_RESUMABLE)
+
+
+def how_to_go_on(run: Run, step: int) -> str:
+    """Return what is saved of a run that stops after `step`, and how it is resumed."""
     newest = checkpoint_path(run.directory, run.saved_step).name
     if not run.saved_step:
-        left = "no checkpoint is saved, and the same command starts again from the beginning"
-    elif run.saved_step < step:
-        left = f"its checkpoint could not be saved; {run.status.how_to_resume} from {newest}"
-    else:
-        left = f"{newest} is saved; {run.status.how_to_resume}"
-    raise RunError(f"{why}, after step {step}; {left}", EXIT_RESUMABLE)
+        return "no checkpoint is saved, and the same command starts again from the beginning"
+    if run.saved_step < step:
+        return f"its checkpoint could not be saved; {run.status.how_to_resume} from {newest}"
+    return f"{newest} is saved; {run.status.how_to_resume}"
 
 
-def log_finish(run: Run, script: Path) -> None:
-    """Print what a complete run leaves, and write status.json. All ranks must call this."""
-    directory = run.directory
+def finish_run(run: Run, script: Path) -> None:
+    """Print what a complete run leaves and how to use it, and write status.json. All ranks must
+    call this."""
+    log_checkpoints(run)
+    log_memory("at the end", run.device)
+    if how := how_to_ask(run.rows.asked):
+        log(how)
+    if why := on_rank_0(lambda: why_worse(losses_of(run.directory))):
+        log(f"warning: {why}. Try a lower --learning_rate")
+    log_adapter(run, script)
+    run.status.write("complete", 0, "; ".join(filter(None, ["the adapter is saved", how])))
+
+
+def log_checkpoints(run: Run) -> None:
+    """Print which checkpoint is the best, and whether the last one is missing."""
     if run.saved_step < run.config.max_steps:
         log("warning: the final adapter is saved, but its checkpoint is not; latest checkpoint:"
             f" {run.status.checkpoint or 'none'}")
     if best := run.progress.best_step:
-        path = checkpoint_path(directory, best)
+        path = checkpoint_path(run.directory, best)
         log(f"best: step {best}, eval loss {run.progress.best_loss:.4f},"
             f" {path if path.is_dir() else 'its checkpoint could not be saved'}")
-    log_memory("at the end", run.device)
-    if how := how_to_ask(run.rows.asked):
-        log(how)
-    if why := on_rank_0(lambda: why_worse(losses_of(directory))):
-        log(f"warning: {why}. Try a lower --learning_rate")
-    if (directory / "merged").exists():
-        log(f"warning: {directory}/merged is of an earlier adapter; remove it before you merge")
-    log(f"done: adapter saved in {directory} (PEFT format); to merge it into the base model:")
-    log(merge_command(directory, script))
+
+
+def log_adapter(run: Run, script: Path) -> None:
+    """Print where the adapter is, and the command that merges it."""
+    if (run.directory / "merged").exists():
+        log(f"warning: {run.directory}/merged is of an earlier adapter; remove it before you merge")
+    log(f"done: adapter saved in {run.directory} (PEFT format); to merge it into the base model:")
+    log(merge_command(run.directory, script))
     if run.config.trainable_tokens:
         log("note: vLLM and llama.cpp refuse adapters with rows of tokens; serve the merged model")
-    run.status.write("complete", 0, "; ".join(filter(None, ["the adapter is saved", how])))

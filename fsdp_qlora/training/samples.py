@@ -17,11 +17,11 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.packing import make_micro_batch, pack_rows
 from fsdp_qlora.data.rows import Rows, rows_of
+from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.lm_head import best_tokens
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.ranks import gather_objects
-from fsdp_qlora.run.logs import beginning, ending
+from fsdp_qlora.run.metrics import beginning, ending
 from fsdp_qlora.run.status import Status
 
 

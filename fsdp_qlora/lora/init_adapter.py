@@ -1,0 +1,82 @@
+"""--init_adapter: read the adapter that a run begins with, and check that it fits the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_qlora.config import Config
+from fsdp_qlora.files import read_json
+from fsdp_qlora.layer.layer import LayerSpec
+from fsdp_qlora.lora.peft_files import ADAPTER_FILES, open_adapter
+from fsdp_qlora.lora.peft_names import (
+    as_saved, expert_parts, layer_names, lora_settings, stack_experts, token_row_names,
+    token_row_settings, unstack_experts)
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
+from fsdp_qlora.ranks import explain, log
+
+
+# settings of adapter_config.json: the flags that give the same
+SETTING_FLAGS = {"r": "--lora_rank", "lora_alpha": "--lora_alpha", "use_dora": "--adapter",
+                 "use_rslora": "--adapter", "trainable_token_indices": "--trainable_tokens"}
+
+
+def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
+                 token_ids: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+    """Return {PEFT's name: fp32 tensor} of --init_adapter. Raises ValueError unless it has the form
+    of this run's adapter, whose layers have these `specs`, with rows of these tokens."""
+    directory = Path(str(config.init_adapter))
+    with explain(f"--init_adapter {directory}"):
+        path, file = (directory / name for name in ADAPTER_FILES)
+        try:
+            own_arch, arch = arch, as_saved(arch, read_json(path), tensors_of(file))
+        except (OSError, ValueError, SafetensorError) as e:
+            raise ValueError(f"is not an adapter in PEFT's format: {e}")
+        wanted = lora_settings(
+            arch, config.lora_rank, config.lora_alpha, config.adapter,
+            arch.adapted(config.target_modules),
+            trainable_token_indices=token_row_settings(arch, token_ids))
+        shapes = {name: shape for i, spec in enumerate(specs)
+                  for name, (_, shape) in layer_names(own_arch, i, spec).items()}
+        parts = expert_parts(arch, config.lora_rank)
+        shapes = {parts[name].name if name in parts else name:
+                  parts[name].shape if name in parts else shape for name, shape in shapes.items()}
+        rows = dict.fromkeys(token_row_names(arch), (len(token_ids), arch.hidden_size))
+        shapes |= rows if token_ids else {}
+        stored = open_adapter(directory, wanted, shapes, "this run", SETTING_FLAGS)
+        values = {name: read_tensor(tensor, name) for name, tensor in stored.items()}
+        own = unstack_experts(values, parts)
+        for name, value in stack_experts(own, parts).items():
+            if not torch.equal(value, values[name]):
+                raise ValueError(f"in its {name} gate and up of an expert are not apart, as they"
+                                 " are here")
+    return {name: value.float() for name, value in own.items()}
+
+
+def check_origin(config: Config, base_sha256: str,
+                 tokenizer: PreTrainedTokenizerFast | None) -> None:
+    """Raise ValueError if the run that --init_adapter comes from had another base model than
+    `base_sha256` ("": not known); log a line if it had another chat template. Rank 0 only."""
+    directory = Path(str(config.init_adapter))
+    saved_config = next((found for place in (directory, directory.resolve().parent)
+                         if (found := read_json(place / "train_config.json", {}))), {})
+    theirs = saved_config.get("base_sha256")
+    if theirs and base_sha256 and theirs != base_sha256 and not config.random_weights:
+        raise ValueError(f"--init_adapter {directory}: was trained on another base model,"
+                         f" {saved_config.get('base_model')}; --model must be that one, or the"
+                         " adapter merged into it without --init_adapter")
+    named = read_json(directory / "adapter_config.json", {}).get("base_model_name_or_path")
+    if not saved_config and named and Path(named).name != Path(str(config.model)).name:
+        log(f"note: --init_adapter {directory}: names {named} as its base model, this run trains on"
+            f" {config.model}: are they the same?")
+    for place in directory, directory.resolve().parent:
+        if (path := place / "chat_template.jinja").is_file() and tokenizer:
+            if path.read_text() != tokenizer.chat_template:
+                log(f"note: --init_adapter {directory}: was trained with another chat template. To"
+                    f" use it: --chat_template {path}")
+            break

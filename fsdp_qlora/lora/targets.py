@@ -1,0 +1,115 @@
+"""The linears that get an adapter, by --target_modules, and PEFT's LoraConfig for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from peft import LoraConfig
+
+from fsdp_qlora.config import Config
+from fsdp_qlora.lora.peft_names import expert_settings, lora_settings, token_row_settings
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.tensor_names import renamed
+from fsdp_qlora.ranks import log
+
+
+KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the log
+
+
+def resolve_adapter(
+    arch: Architecture, config: Config, base_name: str, token_ids: Sequence[int] = (),
+) -> tuple[LoraConfig, list[str]]:
+    """Return PEFT's LoraConfig, and the names, within a layer, of the linears that get an adapter.
+    `token_ids`: the tokens whose rows are trained. Raises ValueError."""
+    if config.trainable_tokens and (arch.per_layer or arch.embedding_norm):
+        raise ValueError("--trainable_tokens: this model's embedding does more than PEFT computes"
+                         f" with trained rows ({arch.family}): drop the flag")
+    if config.trainable_tokens and arch.head_bias:
+        raise ValueError("--trainable_tokens: PEFT 0.21 ignores the bias of an lm_head with trained"
+                         f" rows ({arch.family}): drop the flag")
+    words = requested_words(arch, config)
+    log(f"adapter: {KINDS[config.adapter]}, rank {config.lora_rank}, alpha {config.lora_alpha}, on"
+        f" {' '.join(words)}")
+    adapted = arch.adapted(config.target_modules)
+    check_rank(arch, config.lora_rank, adapted)
+    lora_config = lora_settings(
+        arch, config.lora_rank, config.lora_alpha, config.adapter, adapted,
+        lora_dropout=config.lora_dropout, target_modules=peft_targets(arch, config, words),
+        task_type="CAUSAL_LM", base_model_name_or_path=base_name,
+        trainable_token_indices=token_row_settings(arch, token_ids))
+    return lora_config, adapted
+
+
+def check_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
+    """Raise ValueError for a rank that no adapted linear can use, and log the linears that cannot
+    use all of it. PEFT accepts any rank, but no change of a linear has a higher rank than its
+    smaller side."""
+    sides = {x.name.rsplit(".", 1)[-1]: min(x.out_features, x.in_features)
+             for x in arch.all_linears() if x.name in adapted}
+    if rank > (most := max(sides.values())):
+        raise ValueError(f"--lora_rank {rank}: a rank above {most} adds nothing to these linears,"
+                         f" as the smaller side of none is longer; use at most {most}; 8 to 64 are"
+                         " usual")
+    if small := [f"{name} ({side})" for name, side in sorted(sides.items()) if rank > side]:
+        log(f"note: --lora_rank {rank} is more than the smaller side of {', '.join(small)}; the"
+            " part above adds nothing there")
+
+
+def requested_words(arch: Architecture, config: Config) -> list[str]:
+    """Return the words of --target_modules, each of which names linears of the model; all-linear is
+    replaced by the names that it means. Raises ValueError for other words."""
+    experts, names, default = arch.experts(), arch.adaptable(), arch.adapted(["all-linear"])
+    short = sorted({name.rsplit(".", 1)[-1] for name in default})
+    others = [name for name in names if name not in default]
+    expert_names = {name.rsplit(".", 1)[-1] for name in experts}
+    choices = ", ".join([*short, *others, *["experts"] * bool(experts), "all-linear"])
+    words = list(dict.fromkeys(name for word in config.target_modules for name in (
+        short if word == "all-linear" else [word])))
+    for word in words:
+        if word == "experts" and experts:
+            continue
+        found = [name for name in names if f".{name}".endswith(f".{word}")]
+        if word in expert_names:
+            raise ValueError(f"--target_modules {word}: PEFT uses this name for all experts, which"
+                             f" are experts here; choose from {choices}")
+        if not found:
+            raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
+                             f" choose from {choices}")
+        ends = {name.rsplit(".", 1)[-1] for name in found}
+        if ends & expert_names and arch.moe and arch.moe.adapters == "modules":
+            log(f"warning: --target_modules {word}: PEFT 0.21 cannot load adapters on {found[0]};"
+                " vLLM reads them by their names")
+    return words
+
+
+def peft_targets(arch: Architecture, config: Config, words: list[str]) -> list[str] | str:
+    """Return PEFT's target_modules for requested_words(). Raises ValueError."""
+    targets = words
+    if "experts" in words:
+        refuse_expert_adapters(arch, config)
+        experts, renames = arch.experts(), arch.moe.renames if arch.moe else ()
+        leaves = {renamed(name, renames).rsplit(".", 1)[-1] for name in experts}
+        has_own_settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
+        targets = sorted({*words} - {"experts"} | (set() if has_own_settings else leaves))
+        if arch.expert_down[0].mxfp4:
+            log("warning: --target_modules experts: PEFT 0.21 finds no experts in an MXFP4 model."
+                " Load it with Mxfp4Config(dequantize=True), or merge, to bf16")
+    if arch.module_prefix == "model." or not targets:
+        return targets
+    # a vision tower may have linears with the same names
+    either = "|".join(re.escape(target) for target in targets)
+    return rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"
+
+
+def refuse_expert_adapters(arch: Architecture, config: Config) -> None:
+    """Raise ValueError if the adapters that the flags request are not possible on experts."""
+    if config.adapter == "dora" or config.lora_dropout:
+        raise ValueError("--target_modules experts: their adapters have neither DoRA nor dropout,"
+                         " here as in PEFT")
+    if config.lora_rank % 8:
+        raise ValueError(f"--lora_rank {config.lora_rank}: adapters of experts need a multiple of"
+                         " 8: torch's grouped products need rows of a multiple of 16 bytes")
+    if config.adapter == "rslora" and not (arch.moe and arch.moe.one_gate_up):
+        raise ValueError("--target_modules experts: with --adapter rslora PEFT 0.21 would count"
+                         " gate and up 1.41 times: use lora")
