@@ -144,11 +144,13 @@ def n_head_groups(arch: Architecture, value_bytes: int) -> int:
 
 
 def kernel_values(arch: Architecture, value_bytes: int) -> int:
-    """Return the values per token that a kernel's backward needs besides its inputs and outputs, at
-    most: a contiguous gradient of its output, that of the queries in fp32, and those of keys and
-    values for each query head."""
-    group_width = arch.n_heads * arch.head_dim // n_head_groups(arch, value_bytes)
-    return (5 if arch.n_kv_heads < arch.n_heads else 3) * group_width
+    """Return the values per token that groups_backward() needs besides its inputs and results, at
+    most: for one group a contiguous gradient of its output, that of the queries in fp32, and those
+    of keys and values for each query head; less the outputs of the groups before the last."""
+    query_width = arch.n_heads * arch.head_dim
+    group_width = query_width // n_head_groups(arch, value_bytes)
+    of_group = (5 if arch.n_kv_heads < arch.n_heads else 3) * group_width
+    return of_group - (query_width - group_width)
 
 
 def attend_by_groups(

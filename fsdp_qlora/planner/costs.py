@@ -232,8 +232,10 @@ class Fit:
     dequantizing: float = 0.65  # of the bandwidth, while weights are dequantized; measured, twice
     # work of attention in units of its forward, which has 2 matmuls; backward has 5; counted
     attention_passes: float = 3.5
-    # FLOP/s of the kernels for variable lengths, at most: Flash Attention 2 does not use Hopper's
-    # own instructions; measured: 345 TFLOP/s in whole steps of an 8B (2 x H200)
+    # FLOP/s of the attention kernels, at most; measured in whole steps of an 8B: cuDNN's for rows
+    # of 38,912 and 65,536 tokens (H100); Flash Attention 2, which does not use Hopper's own
+    # instructions, 345 TFLOP/s (2 x H200)
+    fixed_len_flops: float = 575e12
     varlen_flops: float = 350e12
     # slowdown by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192 tokens
     # of Gemma 4 31B (H100), forward and backward
@@ -303,9 +305,8 @@ def layer_seconds(
     context = min(n * plan.context_parallel_size, mean_document_tokens)
     passes = FIT.attention_passes + plan.recomputed / n_layers  # a recomputed layer's forward
     attention_flops = 2 * n * passes * context * layers.mean_query_width
-    attention_speed = FIT.sustained * machine.flops
-    if plan.varlen_attention:
-        attention_speed = min(attention_speed, FIT.varlen_flops)
+    attention_speed = min(FIT.sustained * machine.flops,
+                          FIT.varlen_flops if plan.varlen_attention else FIT.fixed_len_flops)
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
     share = FIT.held_dequantized_again if plan.reuse_dequantized else FIT.dequantized_again
