@@ -11,10 +11,10 @@ take themselves for processes; "deterministic", for what must be the same to the
 where the attention's backward adds in any order otherwise; "cwd"; "before", a command that rank 0
 runs first; "draws", for loss.png, which no other run draws; "script", another to run instead: an
 assembled one, one with its package beside it, or one that depends on this tree's package;
-"optimizer", the code of another one; "peft", the version that this node seems to have; "plan", what
-the plan is to have whatever would be chosen; "cut_off", a file that rank 1 cuts off before the
-weights are read, and where; "others", what is different for the ranks but 0, or from "first_other"
-on.
+"optimizer", the code of another one; "group_bytes", attention_mixer.GROUP_BYTES; "peft", the
+version that this node seems to have; "plan", what the plan is to have whatever would be chosen;
+"cut_off", a file that rank 1 cuts off before the weights are read, and where; "others", what is
+different for the ranks but 0, or from "first_other" on.
 """
 
 import collections
@@ -126,6 +126,8 @@ def do(job, rank):
             replace_plan(job["plan"])
         if "optimizer" in job:
             exec(job["optimizer"], vars(sys.modules["train_fsdp_qlora"]))
+        if "group_bytes" in job:
+            house.replace("GROUP_BYTES", job["group_bytes"])
         if "cut_off" in job:
             cut_off(*job["cut_off"])
         code = worker.run(job) if "case" in job else call_main(job)

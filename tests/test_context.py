@@ -146,7 +146,8 @@ def runs(tmp_path_factory, tiny_model, run_jobs):
             if n == 2:
                 shared = ["--micro_batch_tokens", "350", "--context_parallel_size", "2"]
             run_jobs(n, [
-                {"argv": ["--model", *argv, *FLAGS, *shared, "--output_dir", f"{n}-{case}"]}
+                {"argv": ["--model", *argv, *FLAGS, *shared, "--output_dir", f"{n}-{case}"],
+                 "group_bytes": 1 if n == 2 else 2**27}  # 2 ranks exchange one key head at a time
                 for case, argv in cases.items()], cwd=base)  # fmt: skip
         return base / f"{n}-{name}"
 
