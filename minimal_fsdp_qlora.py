@@ -1,18 +1,40 @@
 #!/usr/bin/env python3
-"""Fine-tune a language model by QLoRA on several GPUs: initialize NCCL, load the model in NF4 with
-bf16 quant_storage and Flash Attention 2, shard it by a hand-written FSDP policy, and train LoRA in
-a PagedAdamW8bit loop. The whole job, in one file to copy.
+"""Fine-tune a language model by QLoRA on several GPUs: the whole job, in one file to copy and edit.
 
+It initializes NCCL, loads the model in NF4 with bf16 quant_storage, uses Flash Attention 2 if that
+is installed, shards the model by a hand-written FSDP2 policy, and trains LoRA in a PagedAdamW8bit
+loop. transformers has the model, bitsandbytes the 4-bit linears, PEFT the adapter.
+
+    pip install torch transformers peft bitsandbytes accelerate    # and flash-attn, if you can
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.1-8B-Instruct \
         --dataset rows.jsonl --output_dir adapter
+    # a 70B on two 24 GB GPUs: 15 GiB per GPU, and about 64 GB of host memory in all
+    torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.3-70B-Instruct \
+        --dataset rows.jsonl --output_dir adapter --offload --micro_batch_size 2
 
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
-or {"text": "..."}, where every token is. With --offload --micro_batch_size 2, a 70B trains on one
-or two 24 GB GPUs: 15 GiB per GPU for rows of 2,048 tokens, and about 64 GB of host memory in all.
-Without torchrun the file runs as one process, and without a GPU on the CPU.
+or {"text": "..."}, where every token is. Without torchrun the file runs as one process: the 70B
+fits on one 24 GB GPU, too. The 70B was measured on larger GPUs that were limited to 22.5 GiB.
+Without a GPU the file runs on the CPU. Words of FSDP2 and NF4:
 
-The model is transformers', its 4-bit linears are bitsandbytes', the adapter is PEFT's, and FSDP2
-shards all of them. What is missing here, and where train_fsdp_qlora.py has it:
+    rank              one process, which has one GPU
+    unit              modules whose parameters are gathered together: here a decoder layer
+    shard             1/world_size of the rows of a parameter, which one rank stores
+    DTensor           the type of a sharded parameter: this rank's shard, and where the others are
+    gather            copy the shards of a unit from all ranks to each rank
+    reduce-scatter    sum a gradient over all ranks, and pass each rank its shard of the sum
+    code, scale       NF4 stores a code of 4 bits for each weight, and a scale for each 64 weights
+
+    to change                                         edit
+    columns of the data set                           check_example(), encode()
+    which linears have LoRA                           build_model()
+    units, offloading                                 load_and_shard(), fsdp_policy()
+    optimizer, schedule                               train(), learning_rate()
+    evaluation                                        train(), with rows_loss()
+    what is saved                                     save_adapter()
+    several machines                                  nothing: start it by torchrun --nnodes
+
+What is missing here, and where train_fsdp_qlora.py has it:
 
     tools, preference pairs, other data               --dataset, --loss
     evaluation, checkpoints, resuming                 evaluate(), save_checkpoint()
@@ -22,7 +44,6 @@ shards all of them. What is missing here, and where train_fsdp_qlora.py has it:
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
-import argparse
 import functools
 import json
 import math
@@ -32,6 +53,7 @@ import re
 import shutil
 import time
 import warnings
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,7 +67,7 @@ from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard)
 from torch.nn.utils.rnn import pad_sequence
@@ -54,13 +76,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.utils import is_flash_attn_2_available
 
 DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
-# before torch 2.13 FSDP2 cannot shard integers: so four 4-bit weights are stored as a bf16 number
+# before torch 2.13 FSDP2 cannot shard integers: so four NF4 codes are stored as one bf16 number
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 MAX_GRAD_NORM = 1.0
 WARMUP_FRACTION = 0.03  # fraction of all steps
 LOSS_CHUNK = 1024  # tokens whose logits are in fp32 at once: 0.5 GiB for a vocabulary of 128k
-IGNORE_INDEX = -100  # label of a token that is not in the loss
-# token ids, and targets: targets[i] is ids[i + 1], or IGNORE_INDEX if that token is not in the loss
+IGNORE_INDEX = -100  # target where the next token is not in the loss
+# token ids, and as many targets: targets[i] is ids[i + 1], or IGNORE_INDEX
 Row = tuple[list[int], list[int]]
 
 
@@ -68,51 +90,53 @@ def main() -> None:
     args = parse_args()
     device = init_distributed()
     check_args(args)
-    directory = model_directory(args)
+    model_dir = find_model(args)
     # this class reads tokenizer.json as it is, whatever class the model names
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
     rows = rows_of_all_steps(read_rows(args, tokenizer), args)
-    model = build_model(args, directory, device)
-    load_and_shard(model, args, directory, device)
-    verify(model)
-    train(model, rows, args, device)
-    save_adapter(model, args, directory, device)
+    model = build_model(args, model_dir, device)
+    load_and_shard(model, args, model_dir, device)
+    check_model(model)
+    train(model, rows, args, model_dir, device)
+    save_adapter(model, args, model_dir, device)
+    log(f"adapter saved; to merge it: python merge_adapters.py --adapter_dir {args.output_dir}"
+        f" --base_model {args.model} --output_dir {args.output_dir}/merged")
     dist.destroy_process_group()
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parse_args() -> Namespace:
+    parser = ArgumentParser(
         description="Fine-tune a language model by QLoRA on several GPUs.", allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        formatter_class=ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="Hub id, or directory of safetensors")
     parser.add_argument("--dataset", required=True, help="JSONL file with messages or text")
     parser.add_argument("--output_dir", required=True, help="where the adapter goes")
     parser.add_argument("--max_steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument(
-        "--batch_size", type=int, default=16,
-        help="rows (texts, or answers) per optimizer step, summed over all GPUs")
-    parser.add_argument(
-        "--micro_batch_size", type=int, default=4,
-        help="a GPU computes micro_batch_size * max_seq_len tokens at once: that many full rows,"
-        " or more short ones")
-    parser.add_argument(
-        "--max_seq_len", type=int, default=2048, help="tokens; longer rows are cut")
+    parser.add_argument("--batch_size", type=int, default=16,
+                        help="rows (texts, or answers) per optimizer step, summed over all GPUs")
+    parser.add_argument("--micro_batch_size", type=int, default=4,
+                        help="a GPU computes micro_batch_size * max_seq_len tokens at once: that"
+                        " many full rows, or more short ones")
+    parser.add_argument("--max_seq_len", type=int, default=2048,
+                        help="tokens; longer rows are cut")
+    parser.add_argument("--save_every", type=int, default=100,
+                        help="optimizer steps between saves of the adapter; one is at the end")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--lora_rank", type=int, default=16, help="rank of the adapter")
-    parser.add_argument(
-        "--lora_alpha", type=int, default=32,
-        help="the adapter is scaled by lora_alpha / lora_rank")
-    parser.add_argument(
-        "--offload", action="store_true",
-        help="keep the model in host memory, and on the GPU only the layers that compute")
+    parser.add_argument("--lora_alpha", type=int, default=32,
+                        help="the adapter is scaled by lora_alpha / lora_rank")
+    parser.add_argument("--offload", action="store_true",
+                        help="keep the model in host memory, and on the GPU only the layers that"
+                        " compute")
     return parser.parse_args()
 
 
 def init_distributed() -> torch.device:
     """Join the processes that torchrun started; without torchrun, be the only process. Returns this
     rank's device."""
-    single_process = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    group = {} if "RANK" in os.environ else single_process  # torchrun sets RANK and the rest
+    group: dict[str, Any] = {}
+    if "RANK" not in os.environ:  # torchrun sets RANK and the rest
+        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", **group)
         return torch.device("cpu")
@@ -124,11 +148,11 @@ def init_distributed() -> torch.device:
     return device
 
 
-def check_args(args: argparse.Namespace) -> None:
-    for name in ("max_steps", "batch_size", "micro_batch_size", "max_seq_len", "learning_rate",
-                 "lora_rank", "lora_alpha"):
+def check_args(args: Namespace) -> None:
+    for name in ("max_steps", "batch_size", "micro_batch_size", "max_seq_len", "save_every",
+                 "learning_rate", "lora_rank", "lora_alpha"):
         value = getattr(args, name)
-        if not value > 0:
+        if not value > 0:  # also true for NaN
             fail(f"--{name} {value}: must be above 0")
     if args.batch_size % dist.get_world_size():
         fail(f"--batch_size {args.batch_size} is not a multiple of {dist.get_world_size()} GPUs")
@@ -141,21 +165,20 @@ def log(message: str) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line instead of a traceback, and exit. Each rank that fails prints its own."""
+    """Print one line instead of a traceback, and exit. Every rank that fails prints its line,
+    because a rank may fail alone."""
     print(f"error: {message}", flush=True)
     raise SystemExit(1)  # torchrun then ends the other ranks
 
 
-# ------------------------------------------------------------------------------------------------
-# Data
-# ------------------------------------------------------------------------------------------------
+# ---- Data ---------------------------------------------------------------------------------------
 
 
-def read_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
-    """Return the rows of the data set that have a token in the loss."""
+def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
+    """Return the rows of the data set that have a token in the loss, cut at --max_seq_len."""
     if not Path(args.dataset).is_file():
         fail(f"--dataset {args.dataset}: no such file")
-    encoded = []
+    encoded: list[Row] = []
     # as bytes: str.splitlines() also splits at characters such as U+2028
     for number, line in enumerate(Path(args.dataset).read_bytes().splitlines(), start=1):
         if not line.strip():
@@ -165,54 +188,56 @@ def read_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> l
         except Exception as error:  # json's, encode()'s, or any that a chat template raises
             fail(f"--dataset {args.dataset}, line {number}: {type(error).__name__}: {error}")
     rows = []
-    for ids, labels in encoded:
-        ids, labels = ids[: args.max_seq_len], labels[: args.max_seq_len]
-        targets = labels[1:] + [IGNORE_INDEX]  # shift: position i predicts token i + 1
+    n_cut = 0
+    for ids, targets in encoded:
+        if len(ids) > args.max_seq_len:
+            n_cut += 1
+            ids = ids[: args.max_seq_len]
+            targets = targets[: args.max_seq_len - 1] + [IGNORE_INDEX]  # its next token is cut off
         if any(target != IGNORE_INDEX for target in targets):
             rows.append((ids, targets))
     if not rows:
         fail(f"--dataset {args.dataset}: no token to train on in {len(encoded)} rows")
-    n_cut = sum(len(ids) > args.max_seq_len for ids, _ in encoded)
     n_epochs = args.max_steps * args.batch_size / len(rows)
-    log(f"data: {len(rows):,} of {len(encoded):,} rows have tokens to train on, {n_cut:,}"
-        f" are truncated; {n_epochs:.2f} epochs")
+    log(f"data: {len(rows):,} of {len(encoded):,} rows have tokens to train on,"
+        f" {len(encoded) - len(rows):,} have no answer to a prompt within --max_seq_len,"
+        f" {n_cut:,} are truncated; {n_epochs:.2f} epochs")
     return rows
 
 
-def rows_of_all_steps(rows: list[Row], args: argparse.Namespace) -> list[Row]:
+def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
     """Repeat the rows for as many epochs as the steps need, each in an order of its own."""
+    n_epochs = math.ceil(args.max_steps * args.batch_size / len(rows))
     all_rows: list[Row] = []
-    epoch = 0
-    while len(all_rows) < args.max_steps * args.batch_size:
+    for epoch in range(n_epochs):
         all_rows += random.Random(epoch).sample(rows, len(rows))
-        epoch += 1
     return all_rows
 
 
-def encode(
-    example: dict[str, Any], tokenizer: PreTrainedTokenizerFast
-) -> list[tuple[list[int], list[int]]]:
-    """Tokenize a line of the data set. Returns (ids, labels) of its text, or of each answer in its
-    conversation. A label is the token's own id, or IGNORE_INDEX if the token is not in the loss;
-    read_rows() shifts them.
+def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]:
+    """Tokenize a line of the data set. Returns the row of its text, or a row for each answer of its
+    conversation.
 
     Each answer follows exactly the prompt that a server renders for the messages before it. Each
     answer is a row of its own that repeats these messages, because a template may change an answer
-    that other messages follow: Qwen3's drops its reasoning.
+    that other messages follow: Qwen3's drops its reasoning. A conversation without an answer, or an
+    answer without a prompt, is an empty row: read_rows() counts it, but it is not trained.
     """
-    check_keys(example)
+    check_example(example)
     if "text" in example:
-        ids = tokenizer(example["text"] + (tokenizer.eos_token or ""))["input_ids"]
-        return [(ids, ids)]
+        return [make_row(tokenizer(example["text"] + (tokenizer.eos_token or ""))["input_ids"], 0)]
     messages = example["messages"]
-    return [encode_answer(messages[:i], messages[i], tokenizer)
-            for i in range(1, len(messages)) if messages[i]["role"] == "assistant"]
+    rows = [encode_answer(messages[:i], messages[i], tokenizer)
+            for i in range(len(messages)) if messages[i]["role"] == "assistant"]
+    return rows or [([], [])]
 
 
 def encode_answer(
     prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
-) -> tuple[list[int], list[int]]:
-    """Return (ids, labels) of a prompt, which is not in the loss, and its answer."""
+) -> Row:
+    """Return the row of a prompt, which is not in the loss, and its answer."""
+    if not prompt_messages:
+        return [], []
     prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
     text = render([*prompt_messages, answer], tokenizer)
     if not text.startswith(prompt):
@@ -227,7 +252,13 @@ def encode_answer(
     if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross from the prompt into the answer
         rest = text.removeprefix(prompt)
         ids = prompt_ids + tokenizer(rest, add_special_tokens=False)["input_ids"]
-    return ids, [IGNORE_INDEX] * len(prompt_ids) + ids[len(prompt_ids) :]
+    return make_row(ids, len(prompt_ids))
+
+
+def make_row(ids: list[int], n_prompt: int) -> Row:
+    """Return the row of these tokens, the first `n_prompt` of which are not in the loss."""
+    in_loss = [IGNORE_INDEX] * n_prompt + ids[n_prompt:]
+    return ids, in_loss[1:] + [IGNORE_INDEX]  # position i predicts token i + 1
 
 
 @functools.cache
@@ -246,7 +277,7 @@ def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: 
     return text
 
 
-def check_keys(example: dict[str, Any]) -> None:
+def check_example(example: dict[str, Any]) -> None:
     """Raise ValueError for keys and roles that this file does not handle. Most other keys would
     change the training."""
     if not isinstance(example, dict) or set(example) not in ({"text"}, {"messages"}):
@@ -260,40 +291,37 @@ def check_keys(example: dict[str, Any]) -> None:
             raise ValueError("an answer is empty")
 
 
-# ------------------------------------------------------------------------------------------------
-# Model: built on meta, read and quantized layer by layer, sharded
-# ------------------------------------------------------------------------------------------------
+# ---- Model: built on meta, read and quantized layer by layer, sharded ---------------------------
 
 
-def model_directory(args: argparse.Namespace) -> Path:
+def find_model(args: Namespace) -> Path:
     """Return the directory of --model, downloaded first if it is a Hub id."""
-    directory = Path(args.model)
-    if not directory.is_dir():
+    model_dir = Path(args.model)
+    if not model_dir.is_dir():
         try:
-            directory = Path(snapshot_download(args.model, allow_patterns=[
+            model_dir = Path(snapshot_download(args.model, allow_patterns=[
                 "*.json", "model*.safetensors", "*.jinja", "*.model"]))
         except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            fail(f"--model {args.model}: no such directory, and not found on the Hub: {reason}")
+            reason = " ".join(str(error).split())  # in one line
+            fail(f"--model {args.model}: no such directory, and the download failed: {reason}")
     for name in ("config.json", "tokenizer.json"):
-        if not (directory / name).is_file():
+        if not (model_dir / name).is_file():
             fail(f"--model {args.model}: has no {name}; expected safetensors as on the Hub")
-    return directory
+    return model_dir
 
 
-def build_model(args: argparse.Namespace, directory: Path, device: torch.device) -> PeftModel:
+def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftModel:
     """Build the model on meta, which needs no memory. The linears of its decoder layers become
-    4-bit linears with LoRA."""
-    config = AutoConfig.from_pretrained(directory)
-    if hasattr(config, "quantization_config"):
+    4-bit linears with LoRA. The embedding, the norms and the lm_head stay in bf16."""
+    config = AutoConfig.from_pretrained(model_dir)
+    if getattr(config, "quantization_config", None):
         fail(f"--model {args.model}: is quantized already; name the original")
     # buffers such as rotary frequencies get their values here, because no file has them
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
     choose_attention(model, device)
-    layers = model.get_decoder().layers
-    check_dense(layers, args.model)
-    in_layers = set(layers.modules())
+    check_decoder(model.get_decoder(), args.model)
+    in_layers = set(model.get_decoder().layers.modules())
     linears = {name: module for name, module in model.named_modules()
                if module in in_layers and isinstance(module, nn.Linear)}
     for name, linear in linears.items():
@@ -312,86 +340,85 @@ def build_model(args: argparse.Namespace, directory: Path, device: torch.device)
 
 
 def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
-    """Use Flash Attention 2 if it can run, else transformers' default: PyTorch's sdpa."""
+    """Use Flash Attention 2 if it can run, else transformers' default: PyTorch's SDPA."""
     if device.type != "cuda":
         reason = "no GPU"
     elif not model._supports_flash_attn:
         reason = "this model has no Flash Attention in transformers"
     elif not is_flash_attn_2_available():
-        reason = "flash-attn is not installed; without it, sliding windows are slower"
+        reason = "flash-attn is not installed; with it, sliding windows would be faster"
     else:
-        try:
-            import flash_attn  # noqa: F401
-
-            model.set_attn_implementation("flash_attention_2")
-            reason = "flash-attn is installed"
-        except ImportError as error:  # it was built for another version of torch
-            reason = f"flash-attn cannot be imported: {error}"
+        model.set_attn_implementation("flash_attention_2")
+        reason = "flash-attn is installed"
     log(f"attention: {model.config._attn_implementation} ({reason})")
 
 
-def check_dense(layers: nn.ModuleList, model_name: str) -> None:
-    """Refuse mixtures of experts: an expert that got no token has no gradient, so the ranks'
-    reduce-scatters would not match. Experts are found by name, or by weights with three dimensions
-    that are not convolutions. Delete this if you train dense models only."""
-    for name, weight in layers.named_parameters():
+def check_decoder(decoder: nn.Module, model_name: str) -> None:
+    """Refuse models that this file would train wrongly.
+
+    In a mixture of experts, an expert that gets no token has no gradient, so the reduce-scatters of
+    the ranks would not match. Experts are found by name, or by weights with three dimensions that
+    are not convolutions. A linear outside the layers, which Gemma 4 E2B and E4B have, would stay in
+    bf16 here, but transformers, train_fsdp_qlora.py and merge_adapters.py quantize it.
+    """
+    for name, weight in decoder.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
             fail(f"--model {model_name}: is a mixture of experts ({name}); use train_fsdp_qlora.py")
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Linear) and not name.startswith("layers."):
+            fail(f"--model {model_name}: has a linear outside its layers ({name}); use"
+                 " train_fsdp_qlora.py")
 
 
 def load_and_shard(
-    model: PeftModel, args: argparse.Namespace, directory: Path, device: torch.device
+    model: PeftModel, args: Namespace, model_dir: Path, device: torch.device
 ) -> None:
     """Read, quantize and shard one decoder layer after the other, so that no GPU ever needs memory
     for all of them. All ranks must call this.
 
-    Each decoder layer is an FSDP unit: a rank stores its shard of the layer, and all ranks gather
-    the whole layer for its forward and again for its backward. The rest of the model is one more
-    unit, gathered for the whole forward and backward.
+    Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
+    on the GPU, or in host memory with --offload. All ranks gather the whole layer for its forward
+    and again for its backward. The rest of the model is one more unit, gathered for the whole
+    forward and backward.
     """
     causal_lm = model.get_base_model()
     causal_lm.tie_weights()  # the lm_head may share the embedding's tensor
-    handles = open_weights(causal_lm, directory)
+    handles = open_weights(causal_lm, model_dir)
     policy = fsdp_policy(args.offload, device)
     torch.manual_seed(0)  # the same initial LoRA on any number of ranks
     unloaded = {module: name for name, module in causal_lm.named_modules()}
     for layer in causal_lm.get_decoder().layers:
         for module in layer.modules():
             load_module(module, unloaded.pop(module), handles, device)
+            if isinstance(module, LoraLayer):
+                init_lora(module, device)
         shard_layer(layer, policy)
-    in_decoder = set(causal_lm.get_decoder().modules())
     for module, name in unloaded.items():  # embedding, final norm, lm_head
         load_module(module, name, handles, device)
-        if isinstance(module, nn.Linear) and module in in_decoder:
-            round_gemma4_projection(module)  # Gemma 4 E2B and E4B only
     causal_lm.tie_weights()
-    # the last unit: embedding, final norm, lm_head. All bf16, but true numbers, not packed codes,
-    # so the trap that shard_layer() describes does not matter
+    # the last unit: fully_shard() skips parameters that an inner fully_shard() already owns. The
+    # rest is all bf16, but it is numbers and not codes, so the trap of shard_layer() does no harm
     fully_shard(model, **policy)
-    sum_gradients(model)
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Let FSDP2 sum the ranks' gradients and not average them: each rank's loss is already divided
-    by the tokens of all ranks."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
+            # FSDP2 would average the ranks' gradients, but they must be summed: each rank's loss
+            # is already divided by the tokens of all ranks
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
 
-def open_weights(causal_lm: PreTrainedModel, directory: Path) -> dict[str, Any]:
+def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
     """Return {bare name: lazy handle} of the stored tensors. handle[...] reads the tensor."""
     handles = {}
-    for path in sorted(directory.glob("model*.safetensors")):
+    for path in sorted(model_dir.glob("model*.safetensors")):
         file = safe_open(path, "pt")
         for name in file.keys():
             if bare_name(name) in handles:
-                fail(f"{directory}: its files have two tensors {bare_name(name)}")
+                fail(f"{model_dir}: its files have two tensors {bare_name(name)}")
             handles[bare_name(name)] = file.get_slice(name)
     for name, _ in causal_lm.named_parameters():
         if ".lora_" not in name and bare_name(name) not in handles:
-            fail(f"{directory}: no model*.safetensors has {bare_name(name)}")
+            fail(f"{model_dir}: no model*.safetensors has {bare_name(name)}")
     return handles
 
 
@@ -404,8 +431,6 @@ def load_module(
     module: nn.Module, name: str, handles: dict[str, Any], device: torch.device
 ) -> None:
     """Load a module's own parameters and buffers, not its children's, to `device`."""
-    if isinstance(module, LoraLayer):
-        init_lora(module, device)
     for key, buffer in list(module.named_buffers(recurse=False)):
         stored = handles.get(bare_name(f"{name}.{key}"))
         value = buffer if stored is None else stored[...]  # most buffers are computed, not stored
@@ -413,7 +438,7 @@ def load_module(
     for key, _ in list(module.named_parameters(recurse=False)):
         stored = handles.get(bare_name(f"{name}.{key}"))
         if stored is None:
-            continue  # LoRA, or a tied lm_head
+            continue  # of LoRA, or a tied lm_head
         value = stored[...].to(device, DTYPE)
         if isinstance(module, bnb.nn.Linear4bit) and key == "weight":
             # to() quantizes, and leaves the scales in module.quant_state, where forward finds them
@@ -430,39 +455,30 @@ def init_lora(module: LoraLayer, device: torch.device) -> None:
     module.reset_lora_parameters("default", init_lora_weights=True)
 
 
-def round_gemma4_projection(linear: nn.Linear) -> None:
-    """Round Gemma 4's per_layer_model_projection to NF4 and store it in bf16, as transformers'
-    load_in_4bit does. It is the only linear of a decoder that is outside its layers. For other
-    models delete this function and its call."""
-    codes, state = bnb.functional.quantize_4bit(linear.weight.data, **NF4_KWARGS)
-    linear.weight.data = bnb.functional.dequantize_4bit(codes, state)
-
-
 def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
     """Return the FSDP policy, as keywords of fully_shard(). load_and_shard() decides which modules
     are units.
 
-    With `offload` the shards wait in host memory. bitsandbytes' scales are not parameters: each GPU
-    stores all of them, 1 GiB for a 70B.
+    With `offload` the shards wait in host memory. The scales of NF4 are not parameters, so FSDP2
+    neither shards nor offloads them: each GPU always has all of them, 1 GiB for a 70B.
     """
     offload_policy = OffloadPolicy()
     if offload:
         offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # param_dtype must stay None, or the weights would be damaged: shard_layer() explains how
+    # param_dtype must stay None, or weights would be damaged: shard_layer() explains how
     return {"offload_policy": offload_policy, "mp_policy": MixedPrecisionPolicy()}
 
 
 def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     """Make a decoder layer an FSDP2 unit. All ranks must call this.
 
-    The trap: four NF4 codes are stored as one bf16 number, and 0.08 % of these bit patterns are
-    NaNs. torch._foreach_copy_, by which FSDP2 copies a unit that is all bf16, rewrites NaNs on
-    CUDA: wrong weights, and no error. A unit of several dtypes is copied as bytes
-    (foreach_all_gather() in torch's _fsdp_collectives.py). Therefore:
+    The trap: four NF4 codes are stored as one bf16 number. In a real model, about 0.08 % of these
+    numbers happen to be NaNs. If all parameters of a unit are bf16, FSDP2 gathers the unit by
+    copying numbers, and CUDA rewrites the NaNs that it copies: wrong weights, and no error. If a
+    unit has several dtypes, FSDP2 gathers it as bytes, and all codes arrive as they were.
 
-    - every layer has LoRA, and it is in fp32;
-    - no MixedPrecisionPolicy casts it to bf16;
-    - the weights are compared with what FSDP2 gathers.
+    So keep LoRA on every layer, and keep it in fp32: no param_dtype in the policy, no
+    model.bfloat16(). If a change breaks this, the comparison below stops the run.
     """
     linears = [module for module in layer.modules() if isinstance(module, bnb.nn.Linear4bit)]
     before = [linear.weight.clone() for linear in linears]
@@ -475,30 +491,34 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     layer.reshard()
 
 
-def verify(model: PeftModel) -> None:
-    """Check that nothing is left on meta, and that exactly the LoRA weights are trainable."""
-    assert not any(p.is_meta for p in model.parameters()), "weights are left on meta"
+def check_model(model: PeftModel) -> None:
+    """Check that every weight is loaded, and that exactly the LoRA matrices are trainable."""
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise RuntimeError(f"{name} is not loaded, but still on meta")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     adapted = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    assert len(trained) == 2 * len(adapted) and all(".lora_" in name for name in trained), (
-        f"{len(trained)} tensors are trained, for LoRA on {len(adapted)} linears")
+    if len(trained) != 2 * len(adapted) or not all(".lora_" in name for name in trained):
+        raise RuntimeError(
+            f"{len(trained)} tensors are trained, for LoRA on {len(adapted)} linears")
     shards = [p.to_local() for p in model.parameters()]
     log(f"model: {sum(p.numel() for p in trained.values()):,} trainable parameters;"
         f" {sum(p.nbytes for p in shards) / 2**30:.2f} GiB of the model per rank, on"
         f" {shards[0].device.type}")
 
 
-# ------------------------------------------------------------------------------------------------
-# Training
-# ------------------------------------------------------------------------------------------------
+# ---- Training -----------------------------------------------------------------------------------
 
 
 def train(
-    model: PeftModel, rows: list[Row], args: argparse.Namespace, device: torch.device
+    model: PeftModel, rows: list[Row], args: Namespace, model_dir: Path, device: torch.device
 ) -> None:
     """Run the training loop. All ranks must call this."""
-    # bitsandbytes cannot step DTensors, so it steps this rank's shards: the same memory, or copies
-    # on the GPU with --offload. A small matrix may have no rows on this rank, hence numel()
+    # bitsandbytes cannot step DTensors. So the optimizer gets this rank's shards as plain
+    # parameters. Without --offload they share memory with the model. With --offload they are copies
+    # on the GPU, which the loop copies back after each step. Any element-wise optimizer works here.
+    # One that needs whole matrices, such as Muon or Adafactor, does not.
+    # A rank may have no rows of a small matrix: then numel() is 0
     params = [p for p in model.parameters() if p.requires_grad and p.to_local().numel()]
     local_params = [
         nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in params]
@@ -507,44 +527,41 @@ def train(
         started = time.perf_counter()
         batch = rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
         n_loss_tokens = sum(target != IGNORE_INDEX for _, targets in batch for target in targets)
-        loss = torch.zeros((), device=device)
+        step_loss = torch.zeros((), device=device)
         for micro_batch in micro_batches(batch, args):
-            loss += forward_backward(model, micro_batch, n_loss_tokens, device)
-        dist.all_reduce(loss)
-        copy_gradients(params, local_params, device)
+            loss = rows_loss(model, micro_batch, device) / n_loss_tokens
+            # here FSDP2 gathers each layer again, sums its gradients over the ranks
+            # (reduce-scatter), and adds this rank's shard of the sum to param.grad
+            loss.backward()
+            step_loss += loss.detach()
+        dist.all_reduce(step_loss)  # for the log and the check: the gradients are already summed
+        for param, local_param in zip(params, local_params):
+            local_param.grad = param.grad.to_local().to(device)
         norm = clip_gradient(local_params, device)
-        stop_if_diverged(step, loss, norm)
+        stop_if_diverged(step, step_loss, norm)
         lr = learning_rate(step, args.max_steps, peak=args.learning_rate)
-        optimizer.param_groups[0]["lr"] = lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         optimizer.step()
         if args.offload:
-            copy_back(params, local_params)
+            for param, local_param in zip(params, local_params):
+                param.to_local().detach().copy_(local_param.detach())
         model.zero_grad()
         optimizer.zero_grad()  # else this gradient would use memory during the next step
         n_tokens = sum(len(ids) for ids, _ in batch)
         speed = n_tokens / (time.perf_counter() - started) / dist.get_world_size()
-        log_step(step, args.max_steps, loss, lr, norm, speed)
+        log_step(step, args.max_steps, step_loss, lr, norm, speed)
+        if step % args.save_every == 0 and step < args.max_steps:
+            save_adapter(model, args, model_dir, device)
+            log(f"adapter of step {step} saved")
 
 
-def copy_gradients(
-    params: list[nn.Parameter], local_params: list[nn.Parameter], device: torch.device
-) -> None:
-    """Give the optimizer's parameters the gradients that FSDP2 has summed."""
-    for param, local_param in zip(params, local_params):
-        local_param.grad = param.grad.to_local().to(device)
-
-
-def copy_back(params: list[nn.Parameter], local_params: list[nn.Parameter]) -> None:
-    """Copy the optimizer's parameters, which it has updated, into the shards in host memory."""
-    for param, local_param in zip(params, local_params):
-        param.to_local().detach().copy_(local_param.detach())
-
-
-def micro_batches(batch: list[Row], args: argparse.Namespace) -> Iterator[list[Row]]:
+def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     """Yield this rank's rows of a step, as many at once as fit, the longest first.
 
     Rows of similar length go together, because they are padded to the longest. Row i goes to rank
-    i % world_size, so that all ranks yield equally often: each forward is a collective.
+    i % world_size. All ranks must yield equally often, because each forward is a collective: so
+    len(batch) must be a multiple of world_size, which check_args() ensures.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = sorted(batch, key=lambda row: len(row[0]))
@@ -555,34 +572,32 @@ def micro_batches(batch: list[Row], args: argparse.Namespace) -> Iterator[list[R
         del batch[-n_rows:]
 
 
-def forward_backward(
-    model: PeftModel, rows: list[Row], n_loss_tokens: int, device: torch.device
-) -> torch.Tensor:
-    """Run forward and backward of some rows; gradients accumulate. Returns the sum of the rows'
-    losses, divided by the step's n_loss_tokens.
+def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor:
+    """Return the sum of the losses of all tokens in some rows. For an evaluation call it under
+    torch.no_grad(). All ranks must call this equally often, each with rows of its own.
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
-    the loss ignores the padding. All ranks must call this.
+    the loss ignores the padding.
     """
 
-    def pad(sequences: Any, value: int) -> torch.Tensor:  # [rows, tokens]
+    def pad(sequences: Any, value: int) -> Tensor:  # [rows, tokens]
         tensors = [torch.tensor(sequence) for sequence in sequences]
         return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
 
     ids, targets = zip(*rows)
     # autocast for LoRA, which is in fp32; autocast's cache would add a bf16 copy of the adapter
     with torch.autocast(device.type, DTYPE, cache_enabled=False):
-        logits = model(input_ids=pad(ids, 0), use_cache=False).logits  # [rows, tokens, vocabulary]
-    loss = cross_entropy(logits.flatten(0, 1), pad(targets, IGNORE_INDEX).flatten()) / n_loss_tokens
-    loss.backward()
-    return loss.detach()
+        # [rows, tokens, vocabulary] in bf16. With the default flags and a vocabulary of 128k the
+        # logits need 2 GiB, and so does their gradient: a lower --micro_batch_size helps
+        logits = model(input_ids=pad(ids, 0), use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1), pad(targets, IGNORE_INDEX).flatten())
 
 
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum the cross-entropy of logits [tokens, vocabulary], LOSS_CHUNK tokens at a time.
     checkpoint() recomputes each chunk in backward, so that only one chunk is ever in fp32."""
 
-    def chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def chunk_loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
     chunks = zip(logits.split(LOSS_CHUNK), targets.split(LOSS_CHUNK))
@@ -590,26 +605,25 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
-def clip_gradient(local_params: list[nn.Parameter], device: torch.device) -> torch.Tensor:
+def clip_gradient(local_params: list[nn.Parameter], device: torch.device) -> Tensor:
     """Scale the gradient down to MAX_GRAD_NORM. Returns its norm before clipping, over all ranks.
     All ranks must call this."""
     norm = nn.utils.get_total_norm([p.grad for p in local_params]).to(device).square()
-    dist.all_reduce(norm)
+    dist.all_reduce(norm)  # shards are disjoint, so their squared norms add up
     norm.sqrt_()
     nn.utils.clip_grads_with_norm_(local_params, MAX_GRAD_NORM, norm)
     return norm
 
 
-def stop_if_diverged(step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
-    """Fail if loss or gradient is not finite, or the gradient is 0. Both are sums over all ranks,
-    so all ranks fail together."""
-    if not torch.isfinite(loss + norm):
-        fail(f"step {step}: loss {loss}, gradient norm {norm}: use a lower --learning_rate")
-    if norm == 0 and step == 1:
-        fail("step 1: the gradient is 0, so nothing is learned: are the model's weights right?")
-    if norm == 0:
-        fail(f"step {step}: the gradient is 0, so nothing is learned: the run has diverged, use a"
-             " lower --learning_rate")
+def stop_if_diverged(step: int, loss: Tensor, norm: Tensor) -> None:
+    """Fail if the loss or the gradient is not finite, or if the gradient is 0, so that nothing is
+    learned. Loss and norm are sums over all ranks, so all ranks fail together."""
+    if torch.isfinite(loss + norm) and norm > 0:
+        return
+    advice = "the run has diverged, use a lower --learning_rate"
+    if step == 1:
+        advice = "nothing is trained yet: are the model's weights right?"
+    fail(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}: {advice}")
 
 
 def learning_rate(step: int, max_steps: int, peak: float) -> float:
@@ -621,7 +635,7 @@ def learning_rate(step: int, max_steps: int, peak: float) -> float:
 
 
 def log_step(
-    step: int, max_steps: int, loss: torch.Tensor, lr: float, norm: torch.Tensor, speed: float
+    step: int, max_steps: int, loss: Tensor, lr: float, norm: Tensor, speed: float
 ) -> None:
     """Print a step's metrics. `speed`: tokens per second per rank."""
     unit, memory = "process", ""
@@ -631,30 +645,34 @@ def log_step(
         f" grad_norm {norm:6.3f} | {speed:6,.0f} tok/s/{unit}{memory}")
 
 
-# ------------------------------------------------------------------------------------------------
-# Save the adapter
-# ------------------------------------------------------------------------------------------------
+# ---- Save the adapter ---------------------------------------------------------------------------
 
 
-def save_adapter(
-    model: PeftModel, args: argparse.Namespace, directory: Path, device: torch.device
-) -> None:
-    """Gather the adapter; rank 0 writes it in PEFT's format, with the model's tokenizer. All ranks
-    must call this."""
+def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: torch.device) -> None:
+    """Gather the adapter; rank 0 writes it in PEFT's format, with the model's tokenizer. The
+    optimizer's state is not saved. All ranks must call this.
+
+    Each file is written beside that of the last save, and then replaces it. So a run that is killed
+    during a save leaves the last adapter, and not a half-written one.
+    """
     state_dict = {name: p.detach().to(device).full_tensor().cpu()
                   for name, p in model.named_parameters() if p.requires_grad}
-    if dist.get_rank() == 0:
-        model.save_pretrained(
-            args.output_dir, state_dict=state_dict, save_embedding_layers=False)
-        for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
-            for path in directory.glob(pattern):
-                shutil.copy(path, args.output_dir)
-    log(f"adapter saved; to merge it: python merge_adapters.py --adapter_dir {args.output_dir}"
-        f" --base_model {args.model} --output_dir {args.output_dir}/merged")
+    if dist.get_rank() != 0:
+        return
+    unfinished = Path(args.output_dir, "unfinished")
+    model.save_pretrained(unfinished, state_dict=state_dict, save_embedding_layers=False)
+    for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
+        for path in model_dir.glob(pattern):
+            shutil.copy(path, unfinished)
+    for path in unfinished.iterdir():
+        path.replace(Path(args.output_dir, path.name))
+    unfinished.rmdir()
 
 
 if __name__ == "__main__":
     # transformers is about to rename gradient checkpointing, which PEFT uses, too
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
     main()
-    os._exit(0)  # not the usual exit, in which a thread of gloo (CPUs only) sometimes aborts
+    if not torch.cuda.is_available():
+        # with gloo and torch 2.13, one usual exit in ten aborts in the destructor of a thread
+        os._exit(0)

@@ -4,6 +4,7 @@ how it is to compute."""
 
 import contextlib
 import io
+import shutil
 import sys
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 
 import minimal_fsdp_qlora as script
 
@@ -30,15 +32,17 @@ def minimal(job, process):
             (sys, "argv", argv),
             (script, "init_distributed", lambda: device),
             (dist, "destroy_process_group", lambda: None),  # worker.py ends it
-            (script, "verify", looking_at_weights(script.verify, seen)),
+            (script, "check_model", looking_at_weights(script.check_model, seen)),
             *looking_at_losses(seen),
-            (script, "save_adapter", looking_at_logits(script.save_adapter, seen, device)),
-            *(one for key in job.get("with", ()) for one in PATCHES[key]()),
+            (script, "train", looking_at_logits(script.train, seen, device)),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, new))
+        for key in job.get("with", ()):  # around those above
+            for owner, name, new in PATCHES[key]():
+                stack.enter_context(mock.patch.object(owner, name, new))
         try:
             script.main()
-        except (SystemExit, AssertionError, RuntimeError) as e:
+        except (SystemExit, RuntimeError) as e:
             log.write(f"{type(e).__name__}: {e}\n")
             seen.clear()
     if dist.get_rank() == 0:
@@ -46,9 +50,9 @@ def minimal(job, process):
     return seen
 
 
-def looking_at_weights(verify, seen):
+def looking_at_weights(check_model, seen):
     def look(model):
-        verify(model)
+        check_model(model)
         base = model.get_base_model()
         names = {module: name for name, module in base.named_modules()}
         for layer in base.get_decoder().layers:
@@ -64,28 +68,35 @@ def looking_at_weights(verify, seen):
 
 def looking_at_losses(seen):
     """To more digits than are printed."""
-    forward_backward, clip_gradient, mine = script.forward_backward, script.clip_gradient, []
+    rows_loss, clip_gradient, mine = script.rows_loss, script.clip_gradient, []
 
-    def look(*args):
-        mine.append(forward_backward(*args))
-        return mine[-1]
+    def look(model, rows, device):
+        loss = rows_loss(model, rows, device)
+        n = sum(target != script.IGNORE_INDEX for _, targets in rows for target in targets)
+        if loss.requires_grad:  # not an evaluation
+            mine.append(torch.stack([loss.detach().double(), loss.new_tensor(n).double()]))
+        return loss
 
     def end_step(*args):
-        loss = torch.stack(mine).double().sum()
-        dist.all_reduce(loss)
+        total = torch.stack(mine).sum(0)
+        dist.all_reduce(total)
+        loss = total[0] / total[1]
         seen["losses"] = torch.cat([seen.get("losses", loss.new_empty(0)), loss[None]])
         mine.clear()
         return clip_gradient(*args)
 
-    return [(script, "forward_backward", look), (script, "clip_gradient", end_step)]
+    return [(script, "rows_loss", look), (script, "clip_gradient", end_step)]
 
 
-def looking_at_logits(save_adapter, seen, device):
+def looking_at_logits(train, seen, device):
     @torch.no_grad()
-    def look(model, *args):
+    def logits(model):
         with torch.autocast(device.type, script.DTYPE):
-            seen["logits"] = model(input_ids=torch.tensor([PROBE], device=device)).logits[0].float()
-        save_adapter(model, *args)
+            return model(input_ids=torch.tensor([PROBE], device=device)).logits[0].float()
+
+    def look(model, *args):
+        train(model, *args)
+        seen["logits"] = logits(model)
 
     return look
 
@@ -144,5 +155,44 @@ def norm_is_not_read():
     return [(script, "load_module", load_all_but_norms)]
 
 
+def evaluated_first():
+    """Each micro-batch is evaluated before it is trained."""
+    rows_loss = script.rows_loss
+
+    def evaluate(*args):
+        with torch.no_grad():
+            value = rows_loss(*args)
+        loss = rows_loss(*args)
+        torch.testing.assert_close(value, loss.detach())
+        return loss
+
+    return [(script, "rows_loss", evaluate)]
+
+
+def killed_while_saving():
+    """In the second save, with half of the adapter written. The first one is first-save/, too."""
+    save_adapter, save_pretrained, n_saves = script.save_adapter, PeftModel.save_pretrained, []
+
+    def save_half(model, directory, **options):
+        save_pretrained(model, directory, **options)
+        path = Path(directory, "adapter_model.safetensors")
+        path.write_bytes(path.read_bytes()[:100])
+        raise RuntimeError("killed")
+
+    def save(model, args, *more):
+        n_saves.append(1)
+        if len(n_saves) == 1:
+            save_adapter(model, args, *more)
+            if dist.get_rank() == 0:
+                shutil.copytree(args.output_dir, "first-save")
+            return
+        with mock.patch.object(PeftModel, "save_pretrained", save_half):
+            save_adapter(model, args, *more)
+        raise RuntimeError("killed")  # on the other ranks
+
+    return [(script, "save_adapter", save)]
+
+
 PATCHES = {patch.__name__: patch for patch in (
-    in_fp32, one_by_one, lora_in_bf16, copies_as_on_cuda, norm_is_trained, norm_is_not_read)}
+    in_fp32, one_by_one, lora_in_bf16, copies_as_on_cuda, norm_is_trained, norm_is_not_read,
+    evaluated_first, killed_while_saving)}

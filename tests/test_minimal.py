@@ -51,7 +51,7 @@ FAMILIES = {  # model type: settings besides SIZES
     "gemma3_text": {**SLIDING, **TIED, "query_pre_attn_scalar": 32},
     "gemma4_text": {
         **SLIDING, **TIED, "global_head_dim": 64, "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 0,
     },
     "qwen3_5_text": {
         "head_dim": 32, "num_hidden_layers": 4, "linear_key_head_dim": 32,
@@ -126,6 +126,9 @@ def base(tmp_path_factory, demo_directory, wanted):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_directory / "model")
     for model_type in *wanted, "mixtral":
         write_model(directory / model_type, model_type, tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES["gemma4_text"], "hidden_size_per_layer_input", 64)
+        write_model(directory / "gemma4_e", "gemma4_text", tokenizer)
     shutil.copytree(demo_directory / "model", directory / "demo")
     shutil.copytree(directory / "llama", directory / "lacking")
     index = directory / "lacking" / "model.safetensors.index.json"
@@ -145,6 +148,8 @@ def base(tmp_path_factory, demo_directory, wanted):
         for text in texts[::3]]  # fmt: skip
     write_jsonl(directory / "mixed.jsonl", rows)
     write_jsonl(directory / "few.jsonl", rows[:12])
+    open_ended = [{"messages": [{"role": role, "content": "4"}]} for role in ("user", "assistant")]
+    write_jsonl(directory / "unanswered.jsonl", [*open_ended, *rows])
     write_jsonl(directory / "odd.jsonl", [rows[0], {"prompt": "1", "completion": "2"}])
     (directory / "broken.jsonl").write_text('{"text": "1"}\n\n{"text": "2}\n')
     (directory / "gguf").mkdir()
@@ -205,13 +210,20 @@ RUNS = {  # name: (processes, what the job has)
     "LoRA in bf16": (2, {"argv": flags("llama", "x"), "with": ["lora_in_bf16"]}),
     "a norm is trained": (2, {"argv": flags("llama", "x"), "with": ["norm_is_trained"]}),
     "a norm is not read": (2, {"argv": flags("llama", "x"), "with": ["norm_is_not_read"]}),
+    "evaluated": (2, {"argv": flags("llama", "x"), "with": ["evaluated_first"]}),
+    "saved each step": (2, {"argv": flags("llama", "saved", "--save_every", 1)}),
+    "killed": (2, {"argv": flags("llama", "killed", "--save_every", 1),
+                   "with": ["killed_while_saving"]}),
+    "unanswered": (2, {"argv": flags("llama", "x", "--max_steps", 1, rows="unanswered.jsonl")}),
     "moe": (2, {"argv": flags("mixtral", "x")}),
+    "gemma4_e": (2, {"argv": flags("gemma4_e", "x")}),
     "lacking": (2, {"argv": flags("lacking", "x")}),
     "quantized": (2, {"argv": flags("quantized", "x")}),
     "twice": (2, {"argv": flags("twice", "x")}),
     "odd rows": (2, {"argv": flags("llama", "x", rows="odd.jsonl")}),
     "batch": (2, {"argv": flags("llama", "x", "--batch_size", 3)}),
     "no batch": (2, {"argv": flags("llama", "x", "--batch_size", 0)}),
+    "no rate": (2, {"argv": flags("llama", "x", "--learning_rate", "nan")}),
     "no model": (2, {"argv": flags("none", "x")}),
     "a GGUF": (2, {"argv": flags("gguf", "x")}),
     "broken rows": (2, {"argv": flags("llama", "x", rows="broken.jsonl")}),
@@ -435,33 +447,71 @@ def test_check_at_start_finds_rewritten_words(runs):
 
 
 @pytest.mark.parametrize("run,words", [
-    ("a norm is trained", "AssertionError: 43 tensors are trained, for LoRA on 21 linears"),
-    ("a norm is not read", "AssertionError: weights are left on meta"),
+    ("a norm is trained", "RuntimeError: 43 tensors are trained, for LoRA on 21 linears"),
+    ("a norm is not read", ".norm.weight is not loaded, but still on meta"),
 ])  # fmt: skip
-def test_verify_finds(run, words, runs):
+def test_check_model_finds(run, words, runs):
     text, _ = runs(run)
     assert words in text and not losses(text)
 
 
 @pytest.mark.parametrize("run,words", [
-    ("moe", "--model mixtral: is a mixture of experts (0.mlp.experts.gate_up_proj); use "),
+    ("moe", "--model mixtral: is a mixture of experts (layers.0.mlp.experts.gate_up_proj)"),
+    ("gemma4_e", "gemma4_e: has a linear outside its layers (per_layer_model_projection); use tr"),
     ("lacking", "lacking: no model*.safetensors has layers.2."),
     ("quantized", "--model quantized: is quantized already; name the original"),
     ("twice", "twice: its files have two tensors "),
-    ("no model", "--model none: no such directory, and not found on the Hub: "),
+    ("no model", "--model none: no such directory, and the download failed: "),
     ("a GGUF", "--model gguf: has no config.json; expected safetensors as on the Hub"),
     ("odd rows", "odd.jsonl, line 2: ValueError: expected text alone or messages alone, not {'p"),
     ("broken rows", "broken.jsonl, line 3: JSONDecodeError: "),
     ("batch", "--batch_size 3 is not a multiple of 2 GPUs"),
     ("no batch", "--batch_size 0: must be above 0"),
+    ("no rate", "--learning_rate nan: must be above 0"),
     ("no file", "--dataset none.jsonl: no such file"),
     ("no rows", "no token to train on in 24 rows"),
     ("too fast", "the run has diverged, use a lower --learning_rate"),
-    ("no gradient", "step 1: the gradient is 0, so nothing is learned: are the model's weights"),
+    ("no gradient", "gradient norm 0.0000: nothing is trained yet: are the model's weights right?"),
 ])  # fmt: skip
 def test_one_line_says_what_is_wrong(run, words, runs):
     *_, line, last = runs(run)[0].splitlines()
     assert line.startswith("error: ") and words in line and last == "SystemExit: 1"
+
+
+def test_evaluation_changes_no_training(runs):
+    """rows_loss() under no_grad() is the loss that is then trained."""
+    needs_ranks(2)
+    plain, evaluated = (runs(name)[1]["losses"] for name in ("llama", "evaluated"))
+    assert len(plain) == 3 and plain.tolist() == pytest.approx(evaluated.tolist(), abs=1e-6)
+
+
+def test_saves_change_no_training(base, runs):
+    needs_ranks(2)
+    text, _ = runs("saved each step")
+    assert re.findall(r"^adapter of step (\d) saved$", text, re.M) == ["1", "2"]
+    saved, plain = (load_file(base / name / "adapter_model.safetensors")
+                    for name in ("saved", "llama-adapter"))
+    assert not (base / "saved" / "unfinished").exists()
+    torch.testing.assert_close(saved, plain, atol=0 if DEVICE == "cpu" else 1e-3, rtol=0)
+
+
+def test_kill_leaves_the_earlier_adapter(base, runs):
+    needs_ranks(2)
+    text, _ = runs("killed")
+    assert "adapter of step 1 saved" in text and text.endswith("RuntimeError: killed\n")
+    before, after = (load_file(base / name / "adapter_model.safetensors")
+                     for name in ("first-save", "killed"))
+    assert len(before) == 42 and all(torch.equal(value, after[name])
+                                     for name, value in before.items())
+    assert any(value.any() for name, value in before.items() if "lora_B" in name)
+
+
+def test_rows_without_an_answer_are_counted(runs):
+    """A conversation of a question alone, and of an answer alone, which no prompt asks for."""
+    needs_ranks(2)
+    text, _ = runs("unanswered")
+    assert "data: 24 of 26 rows have tokens to train on, 2 have no answer to a prompt wit" in text
+    assert len(losses(text)) == 1
 
 
 def test_rows(base):
@@ -519,11 +569,13 @@ def test_answer_stands_behind_the_prompt_that_a_server_makes(base):
     tokenizer.chat_template = CHATML.replace("assistant\n", "assistant:").replace(
         "{{ m.role }}\n", "{{ m.role }}:")
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": " It is 4."}]
-    ((ids, labels),) = minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+    ((ids, targets),) = minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
     prompt = tokenizer.apply_chat_template(
         talk[:1], add_generation_prompt=True, return_dict=False)
-    assert ids[: len(prompt)] == prompt and labels[: len(prompt)] == [-100] * len(prompt)
-    assert tokenizer.decode(labels[len(prompt) :]).startswith(" It is 4.<|im_end|>")
+    n = len(prompt)
+    assert ids[:n] == prompt and targets[: n - 1] == [-100] * (n - 1)
+    assert targets[n - 1 :] == [*ids[n:], -100]
+    assert tokenizer.decode(targets[n - 1 : -1]).startswith(" It is 4.<|im_end|>")
     tokenizer.chat_template = SWITCHED
     with pytest.raises(ValueError, match="prompt ends with .*<think>.*, but its answer begins"):
         minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
@@ -534,8 +586,8 @@ def test_line_end_behind_a_closed_turn_is_not_learned(base):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     tokenizer.chat_template = CHATML  # ends each turn by <|im_end|> and a line end
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "4"}]
-    ((ids, labels),) = minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
-    assert tokenizer.decode(ids[-1]) == tokenizer.decode(labels[-1]) == "<|im_end|>"
+    ((ids, targets),) = minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+    assert tokenizer.decode(ids[-1]) == tokenizer.decode(targets[-2]) == "<|im_end|>"
 
 
 def test_turn_that_its_template_leaves_open_is_closed(base):
@@ -558,11 +610,12 @@ def test_each_answer_is_trained_once_as_the_model_will_write_it(base):
     rows = minimal_fsdp_qlora.encode({"messages": messages}, tokenizer)
     eos = tokenizer.eos_token
     asked = [f"user: 1{eos}assistant: ", f"user: 1{eos}assistant: 2{eos}user: 3{eos}assistant: "]
-    for (ids, labels), question, answer in zip(rows, asked, ("why 2", "why 4"), strict=True):
+    for (ids, targets), question, answer in zip(rows, asked, ("why 2", "why 4"), strict=True):
         assert tokenizer.decode(ids) == question + answer + eos
-        trained = [label for label in labels if label != -100]
+        trained = [target for target in targets if target != -100]
         assert tokenizer.decode(trained).strip() == answer + eos
-        assert labels[-len(trained) :] == ids[-len(trained) :] and len(labels) == len(ids)
+        assert targets[-len(trained) - 1 :] == [*ids[-len(trained) :], -100]
+        assert len(targets) == len(ids)
 
 
 def test_runs_without_torchrun(monkeypatch):
@@ -679,7 +732,7 @@ def merged_weights(directory, adapter, base):
 
 
 @pytest.mark.parametrize("family, targets, is_whole", [
-    ("llama", ["q_proj", "v_proj"], True), ("gemma4_text", ["q_proj", "v_proj"], True),
+    ("llama", ["q_proj", "v_proj"], True), ("gemma4_e", ["q_proj", "v_proj"], True),
     ("qwen3_5_text", ["down_proj"], True), ("gemma3", ["q_proj", "v_proj"], True),
     ("gemma3", r".*language_model.*\.[qv]_proj", False)])  # fmt: skip
 def test_adapter_of_some_linears_is_merged_into_what_peft_trained(
@@ -717,6 +770,13 @@ def test_file_stands_alone():
     assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names <= {
         "accelerate", "bitsandbytes", "flash_attn", "huggingface_hub", "peft", "safetensors",
         "torch", "transformers"}  # fmt: skip
+
+
+def test_docstring_says_what_to_edit():
+    table = ast.get_docstring(TREE).partition("to change")[2].partition("\n\n")[0]
+    words = re.findall(r"(\w+)\(\)", table)
+    assert len(words) >= 9 and set(words) <= {node.name for node in TREE.body
+                                              if isinstance(node, ast.FunctionDef)}
 
 
 def test_docstring_says_where_the_big_script_has_what_is_left_out():
