@@ -58,6 +58,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+# fewer gaps between tensors on a GPU; torch reads it when it is imported, and not again
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
@@ -140,8 +143,6 @@ def init_distributed() -> torch.device:
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", **group)
         return torch.device("cpu")
-    # less fragmentation; read at the first allocation on the GPU
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, **group)

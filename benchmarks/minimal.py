@@ -14,10 +14,9 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import minimal_fsdp_qlora as script  # noqa: E402
+import minimal_fsdp_qlora as script  # before torch, which reads the script's setting
+import torch
 
 DEVICE = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
 

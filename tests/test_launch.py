@@ -169,7 +169,7 @@ def test_report_of_plain_torchrun_ends_with_the_reason(tree):
     assert last.strip() == f"traceback : {said[0]}" and set(rule) == {"="}
 
 
-@pytest.mark.parametrize("script", ["train_fsdp_qlora.py"])
+@pytest.mark.parametrize("script", ["train_fsdp_qlora.py", "minimal_fsdp_qlora.py"])
 def test_torch_finds_its_allocators_settings_when_it_is_imported(script):
     """Later it does not read them again: 3 of 22.5 GiB were then in gaps between tensors."""
     watch = f"""
