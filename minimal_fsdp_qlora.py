@@ -13,17 +13,9 @@ loop. transformers has the model, bitsandbytes the 4-bit linears, PEFT the adapt
         --dataset rows.jsonl --output_dir adapter --offload --micro_batch_size 2
 
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
-or {"text": "..."}, where every token is. Without torchrun the file runs as one process: the 70B
-fits on one 24 GB GPU, too. The 70B was measured on larger GPUs that were limited to 22.5 GiB.
-Without a GPU the file runs on the CPU. Words of FSDP2 and NF4:
-
-    rank              one process, which has one GPU
-    unit              modules whose parameters are gathered together: here a decoder layer
-    shard             1/world_size of the rows of a parameter, which one rank stores
-    DTensor           the type of a sharded parameter: this rank's shard, and where the others are
-    gather            copy the shards of a unit from all ranks to each rank
-    reduce-scatter    sum a gradient over all ranks, and pass each rank its shard of the sum
-    code, scale       NF4 stores a code of 4 bits for each weight, and a scale for each 64 weights
+or {"text": "..."}, where every token is. Without torchrun the file runs as one process: with
+--offload the 70B fits on one 24 GB GPU, too. It was measured on larger GPUs that were limited to
+22.5 GiB. Without a GPU the file runs on the CPU.
 
     to change                                         edit
     columns of the data set                           check_example(), encode()
@@ -32,14 +24,10 @@ Without a GPU the file runs on the CPU. Words of FSDP2 and NF4:
     optimizer, schedule                               train(), learning_rate()
     evaluation                                        train(), with rows_loss()
     what is saved                                     save_adapter()
-    several machines                                  nothing: start it by torchrun --nnodes
+    several machines                                  nothing: torchrun --nnodes, model on each
 
-What is missing here, and where train_fsdp_qlora.py has it:
-
-    tools, preference pairs, other data               --dataset, --loss
-    evaluation, checkpoints, resuming                 evaluate(), save_checkpoint()
-    mixtures of experts, models already in 4 bits     load_model()
-    a plan of memory and speed                        agree_on_plan()
+train_fsdp_qlora.py does the same with checkpoints to resume from, evaluation, preference pairs,
+tools, mixtures of experts, models that are already in 4 bits, and a plan of memory and speed.
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
@@ -67,6 +55,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
+from jinja2 import TemplateError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
@@ -79,7 +68,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.utils import is_flash_attn_2_available
 
 DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
-# before torch 2.13 FSDP2 cannot shard integers: so four NF4 codes are stored as one bf16 number
+# Four NF4 codes are stored as one bf16 number: FSDP2 before torch 2.13 cannot shard integers. This
+# makes the trap that shard_layer() describes
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 MAX_GRAD_NORM = 1.0
 WARMUP_FRACTION = 0.03  # fraction of all steps
@@ -166,10 +156,27 @@ def log(message: str) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line instead of a traceback, and exit. Every rank that fails prints its line,
+    """Print one line instead of a traceback, and exit: for mistakes in arguments, data and model. A
+    mistake in an edit of this file raises RuntimeError. Every rank that fails prints its line,
     because a rank may fail alone."""
     print(f"error: {message}", flush=True)
     raise SystemExit(1)  # torchrun then ends the other ranks
+
+
+def find_model(args: Namespace) -> Path:
+    """Return the directory of --model, downloaded first if it is a Hub id."""
+    model_dir = Path(args.model)
+    if not model_dir.is_dir():
+        try:
+            model_dir = Path(snapshot_download(args.model, allow_patterns=[
+                "*.json", "model*.safetensors", "*.jinja", "*.model"]))
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())  # in one line
+            fail(f"--model {args.model}: no such directory, and the download failed: {reason}")
+    for name in ("config.json", "tokenizer.json"):
+        if not (model_dir / name).is_file():
+            fail(f"--model {args.model}: has no {name}; expected safetensors as on the Hub")
+    return model_dir
 
 
 # ---- Data ---------------------------------------------------------------------------------------
@@ -186,8 +193,10 @@ def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
             continue
         try:
             encoded += encode(json.loads(line), tokenizer)
-        except Exception as error:  # json's, encode()'s, or any that a chat template raises
+        except (ValueError, TemplateError) as error:  # json's, encode()'s, a chat template's
             fail(f"--dataset {args.dataset}, line {number}: {type(error).__name__}: {error}")
+        except Exception as error:  # perhaps a mistake in an edit: keep the traceback
+            raise RuntimeError(f"--dataset {args.dataset}, line {number}") from error
     rows = []
     n_cut = 0
     for ids, targets in encoded:
@@ -201,8 +210,8 @@ def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
         fail(f"--dataset {args.dataset}: no token to train on in {len(encoded)} rows")
     n_epochs = args.max_steps * args.batch_size / len(rows)
     log(f"data: {len(rows):,} of {len(encoded):,} rows have tokens to train on,"
-        f" {len(encoded) - len(rows):,} have no answer to a prompt within --max_seq_len,"
-        f" {n_cut:,} are truncated; {n_epochs:.2f} epochs")
+        f" {len(encoded) - len(rows):,} have none (no answer to a prompt within --max_seq_len);"
+        f" {n_cut:,} of all were truncated; {n_epochs:.2f} epochs")
     return rows
 
 
@@ -213,6 +222,22 @@ def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
     for epoch in range(n_epochs):
         all_rows += random.Random(epoch).sample(rows, len(rows))
     return all_rows
+
+
+def check_example(example: dict[str, Any]) -> None:
+    """Raise ValueError for keys and roles that this file does not handle. Most other keys would
+    change the training."""
+    if not isinstance(example, dict) or set(example) not in ({"text"}, {"messages"}):
+        raise ValueError(f"expected text alone or messages alone, not {str(example)[:80]}")
+    if not isinstance(example.get("text", ""), str):
+        raise ValueError(f"expected a string as text, not {str(example)[:80]}")
+    for message in example.get("messages", []):
+        if set(message) != {"role", "content"} or not isinstance(message["content"], str):
+            raise ValueError(f"expected a role and a content of text, not {str(message)[:80]}")
+        if message["role"] not in ("system", "user", "assistant"):
+            raise ValueError(f"expected system, user or assistant, not {message['role']!r}")
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise ValueError("an answer is empty")
 
 
 def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]:
@@ -244,6 +269,9 @@ def encode_answer(
     if not text.startswith(prompt):
         raise ValueError(f"the chat template's prompt ends with {prompt[-40:]!r}, but its answer"
                          " begins otherwise: train_fsdp_qlora.py trains such models")
+    reasoning = answer["content"].rpartition("</think>")[0].removeprefix("<think>").strip()
+    if reasoning not in text:  # render() allows this in the prompt only
+        raise ValueError(f"the chat template leaves out the reasoning {reasoning[:40]!r}")
     if text.rstrip().endswith(special_tokens(tokenizer)):
         text = text.rstrip()  # the model stops there: what follows is not learned
     else:
@@ -258,8 +286,8 @@ def encode_answer(
 
 def make_row(ids: list[int], n_prompt: int) -> Row:
     """Return the row of these tokens, the first `n_prompt` of which are not in the loss."""
-    in_loss = [IGNORE_INDEX] * n_prompt + ids[n_prompt:]
-    return ids, in_loss[1:] + [IGNORE_INDEX]  # position i predicts token i + 1
+    labels = [IGNORE_INDEX] * n_prompt + ids[n_prompt:]
+    return ids, labels[1:] + [IGNORE_INDEX]  # position i predicts token i + 1
 
 
 @functools.cache
@@ -278,42 +306,21 @@ def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: 
     return text
 
 
-def check_example(example: dict[str, Any]) -> None:
-    """Raise ValueError for keys and roles that this file does not handle. Most other keys would
-    change the training."""
-    if not isinstance(example, dict) or set(example) not in ({"text"}, {"messages"}):
-        raise ValueError(f"expected text alone or messages alone, not {str(example)[:80]}")
-    for message in example.get("messages", []):
-        if set(message) != {"role", "content"} or not isinstance(message["content"], str):
-            raise ValueError(f"expected a role and a content of text, not {str(message)[:80]}")
-        if message["role"] not in ("system", "user", "assistant"):
-            raise ValueError(f"expected system, user or assistant, not {message['role']!r}")
-        if message["role"] == "assistant" and not message["content"].strip():
-            raise ValueError("an answer is empty")
-
-
 # ---- Model: built on meta, read and quantized layer by layer, sharded ---------------------------
 
-
-def find_model(args: Namespace) -> Path:
-    """Return the directory of --model, downloaded first if it is a Hub id."""
-    model_dir = Path(args.model)
-    if not model_dir.is_dir():
-        try:
-            model_dir = Path(snapshot_download(args.model, allow_patterns=[
-                "*.json", "model*.safetensors", "*.jinja", "*.model"]))
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())  # in one line
-            fail(f"--model {args.model}: no such directory, and the download failed: {reason}")
-    for name in ("config.json", "tokenizer.json"):
-        if not (model_dir / name).is_file():
-            fail(f"--model {args.model}: has no {name}; expected safetensors as on the Hub")
-    return model_dir
+# Words of FSDP2 and NF4:
+#     rank              one process, which has one GPU
+#     unit              modules whose parameters are gathered together: here a decoder layer
+#     shard             1/world_size of the rows of a parameter, which one rank stores
+#     DTensor           the type of a sharded parameter: this rank's shard, and where the others are
+#     gather            copy the shards of a unit from all ranks to each rank
+#     reduce-scatter    sum a gradient over all ranks, and pass each rank its shard of the sum
+#     code, scale       NF4 stores a code of 4 bits for each weight, a scale for each 64 weights
 
 
 def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftModel:
-    """Build the model on meta, which needs no memory. The linears of its decoder layers become
-    4-bit linears with LoRA. The embedding, the norms and the lm_head stay in bf16."""
+    """Build the model on meta, which needs almost no memory. The linears of its decoder layers
+    become 4-bit linears with LoRA. The embedding, the norms and the lm_head stay in bf16."""
     config = AutoConfig.from_pretrained(model_dir)
     if getattr(config, "quantization_config", None):
         fail(f"--model {args.model}: is quantized already; name the original")
@@ -347,7 +354,7 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
     elif not model._supports_flash_attn:
         reason = "this model has no Flash Attention in transformers"
     elif not is_flash_attn_2_available():
-        reason = "flash-attn is not installed; with it, sliding windows would be faster"
+        reason = "flash-attn is not installed; it is faster for sliding windows"
     else:
         model.set_attn_implementation("flash_attention_2")
         reason = "flash-attn is installed"
@@ -387,18 +394,19 @@ def load_and_shard(
     handles = open_weights(causal_lm, model_dir)
     policy = fsdp_policy(args.offload, device)
     torch.manual_seed(0)  # the same initial LoRA on any number of ranks
-    unloaded = {module: name for name, module in causal_lm.named_modules()}
+    not_loaded = {module: name for name, module in causal_lm.named_modules()}
     for layer in causal_lm.get_decoder().layers:
         for module in layer.modules():
-            load_module(module, unloaded.pop(module), handles, device)
+            name = not_loaded.pop(module)
+            load_module(module, name, handles, device)
             if isinstance(module, LoraLayer):
                 init_lora(module, device)
         shard_layer(layer, policy)
-    for module, name in unloaded.items():  # embedding, final norm, lm_head
+    for module, name in not_loaded.items():  # embedding, final norm, lm_head
         load_module(module, name, handles, device)
     causal_lm.tie_weights()
-    # the last unit: fully_shard() skips parameters that an inner fully_shard() already owns. The
-    # rest is all bf16, but it is numbers and not codes, so the trap of shard_layer() does no harm
+    # The last unit: fully_shard() skips parameters that an inner fully_shard() already owns. The
+    # rest is all bf16, but it has no NF4 codes, so there are no NaNs to lose, see shard_layer()
     fully_shard(model, **policy)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -439,7 +447,7 @@ def load_module(
     for key, _ in list(module.named_parameters(recurse=False)):
         stored = handles.get(bare_name(f"{name}.{key}"))
         if stored is None:
-            continue  # of LoRA, or a tied lm_head
+            continue  # LoRA's, or a tied lm_head: open_weights() has refused any other
         value = stored[...].to(device, DTYPE)
         if isinstance(module, bnb.nn.Linear4bit) and key == "weight":
             # to() quantizes, and leaves the scales in module.quant_state, where forward finds them
@@ -515,15 +523,13 @@ def train(
     model: PeftModel, rows: list[Row], args: Namespace, model_dir: Path, device: torch.device
 ) -> None:
     """Run the training loop. All ranks must call this."""
-    # bitsandbytes cannot step DTensors. So the optimizer gets this rank's shards as plain
-    # parameters. Without --offload they share memory with the model. With --offload they are copies
-    # on the GPU, which the loop copies back after each step. Any element-wise optimizer works here.
-    # One that needs whole matrices, such as Muon or Adafactor, does not.
-    # A rank may have no rows of a small matrix: then numel() is 0
-    params = [p for p in model.parameters() if p.requires_grad and p.to_local().numel()]
-    local_params = [
-        nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in params]
-    optimizer = bnb.optim.PagedAdamW8bit(local_params, weight_decay=0.0)
+    # bitsandbytes cannot step DTensors, so it steps this rank's shards as plain parameters: in the
+    # model's own memory, or with --offload in copies on the GPU, copied back after each step. Any
+    # element-wise optimizer works here. Muon and Adafactor, which need whole matrices, do not
+    dtensors = [p for p in model.parameters()
+                if p.requires_grad and p.to_local().numel()]  # a rank may have no rows of a matrix
+    shards = [nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in dtensors]
+    optimizer = bnb.optim.PagedAdamW8bit(shards, weight_decay=0.0)
     for step in range(1, args.max_steps + 1):
         started = time.perf_counter()
         batch = rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
@@ -532,21 +538,21 @@ def train(
         for micro_batch in micro_batches(batch, args):
             loss = rows_loss(model, micro_batch, device) / n_loss_tokens
             # here FSDP2 gathers each layer again, sums its gradients over the ranks
-            # (reduce-scatter), and adds this rank's shard of the sum to param.grad
+            # (reduce-scatter), and adds this rank's shard of the sum to dtensor.grad
             loss.backward()
             step_loss += loss.detach()
         dist.all_reduce(step_loss)  # for the log and the check: the gradients are already summed
-        for param, local_param in zip(params, local_params):
-            local_param.grad = param.grad.to_local().to(device)
-        norm = clip_gradient(local_params, device)
+        for dtensor, shard in zip(dtensors, shards):
+            shard.grad = dtensor.grad.to_local().to(device)
+        norm = clip_gradient(shards)
         stop_if_diverged(step, step_loss, norm)
         lr = learning_rate(step, args.max_steps, peak=args.learning_rate)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         if args.offload:
-            for param, local_param in zip(params, local_params):
-                param.to_local().detach().copy_(local_param.detach())
+            for dtensor, shard in zip(dtensors, shards):
+                dtensor.to_local().detach().copy_(shard.detach())
         model.zero_grad()
         optimizer.zero_grad()  # else this gradient would use memory during the next step
         n_tokens = sum(len(ids) for ids, _ in batch)
@@ -568,7 +574,8 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     batch = sorted(batch, key=lambda row: len(row[0]))
     while batch:
         longest = len(batch[-1][0])
-        n_rows = (args.micro_batch_size * args.max_seq_len // longest) * world_size
+        max_tokens = args.micro_batch_size * args.max_seq_len  # of a GPU, with padding
+        n_rows = max_tokens // longest * world_size
         yield batch[-n_rows:][rank::world_size]
         del batch[-n_rows:]
 
@@ -606,13 +613,13 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def clip_gradient(local_params: list[nn.Parameter], device: torch.device) -> Tensor:
+def clip_gradient(shards: list[nn.Parameter]) -> Tensor:
     """Scale the gradient down to MAX_GRAD_NORM. Returns its norm before clipping, over all ranks.
     All ranks must call this."""
-    norm = nn.utils.get_total_norm([p.grad for p in local_params]).to(device).square()
+    norm = nn.utils.get_total_norm([shard.grad for shard in shards]).square()
     dist.all_reduce(norm)  # shards are disjoint, so their squared norms add up
     norm.sqrt_()
-    nn.utils.clip_grads_with_norm_(local_params, MAX_GRAD_NORM, norm)
+    nn.utils.clip_grads_with_norm_(shards, MAX_GRAD_NORM, norm)
     return norm
 
 
@@ -639,11 +646,11 @@ def log_step(
     step: int, max_steps: int, loss: Tensor, lr: float, norm: Tensor, speed: float
 ) -> None:
     """Print a step's metrics. `speed`: tokens per second per rank."""
-    unit, memory = "process", ""
+    device, memory = "process", ""
     if loss.is_cuda:
-        unit, memory = "GPU", f" | {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"
+        device, memory = "GPU", f" | {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"
     log(f"step {step:{len(str(max_steps))}}/{max_steps} | loss {loss:7.4f} | lr {lr:.1e} |"
-        f" grad_norm {norm:6.3f} | {speed:6,.0f} tok/s/{unit}{memory}")
+        f" grad_norm {norm:6.3f} | {speed:6,.0f} tok/s/{device}{memory}")
 
 
 # ---- Save the adapter ---------------------------------------------------------------------------
@@ -654,7 +661,7 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
     optimizer's state is not saved. All ranks must call this.
 
     Each file is written beside that of the last save, and then replaces it. So a run that is killed
-    during a save leaves the last adapter, and not a half-written one.
+    during a save leaves no half-written file.
     """
     state_dict = {name: p.detach().to(device).full_tensor().cpu()
                   for name, p in model.named_parameters() if p.requires_grad}
