@@ -510,7 +510,7 @@ def test_rows_without_an_answer_are_counted(runs):
     """A conversation of a question alone, and of an answer alone, which no prompt asks for."""
     needs_ranks(2)
     text, _ = runs("unanswered")
-    assert "data: 24 of 26 rows have tokens to train on, 2 have none (no answer to a prompt wit" in text
+    assert "data: 24 of 26 rows have tokens to train on, 2 have none (no answer to a" in text
     assert len(losses(text)) == 1
 
 
@@ -560,6 +560,32 @@ def test_what_would_be_lost_is_refused(name, base):
         row["messages"][0]["content"] = "Be brief."
     with pytest.raises(ValueError, match="expected |is empty|leaves out"):
         minimal_fsdp_qlora.encode(row, tokenizer)
+
+
+def test_reasoning_of_the_trained_answer_must_be_in_its_text(base):
+    """Of earlier answers, which are in the prompt, templates may drop it."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    talk = [{"role": "user", "content": "1"},
+            {"role": "assistant", "content": "<think>2 + 2</think>4"}] * 2  # fmt: skip
+    tokenizer.chat_template = CHATML
+    assert len(minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)) == 2
+    last_only = "m.content if loop.last else m.content.split('</think>')[-1]"
+    tokenizer.chat_template = CHATML.replace("m.content", f"({last_only})")
+    assert len(minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)) == 2
+    tokenizer.chat_template = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+    with pytest.raises(ValueError, match="leaves out the reasoning '2 \\+ 2'"):
+        minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+
+
+def test_mistake_in_an_edit_of_encode_keeps_its_traceback(base, tmp_path, monkeypatch):
+    """A data set's mistake is one line instead, see test_one_line_says_what_is_wrong()."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    (tmp_path / "rows.jsonl").write_text('{"text": "1"}')
+    args = minimal_fsdp_qlora.Namespace(dataset=str(tmp_path / "rows.jsonl"), max_seq_len=64)
+    monkeypatch.setattr(minimal_fsdp_qlora, "encode", lambda example, _: example["question"])
+    with pytest.raises(RuntimeError, match="rows.jsonl, line 1") as e:
+        minimal_fsdp_qlora.read_rows(args, tokenizer)
+    assert isinstance(e.value.__cause__, KeyError)
 
 
 def test_answer_stands_behind_the_prompt_that_a_server_makes(base):
@@ -768,8 +794,8 @@ def test_file_stands_alone():
     ours = {path.stem for path in ROOT.glob("*.py")} | {"fsdp_qlora", "tests"}
     assert not {name.partition(".")[0] for name in names} & ours
     assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names <= {
-        "accelerate", "bitsandbytes", "flash_attn", "huggingface_hub", "jinja2", "peft", "safetensors",
-        "torch", "transformers"}  # fmt: skip
+        "accelerate", "bitsandbytes", "flash_attn", "huggingface_hub", "jinja2", "peft",
+        "safetensors", "torch", "transformers"}  # fmt: skip
 
 
 def test_docstring_says_what_to_edit():
