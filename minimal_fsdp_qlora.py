@@ -20,7 +20,7 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     to change                                         edit
     columns of the data set                           check_example(), encode()
     which linears have LoRA                           build_model()
-    units, offloading                                 load_and_shard(), fsdp_policy()
+    FSDP units (layers), offloading                   load_and_shard(), fsdp_policy()
     optimizer, schedule                               train(), learning_rate()
     evaluation                                        train(), with rows_loss()
     what is saved                                     save_adapter()
@@ -68,8 +68,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.utils import is_flash_attn_2_available
 
 DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
-# Four NF4 codes are stored as one bf16 number: FSDP2 before torch 2.13 cannot shard integers. This
-# makes the trap that shard_layer() describes
+# FSDP2 before torch 2.13 cannot shard integers, so four NF4 codes are stored as one bf16 number.
+# Copying such numbers can corrupt them: read shard_layer() before you change a dtype
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 MAX_GRAD_NORM = 1.0
 WARMUP_FRACTION = 0.03  # fraction of all steps
@@ -148,6 +148,8 @@ def check_args(args: Namespace) -> None:
     if args.batch_size % dist.get_world_size():
         fail(f"--batch_size {args.batch_size} is not a multiple of {dist.get_world_size()} GPUs")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fail now, not after training
+    if Path(args.output_dir, "adapter_model.safetensors").exists():
+        fail(f"--output_dir {args.output_dir}: already has an adapter")
 
 
 def log(message: str) -> None:
@@ -231,7 +233,10 @@ def check_example(example: dict[str, Any]) -> None:
         raise ValueError(f"expected text alone or messages alone, not {str(example)[:80]}")
     if not isinstance(example.get("text", ""), str):
         raise ValueError(f"expected a string as text, not {str(example)[:80]}")
-    for message in example.get("messages", []):
+    messages = example.get("messages", [])
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError(f"expected a list of messages, not {str(messages)[:80]}")
+    for message in messages:
         if set(message) != {"role", "content"} or not isinstance(message["content"], str):
             raise ValueError(f"expected a role and a content of text, not {str(message)[:80]}")
         if message["role"] not in ("system", "user", "assistant"):
@@ -269,11 +274,13 @@ def encode_answer(
     if not text.startswith(prompt):
         raise ValueError(f"the chat template's prompt ends with {prompt[-40:]!r}, but its answer"
                          " begins otherwise: train_fsdp_qlora.py trains such models")
+    # render() does not check reasoning, which templates may drop from earlier answers. This
+    # answer's is trained, so it must be there
     reasoning = answer["content"].rpartition("</think>")[0].removeprefix("<think>").strip()
-    if reasoning not in text:  # render() allows this in the prompt only
+    if reasoning not in text:
         raise ValueError(f"the chat template leaves out the reasoning {reasoning[:40]!r}")
     if text.rstrip().endswith(special_tokens(tokenizer)):
-        text = text.rstrip()  # the model stops there: what follows is not learned
+        text = text.rstrip()  # ends with its end-of-turn token; drop the template's "\n" after it
     else:
         text += tokenizer.eos_token or ""  # GLM's template leaves the last turn open
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -311,7 +318,7 @@ def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: 
 # Words of FSDP2 and NF4:
 #     rank              one process, which has one GPU
 #     unit              modules whose parameters are gathered together: here a decoder layer
-#     shard             1/world_size of the rows of a parameter, which one rank stores
+#     shard             1/world_size of a parameter, cut along its first dimension; one per rank
 #     DTensor           the type of a sharded parameter: this rank's shard, and where the others are
 #     gather            copy the shards of a unit from all ranks to each rank
 #     reduce-scatter    sum a gradient over all ranks, and pass each rank its shard of the sum
@@ -348,13 +355,13 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
 
 
 def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
-    """Use Flash Attention 2 if it can run, else transformers' default: PyTorch's SDPA."""
+    """Use Flash Attention 2 if it is installed, else transformers' default: PyTorch's SDPA."""
     if device.type != "cuda":
         reason = "no GPU"
     elif not model._supports_flash_attn:
         reason = "this model has no Flash Attention in transformers"
     elif not is_flash_attn_2_available():
-        reason = "flash-attn is not installed; it is faster for sliding windows"
+        reason = "flash-attn is not installed; models with sliding windows would be faster"
     else:
         model.set_attn_implementation("flash_attention_2")
         reason = "flash-attn is installed"
@@ -390,21 +397,21 @@ def load_and_shard(
     forward and backward.
     """
     causal_lm = model.get_base_model()
-    causal_lm.tie_weights()  # the lm_head may share the embedding's tensor
+    causal_lm.tie_weights()  # so that open_weights() does not look for a tied lm_head
     handles = open_weights(causal_lm, model_dir)
     policy = fsdp_policy(args.offload, device)
     torch.manual_seed(0)  # the same initial LoRA on any number of ranks
-    not_loaded = {module: name for name, module in causal_lm.named_modules()}
-    for layer in causal_lm.get_decoder().layers:
+    names = {module: name for name, module in causal_lm.named_modules()}
+    layers = causal_lm.get_decoder().layers
+    for layer in layers:
         for module in layer.modules():
-            name = not_loaded.pop(module)
-            load_module(module, name, handles, device)
+            load_module(module, names[module], handles, device)
             if isinstance(module, LoraLayer):
                 init_lora(module, device)
         shard_layer(layer, policy)
-    for module, name in not_loaded.items():  # embedding, final norm, lm_head
-        load_module(module, name, handles, device)
-    causal_lm.tie_weights()
+    for module in names.keys() - set(layers.modules()):  # embedding, final norm, lm_head
+        load_module(module, names[module], handles, device)
+    causal_lm.tie_weights()  # again: load_module() has replaced the embedding's parameter
     # The last unit: fully_shard() skips parameters that an inner fully_shard() already owns. The
     # rest is all bf16, but it has no NF4 codes, so there are no NaNs to lose, see shard_layer()
     fully_shard(model, **policy)
@@ -523,11 +530,11 @@ def train(
     model: PeftModel, rows: list[Row], args: Namespace, model_dir: Path, device: torch.device
 ) -> None:
     """Run the training loop. All ranks must call this."""
-    # bitsandbytes cannot step DTensors, so it steps this rank's shards as plain parameters: in the
-    # model's own memory, or with --offload in copies on the GPU, copied back after each step. Any
-    # element-wise optimizer works here. Muon and Adafactor, which need whole matrices, do not
+    # bitsandbytes cannot step DTensors, so it steps this rank's shards as plain parameters. They
+    # share the model's memory; with --offload they are copies on the GPU, copied back below.
+    # Element-wise optimizers only: Muon and Adafactor need whole matrices
     dtensors = [p for p in model.parameters()
-                if p.requires_grad and p.to_local().numel()]  # a rank may have no rows of a matrix
+                if p.requires_grad and p.to_local().numel()]  # with many ranks a shard can be empty
     shards = [nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in dtensors]
     optimizer = bnb.optim.PagedAdamW8bit(shards, weight_decay=0.0)
     for step in range(1, args.max_steps + 1):
@@ -541,11 +548,13 @@ def train(
             # (reduce-scatter), and adds this rank's shard of the sum to dtensor.grad
             loss.backward()
             step_loss += loss.detach()
+
         dist.all_reduce(step_loss)  # for the log and the check: the gradients are already summed
         for dtensor, shard in zip(dtensors, shards):
             shard.grad = dtensor.grad.to_local().to(device)
         norm = clip_gradient(shards)
         stop_if_diverged(step, step_loss, norm)
+
         lr = learning_rate(step, args.max_steps, peak=args.learning_rate)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -553,8 +562,9 @@ def train(
         if args.offload:
             for dtensor, shard in zip(dtensors, shards):
                 dtensor.to_local().detach().copy_(shard.detach())
-        model.zero_grad()
-        optimizer.zero_grad()  # else this gradient would use memory during the next step
+        model.zero_grad()  # the DTensors' gradients
+        optimizer.zero_grad()  # and the shards', which would use memory during the next step
+
         n_tokens = sum(len(ids) for ids, _ in batch)
         speed = n_tokens / (time.perf_counter() - started) / dist.get_world_size()
         log_step(step, args.max_steps, step_loss, lr, norm, speed)
@@ -574,8 +584,8 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     batch = sorted(batch, key=lambda row: len(row[0]))
     while batch:
         longest = len(batch[-1][0])
-        max_tokens = args.micro_batch_size * args.max_seq_len  # of a GPU, with padding
-        n_rows = max_tokens // longest * world_size
+        # at least micro_batch_size rows, because no row is longer than max_seq_len
+        n_rows = args.micro_batch_size * args.max_seq_len // longest * world_size
         yield batch[-n_rows:][rank::world_size]
         del batch[-n_rows:]
 
@@ -646,11 +656,11 @@ def log_step(
     step: int, max_steps: int, loss: Tensor, lr: float, norm: Tensor, speed: float
 ) -> None:
     """Print a step's metrics. `speed`: tokens per second per rank."""
-    device, memory = "process", ""
+    worker, memory = "process", ""
     if loss.is_cuda:
-        device, memory = "GPU", f" | {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"
+        worker, memory = "GPU", f" | {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"
     log(f"step {step:{len(str(max_steps))}}/{max_steps} | loss {loss:7.4f} | lr {lr:.1e} |"
-        f" grad_norm {norm:6.3f} | {speed:6,.0f} tok/s/{device}{memory}")
+        f" grad_norm {norm:6.3f} | {speed:6,.0f} tok/s/{worker}{memory}")
 
 
 # ---- Save the adapter ---------------------------------------------------------------------------

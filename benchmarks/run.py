@@ -835,10 +835,10 @@ def driver(stem, argv):
 
     sys.path.insert(0, str(ROOT))
     import train_fsdp_qlora as script
-    from fsdp_qlora.planner import plan
+    from fsdp_qlora.planner import search
 
     if stem is None:
-        plan.use_graphs = lambda plan, *_: plan
+        search.use_graphs = lambda plan, *_: plan
         os._exit(script.main(argv))
     train_step, cuda = script.train_step, torch.cuda.is_available()
     rank = int(os.environ.get("RANK", 0))

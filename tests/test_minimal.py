@@ -3,6 +3,7 @@ bitsandbytes and train_fsdp_qlora.py; and merge_adapters.py on what it and PEFT 
 
 import argparse
 import ast
+import itertools
 import json
 import math
 import random
@@ -152,6 +153,8 @@ def base(tmp_path_factory, demo_directory, wanted):
     write_jsonl(directory / "unanswered.jsonl", [*open_ended, *rows])
     write_jsonl(directory / "odd.jsonl", [rows[0], {"prompt": "1", "completion": "2"}])
     (directory / "broken.jsonl").write_text('{"text": "1"}\n\n{"text": "2}\n')
+    (directory / "taken").mkdir()
+    (directory / "taken" / "adapter_model.safetensors").touch()
     (directory / "gguf").mkdir()
     (directory / "gguf" / "model.gguf").touch()
     shutil.copytree(directory / "qwen3", directory / "zeros")
@@ -165,7 +168,12 @@ def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+N_OUTPUTS = itertools.count()
+
+
 def flags(model, output, *more, rows="text.jsonl"):
+    """output "x": a directory that no other run has."""
+    output = f"x{next(N_OUTPUTS)}" if output == "x" else output
     return ["--model", model, "--dataset", rows, "--output_dir", output, *FLAGS, *more]
 
 
@@ -229,6 +237,7 @@ RUNS = {  # name: (processes, what the job has)
     "broken rows": (2, {"argv": flags("llama", "x", rows="broken.jsonl")}),
     "no gradient": (2, {"argv": flags("zeros", "x")}),
     "no file": (2, {"argv": flags("llama", "x", rows="none.jsonl")}),
+    "no directory": (2, {"argv": flags("llama", "taken")}),
     "no rows": (2, {"argv": flags("llama", "x", "--max_seq_len", 1)}),
     "too fast": (2, {"argv": flags("demo", "x", "--learning_rate", 1e9)}),
 }  # fmt: skip
@@ -469,6 +478,7 @@ def test_check_model_finds(run, words, runs):
     ("no batch", "--batch_size 0: must be above 0"),
     ("no rate", "--learning_rate nan: must be above 0"),
     ("no file", "--dataset none.jsonl: no such file"),
+    ("no directory", "--output_dir taken: already has an adapter"),
     ("no rows", "no token to train on in 24 rows"),
     ("too fast", "the run has diverged, use a lower --learning_rate"),
     ("no gradient", "gradient norm 0.0000: nothing is trained yet: are the model's weights right?"),
