@@ -384,9 +384,9 @@ GROUPS = {
         *(case(f"long-8b-{card}gb", "llama-3-8b", 1, seq, 2, f"--memory_limit_gib {gib} {RANK_32}",
                gpus=1)
           for card, gib, seq in (
-              (8, 7.4, 14_336), (12, 11.2, 36_864), (16, 15, 65_536), (24, 22.5, 114_688),
-              (48, 45, 262_144))),
-        case("long-8b-8gb-params", "llama-3-8b", 1, 32_768, 2,
+              (8, 7.4, 24_576), (12, 11.2, 75_776), (16, 15, 131_072), (24, 22.5, 229_376),
+              (48, 45, 401_408))),
+        case("long-8b-8gb-params", "llama-3-8b", 1, 65_536, 2,
              f"--memory_limit_gib 7.4 --offload_params {RANK_32}", gpus=1),
         case("long-8b-80gb", "llama-3-8b", 1, 401_408, 2, RANK_32, gpus=1),
         case("long-l3-70b", "llama-3-70b", 1, 90_112, 2, RANK_32, gpus=1),
