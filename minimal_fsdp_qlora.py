@@ -75,8 +75,8 @@ MAX_GRAD_NORM = 1.0
 WARMUP_FRACTION = 0.03  # fraction of all steps
 LOSS_CHUNK = 1024  # tokens whose logits are in fp32 at once: 0.5 GiB for a vocabulary of 128k
 IGNORE_INDEX = -100  # target where the next token is not in the loss
-# token ids, and as many targets: targets[i] is ids[i + 1], or IGNORE_INDEX
-Row = tuple[list[int], list[int]]
+# token ids [tokens], and targets [tokens]: targets[i] is ids[i + 1], or IGNORE_INDEX
+Row = tuple[Tensor, Tensor]
 
 
 def main() -> None:
@@ -159,10 +159,13 @@ def log(message: str) -> None:
 
 def fail(message: str) -> NoReturn:
     """Print one line instead of a traceback, and exit: for mistakes in arguments, data and model. A
-    mistake in an edit of this file raises RuntimeError. Every rank that fails prints its line,
-    because a rank may fail alone."""
+    mistake in an edit of this file raises RuntimeError.
+
+    Usually all ranks fail alike. Then torchrun ends the others as soon as rank 0 has exited, before
+    they repeat its line. A rank that fails alone prints it after the pause."""
+    time.sleep(5 * min(1, dist.get_rank()))
     print(f"error: {message}", flush=True)
-    raise SystemExit(1)  # torchrun then ends the other ranks
+    raise SystemExit(1)
 
 
 def find_model(args: Namespace) -> Path:
@@ -204,9 +207,9 @@ def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
     for ids, targets in encoded:
         if len(ids) > args.max_seq_len:
             n_cut += 1
-            ids = ids[: args.max_seq_len]
-            targets = targets[: args.max_seq_len - 1] + [IGNORE_INDEX]  # its next token is cut off
-        if any(target != IGNORE_INDEX for target in targets):
+            ids, targets = ids[: args.max_seq_len], targets[: args.max_seq_len]
+            targets[-1] = IGNORE_INDEX  # its next token is cut off
+        if (targets != IGNORE_INDEX).any():
             rows.append((ids, targets))
     if not rows:
         fail(f"--dataset {args.dataset}: no token to train on in {len(encoded)} rows")
@@ -260,7 +263,7 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
     messages = example["messages"]
     rows = [encode_answer(messages[:i], messages[i], tokenizer)
             for i in range(len(messages)) if messages[i]["role"] == "assistant"]
-    return rows or [([], [])]
+    return rows or [make_row([], 0)]
 
 
 def encode_answer(
@@ -268,12 +271,12 @@ def encode_answer(
 ) -> Row:
     """Return the row of a prompt, which is not in the loss, and its answer."""
     if not prompt_messages:
-        return [], []
+        return make_row([], 0)
     prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
     text = render([*prompt_messages, answer], tokenizer)
     if not text.startswith(prompt):
         raise ValueError(f"the chat template's prompt ends with {prompt[-40:]!r}, but its answer"
-                         " begins otherwise: train_fsdp_qlora.py trains such models")
+                         " begins otherwise")
     # render() does not check reasoning, which templates may drop from earlier answers. This
     # answer's is trained, so it must be there
     reasoning = answer["content"].rpartition("</think>")[0].removeprefix("<think>").strip()
@@ -294,7 +297,8 @@ def encode_answer(
 def make_row(ids: list[int], n_prompt: int) -> Row:
     """Return the row of these tokens, the first `n_prompt` of which are not in the loss."""
     labels = [IGNORE_INDEX] * n_prompt + ids[n_prompt:]
-    return ids, labels[1:] + [IGNORE_INDEX]  # position i predicts token i + 1
+    targets = labels[1:] + [IGNORE_INDEX]  # position i predicts token i + 1
+    return torch.tensor(ids), torch.tensor(targets)
 
 
 @functools.cache
@@ -378,11 +382,10 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
     """
     for name, weight in decoder.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
-            fail(f"--model {model_name}: is a mixture of experts ({name}); use train_fsdp_qlora.py")
+            fail(f"--model {model_name}: is a mixture of experts ({name})")
     for name, module in decoder.named_modules():
         if isinstance(module, nn.Linear) and not name.startswith("layers."):
-            fail(f"--model {model_name}: has a linear outside its layers ({name}); use"
-                 " train_fsdp_qlora.py")
+            fail(f"--model {model_name}: has a linear outside its layers ({name})")
 
 
 def load_and_shard(
@@ -540,7 +543,7 @@ def train(
     for step in range(1, args.max_steps + 1):
         started = time.perf_counter()
         batch = rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
-        n_loss_tokens = sum(target != IGNORE_INDEX for _, targets in batch for target in targets)
+        n_loss_tokens = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in batch)
         step_loss = torch.zeros((), device=device)
         for micro_batch in micro_batches(batch, args):
             loss = rows_loss(model, micro_batch, device) / n_loss_tokens
@@ -598,17 +601,15 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
     the loss ignores the padding.
     """
 
-    def pad(sequences: Any, value: int) -> Tensor:  # [rows, tokens]
-        tensors = [torch.tensor(sequence) for sequence in sequences]
-        return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
-
-    ids, targets = zip(*rows)
+    pad = functools.partial(pad_sequence, batch_first=True)  # [rows, tokens]
+    ids = pad([ids for ids, _ in rows]).to(device)
+    targets = pad([targets for _, targets in rows], padding_value=IGNORE_INDEX).to(device)
     # autocast for LoRA, which is in fp32; autocast's cache would add a bf16 copy of the adapter
     with torch.autocast(device.type, DTYPE, cache_enabled=False):
         # [rows, tokens, vocabulary] in bf16. With the default flags and a vocabulary of 128k the
         # logits need 2 GiB, and so does their gradient: a lower --micro_batch_size helps
-        logits = model(input_ids=pad(ids, 0), use_cache=False).logits
-    return cross_entropy(logits.flatten(0, 1), pad(targets, IGNORE_INDEX).flatten())
+        logits = model(input_ids=ids, use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

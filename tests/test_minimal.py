@@ -182,6 +182,11 @@ def whole(model, output, dtype):
     return flags(model, output, *WHOLE, "--batch_size", n, rows=rows)
 
 
+def as_lists(rows):
+    """The rows of minimal_fsdp_qlora.py with lists in place of tensors."""
+    return [(ids.tolist(), targets.tolist()) for ids, targets in rows]
+
+
 def losses(text):
     return [float(loss) for _, loss, _ in STEP.findall(text)]
 
@@ -411,6 +416,7 @@ def test_family_trains_and_peft_gives_the_same(family, base, runs):
     with one_process():
         rows = minimal_fsdp_qlora.read_rows(args, tokenizer)
         rows = minimal_fsdp_qlora.rows_of_all_steps(rows, args)[:4]
+    rows = as_lists(rows)
     assert all(ids == [ids[0], *targets[:-1]] and ids[-1] == tokenizer.eos_token_id
                for ids, targets in rows)
     total = 0.0
@@ -466,7 +472,7 @@ def test_check_model_finds(run, words, runs):
 
 @pytest.mark.parametrize("run,words", [
     ("moe", "--model mixtral: is a mixture of experts (layers.0.mlp.experts.gate_up_proj)"),
-    ("gemma4_e", "gemma4_e: has a linear outside its layers (per_layer_model_projection); use tr"),
+    ("gemma4_e", "gemma4_e: has a linear outside its layers (per_layer_model_projection)"),
     ("lacking", "lacking: no model*.safetensors has layers.2."),
     ("quantized", "--model quantized: is quantized already; name the original"),
     ("twice", "twice: its files have two tensors "),
@@ -532,7 +538,7 @@ def test_rows(base):
     tokenizer, want = PreTrainedTokenizerFast.from_pretrained(base / "llama"), []
     with one_process():
         rows = minimal_fsdp_qlora.read_rows(args, tokenizer)
-        rows = minimal_fsdp_qlora.rows_of_all_steps(rows, args)
+        rows = as_lists(minimal_fsdp_qlora.rows_of_all_steps(rows, args))
     for line in (base / "mixed.jsonl").read_text().splitlines():
         row = json.loads(line)
         prompt, answer = [], [*tokenizer(row.get("text", "4") + tokenizer.eos_token)["input_ids"]]
@@ -605,7 +611,8 @@ def test_answer_stands_behind_the_prompt_that_a_server_makes(base):
     tokenizer.chat_template = CHATML.replace("assistant\n", "assistant:").replace(
         "{{ m.role }}\n", "{{ m.role }}:")
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": " It is 4."}]
-    ((ids, targets),) = minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+    ((ids, targets),) = as_lists(
+        minimal_fsdp_qlora.encode({"messages": talk}, tokenizer))
     prompt = tokenizer.apply_chat_template(
         talk[:1], add_generation_prompt=True, return_dict=False)
     n = len(prompt)
@@ -622,7 +629,8 @@ def test_line_end_behind_a_closed_turn_is_not_learned(base):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     tokenizer.chat_template = CHATML  # ends each turn by <|im_end|> and a line end
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "4"}]
-    ((ids, targets),) = minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+    ((ids, targets),) = as_lists(
+        minimal_fsdp_qlora.encode({"messages": talk}, tokenizer))
     assert tokenizer.decode(ids[-1]) == tokenizer.decode(targets[-2]) == "<|im_end|>"
 
 
@@ -630,7 +638,8 @@ def test_turn_that_its_template_leaves_open_is_closed(base):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
     tokenizer.chat_template = UNCLOSED
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "4"}]
-    ((ids, _),) = minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+    ((ids, _),) = as_lists(
+        minimal_fsdp_qlora.encode({"messages": talk}, tokenizer))
     assert ids[-1] == tokenizer.eos_token_id
 
 
@@ -643,7 +652,7 @@ def test_each_answer_is_trained_once_as_the_model_will_write_it(base):
         "{% if add_generation_prompt %}assistant: {% endif %}")
     messages = [{"role": role, "content": text} for role, text in (
         ("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"), ("user", "5"))]
-    rows = minimal_fsdp_qlora.encode({"messages": messages}, tokenizer)
+    rows = as_lists(minimal_fsdp_qlora.encode({"messages": messages}, tokenizer))
     eos = tokenizer.eos_token
     asked = [f"user: 1{eos}assistant: ", f"user: 1{eos}assistant: 2{eos}user: 3{eos}assistant: "]
     for (ids, targets), question, answer in zip(rows, asked, ("why 2", "why 4"), strict=True):
