@@ -159,11 +159,9 @@ def log(message: str) -> None:
 
 def fail(message: str) -> NoReturn:
     """Print one line instead of a traceback, and exit: for mistakes in arguments, data and model. A
-    mistake in an edit of this file raises RuntimeError.
-
-    Usually all ranks fail alike. Then torchrun ends the others as soon as rank 0 has exited, before
-    they repeat its line. A rank that fails alone prints it after the pause."""
-    time.sleep(5 * min(1, dist.get_rank()))
+    mistake in an edit of this file raises RuntimeError."""
+    if dist.get_rank() != 0:
+        time.sleep(5)  # usually all ranks fail: rank 0 prints, exits, and torchrun ends the others
     print(f"error: {message}", flush=True)
     raise SystemExit(1)
 
@@ -221,7 +219,8 @@ def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
 
 
 def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
-    """Repeat the rows for as many epochs as the steps need, each in an order of its own."""
+    """Return references to the rows, for as many epochs as the steps need, each epoch in an order
+    of its own."""
     n_epochs = math.ceil(args.max_steps * args.batch_size / len(rows))
     all_rows: list[Row] = []
     for epoch in range(n_epochs):
@@ -272,26 +271,35 @@ def encode_answer(
     """Return the row of a prompt, which is not in the loss, and its answer."""
     if not prompt_messages:
         return make_row([], 0)
+    prompt, answer_text = render_answer(prompt_messages, answer, tokenizer)
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(prompt + answer_text, add_special_tokens=False)["input_ids"]
+    if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross from the prompt into the answer
+        ids = prompt_ids + tokenizer(answer_text, add_special_tokens=False)["input_ids"]
+    return make_row(ids, len(prompt_ids))
+
+
+def render_answer(
+    prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
+) -> tuple[str, str]:
+    """Return a prompt as a server renders it, and the answer as the model will write it: up to and
+    with its end-of-turn token. Raises ValueError if the chat template does not fit."""
     prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
     text = render([*prompt_messages, answer], tokenizer)
     if not text.startswith(prompt):
         raise ValueError(f"the chat template's prompt ends with {prompt[-40:]!r}, but its answer"
                          " begins otherwise")
+    answer_text = text.removeprefix(prompt)
     # render() does not check reasoning, which templates may drop from earlier answers. This
     # answer's is trained, so it must be there
     reasoning = answer["content"].rpartition("</think>")[0].removeprefix("<think>").strip()
-    if reasoning not in text:
+    if reasoning not in answer_text:
         raise ValueError(f"the chat template leaves out the reasoning {reasoning[:40]!r}")
-    if text.rstrip().endswith(special_tokens(tokenizer)):
-        text = text.rstrip()  # ends with its end-of-turn token; drop the template's "\n" after it
-    else:
-        text += tokenizer.eos_token or ""  # GLM's template leaves the last turn open
-    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross from the prompt into the answer
-        rest = text.removeprefix(prompt)
-        ids = prompt_ids + tokenizer(rest, add_special_tokens=False)["input_ids"]
-    return make_row(ids, len(prompt_ids))
+    special_tokens = tuple(
+        token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    if answer_text.rstrip().endswith(special_tokens):
+        return prompt, answer_text.rstrip()  # the template ends a turn with "\n" after its token
+    return prompt, answer_text + (tokenizer.eos_token or "")  # GLM's leaves the last turn open
 
 
 def make_row(ids: list[int], n_prompt: int) -> Row:
@@ -299,11 +307,6 @@ def make_row(ids: list[int], n_prompt: int) -> Row:
     labels = [IGNORE_INDEX] * n_prompt + ids[n_prompt:]
     targets = labels[1:] + [IGNORE_INDEX]  # position i predicts token i + 1
     return torch.tensor(ids), torch.tensor(targets)
-
-
-@functools.cache
-def special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    return tuple(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
 
 
 def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: bool) -> str:
@@ -678,14 +681,14 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
                   for name, p in model.named_parameters() if p.requires_grad}
     if dist.get_rank() != 0:
         return
-    unfinished = Path(args.output_dir, "unfinished")
-    model.save_pretrained(unfinished, state_dict=state_dict, save_embedding_layers=False)
+    partial_dir = Path(args.output_dir, "partial")
+    model.save_pretrained(partial_dir, state_dict=state_dict, save_embedding_layers=False)
     for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
         for path in model_dir.glob(pattern):
-            shutil.copy(path, unfinished)
-    for path in unfinished.iterdir():
+            shutil.copy(path, partial_dir)
+    for path in partial_dir.iterdir():
         path.replace(Path(args.output_dir, path.name))
-    unfinished.rmdir()
+    partial_dir.rmdir()
 
 
 if __name__ == "__main__":

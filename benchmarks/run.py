@@ -206,6 +206,7 @@ def case(name, model, rows, seq, steps, flags="", gpus=2, layers=None, base=None
 CAP, OFFLOAD, FLASH = "--memory_limit_gib 22.5", "--offload_activations", "--attn flash_attention_2"
 ALL, NONE = "--recompute all", "--recompute none"
 RANK_32 = f"--lora_rank 32 {OFFLOAD}"  # as in Unsloth's table of longest rows
+LONG = 16_384  # tokens in a row; peers recompute all with such rows
 SHARED = "--shard_group_size {gpus}"  # one copy of the model on all GPUs
 MEDIAN, SPREAD, SHORTEST = 200, 0.9, 16  # of chat rows' lengths, which are log-normal
 GROUPS = {
@@ -392,8 +393,8 @@ GROUPS = {
         case("long-l3-70b", "llama-3-70b", 1, 90_112, 2, RANK_32, gpus=1),
         case("long-gpt-oss-20b", "gpt-oss-20b", 1, 421_888, 2, OFFLOAD, gpus=1),
         case("long-8b-32k", "llama-3-8b", 1, 32_768, 3, gpus=1),
-        case("long-8b-131k", "llama-3-8b", 1, 131_072, 3, OFFLOAD, gpus=1),
-        case("long-8b-131k-2gpus", "llama-3-8b", 0.5, 131_072, 3,
+        case("long-8b-131k", "llama-3-8b", 1, 131_072, 2, OFFLOAD, gpus=1),
+        case("long-8b-131k-2gpus", "llama-3-8b", 0.5, 131_072, 2,
              f"{OFFLOAD} --context_parallel_size {{gpus}}", base="long-8b-131k"),
     ],
 }  # fmt: skip
@@ -401,7 +402,7 @@ CASES = {c["name"]: c for group in GROUPS.values() for c in group}
 GROUPS["speed"] += [CASES["70b-auto"], CASES["70b-2k"]]
 GROUPS["profile"] = [CASES[name] for name in ("70b8-nooffload", "8b-2gpus", "qwen30b4-16k-none")]
 
-BESIDE_PEERS = "speed", "small", "experts", "mixers", "gemma4", "minimal"
+BESIDE_PEERS = "speed", "small", "experts", "mixers", "gemma4", "minimal", "long"
 
 COLUMNS = {  # title: (key of a row, format)
     "case": ("case", ""), "work": ("work", ""), "GPUs": ("gpus", ""),
@@ -453,7 +454,7 @@ def model_config(model, layers=None):
         "hidden_size": hidden, "intermediate_size": intermediate,
         "num_hidden_layers": layers or whole, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "vocab_size": vocab, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192, "tie_word_embeddings": model in TIED, **own,
+        "max_position_embeddings": 2**20, "tie_word_embeddings": model in TIED, **own,
     }  # fmt: skip
     if model == "step-3.7-flash":
         return {"model_type": "step3p7", "text_config": config}
@@ -727,7 +728,8 @@ def peer_work(chosen, gpus):
     """What a peer is to do, see peers.py: the same for cases that differ in the script's flags."""
     return {
         "rows": chosen["rows"], "seq": chosen["seq"], "steps": chosen["steps"],
-        "recompute": ALL in chosen["flags"] or chosen["minimal"], "gpus": gpus,
+        "recompute": ALL in chosen["flags"] or chosen["minimal"] or chosen["seq"] >= LONG,
+        "gpus": gpus,
         "layout": layout(chosen, gpus),
         "attn": "flash_attention_2" if FLASH in chosen["flags"] else "sdpa",
         "model": f"{chosen['model']}-{chosen['layers']}",

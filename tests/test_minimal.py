@@ -507,7 +507,7 @@ def test_saves_change_no_training(base, runs):
     assert re.findall(r"^adapter of step (\d) saved$", text, re.M) == ["1", "2"]
     saved, plain = (load_file(base / name / "adapter_model.safetensors")
                     for name in ("saved", "llama-adapter"))
-    assert not (base / "saved" / "unfinished").exists()
+    assert not (base / "saved" / "partial").exists()
     torch.testing.assert_close(saved, plain, atol=0 if DEVICE == "cpu" else 1e-3, rtol=0)
 
 
