@@ -43,7 +43,6 @@ import torch.distributed as dist  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402, F401
 import house  # noqa: E402
 import worker  # noqa: E402
-from fsdp_qlora.kernels import attention  # noqa: E402
 from fsdp_qlora.kernels.pieces import piece_attention  # noqa: E402
 
 gc.freeze()
@@ -142,15 +141,12 @@ def do(job, rank):
 
 
 def with_pieces(choose):
-    """choose_attention() that chooses for a CPU what it does for a GPU that has cuDNN."""
+    """choose_attention() that chooses, of documents without windows, what it does on Hopper."""
 
     def chosen(config, arch, device, whole_documents=True):
         kernels = choose(config, arch, device, whole_documents)
         if not whole_documents:
-            types = attention.architectures_by_attention_type(arch)
-            kernels.fixed_len.update({name: piece_attention for name, layers in types.items()
-                                      if name != "window" and attention.kernel_matches(
-                                          piece_attention, layers, name, device, False)})
+            kernels.fixed_len["full"] = piece_attention
         return kernels
 
     return chosen

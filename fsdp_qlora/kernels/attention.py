@@ -226,7 +226,8 @@ def kernel_matches(
                              generator=generator) for n in (sum(heads), arch.n_heads))
     q, k, v = qkv.split(heads, 1)  # with the same strides as in a layer
     q *= arch.attention_softcap or 1  # else no score would come near the cap
-    sinks = 2 * torch.randn(arch.n_heads, device=device, generator=generator)
+    # about as large as the sum over all keys, else a kernel without sinks would match, too
+    sinks = math.log(length) + 2 * torch.randn(arch.n_heads, device=device, generator=generator)
     sinks = sinks if arch.sinks else None
     bounds = torch.tensor([0, length, n_tokens], dtype=torch.int32, device=device)
     trial = document_segments(bounds, (length, length), length)

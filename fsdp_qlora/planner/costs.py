@@ -243,8 +243,8 @@ class Fit:
     # work of attention in units of its forward, which has 2 matmuls; backward has 5; counted
     attention_passes: float = 3.5
     # FLOP/s of the attention kernels, at most; measured in whole steps of an 8B: cuDNN's for rows
-    # of 38,912 and 65,536 tokens (H100), and taken for long pieces of such rows, too; Flash Attention 2, which does not use Hopper's own
-    # instructions, 345 TFLOP/s (2 x H200)
+    # of 38,912 and 65,536 tokens (H100), not for long pieces of rows, which are taken for as fast;
+    # Flash Attention 2, which does not use Hopper's own instructions, 345 TFLOP/s (2 x H200)
     fixed_len_flops: float = 575e12
     varlen_flops: float = 350e12
     # slowdown by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192 tokens
