@@ -154,7 +154,7 @@ def write_data(directory):
     def text(n):
         return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz ,.", k=n))
 
-    row = json.dumps({"prompt": text(21), "completion": text(102)}) + "\n"
+    row = json.dumps({"prompt": text(21), "completion": text(103)}) + "\n"
     (directory / "one_length.jsonl").write_text(6 * row)
     for loss in ("sft", *LOSSES):
         rows = []
