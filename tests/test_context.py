@@ -154,8 +154,6 @@ def write_data(directory):
     def text(n):
         return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz ,.", k=n))
 
-    row = json.dumps({"prompt": text(21), "completion": text(103)}) + "\n"
-    (directory / "one_length.jsonl").write_text(6 * row)
     for loss in ("sft", *LOSSES):
         rows = []
         for i, n in enumerate(LENGTHS):
@@ -164,6 +162,8 @@ def write_data(directory):
                 row = {"prompt": row["prompt"], "chosen": row["completion"], "rejected": text(n)}
             rows.append(row | ({"label": i % 2 == 0} if loss == "kto" else {}))
         (directory / f"{loss}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = json.dumps({"prompt": text(21), "completion": text(103)}) + "\n"
+    (directory / "one_length.jsonl").write_text(6 * row)
 
 
 @pytest.fixture(scope="module")
