@@ -77,6 +77,7 @@ from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import compile_for_any_rows
 from fsdp_qlora.kernels.flex import flex_document_attention
+from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.router import BALANCE
@@ -349,7 +350,8 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     before. For rows of other lengths it is Flash Attention 2 or, where that is not installed,
     torch's own varlen kernel; for what that lacks, such as soft caps, torch's flex_attention. A
     kernel is used only if its results match plain torch: a flash-attn built without windows or caps
-    returns wrong results without an error.
+    returns wrong results without an error. Without `whole_documents`, for context parallelism,
+    cuDNN computes rows of one length from Hopper on too, one piece after the other.
     """
     from transformers.utils import is_flash_attn_2_available
 
@@ -363,6 +365,8 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
     batched = attention.batched_attention
     fixed_len = [batched, *flash] if batched_first else [*flash, batched]
+    if not whole_documents:
+        fixed_len = [piece_attention, *flash] if batched_first else flash
     any_len = [attention.varlen_attention, flex_document_attention]
 
     def first_that_works(

@@ -34,7 +34,7 @@ class Plan:
     offload_params: bool
     n_mlp_saved: int = 0  # recomputed layers, the last ones, that save what their MLP needs
     expert_ranges: int = 1  # number of ranges in which experts are dequantized, one after the other
-    varlen_attention: bool = False  # whether a micro-batch's documents differ in length
+    varlen_attention: bool = False  # one call for all documents, of any lengths, or short pieces
     plain_attention: bool = False  # a layer's attention runs in plain torch
     plain_recurrence: bool = False  # a mixer with a state runs in plain torch
     fused: bool = True  # each elementwise function is compiled to one kernel, as on a GPU

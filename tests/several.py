@@ -11,7 +11,8 @@ take themselves for processes; "deterministic", for what must be the same to the
 where the attention's backward adds in any order otherwise; "cwd"; "before", a command that rank 0
 runs first; "draws", for loss.png, which no other run draws; "script", another to run instead: an
 assembled one, one with its package beside it, or one that depends on this tree's package;
-"optimizer", the code of another one; "group_bytes", attention_mixer.GROUP_BYTES; "peft", the
+"optimizer", the code of another one; "group_bytes", attention_mixer.GROUP_BYTES; "pieces", whether
+piece_attention() computes what it does on a GPU, where pieces may be short; "peft", the
 version that this node seems to have; "plan", what the plan is to have whatever would be chosen;
 "cut_off", a file that rank 1 cuts off before the weights are read, and where; "others", what is
 different for the ranks but 0, or from "first_other" on.
@@ -42,6 +43,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402, F401
 import house  # noqa: E402
 import worker  # noqa: E402
+from fsdp_qlora.kernels.pieces import piece_attention  # noqa: E402
 
 gc.freeze()
 gc.enable()
@@ -128,11 +130,26 @@ def do(job, rank):
             exec(job["optimizer"], vars(sys.modules["train_fsdp_qlora"]))
         if "group_bytes" in job:
             house.replace("GROUP_BYTES", job["group_bytes"])
+        if job.get("pieces"):
+            house.replace("LONG_SHARE", 1)
+            house.wrap("choose_attention", with_pieces)
         if "cut_off" in job:
             cut_off(*job["cut_off"])
         code = worker.run(job) if "case" in job else call_main(job)
     house.restore(names)  # faults end with their job, and what a case has changed
     return code
+
+
+def with_pieces(choose):
+    """choose_attention() that chooses, of documents without windows, what it does on Hopper."""
+
+    def chosen(config, arch, device, whole_documents=True):
+        kernels = choose(config, arch, device, whole_documents)
+        if not whole_documents:
+            kernels.fixed_len["full"] = piece_attention
+        return kernels
+
+    return chosen
 
 
 def take_part(job, rank, ranks, meeting):

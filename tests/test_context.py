@@ -12,10 +12,14 @@ import torch
 from conftest import DEVICE, needs_ranks, segments_of
 from families import TINY, write_model
 
-from fsdp_qlora.kernels.attention import document_attention
+from fsdp_qlora.data.packing import make_micro_batch
+from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.kernels.attention import Kernels, document_attention
 from fsdp_qlora.kernels.flex import flex_document_attention
+from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.micro_batch.context import (
     ContextGroup, KeyExchange, cut_documents, make_context_shard)
+from fsdp_qlora.micro_batch.segments import Segments
 
 
 def random_lengths(draw, n):
@@ -82,6 +86,43 @@ def test_ranks_attend_together_as_one_does(n, window):
         assert (got - want).norm() < 1e-5 * max(want.norm(), 1)  # of one key alone it is 0
 
 
+@pytest.mark.parametrize("lengths_q, lengths_k", [
+    ([64], [64]),  # no keys before
+    ([50, 50], [50, 200]),  # the pieces of one document
+    ([33, 34, 33, 34], [33, 134, 33, 134]),  # of two
+    ([1, 300], [40, 1000])])  # fmt: skip
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (4, 1)])
+def test_pieces_equal_plain_torch(heads, kv_heads, lengths_q, lengths_k):
+    torch.manual_seed(0)
+    arch = types.SimpleNamespace(
+        n_heads=heads, attention_scale=0.3, attention_softcap=None, attention_dropout=0.0)
+    bounds = [torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k)]
+    segments = Segments(*bounds, tuple(lengths_q), tuple(lengths_k), max(lengths_q), max(lengths_k))
+    both = torch.randn(sum(lengths_k), 2 * kv_heads, 16)  # with the strides of what was exchanged
+    inputs = torch.randn(sum(lengths_q), heads, 16), *both.chunk(2, 1)
+    grad = torch.randn(heads, sum(lengths_q), 16).transpose(0, 1)
+    results = []
+    for kernel in piece_attention, document_attention:
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = kernel(*leaves, None, segments, arch, None, 0)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() < 1e-6 * want.norm()
+
+
+@pytest.mark.parametrize("shared_by, lengths, is_one_by_one", [
+    (2, [8192], True), (2, [8190], False), (4, [16_384, 16_384], True), (4, [8192], False),
+    (2, [8192, 8194], False), (1, [30, 30], True), (1, [30, 31], False)])  # fmt: skip
+def test_long_pieces_of_rows_of_one_length_run_one_by_one(shared_by, lengths, is_one_by_one):
+    plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=sum(lengths))
+    model = types.SimpleNamespace(device=torch.device("cpu"), plan=plan, store=None,
+                                  kernels=Kernels({"full": "one by one"}, {"full": "in one call"}))
+    rows = rows_of([([1] * n, [1] * n) for n in lengths])
+    context = ContextGroup(shared_by, 0, 0, 1)
+    batch = make_micro_batch(rows, [list(range(len(lengths)))], 0, None, model, context)
+    assert batch.kernels["full"] == ("one by one" if is_one_by_one else "in one call")
+
+
 # ------------------------------------------------------------------------------------------------
 # Runs
 # ------------------------------------------------------------------------------------------------
@@ -94,6 +135,7 @@ FAMILIES = {  # what attention, or what a token's place decides, differs in
     "phi3_longrope": [], "qwen3_moe": [], "deepseek_v3": ["--recompute", "all"],
     "attention_dropout": [], "windowed_dropout": []}  # fmt: skip
 LOSSES = "dpo", "orpo", "kto"
+PIECES = {"pieces": "qwen3", "latent_pieces": "deepseek_v3"}  # of rows of one length, one by one
 
 
 def tiny_config(kind, vocab_size):
@@ -120,6 +162,8 @@ def write_data(directory):
                 row = {"prompt": row["prompt"], "chosen": row["completion"], "rejected": text(n)}
             rows.append(row | ({"label": i % 2 == 0} if loss == "kto" else {}))
         (directory / f"{loss}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = json.dumps({"prompt": text(21), "completion": text(103)}) + "\n"
+    (directory / "one_length.jsonl").write_text(6 * row)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +182,8 @@ def runs(tmp_path_factory, tiny_model, run_jobs):
     cases |= {loss: ["qwen3", "--dataset", f"{loss}.jsonl", "--loss", loss, "--eval_dataset",
                      f"{loss}.jsonl", "--eval_every", "1"] for loss in LOSSES}  # fmt: skip
 
+    cases |= {name: [kind, "--dataset", "one_length.jsonl"] for name, kind in PIECES.items()}
+
     def work(n, name):
         if n not in done:
             done.add(n)
@@ -147,14 +193,15 @@ def runs(tmp_path_factory, tiny_model, run_jobs):
                 shared = ["--micro_batch_tokens", "350", "--context_parallel_size", "2"]
             run_jobs(n, [
                 {"argv": ["--model", *argv, *FLAGS, *shared, "--output_dir", f"{n}-{case}"],
-                 "group_bytes": 1 if n == 2 else 2**27}  # 2 ranks exchange one key head at a time
+                 # 2 ranks exchange one key head at a time
+                 "group_bytes": 1 if n == 2 else 2**27, "pieces": case in PIECES}
                 for case, argv in cases.items()], cwd=base)  # fmt: skip
         return base / f"{n}-{name}"
 
     return work
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *LOSSES])
+@pytest.mark.parametrize("name", [*FAMILIES, *LOSSES, *PIECES])
 def test_shared_micro_batches_change_no_number(name, runs, read_metrics):
     one, two = (read_metrics(runs(n, name)) for n in (1, 2))
     assert len(one) == len(two) >= 2

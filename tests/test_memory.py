@@ -785,6 +785,29 @@ def test_long_rows_are_shared_where_that_helps(gpus, rows, longest, limit_gib, s
     assert asked == plan
 
 
+@pytest.mark.parametrize("longest, uneven, is_varlen", [
+    (131_072, False, False), (131_072, True, True), (8_000, False, True)])  # fmt: skip
+def test_long_pieces_are_planned_with_the_speed_of_whole_rows(longest, uneven, is_varlen):
+    def plan(size):
+        return choose("llama-3-8b", 77.5, rows=1, longest=longest, uneven=uneven, host_gib=400,
+                      context_parallel_size=size, offload_activations=True)  # fmt: skip
+
+    one, two = plan(1), plan(2)
+    assert two.varlen_attention == is_varlen and one.varlen_attention == uneven
+    assert 0.9 < one.token_seconds / two.token_seconds < 1.1  # so the step takes half the time
+
+
+def test_exchanged_keys_take_what_was_measured():
+    """Four layers of an 8B, offloaded, a row of 131,072 tokens on two H200, Flash Attention 2."""
+    _, arch, layouts = shapes_of("llama-3-8b", 4)
+    plan = predicted(arch, layouts, micro_batch_tokens=65_536, context_parallel_size=2,
+                     recomputed=4, offload_activations=True, varlen_attention=True)  # fmt: skip
+    assert 8.17 < plan.bytes / GIB < 1.02 * 8.17
+    pieces = predict_memory(dataclasses.replace(plan, varlen_attention=False), arch, layouts)
+    kind = "keys and values of other ranks"
+    assert pieces.memory[kind] < plan.memory[kind]  # for two ranks; no call has all keys
+
+
 def test_recurrent_layers_share_no_micro_batches():
     with pytest.raises(ValueError, match="--context_parallel_size 2: .* recurrent layers"):
         choose("qwen3.5-9b", 77.5, context_parallel_size=2)

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from fsdp_qlora.config import Config
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import (
-    architectures_by_attention_type, batched_attention, document_attention, kernel_matches)
+    architectures_by_attention_type, batched_attention, document_attention, kernel_matches,
+    varlen_attention)
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
+from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
@@ -243,11 +245,35 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
         assert set.union(*plain.values()) == {document_attention}
 
 
+@pytest.mark.parametrize("capability, attn, want", [
+    ((9, 0), None, piece_attention), ((9, 0), "sdpa", piece_attention),
+    ((8, 6), None, varlen_attention)])  # fmt: skip
+def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
+    capability, attn, want, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(attention, "kernel_matches", lambda *_: True)
+    arch = describe_model(TINY["mistral"](320))
+    chosen = choose_attention(Config(attn=attn), arch, torch.device("cuda"), whole_documents=False)
+    assert chosen.fixed_len == {"window": varlen_attention, "within": want}
+    assert set(chosen.varlen.values()) == {varlen_attention}
+
+
+@pytest.mark.parametrize("kind, right", [("granite", True), ("gpt_oss", False), ("gemma2", False)])
+def test_pieces_have_no_sinks_and_no_caps(kind, right):
+    arch = describe_model(TINY[kind](320))
+    matches = [kernel_matches(kernel, arch, "full", torch.device("cpu"), whole_documents=False)
+               for kernel in (piece_attention, batched_attention)]  # fmt: skip
+    assert matches == [right, False]  # batched_attention needs as many keys as queries
+
+
 def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
     arch = describe_model(TINY["llama"](320))
     for head_dim, works in (256, True), (512, False):
         wide = dataclasses.replace(arch, head_dim=head_dim)
-        assert kernel_matches(batched_attention, wide, "full", torch.device("cpu")) == works
+        for kernel in batched_attention, piece_attention:
+            assert kernel_matches(kernel, wide, "full", torch.device("cpu")) == works
 
 
 @pytest.mark.parametrize("length", [13, 64, 256])

@@ -21,7 +21,8 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.recurrence import chunk_table
-from fsdp_qlora.micro_batch.context import NOT_SHARED, ContextGroup, make_context_shard
+from fsdp_qlora.micro_batch.context import (
+    NOT_SHARED, ContextGroup, has_long_pieces, make_context_shard)
 from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
 from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.model.model import Model
@@ -164,12 +165,13 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], index: int,
     tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
     if shard:
         shard = shard.to(model.device, tensors["dropout_seeds"])
+    is_fixed_len = is_fixed_len and has_long_pieces(longest, context.size)
     # an evaluation has no backward
     store = DeviceActivations() if step_seed is None else model.store
     return MicroBatch(
         **tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
         longest=longest, store=store, shard=shard,
-        kernels=model.kernels.fixed_len if is_fixed_len and not shard else model.kernels.varlen)
+        kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen)
 
 
 def padded_lengths(lengths: list[int], n_tokens: int, longest: int) -> list[int]:

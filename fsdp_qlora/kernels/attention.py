@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.kernels.elementwise import N_SITES, WEIGHTS_SITE, drop_eager
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention
+from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention
 from fsdp_qlora.micro_batch.segments import Segments, document_segments
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -214,7 +215,7 @@ def kernel_matches(
     this attention type, see architectures_by_attention_type()."""
     if arch.attention_softcap and kernel not in (flash_attention, flex_document_attention):
         return False
-    if kernel is batched_attention and arch.head_dim > 256:
+    if kernel in (batched_attention, piece_attention) and arch.head_dim > 256:
         return False  # SDPA would have all scores in memory
     if kernel is flex_document_attention and why_no_triton():
         return False
@@ -225,13 +226,12 @@ def kernel_matches(
                              generator=generator) for n in (sum(heads), arch.n_heads))
     q, k, v = qkv.split(heads, 1)  # with the same strides as in a layer
     q *= arch.attention_softcap or 1  # else no score would come near the cap
-    sinks = 2 * torch.randn(arch.n_heads, device=device, generator=generator)
+    # about as large as the sum over all keys, else a kernel without sinks would match, too
+    sinks = math.log(length) + 2 * torch.randn(arch.n_heads, device=device, generator=generator)
     sinks = sinks if arch.sinks else None
     bounds = torch.tensor([0, length, n_tokens], dtype=torch.int32, device=device)
     trial = document_segments(bounds, (length, length), length)
     if not whole_documents:
-        if kernel is batched_attention:
-            return False  # its documents have as many queries as keys
         n = 2 * length // 3
         q, grad = (t.unflatten(0, (2, length))[:, -n:].flatten(0, 1) for t in (q, grad))
         trial = dataclasses.replace(trial, cu_seqlens_q=bounds * 2 // 3, lengths_q=(n, n),

@@ -20,6 +20,11 @@ from torch import Tensor
 from fsdp_qlora.micro_batch.segments import Segments
 
 
+# tokens of a row on each rank, for which ranks share micro-batches without being told to: with
+# fewer, exchanging keys takes longer than --offload_activations
+LONG_SHARE = 4096
+
+
 @dataclasses.dataclass(frozen=True)
 class ContextGroup:
     """The consecutive ranks that share each micro-batch; without context parallelism one."""
@@ -102,6 +107,12 @@ def make_context_shard(lengths: Sequence[int], context: ContextGroup) -> Context
     """
     pieces = cut_documents(lengths, context.size)
     return ContextShard(context, pieces, tokens_of(pieces[context.rank]))
+
+
+def has_long_pieces(length: int, n: int) -> bool:
+    """Return True if n ranks that share a document of this length can run attention of one piece
+    after the other; for short pieces one call for all of them is faster. n may be 1."""
+    return n == 1 or length >= n * LONG_SHARE
 
 
 def tokens_of(pieces: Sequence[Piece]) -> Tensor:

@@ -174,12 +174,22 @@ def exchanged_bytes(plan: Plan, arch: Architecture, value_bytes: int) -> float:
         return 0
     kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
-    kept = (n + 0.5) * kv_width  # the keys that the two pieces of a rank see, for each own token
-    # rows sent and received, both ways, and their sum in fp32; some kernels make gradients of keys
-    # and values for all query heads
+    is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)
+    seen = n + 0.5  # keys that the two pieces of a rank see, for each of its tokens
+    # the first group of heads has the most in backward, when no gradient of others is there yet,
+    # with which live_bytes() counts
     n_groups = n_head_groups(arch, value_bytes)
-    live = (4 * n + 4) * kv_width / n_groups + (n - 0.5) * 2 * query_width / n_groups
-    return ((plan.n_layers - plan.recomputed) * kept + kept + live) * value_bytes
+    kept = (seen - 1 + 1 / n_groups) * kv_width
+    # a group's kernel makes gradients of keys and values, grouped ones for each query head; for
+    # each own token kernel_values() has them
+    in_a_call = seen if plan.varlen_attention else seen - 1
+    kernel = seen * kv_width + 2 * (in_a_call - 1) * query_width * is_grouped
+    if not plan.varlen_attention:  # the results of a call are copied to their places
+        kernel += in_a_call * kv_width
+    # after the kernel: rows sent and received, and their sum in fp32
+    exchange = (2.5 * n + 5) * kv_width - (5 if is_grouped else 3) * query_width
+    kept_whole = max(0, plan.n_layers - plan.recomputed - 1) * seen * kv_width
+    return (kept_whole + kept + max(kernel, exchange) / n_groups) * value_bytes
 
 
 def gathered_bytes(plan: Plan, layers: LayerTotals, item: int) -> int:
@@ -233,8 +243,8 @@ class Fit:
     # work of attention in units of its forward, which has 2 matmuls; backward has 5; counted
     attention_passes: float = 3.5
     # FLOP/s of the attention kernels, at most; measured in whole steps of an 8B: cuDNN's for rows
-    # of 38,912 and 65,536 tokens (H100); Flash Attention 2, which does not use Hopper's own
-    # instructions, 345 TFLOP/s (2 x H200)
+    # of 38,912 and 65,536 tokens (H100), not for long pieces of rows, which are taken for as fast;
+    # Flash Attention 2, which does not use Hopper's own instructions, 345 TFLOP/s (2 x H200)
     fixed_len_flops: float = 575e12
     varlen_flops: float = 350e12
     # slowdown by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192 tokens

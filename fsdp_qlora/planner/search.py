@@ -25,6 +25,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.attention import Kernels, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.layer import LayerSpec
+from fsdp_qlora.micro_batch.context import LONG_SHARE, has_long_pieces
 from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner.costs import predict_memory, predict_time
@@ -36,9 +37,6 @@ from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 # fractions of the memory that a plan must, and should, leave free, FRAGMENTATION included
 MIN_FREE, GOOD_FREE = 0.07, 0.1
 MUCH_FASTER = 0.8  # fraction of a step's time, for which ranks share micro-batches
-# tokens of a row on each rank, for which they do so: with fewer, exchanging keys takes longer than
-# --offload_activations
-LONG_SHARE = 4096
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
 HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 
@@ -140,7 +138,8 @@ def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
                     fused=workload.device.type == "cuda", state_bytes=workload.state_bytes,
                     context_parallel_size=context_size,
                     token_rows=len(config.trainable_tokens or ()) * arch.n_tables,
-                    varlen_attention=workload.uneven or context_size > 1)
+                    varlen_attention=(
+                        workload.uneven or not has_long_pieces(workload.longest, context_size)))
                 yield search.predict_memory(plan)
 
 

@@ -28,7 +28,8 @@ from fsdp_qlora.run.state import Run
 
 HIGH_RATE = 0.02  # --learning_rate above it gets a line
 KERNEL_NAMES = {  # of functions in kernels/, in the log; others by their own name
-    "batched_attention": "SDPA (equal lengths)", "flash_attention": "Flash Attention 2",
+    "batched_attention": "SDPA (equal lengths)", "piece_attention": "cuDNN (long pieces)",
+    "flash_attention": "Flash Attention 2",
     "varlen_attention": "varlen_attn", "flex_document_attention": "flex_attention",
     "document_attention": "one sequence at a time", "fla_delta_rule": "flash-linear-attention",
     "fla_scan": "flash-linear-attention", "document_delta_rule": "delta rule in plain PyTorch",
