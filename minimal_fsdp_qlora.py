@@ -5,7 +5,7 @@ It initializes NCCL, loads the model in NF4 with bf16 quant_storage, uses Flash 
 is installed, shards the model by a hand-written FSDP2 policy, and trains LoRA in a PagedAdamW8bit
 loop. transformers has the model, bitsandbytes the 4-bit linears, PEFT the adapter.
 
-    pip install torch transformers peft bitsandbytes accelerate    # and flash-attn, if you can
+    pip install torch transformers peft bitsandbytes accelerate    # flash-attn is optional
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.1-8B-Instruct \
         --dataset rows.jsonl --output_dir adapter
     # a 70B on two 24 GB GPUs: 15 GiB per GPU, and about 64 GB of host memory in all
@@ -13,26 +13,30 @@ loop. transformers has the model, bitsandbytes the 4-bit linears, PEFT the adapt
         --dataset rows.jsonl --output_dir adapter --offload --micro_batch_size 2
 
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
-or {"text": "..."}, where every token is. Without torchrun the file runs as one process: with
---offload the 70B fits on one 24 GB GPU, too. It was measured on larger GPUs that were limited to
-22.5 GiB. Without a GPU the file runs on the CPU.
+or {"text": "..."}, where every token is. Without torchrun the file runs as one process, so with
+--offload a 70B trains on one 24 GB GPU. Both runs of a 70B were measured on H200s that were limited
+to 22.5 GiB. Without a GPU the file runs on the CPU.
 
     to change                                         edit
     columns of the data set                           check_example(), encode()
-    which linears have LoRA                           build_model()
-    FSDP units (layers), offloading                   load_and_shard(), fsdp_policy()
+    which linears have LoRA, what else is trainable   build_model(), check_model()
+    attention, activation checkpointing               choose_attention(), build_model()
+    FSDP units, what is gathered when, offloading     load_and_shard(), fsdp_policy()
     optimizer, schedule                               train(), learning_rate()
-    evaluation                                        train(), with rows_loss()
+    evaluation                                        evaluate()
+    metrics: wandb, a file                            log_step()
     what is saved                                     save_adapter()
-    several machines                                  nothing: torchrun --nnodes, model on each
+    several machines                                  nothing: torchrun --nnodes on each, with the
+                                                      model and data there; rank 0's has the adapter
 
-train_fsdp_qlora.py does the same with checkpoints to resume from, evaluation, preference pairs,
-tools, mixtures of experts, models that are already in 4 bits, and a plan of memory and speed.
+This file needs no other. Beside it in the FSDP QLoRA repository are merge_adapters.py (adapter and
+base to one bf16 model) and train_fsdp_qlora.py (checkpoints to resume from, preference pairs,
+tools, mixtures of experts, models that are already in 4 bits, a plan of memory, more speed).
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
+MIT License, Copyright (c) 2026 the FSDP QLoRA authors.
 """
 
-import functools
 import json
 import math
 import os
@@ -67,10 +71,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
 
+# transformers is about to rename this, and PEFT still calls it by the old name
+warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
+
 DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
 # FSDP2 before torch 2.13 cannot shard integers, so four NF4 codes are stored as one bf16 number.
 # Copying such numbers can corrupt them: read shard_layer() before you change a dtype
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
+SEED = 0  # for the order of the rows and the initial LoRA
 MAX_GRAD_NORM = 1.0
 WARMUP_FRACTION = 0.03  # fraction of all steps
 LOSS_CHUNK = 1024  # tokens whose logits are in fp32 at once: 0.5 GiB for a vocabulary of 128k
@@ -84,16 +92,14 @@ def main() -> None:
     device = init_distributed()
     check_args(args)
     model_dir = find_model(args)
-    # this class reads tokenizer.json as it is, whatever class the model names
+    # not AutoTokenizer: this class reads tokenizer.json as it is, whatever class the model names
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
-    rows = rows_of_all_steps(read_rows(args, tokenizer), args)
+    rows = read_rows(args, tokenizer)
+    eval_rows, rows = split_rows(rows, args)
     model = build_model(args, model_dir, device)
     load_and_shard(model, args, model_dir, device)
     check_model(model)
-    train(model, rows, args, model_dir, device)
-    save_adapter(model, args, model_dir, device)
-    log(f"adapter saved; to merge it: python merge_adapters.py --adapter_dir {args.output_dir}"
-        f" --base_model {args.model} --output_dir {args.output_dir}/merged")
+    train(model, rows, eval_rows, args, model_dir, device)
     dist.destroy_process_group()
 
 
@@ -108,12 +114,16 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="a GPU computes micro_batch_size * max_seq_len tokens at once: that"
-                        " many full rows, or more short ones")
+                        help="a GPU computes at most micro_batch_size * max_seq_len tokens at"
+                        " once: that many full rows, or more short ones")
     parser.add_argument("--max_seq_len", type=int, default=2048,
-                        help="tokens; longer rows are cut")
+                        help="tokens; what a longer row has more is not trained")
     parser.add_argument("--save_every", type=int, default=100,
-                        help="optimizer steps between saves of the adapter; one is at the end")
+                        help="optimizer steps between evaluations and saves of the adapter; the"
+                        " last step has both")
+    parser.add_argument("--eval_rows", type=int, default=0,
+                        help="number of rows, the first ones of the data set, that are held out"
+                        " for evaluation")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--lora_rank", type=int, default=16, help="rank of the adapter")
     parser.add_argument("--lora_alpha", type=int, default=32,
@@ -143,10 +153,12 @@ def check_args(args: Namespace) -> None:
     for name in ("max_steps", "batch_size", "micro_batch_size", "max_seq_len", "save_every",
                  "learning_rate", "lora_rank", "lora_alpha"):
         value = getattr(args, name)
-        if not value > 0:  # also true for NaN
+        if not value > 0:
             fail(f"--{name} {value}: must be above 0")
     if args.batch_size % dist.get_world_size():
         fail(f"--batch_size {args.batch_size} is not a multiple of {dist.get_world_size()} GPUs")
+    if args.eval_rows % dist.get_world_size():
+        fail(f"--eval_rows {args.eval_rows} is not a multiple of {dist.get_world_size()} GPUs")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fail now, not after training
     if Path(args.output_dir, "adapter_model.safetensors").exists():
         fail(f"--output_dir {args.output_dir}: already has an adapter")
@@ -185,66 +197,80 @@ def find_model(args: Namespace) -> Path:
 # ---- Data ---------------------------------------------------------------------------------------
 
 
+class BadRow(ValueError):
+    """A row of the data set that this file does not handle."""
+
+
 def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
     """Return the rows of the data set that have a token in the loss, cut at --max_seq_len."""
     if not Path(args.dataset).is_file():
         fail(f"--dataset {args.dataset}: no such file")
-    encoded: list[Row] = []
+    rows: list[Row] = []
+    columns: set[str] = set()
+    n_cut = n_dropped = 0
     # as bytes: str.splitlines() also splits at characters such as U+2028
     for number, line in enumerate(Path(args.dataset).read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            encoded += encode(json.loads(line), tokenizer)
-        except (ValueError, TemplateError) as error:  # json's, encode()'s, a chat template's
+            example = json.loads(line)
+            encoded = encode(example, tokenizer)
+        except (json.JSONDecodeError, UnicodeDecodeError, BadRow, TemplateError) as error:
             fail(f"--dataset {args.dataset}, line {number}: {type(error).__name__}: {error}")
         except Exception as error:  # perhaps a mistake in an edit: keep the traceback
             raise RuntimeError(f"--dataset {args.dataset}, line {number}") from error
-    rows = []
-    n_cut = 0
-    for ids, targets in encoded:
-        if len(ids) > args.max_seq_len:
-            n_cut += 1
+        columns |= set(example)
+        n_dropped += not encoded  # a conversation without an answer
+        for ids, targets in encoded:
+            n_cut += len(ids) > args.max_seq_len
             ids, targets = ids[: args.max_seq_len], targets[: args.max_seq_len]
-            targets[-1] = IGNORE_INDEX  # its next token is cut off
-        if (targets != IGNORE_INDEX).any():
-            rows.append((ids, targets))
+            targets[-1] = IGNORE_INDEX  # as if the row ended here
+            if (targets != IGNORE_INDEX).any():
+                rows.append((ids, targets))
+            else:
+                n_dropped += 1  # a prompt that fills --max_seq_len
     if not rows:
-        fail(f"--dataset {args.dataset}: no token to train on in {len(encoded)} rows")
-    n_epochs = args.max_steps * args.batch_size / len(rows)
-    log(f"data: {len(rows):,} of {len(encoded):,} rows have tokens to train on,"
-        f" {len(encoded) - len(rows):,} have none (no answer to a prompt within --max_seq_len);"
-        f" {n_cut:,} of all were truncated; {n_epochs:.2f} epochs")
+        fail(f"--dataset {args.dataset}: no token to train on")
+    ignored = ", ".join(sorted(columns - {"text", "messages"})) or "none"
+    log(f"data: {len(rows):,} rows; {n_cut:,} were longer than --max_seq_len; {n_dropped:,} more"
+        f" have no answer within it and are left out; ignored columns: {ignored}")
     return rows
 
 
-def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
-    """Return references to the rows, for as many epochs as the steps need, each epoch in an order
-    of its own."""
-    n_epochs = math.ceil(args.max_steps * args.batch_size / len(rows))
+def split_rows(rows: list[Row], args: Namespace) -> tuple[list[Row], list[Row]]:
+    """Return the rows to evaluate, and those of all steps: references to the other rows for as many
+    epochs as the steps need, each epoch in an order of its own."""
+    eval_rows, rows = rows[: args.eval_rows], rows[args.eval_rows :]
+    if not rows:
+        fail(f"--eval_rows {args.eval_rows}: leaves no row to train on")
+    n_epochs = args.max_steps * args.batch_size / len(rows)
+    log(f"training: {args.max_steps:,} steps, {n_epochs:.2f} epochs")
     all_rows: list[Row] = []
-    for epoch in range(n_epochs):
-        all_rows += random.Random(epoch).sample(rows, len(rows))
-    return all_rows
+    for epoch in range(math.ceil(n_epochs)):
+        all_rows += random.Random(SEED + epoch).sample(rows, len(rows))
+    return eval_rows, all_rows
 
 
 def check_example(example: dict[str, Any]) -> None:
-    """Raise ValueError for keys and roles that this file does not handle. Most other keys would
-    change the training."""
-    if not isinstance(example, dict) or set(example) not in ({"text"}, {"messages"}):
-        raise ValueError(f"expected text alone or messages alone, not {str(example)[:80]}")
+    """Raise BadRow for what this file does not handle. Other columns are ignored."""
+    if not isinstance(example, dict) or ("text" in example) == ("messages" in example):
+        raise BadRow(f"expected either text or messages, not {str(example)[:80]}")
+    for key in ("system", "tools", "documents", "chat_template_kwargs", "prompt", "completion",
+                "chosen", "rejected", "weight", "train"):
+        if key in example:
+            raise BadRow(f"{key!r} would change the training, and this file does not handle it")
     if not isinstance(example.get("text", ""), str):
-        raise ValueError(f"expected a string as text, not {str(example)[:80]}")
+        raise BadRow(f"expected a string as text, not {str(example)[:80]}")
     messages = example.get("messages", [])
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ValueError(f"expected a list of messages, not {str(messages)[:80]}")
+        raise BadRow(f"expected a list of messages, not {str(messages)[:80]}")
     for message in messages:
         if set(message) != {"role", "content"} or not isinstance(message["content"], str):
-            raise ValueError(f"expected a role and a content of text, not {str(message)[:80]}")
+            raise BadRow(f"expected a role and a content of text, not {str(message)[:80]}")
         if message["role"] not in ("system", "user", "assistant"):
-            raise ValueError(f"expected system, user or assistant, not {message['role']!r}")
+            raise BadRow(f"expected system, user or assistant, not {message['role']!r}")
         if message["role"] == "assistant" and not message["content"].strip():
-            raise ValueError("an answer is empty")
+            raise BadRow("an answer is empty")
 
 
 def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]:
@@ -253,24 +279,22 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
 
     Each answer follows exactly the prompt that a server renders for the messages before it. Each
     answer is a row of its own that repeats these messages, because a template may change an answer
-    that other messages follow: Qwen3's drops its reasoning. A conversation without an answer, or an
-    answer without a prompt, is an empty row: read_rows() counts it, but it is not trained.
+    that other messages follow: Qwen3's drops its reasoning. The price: the first messages of a long
+    conversation are computed once for each answer.
     """
     check_example(example)
     if "text" in example:
         return [make_row(tokenizer(example["text"] + (tokenizer.eos_token or ""))["input_ids"], 0)]
     messages = example["messages"]
-    rows = [encode_answer(messages[:i], messages[i], tokenizer)
-            for i in range(len(messages)) if messages[i]["role"] == "assistant"]
-    return rows or [make_row([], 0)]
+    # from 1: a first message that is an answer has no prompt, and is not trained
+    return [encode_answer(messages[:i], messages[i], tokenizer)
+            for i in range(1, len(messages)) if messages[i]["role"] == "assistant"]
 
 
 def encode_answer(
     prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
 ) -> Row:
     """Return the row of a prompt, which is not in the loss, and its answer."""
-    if not prompt_messages:
-        return make_row([], 0)
     prompt, answer_text = render_answer(prompt_messages, answer, tokenizer)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = tokenizer(prompt + answer_text, add_special_tokens=False)["input_ids"]
@@ -283,18 +307,18 @@ def render_answer(
     prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, str]:
     """Return a prompt as a server renders it, and the answer as the model will write it: up to and
-    with its end-of-turn token. Raises ValueError if the chat template does not fit."""
+    with its end-of-turn token. Raises BadRow if the chat template does not fit."""
     prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
     text = render([*prompt_messages, answer], tokenizer)
     if not text.startswith(prompt):
-        raise ValueError(f"the chat template's prompt ends with {prompt[-40:]!r}, but its answer"
-                         " begins otherwise")
+        raise BadRow(f"the chat template's prompt ends with {prompt[-40:]!r}, but its answer"
+                     " begins otherwise")
     answer_text = text.removeprefix(prompt)
     # render() does not check reasoning, which templates may drop from earlier answers. This
     # answer's is trained, so it must be there
     reasoning = answer["content"].rpartition("</think>")[0].removeprefix("<think>").strip()
     if reasoning not in answer_text:
-        raise ValueError(f"the chat template leaves out the reasoning {reasoning[:40]!r}")
+        raise BadRow(f"the chat template leaves out the reasoning {reasoning[:40]!r}")
     special_tokens = tuple(
         token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     if answer_text.rstrip().endswith(special_tokens):
@@ -302,27 +326,27 @@ def render_answer(
     return prompt, answer_text + (tokenizer.eos_token or "")  # GLM's leaves the last turn open
 
 
-def make_row(ids: list[int], n_prompt: int) -> Row:
-    """Return the row of these tokens, the first `n_prompt` of which are not in the loss."""
-    labels = [IGNORE_INDEX] * n_prompt + ids[n_prompt:]
-    targets = labels[1:] + [IGNORE_INDEX]  # position i predicts token i + 1
-    return torch.tensor(ids), torch.tensor(targets)
-
-
 def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: bool) -> str:
-    """Return the messages as text by the chat template. Raises ValueError if the text lacks the
+    """Return the messages as text by the chat template. Raises BadRow if the text lacks the
     content of a message."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     for message in messages:
         content = message["content"].rpartition("</think>")[2]  # templates may drop reasoning
         if content.strip() not in text:
-            raise ValueError(f"the chat template leaves out {content[:40]!r}")
+            raise BadRow(f"the chat template leaves out {content[:40]!r}")
     return text
+
+
+def make_row(ids: list[int], n_prompt: int) -> Row:
+    """Return the row of these tokens, the first `n_prompt` of which are not in the loss."""
+    labels = [IGNORE_INDEX] * n_prompt + ids[n_prompt:]
+    targets = (labels + [IGNORE_INDEX])[1:]  # position i predicts token i + 1
+    return torch.tensor(ids), torch.tensor(targets)
 
 
 # ---- Model: built on meta, read and quantized layer by layer, sharded ---------------------------
 
-# Words of FSDP2 and NF4:
+# Glossary:
 #     rank              one process, which has one GPU
 #     unit              modules whose parameters are gathered together: here a decoder layer
 #     shard             1/world_size of a parameter, cut along its first dimension; one per rank
@@ -357,7 +381,9 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # a layer keeps only its inputs, and is computed again in backward: a third more work, far less
+    # memory. Delete this line if the activations fit
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()  # transformers checkpoints in training mode only
 
 
@@ -368,7 +394,7 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
     elif not model._supports_flash_attn:
         reason = "this model has no Flash Attention in transformers"
     elif not is_flash_attn_2_available():
-        reason = "flash-attn is not installed; models with sliding windows would be faster"
+        reason = "flash-attn is not installed; it would speed up models with sliding windows"
     else:
         model.set_attn_implementation("flash_attention_2")
         reason = "flash-attn is installed"
@@ -376,12 +402,12 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_decoder(decoder: nn.Module, model_name: str) -> None:
-    """Refuse models that this file would train wrongly.
+    """Refuse models that this file would train wrongly, or on other weights than are served.
 
     In a mixture of experts, an expert that gets no token has no gradient, so the reduce-scatters of
     the ranks would not match. Experts are found by name, or by weights with three dimensions that
-    are not convolutions. A linear outside the layers, which Gemma 4 E2B and E4B have, would stay in
-    bf16 here, but transformers, train_fsdp_qlora.py and merge_adapters.py quantize it.
+    are not convolutions. A linear outside the layers, as in Gemma 4 E2B and E4B, would stay in
+    bf16 here, while transformers' load_in_4bit quantizes it.
     """
     for name, weight in decoder.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
@@ -406,7 +432,7 @@ def load_and_shard(
     causal_lm.tie_weights()  # so that open_weights() does not look for a tied lm_head
     handles = open_weights(causal_lm, model_dir)
     policy = fsdp_policy(args.offload, device)
-    torch.manual_seed(0)  # the same initial LoRA on any number of ranks
+    torch.manual_seed(SEED)  # the same initial LoRA on any number of ranks
     names = {module: name for name, module in causal_lm.named_modules()}
     layers = causal_lm.get_decoder().layers
     for layer in layers:
@@ -415,12 +441,15 @@ def load_and_shard(
             if isinstance(module, LoraLayer):
                 init_lora(module, device)
         shard_layer(layer, policy)
-    for module in names.keys() - set(layers.modules()):  # embedding, final norm, lm_head
-        load_module(module, names[module], handles, device)
+    in_layers = set(layers.modules())
+    for module, name in names.items():  # embedding, final norm, lm_head
+        if module not in in_layers:
+            load_module(module, name, handles, device)
     causal_lm.tie_weights()  # again: load_module() has replaced the embedding's parameter
     # The last unit: fully_shard() skips parameters that an inner fully_shard() already owns. The
     # rest is all bf16, but it has no NF4 codes, so there are no NaNs to lose, see shard_layer()
-    fully_shard(model, **policy)
+    # and are gathered until the end of backward
+    fully_shard(model, reshard_after_forward=False, **policy)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             # FSDP2 would average the ranks' gradients, but they must be summed: each rank's loss
@@ -478,8 +507,8 @@ def init_lora(module: LoraLayer, device: torch.device) -> None:
 
 
 def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
-    """Return the FSDP policy, as keywords of fully_shard(). load_and_shard() decides which modules
-    are units.
+    """Return the FSDP policy, as keywords of fully_shard(). load_and_shard() and shard_layer()
+    decide which modules are units, and when each is gathered.
 
     With `offload` the shards wait in host memory. The scales of NF4 are not parameters, so FSDP2
     neither shards nor offloads them: each GPU always has all of them, 1 GiB for a 70B.
@@ -504,7 +533,8 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     """
     linears = [module for module in layer.modules() if isinstance(module, bnb.nn.Linear4bit)]
     before = [linear.weight.clone() for linear in linears]
-    fully_shard(layer, **policy)
+    # True: the gathered weights are freed after forward; False would be faster, with more memory
+    fully_shard(layer, reshard_after_forward=True, **policy)
     layer.unshard()
     for linear, weight in zip(linears, before):
         if not torch.equal(linear.weight.view(torch.uint8), weight.view(torch.uint8)):
@@ -522,7 +552,8 @@ def check_model(model: PeftModel) -> None:
     adapted = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if len(trained) != 2 * len(adapted) or not all(".lora_" in name for name in trained):
         raise RuntimeError(
-            f"{len(trained)} tensors are trained, for LoRA on {len(adapted)} linears")
+            f"{len(trained)} tensors are trainable, but LoRA on {len(adapted)} linears has"
+            f" {2 * len(adapted)}; to train more on purpose, edit check_model()")
     shards = [p.to_local() for p in model.parameters()]
     log(f"model: {sum(p.numel() for p in trained.values()):,} trainable parameters;"
         f" {sum(p.nbytes for p in shards) / 2**30:.2f} GiB of the model per rank, on"
@@ -533,9 +564,10 @@ def check_model(model: PeftModel) -> None:
 
 
 def train(
-    model: PeftModel, rows: list[Row], args: Namespace, model_dir: Path, device: torch.device
+    model: PeftModel, rows: list[Row], eval_rows: list[Row], args: Namespace, model_dir: Path,
+    device: torch.device,
 ) -> None:
-    """Run the training loop. All ranks must call this."""
+    """Run the training loop on the rows of all steps, in this order. All ranks must call this."""
     # bitsandbytes cannot step DTensors, so it steps this rank's shards as plain parameters. They
     # share the model's memory; with --offload they are copies on the GPU, copied back below.
     # Element-wise optimizers only: Muon and Adafactor need whole matrices
@@ -546,7 +578,7 @@ def train(
     for step in range(1, args.max_steps + 1):
         started = time.perf_counter()
         batch = rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
-        n_loss_tokens = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in batch)
+        n_loss_tokens = count_loss_tokens(batch)
         step_loss = torch.zeros((), device=device)
         for micro_batch in micro_batches(batch, args):
             loss = rows_loss(model, micro_batch, device) / n_loss_tokens
@@ -574,9 +606,11 @@ def train(
         n_tokens = sum(len(ids) for ids, _ in batch)
         speed = n_tokens / (time.perf_counter() - started) / dist.get_world_size()
         log_step(step, args.max_steps, step_loss, lr, norm, speed)
-        if step % args.save_every == 0 and step < args.max_steps:
+        if step % args.save_every == 0 or step == args.max_steps:
+            if eval_rows:
+                log(f"step {step}: eval_loss {evaluate(model, eval_rows, args, device):.4f}")
             save_adapter(model, args, model_dir, device)
-            log(f"adapter of step {step} saved")
+            log(f"step {step}: adapter saved in {args.output_dir}")
 
 
 def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
@@ -596,17 +630,20 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
         del batch[-n_rows:]
 
 
+def count_loss_tokens(rows: list[Row]) -> int:
+    return sum(int((targets != IGNORE_INDEX).sum()) for _, targets in rows)
+
+
 def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor:
-    """Return the sum of the losses of all tokens in some rows. For an evaluation call it under
-    torch.no_grad(). All ranks must call this equally often, each with rows of its own.
+    """Return the sum of the losses of all tokens in some rows. All ranks must call this equally
+    often, each with rows of its own.
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
     the loss ignores the padding.
     """
-
-    pad = functools.partial(pad_sequence, batch_first=True)  # [rows, tokens]
-    ids = pad([ids for ids, _ in rows]).to(device)
-    targets = pad([targets for _, targets in rows], padding_value=IGNORE_INDEX).to(device)
+    ids = pad_sequence([ids for ids, _ in rows], batch_first=True).to(device)  # [rows, tokens]
+    targets = pad_sequence(
+        [targets for _, targets in rows], batch_first=True, padding_value=IGNORE_INDEX).to(device)
     # autocast for LoRA, which is in fp32; autocast's cache would add a bf16 copy of the adapter
     with torch.autocast(device.type, DTYPE, cache_enabled=False):
         # [rows, tokens, vocabulary] in bf16. With the default flags and a vocabulary of 128k the
@@ -627,6 +664,22 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack(losses).sum()
 
 
+@torch.no_grad()
+def evaluate(
+    model: PeftModel, eval_rows: list[Row], args: Namespace, device: torch.device
+) -> float:
+    """Return the mean loss per token of some rows. All ranks must call this.
+
+    There is no model.eval(), because LoraConfig has no dropout here, and in eval mode bitsandbytes
+    packs weights in another way on a CPU.
+    """
+    loss = torch.zeros((), device=device)
+    for micro_batch in micro_batches(eval_rows, args):
+        loss += rows_loss(model, micro_batch, device)
+    dist.all_reduce(loss)
+    return loss.item() / count_loss_tokens(eval_rows)
+
+
 def clip_gradient(shards: list[nn.Parameter]) -> Tensor:
     """Scale the gradient down to MAX_GRAD_NORM. Returns its norm before clipping, over all ranks.
     All ranks must call this."""
@@ -644,7 +697,7 @@ def stop_if_diverged(step: int, loss: Tensor, norm: Tensor) -> None:
         return
     advice = "the run has diverged, use a lower --learning_rate"
     if step == 1:
-        advice = "nothing is trained yet: are the model's weights right?"
+        advice = "nothing is trained yet: are the model's weights, and your edits, right?"
     fail(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}: {advice}")
 
 
@@ -683,6 +736,7 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
         return
     partial_dir = Path(args.output_dir, "partial")
     model.save_pretrained(partial_dir, state_dict=state_dict, save_embedding_layers=False)
+    # copied, because tokenizer.save_pretrained() would write its own version of these files
     for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
         for path in model_dir.glob(pattern):
             shutil.copy(path, partial_dir)
@@ -692,9 +746,6 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
 
 
 if __name__ == "__main__":
-    # transformers is about to rename gradient checkpointing, which PEFT uses, too
-    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
     main()
     if not torch.cuda.is_available():
-        # with gloo and torch 2.13, one usual exit in ten aborts in the destructor of a thread
-        os._exit(0)
+        os._exit(0)  # a process of torch 2.13 with gloo can crash while it ends; all is saved

@@ -225,6 +225,7 @@ RUNS = {  # name: (processes, what the job has)
     "a norm is not read": (2, {"argv": flags("llama", "x"), "with": ["norm_is_not_read"]}),
     "evaluated": (2, {"argv": flags("llama", "x"), "with": ["evaluated_first"]}),
     "saved each step": (2, {"argv": flags("llama", "saved", "--save_every", 1)}),
+    "held out": (2, {"argv": flags("llama", "held", "--eval_rows", 4, "--save_every", 2)}),
     "killed": (2, {"argv": flags("llama", "killed", "--save_every", 1),
                    "with": ["killed_while_saving"]}),
     "unanswered": (2, {"argv": flags("llama", "x", "--max_steps", 1, rows="unanswered.jsonl")}),
@@ -284,7 +285,7 @@ def test_file_alone_trains_by_torchrun(launched):
     assert [int(step) for step, *_ in STEP.findall(done.stdout)] == list(range(1, 9))
     assert found[-1] < found[0] - 0.2
     assert {path.name for path in alone.iterdir()} == {SCRIPT.name, "adapter"}
-    assert done.stdout.splitlines()[-1].startswith("adapter saved; to merge it: python merge_")
+    assert done.stdout.splitlines()[-1] == "step 8: adapter saved in adapter"
     assert re.search(r"^attention: (flash_attention_2|sdpa) \(.+\)$", done.stdout, re.M)
     assert "/GPU" in done.stdout if DEVICE == "cuda" else "tok/s/process" in done.stdout
 
@@ -387,14 +388,14 @@ def test_loss_in_chunks_is_the_whole(monkeypatch):
     torch.testing.assert_close(got.grad, want.grad)
 
 
-def load_trained(base, family):
+def load_trained(base, family, adapter=None):
     """The 4-bit model of transformers, and with the adapter PEFT's."""
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(
         base / family, quantization_config=settings, dtype=torch.bfloat16, device_map=DEVICE)
-    model = PeftModel.from_pretrained(model, base / f"{family}-adapter")
+    model = PeftModel.from_pretrained(model, base / (adapter or f"{family}-adapter"))
     return model.train()  # no dropout here; in eval mode bitsandbytes may take another kernel
 
 
@@ -412,10 +413,10 @@ def test_family_trains_and_peft_gives_the_same(family, base, runs):
     model = load_trained(base, family)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base / family)
     args = argparse.Namespace(
-        dataset=base / "text.jsonl", max_seq_len=64, max_steps=1, batch_size=4)
+        dataset=base / "text.jsonl", max_seq_len=64, max_steps=1, batch_size=4, eval_rows=0)
     with one_process():
         rows = minimal_fsdp_qlora.read_rows(args, tokenizer)
-        rows = minimal_fsdp_qlora.rows_of_all_steps(rows, args)[:4]
+        rows = minimal_fsdp_qlora.split_rows(rows, args)[1][:4]
     rows = as_lists(rows)
     assert all(ids == [ids[0], *targets[:-1]] and ids[-1] == tokenizer.eos_token_id
                for ids, targets in rows)
@@ -462,7 +463,7 @@ def test_check_at_start_finds_rewritten_words(runs):
 
 
 @pytest.mark.parametrize("run,words", [
-    ("a norm is trained", "RuntimeError: 43 tensors are trained, for LoRA on 21 linears"),
+    ("a norm is trained", "RuntimeError: 43 tensors are trainable, but LoRA on 21 linears has 42"),
     ("a norm is not read", ".norm.weight is not loaded, but still on meta"),
 ])  # fmt: skip
 def test_check_model_finds(run, words, runs):
@@ -478,16 +479,16 @@ def test_check_model_finds(run, words, runs):
     ("twice", "twice: its files have two tensors "),
     ("no model", "--model none: no such directory, and the download failed: "),
     ("a GGUF", "--model gguf: has no config.json; expected safetensors as on the Hub"),
-    ("odd rows", "odd.jsonl, line 2: ValueError: expected text alone or messages alone, not {'p"),
+    ("odd rows", "odd.jsonl, line 2: BadRow: expected either text or messages, not {'p"),
     ("broken rows", "broken.jsonl, line 3: JSONDecodeError: "),
     ("batch", "--batch_size 3 is not a multiple of 2 GPUs"),
     ("no batch", "--batch_size 0: must be above 0"),
     ("no rate", "--learning_rate nan: must be above 0"),
     ("no file", "--dataset none.jsonl: no such file"),
     ("no directory", "--output_dir taken: already has an adapter"),
-    ("no rows", "no token to train on in 24 rows"),
+    ("no rows", "text.jsonl: no token to train on"),
     ("too fast", "the run has diverged, use a lower --learning_rate"),
-    ("no gradient", "gradient norm 0.0000: nothing is trained yet: are the model's weights right?"),
+    ("no gradient", "gradient norm 0.0000: nothing is trained yet: are the model's weights, and"),
 ])  # fmt: skip
 def test_one_line_says_what_is_wrong(run, words, runs):
     *_, line, last = runs(run)[0].splitlines()
@@ -501,10 +502,31 @@ def test_evaluation_changes_no_training(runs):
     assert len(plain) == 3 and plain.tolist() == pytest.approx(evaluated.tolist(), abs=1e-6)
 
 
+def test_held_out_loss_is_that_of_the_saved_adapter(base, runs):
+    """By PEFT, on the first rows of the data set, which are not trained."""
+    needs_ranks(2)
+    text, _ = runs("held out")
+    shown = re.findall(r"^step (\d): eval_loss (\S+)$", text, re.M)
+    model = load_trained(base, "llama", "held")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    args = argparse.Namespace(
+        dataset=base / "text.jsonl", max_seq_len=64, max_steps=3, batch_size=4, eval_rows=4)
+    with one_process():
+        rows = minimal_fsdp_qlora.read_rows(args, tokenizer)
+        held_out, trained = minimal_fsdp_qlora.split_rows(rows, args)
+    assert as_lists(held_out) == as_lists(rows[:4]) and len(trained) >= 12
+    assert not any(torch.equal(ids, other) for ids, _ in held_out for other, _ in trained)
+    total = sum(F.cross_entropy(logits_of(model, ids.tolist()), targets.to(DEVICE),
+                                reduction="sum").item() for ids, targets in held_out)
+    assert [step for step, _ in shown] == ["2", "3"]
+    want = total / minimal_fsdp_qlora.count_loss_tokens(held_out)
+    assert float(shown[-1][1]) == pytest.approx(want, abs=1e-3) != float(shown[0][1])
+
+
 def test_saves_change_no_training(base, runs):
     needs_ranks(2)
     text, _ = runs("saved each step")
-    assert re.findall(r"^adapter of step (\d) saved$", text, re.M) == ["1", "2"]
+    assert re.findall(r"^step (\d): adapter saved in saved$", text, re.M) == ["1", "2", "3"]
     saved, plain = (load_file(base / name / "adapter_model.safetensors")
                     for name in ("saved", "llama-adapter"))
     assert not (base / "saved" / "partial").exists()
@@ -514,7 +536,7 @@ def test_saves_change_no_training(base, runs):
 def test_kill_leaves_the_earlier_adapter(base, runs):
     needs_ranks(2)
     text, _ = runs("killed")
-    assert "adapter of step 1 saved" in text and text.endswith("RuntimeError: killed\n")
+    assert "step 1: adapter saved" in text and text.endswith("RuntimeError: killed\n")
     before, after = (load_file(base / name / "adapter_model.safetensors")
                      for name in ("first-save", "killed"))
     assert len(before) == 42 and all(torch.equal(value, after[name])
@@ -526,7 +548,7 @@ def test_rows_without_an_answer_are_counted(runs):
     """A conversation of a question alone, and of an answer alone, which no prompt asks for."""
     needs_ranks(2)
     text, _ = runs("unanswered")
-    assert "data: 24 of 26 rows have tokens to train on, 2 have none (no answer to a" in text
+    assert "data: 24 rows; " in text and "--max_seq_len; 2 more have no answer within it" in text
     assert len(losses(text)) == 1
 
 
@@ -534,11 +556,11 @@ def test_rows(base):
     """Text with EOS is trained whole, of conversations the answers; cut; each epoch is another
     order."""
     args = argparse.Namespace(
-        dataset=base / "mixed.jsonl", max_seq_len=20, max_steps=1, batch_size=24)
+        dataset=base / "mixed.jsonl", max_seq_len=20, max_steps=1, batch_size=24, eval_rows=0)
     tokenizer, want = PreTrainedTokenizerFast.from_pretrained(base / "llama"), []
     with one_process():
         rows = minimal_fsdp_qlora.read_rows(args, tokenizer)
-        rows = as_lists(minimal_fsdp_qlora.rows_of_all_steps(rows, args))
+        rows = as_lists(minimal_fsdp_qlora.split_rows(rows, args)[1])
     for line in (base / "mixed.jsonl").read_text().splitlines():
         row = json.loads(line)
         prompt, answer = [], [*tokenizer(row.get("text", "4") + tokenizer.eos_token)["input_ids"]]
@@ -574,7 +596,7 @@ def test_what_would_be_lost_is_refused(name, base):
     if name == "a template without system":
         tokenizer.chat_template = tokenizer.chat_template.replace("messages %}", "messages[1:] %}")
         row["messages"][0]["content"] = "Be brief."
-    with pytest.raises(ValueError, match="expected |is empty|leaves out"):
+    with pytest.raises(ValueError, match="expected |is empty|leaves out|would change the training"):
         minimal_fsdp_qlora.encode(row, tokenizer)
 
 
