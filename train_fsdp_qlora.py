@@ -584,10 +584,12 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
 def sum_gradient(run: Run) -> None:
     """Sum over the ranks what FSDP2 has not summed: the whole gradient without FSDP2, else that of
     the rows of --trainable_tokens, which FSDP2 does not know. All ranks must call this."""
-    adapter, world_size = run.adapter, dist.get_world_size()
-    if world_size > adapter.shards and not run.plan.uses_fsdp:
+    adapter = run.adapter
+    if dist.get_world_size() == 1:
+        return
+    if not run.plan.uses_fsdp:
         dist.all_reduce(adapter.grad)
-    elif world_size > 1 and adapter.n_token_weights:
+    elif adapter.n_token_weights:
         dist.all_reduce(adapter.token_part(adapter.grad))
 
 
@@ -630,13 +632,12 @@ def evaluate(run: Run) -> Record | None:
     return mean_metrics(all_gather(sums).sum(0).tolist(), rows, "eval_")
 
 
-def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple[bool, bool]:
-    """Evaluate after `step`. Returns whether the evaluation was cut short, because the run was
-    asked to stop; and whether its loss is the best so far, always False before the first step. All
-    ranks must call this."""
+def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
+    """Evaluate after `step`, and record the result. Returns False if the run was asked to stop
+    meanwhile; then nothing is recorded. All ranks must call this."""
     progress, started = run.progress, clock()
     if (metrics := evaluate(run)) is None:
-        return True, False
+        return False
     loss = metrics["eval_loss"]
     is_best = progress.best_loss is None or loss < progress.best_loss
     progress.evaluated = step
@@ -651,7 +652,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple
         n_tokens = int(run.eval_rows.n_trainable_tokens.sum())
         writer.record({"step": step, **metrics, "eval_tokens": n_tokens, "eval_seconds": seconds,
                        **({"eval_samples": samples} if samples else {})})
-    return False, is_best and step > 0
+    return True
 
 
 # ------------------------------------------------------------------------------------------------
@@ -668,40 +669,27 @@ def train(run: Run, start_step: int) -> list[Record]:
         compile_for_any_rows()  # else kernels would be compiled anew for each number of tokens
     with raise_on_all_ranks():
         writer = MetricsWriter(run, start_step) if is_rank_0() else None
-    save_steps, save_seconds = save_interval(config)
-    run.step_start, run.save_due = clock(), clock() + save_seconds
+    run.step_start, run.save_due = clock(), clock() + save_interval(config)[1]
+    status.extend_deadline()
     try:
-        # the first pass is no step: it evaluates the base model, or what a resumed run had left
-        for step in range(start_step, config.max_steps + 1):
-            is_last, action = step == config.max_steps, None
-            cut_short = is_best = False
+        # the base model, or an evaluation that a stop had cut short
+        evaluate_and_save(run, writer, start_step, None)
+        for step in range(start_step + 1, config.max_steps + 1):
             status.extend_deadline()
             status.step = step
-            if step > start_step:
-                status.where = (f"at step {step}, in micro-batches of at most"
-                                f" {run.plan.micro_batch_tokens} tokens")
-                record, action = train_step(run, step)
-                if config.random_weights:
-                    records.append(record)
-                if writer:
-                    writer.step(record)
+            status.where = (f"at step {step}, in micro-batches of at most"
+                            f" {run.plan.micro_batch_tokens} tokens")
+            record, action = train_step(run, step)
+            if config.random_weights:
+                records.append(record)
+            if writer:
+                writer.step(record)
             if step == start_step + 1:
                 # freeze all objects made so far: garbage collection would scan them again and
                 # again, on one rank at a time while the others wait
                 gc.collect()
                 gc.freeze()
-            evaluates = step == 0 or is_last or is_due(step, config.eval_every)
-            is_evaluated = run.progress.evaluated == step
-            if run.eval_rows and evaluates and not is_evaluated and action != "stop":
-                cut_short, is_best = evaluate_and_log(run, writer, step)
-                action = "stop" if cut_short else action
-            saves = is_last or is_best or action is not None or is_due(step, save_steps)
-            if saves and run.saved_step < step:
-                save_checkpoint(run, step)
-            if evaluates or saves:
-                run.step_start = clock()  # evaluating and saving do not count as time of a step
-            if action == "stop":
-                stop_run(run, step, cut_short, is_first=step == start_step)
+            evaluate_and_save(run, writer, step, action)
     finally:
         status.deadline = math.inf
         if writer:
@@ -709,9 +697,29 @@ def train(run: Run, start_step: int) -> list[Record]:
     return records
 
 
+def evaluate_and_save(run: Run, writer: MetricsWriter | None, step: int,
+                      action: str | None) -> None:
+    """Do what is due after `step`, and the requested `action` of ACTIONS: evaluate, save a
+    checkpoint, end the run by RunError. All ranks must call this."""
+    config, progress = run.config, run.progress
+    is_last, was_cut_short = step == config.max_steps, False
+    evaluates = step == 0 or is_last or is_due(step, config.eval_every)
+    if run.eval_rows and evaluates and progress.evaluated != step and action != "stop":
+        was_cut_short = not evaluate_and_log(run, writer, step)
+        action = "stop" if was_cut_short else action
+    is_best, save_steps = progress.best_step == step, save_interval(config)[0]
+    saves = is_last or is_best or action is not None or is_due(step, save_steps)
+    if saves and run.saved_step < step:  # a resumed run begins with a saved step
+        save_checkpoint(run, step)
+    if evaluates or saves:
+        run.step_start = clock()  # evaluating and saving do not count as time of a step
+    if action == "stop":
+        stop_run(run, step, was_cut_short)
+
+
 def is_due(step: int, every: int | None) -> bool:
     """Return True if what happens every `every` steps (None, 0: never) is due after this step."""
-    return bool(every) and step % (every or 1) == 0
+    return bool(every and step % every == 0)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -15,21 +15,22 @@ from fsdp_qlora.run.status import LOST_DIRECTORY
 from fsdp_qlora.training.divergence import why_worse
 
 
-def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
-    """End a run that was asked to stop, after `step`. `cut_short`: its evaluation did not finish;
-    `is_first`: no step was trained since this start. All ranks must call this."""
+def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
+    """End a run that was asked to stop, after `step`. `was_cut_short`: its evaluation did not
+    finish. All ranks must call this."""
     why = next(filter(None, gather_objects(run.status.stop_reason)))
-    if is_first and cut_short and why.startswith("--max_minutes"):
+    has_trained = run.status.longest_step > 0  # since this start
+    if was_cut_short and not has_trained and why.startswith("--max_minutes"):
         raise RunError(f"{why} before the evaluation after step {step} was done,"
                        " and the next start would end there, too. Use more minutes, or evaluate"
                        " fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.states(run.model), causes=DISK_ERRORS)
-    raise RunError(f"{why}, after step {step}; {how_to_go_on(run, step)}", EXIT_RESUMABLE)
+    raise RunError(f"{why}, after step {step}; {how_to_continue(run, step)}", EXIT_RESUMABLE)
 
 
-def how_to_go_on(run: Run, step: int) -> str:
+def how_to_continue(run: Run, step: int) -> str:
     """Return what is saved of a run that stops after `step`, and how it is resumed."""
     newest = checkpoint_path(run.directory, run.saved_step).name
     if not run.saved_step:
