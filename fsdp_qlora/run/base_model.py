@@ -31,6 +31,11 @@ class BaseModel:
     def trainable_ids(self) -> list[int]:
         return [token.id for token in self.trainable_tokens]
 
+    @property
+    def has_new_tokens(self) -> bool:
+        """Whether --trainable_tokens names tokens that the vocabulary lacked."""
+        return any(token.pieces is not None for token in self.trainable_tokens)
+
 
 def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
     """Read all but the weights of a model, a directory or a Hub id. Returns the flags with

@@ -209,10 +209,10 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
     return None, None
 
 
-def prepare_resume(config: Config, directory: Path, digests: dict[str, str | None]) -> int:
-    """Return the step of the latest complete checkpoint in --output_dir, 0 if there is none; and
-    rename what is named like a later one. Raises ValueError if the run there has other flags, data
-    or base model. Rank 0 only."""
+def step_to_resume(config: Config, directory: Path, digests: dict[str, str | None]) -> int:
+    """Return the step of the latest complete checkpoint in --output_dir, 0 if there is none. Logs
+    the flags that have changed. Raises ValueError if the run there has other flags, data or base
+    model. Rank 0 only."""
     path, state = newest_checkpoint(directory)
     saved_config = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
@@ -238,7 +238,6 @@ def prepare_resume(config: Config, directory: Path, digests: dict[str, str | Non
     for name in changed:
         log(f"changed on resume: --{name} {before.get(name)} -> {now[name]} (from step"
             f" {state['step']})")
-    set_aside(directory, state["step"])
     return state["step"]
 
 

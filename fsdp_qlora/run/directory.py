@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
@@ -33,6 +32,7 @@ from fsdp_qlora.lora.peft_files import ADAPTER_FILES
 from fsdp_qlora.model.load import Loaded
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import RunError, is_rank_0, log, on_rank_0, raise_on_all_ranks, this_rank
+from fsdp_qlora.run.base_model import BaseModel
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status
 
@@ -281,16 +281,15 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
     write_whole(path, json.dumps(described, indent=2))
 
 
-def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast | None,
-                   has_new_tokens: bool) -> None:
+def save_tokenizer(directory: Path, weights_dir: Path, base: BaseModel) -> None:
     """Write the tokenizer, if there is one, and generation_config.json, which makes generation stop
     where a turn ended in training. Rank 0 only."""
-    if not tokenizer:
+    if not (tokenizer := base.tokenizer):
         return
     # not directly into the run's directory, because writing would follow links
     remove(hidden := directory / ".tokenizer.part")
     hidden.mkdir()
-    write_tokenizer(hidden, base, tokenizer, has_new_tokens)
+    write_tokenizer(hidden, weights_dir, tokenizer, base.has_new_tokens)
     # left by an earlier start; a directory can only replace an empty one
     remove(directory / "additional_chat_templates")
     for name in {"chat_template.jinja", "chat_template.json"} - {*os.listdir(hidden)}:
@@ -298,8 +297,8 @@ def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFa
     for file in hidden.iterdir():
         put_in_place(file, directory / file.name)
     hidden.rmdir()
-    settings, closing = generation_settings(base, tokenizer)
-    own = base / "generation_config.json"
+    settings, closing = generation_settings(weights_dir, tokenizer)
+    own = weights_dir / "generation_config.json"
     text = own.read_text() if own.is_file() and not closing else json.dumps(settings, indent=2)
     if closing:
         log(f"note: generation also stops at {' and '.join(map(repr, closing))}, which ends a turn"
