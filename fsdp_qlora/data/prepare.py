@@ -87,7 +87,7 @@ def with_mismatched(rows: Rows, config: Config) -> Rows:
     """Return the rows, with `mismatched` if their loss reads it."""
     if not rows.kind.is_unpaired:
         return rows
-    assert config.max_seq_len, "read_model_config() fills it in"
+    assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     mismatched = rows.mismatch(config.seed, config.max_seq_len)
     return dataclasses.replace(rows, mismatched=mismatched)
 

@@ -30,7 +30,7 @@ from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
-from fsdp_qlora.pretrained.config import rope_frequencies
+from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.formats import (
     NF4_PARTS, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.pretrained.reader import (
@@ -55,7 +55,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
                config: Config) -> Loaded:
     """Load this rank's part of all frozen weights from the files in `base`. Raises ValueError if
     one is not finite. All ranks must call this."""
-    assert config.max_seq_len, "read_model_config() fills it in"
+    assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     arch, device, nf4_states = model.arch, model.device, {}
     dtype = getattr(torch, config.compute_dtype)
     if config.random_weights:
