@@ -53,6 +53,7 @@ from tqdm import tqdm
 from fsdp_qlora.data.template import how_to_ask
 from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.files import read_json, sync_file
+from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
     FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
@@ -68,7 +69,7 @@ from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, we
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 from fsdp_qlora.quant.nf4 import mxfp4_values
-from fsdp_qlora.ranks import explain, print_error
+from fsdp_qlora.ranks import explain
 from fsdp_qlora.run.directory import TrainedRun, find_train_config, new_directory, read_run
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
 from fsdp_qlora.run.peft_run import open_peft_run

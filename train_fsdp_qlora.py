@@ -76,6 +76,7 @@ from fsdp_qlora.kernels.elementwise import compile_for_any_rows
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.router import BALANCE
+from fsdp_qlora.log import fail_before_init, log
 from fsdp_qlora.lora.adapter import Adapter, optimizer_state_bytes, sharded_state
 from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.memory import limit_memory, memory_gib
@@ -90,8 +91,7 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.search import agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.ranks import (
-    RunError, all_gather, check_same, fail_before_init, is_rank_0, log, n_cores, on_rank_0,
-    raise_on_all_ranks)
+    RunError, all_gather, check_same, is_rank_0, n_cores, on_rank_0, raise_on_all_ranks)
 from fsdp_qlora.run import checkpoints
 from fsdp_qlora.run.directory import describe_run, open_output, save_tokenizer
 from fsdp_qlora.run.flags import parse_flags
@@ -129,7 +129,7 @@ Optimizer = bnb.optim.PagedAdamW8bit  # make_optimizer() makes one
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the job and return the exit code: 0, or one of those in ranks.py."""
+    """Run the job and return the exit code: 0, or one of those in exit_codes.py."""
     device = join_processes()
     with watch_process() as status:
         try:

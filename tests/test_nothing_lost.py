@@ -35,9 +35,9 @@ from safetensors.torch import load_file, save_file
 from test_preferences import write_preferences
 
 import train_fsdp_qlora
+from fsdp_qlora.exit_codes import DIVERGED, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.ranks import DIVERGED, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY
 from fsdp_qlora.run import checkpoints, status as lifecycle
 from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
 from fsdp_qlora.run.directory import open_partial

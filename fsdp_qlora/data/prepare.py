@@ -32,8 +32,9 @@ from fsdp_qlora.data.sources import Piece, find_pieces
 from fsdp_qlora.data.template import how_to_ask, with_day
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.log import log
 from fsdp_qlora.model.preference_loss import LOSSES
-from fsdp_qlora.ranks import RunError, log, raise_on_all_ranks
+from fsdp_qlora.ranks import RunError, raise_on_all_ranks
 
 
 def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast | None,

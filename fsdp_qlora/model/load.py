@@ -24,6 +24,7 @@ from tqdm import tqdm
 from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import as_hex, content_sum
 from fsdp_qlora.layer.layer import DecoderLayer
+from fsdp_qlora.log import log, log_each_rank
 from fsdp_qlora.memory import host_memory, log_memory
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.fsdp import local_part, set_local
@@ -39,7 +40,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
 from fsdp_qlora.quant.nf4 import dynamic_map
-from fsdp_qlora.ranks import all_gather, is_rank_0, log, log_each_rank, raise_on_all_ranks
+from fsdp_qlora.ranks import all_gather, is_rank_0, raise_on_all_ranks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.config import stored_format, text_config
 from fsdp_qlora.pretrained.formats import (
@@ -23,7 +24,6 @@ from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader)
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
 from fsdp_qlora.quant.nf4 import dynamic_map, nf4_code
-from fsdp_qlora.ranks import log
 
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have
 Wanted = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]

@@ -26,12 +26,14 @@ from safetensors.torch import load_file
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.exit_codes import EXITS
 from fsdp_qlora.files import as_json, digest, read_json, remove, sync_file, text_digest, write_whole
 from fsdp_qlora.layer.layer import LayerSpec
+from fsdp_qlora.log import log
 from fsdp_qlora.lora.adapter import TOKEN_ROWS, Adapter, sharded_state
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
-from fsdp_qlora.ranks import EXITS, RunError, gather_objects, log
+from fsdp_qlora.ranks import RunError, gather_objects
 from fsdp_qlora.run.directory import MERGE_CHECK_FILE, RESULTS
 from fsdp_qlora.run.state import Progress, Run
 

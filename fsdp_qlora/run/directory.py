@@ -28,10 +28,11 @@ from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
     as_json, digest, put_in_place, read_json, read_records, remove, sync_file, text_digest,
     write_whole)
+from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES
 from fsdp_qlora.model.load import Loaded
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
-from fsdp_qlora.ranks import RunError, is_rank_0, log, on_rank_0, raise_on_all_ranks, this_rank
+from fsdp_qlora.ranks import RunError, is_rank_0, on_rank_0, raise_on_all_ranks, this_rank
 from fsdp_qlora.run.base_model import BaseModel
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from fsdp_qlora.data.template import how_to_ask
+from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
+from fsdp_qlora.log import log
 from fsdp_qlora.memory import log_memory
-from fsdp_qlora.ranks import EXITS, EXIT_RESUMABLE, RunError, gather_objects, log, on_rank_0
+from fsdp_qlora.ranks import RunError, gather_objects, on_rank_0
 from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, save_adapter
 from fsdp_qlora.run.directory import losses_of, merge_command
 from fsdp_qlora.run.state import Run

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.ranks import (
-    EXITS, EXIT_RESUMABLE, RunError, gather_objects, is_rank_0, log, on_rank_0)
+from fsdp_qlora.ranks import RunError, gather_objects, is_rank_0, on_rank_0
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 

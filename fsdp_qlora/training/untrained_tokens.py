@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 from fsdp_qlora.data.chat import closing_tokens
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.log import log
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.ranks import all_gather, log, raise_on_all_ranks
+from fsdp_qlora.ranks import all_gather, raise_on_all_ranks
 from fsdp_qlora.run.base_model import BaseModel
 
 
