@@ -58,21 +58,22 @@ from fsdp_qlora.lora.peft_files import ADAPTER_FILES, LinearAdapter, open_linear
 from fsdp_qlora.lora.peft_names import (
     FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
     token_row_settings)
-from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.formats import (
     INT4_PACKED, MX_PARTS, NF4_PARTS, dequantize_stored, nf4_round_trip, scaled_weight,
     swap_nibbles)
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
 from fsdp_qlora.pretrained.merged_model import (
-    AUTO_CLASSES, MergeBase, copy_all_but_weights, merged_tensors, replace_rows, write_weights)
+    MergeBase, auto_class, copy_all_but_weights, merged_tensors, replace_rows, write_weights)
 from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 from fsdp_qlora.quant.nf4 import mxfp4_values
 from fsdp_qlora.ranks import explain
-from fsdp_qlora.run.directory import TrainedRun, find_train_config, new_directory, read_run
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
+from fsdp_qlora.run.new_directory import new_directory
 from fsdp_qlora.run.peft_run import open_peft_run
+from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.training.compare_with_transformers import without_kernels
 from fsdp_qlora.training.divergence import why_worse
 
@@ -195,11 +196,11 @@ def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
         nf4_states = check_files(files, names, model_config, dtype)
         require(in_4bit == bool(nf4_states), f"is {'' if nf4_states else 'not '}quantized already."
                                              " With --base_model name the one in training")
-        is_multimodal = text_config(model_config) is not model_config
-        tensors, paths = merged_tensors(files, names, nf4_states, is_multimodal)
-    return MergeBase(directory, files, names, nf4_states, tensors, paths,
-                     AUTO_CLASSES[is_multimodal], getattr(torch, dtype), arch,
-                     quantization["tensor_sums"])
+        tensors, paths = merged_tensors(files, names, nf4_states, model_config)
+    return MergeBase(
+        directory=directory, files=files, names=names, nf4_states=nf4_states, tensors=tensors,
+        paths=paths, auto_class=auto_class(model_config), dtype=getattr(torch, dtype), arch=arch,
+        sums=quantization["tensor_sums"])
 
 
 def add_rows(base: MergeBase, token_ids: Sequence[int]) -> None:

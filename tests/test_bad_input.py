@@ -378,7 +378,7 @@ def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
          ["moe_router_logit_softcapping=30.0"]),
         ({"model_type": "step3p5", "swiglu_limits": [7.0, 0, 0]},
          ["limits of 3 layers, [7.0, 0, 0], for 2"]),
-        ({"model_type": "step3p5"}, ["step3p5 inside of a multimodal model alone"]),
+        ({"model_type": "step3p5"}, ["step3p5 only inside a multimodal model"]),
     ],
     ids=lambda value: str({**value, "model_type": 0}) if isinstance(value, dict) else "",
 )  # fmt: skip

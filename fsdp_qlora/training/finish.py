@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,7 +15,7 @@ from fsdp_qlora.log import log
 from fsdp_qlora.memory import log_memory
 from fsdp_qlora.ranks import RunError, gather_objects, on_rank_0
 from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, save_adapter
-from fsdp_qlora.run.directory import losses_of, merge_command
+from fsdp_qlora.run.metrics import losses_of
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import LOST_DIRECTORY
 from fsdp_qlora.training.divergence import why_worse
@@ -74,3 +78,15 @@ def log_adapter(run: Run, script: Path) -> None:
     log(merge_command(run.directory, script))
     if run.config.trainable_tokens:
         log("note: vLLM and llama.cpp refuse adapters with rows of tokens; serve the merged model")
+
+
+def merge_command(directory: Path, script: Path) -> str:
+    """Return the command that merges the adapter of a run of `script`."""
+    merge = script.with_name("merge_adapters.py")
+    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # `script` was copied alone
+    on_path, python = shutil.which("python"), os.path.relpath(sys.executable)
+    python = sys.executable if python.startswith("..") else python
+    if on_path and Path(on_path).parent == Path(sys.executable).parent:
+        python = "python"
+    output = f"{directory}/merged"
+    return shlex.join([python, merge, "--adapter_dir", str(directory), "--output_dir", output])
