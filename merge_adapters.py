@@ -216,7 +216,7 @@ def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
     """Raise ValueError unless the base is the one that the run was trained on."""
     if allow_other:
         print("warning: --allow_other_base: the base may be another one: nothing will be compared")
-    elif run.base_sha256:
+    else:
         require(base_digest(base.directory) == run.base_sha256,
                 f"{base.directory}: its config.json or its weights {OTHER_BASE}")
     require(max(map(max, run.probe_input_ids)) < base.arch.vocab_size, "train_config.json has"

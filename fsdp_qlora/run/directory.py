@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
-    as_json, digest, put_in_place, read_json, remove, text_digest, write_whole)
+    as_json, digest, open_own, put_in_place, read_json, remove, text_digest, write_whole)
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES
 from fsdp_qlora.model.load import Loaded
@@ -151,7 +151,7 @@ def lock(path: Path, directory: Path) -> tuple[int, str]:
     """Lock the file `path` until it is closed, and write into it which process has locked it.
     Returns its descriptor and that text. Raises ValueError if another process uses the directory.
     flock works between nodes on NFS 4 and on Lustre with -o flock. Rank 0 only."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -227,7 +227,7 @@ def save_tokenizer(directory: Path, weights_dir: Path, base: BaseModel) -> None:
     where a turn ended in training. Rank 0 only."""
     if not (tokenizer := base.tokenizer):
         return
-    # not directly into the run's directory, because writing would follow links
+    # not directly into the run's directory, where files may be links, see open_own()
     remove(hidden := directory / ".tokenizer.part")
     hidden.mkdir()
     write_tokenizer(hidden, weights_dir, tokenizer, base.has_new_tokens)

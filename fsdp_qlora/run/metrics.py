@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fsdp_qlora.files import put_in_place, read_records, text_digest, write_whole
+from fsdp_qlora.files import open_own, put_in_place, read_records, text_digest, write_whole
 from fsdp_qlora.log import log
 from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.run.state import Run
@@ -53,7 +53,7 @@ class MetricsWriter:
         written again next time, over the part that it accepted."""
         try:
             self.status.check_lock()
-            file, written = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), 0
+            file, written = open_own(self.path, os.O_WRONLY | os.O_CREAT), 0
             try:
                 while written < len(self.unwritten):
                     written += os.pwrite(file, self.unwritten[written:], self.size + written)
@@ -276,7 +276,7 @@ def draw_losses(directory: Path) -> None:
         losses.legend()
         rates.set_xlabel("optimizer step")
         part = directory / ".loss.png.part"
-        part.unlink(missing_ok=True)  # matplotlib would follow a link
+        part.unlink(missing_ok=True)  # may be a link, see open_own()
         figure.savefig(part, format="png", dpi=120)
         put_in_place(part, directory / "loss.png")
     except Exception as e:

@@ -21,7 +21,7 @@ def open_partial(output: Path) -> tuple[Path, int]:
         raise ValueError(f"--output_dir {output}: is a mount point. Use a new directory inside it")
     partial, is_locked = target.with_name(f".{target.name}.partial"), False
     while not is_locked:
-        if partial.is_symlink():  # would lead to files that no merge has written
+        if partial.is_symlink():  # see open_own()
             partial.unlink()
         with contextlib.suppress(FileExistsError):
             partial.mkdir(parents=True)

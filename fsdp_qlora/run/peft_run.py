@@ -70,7 +70,8 @@ def open_peft_run(
     adapter = open_linear_adapters(adapter_dir, lora, parts, "this merge")
     tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(files) if x.dtype in FLOATS}
     names = TensorNames(
-        linears={name: Linear(name, *files[name].shape, bias=False) for name in linears})
+        linears={name: Linear(name, files[name].shape[0], files[name].shape[1], bias=False)
+                 for name in linears})
     base = MergeBase(
         directory=directory, files=files, names=names, tensors=tensors,
         paths={name: files[name].path for name in tensors}, auto_class=model_class,
