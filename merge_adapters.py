@@ -5,9 +5,15 @@
     python merge_adapters.py --adapter_dir runs/my-run/checkpoint-000040 --output_dir merged-40
     python merge_adapters.py --adapter_dir adapter --base_model DIR_OR_HUB_ID --output_dir merged
 
-The adapter was trained on NF4 weights, so it must be merged into those: W + scaling * B @ A, summed
-in fp32 and rounded to bf16 once, where W is the base weight quantized to NF4 and dequantized again,
-or only dequantized if the base is already in 4 bits. With DoRA each row of the sum is rescaled to
+The adapter was trained on NF4 weights, so it must be merged into those. A weight, for example:
+
+    in the base, bf16           0.013855
+    W: rounded to NF4           0.011047   with this weight the adapter was trained
+    + scaling * (B @ A)         0.001370
+    merged, in fp32             0.012417
+    merged, rounded to bf16     0.012390   in training it was not rounded here
+
+A base that is already in 4 bits is only dequantized. With DoRA each row of the sum is rescaled to
 its magnitude. A linear of the decoder's layers without an adapter becomes W; all other tensors are
 copied from the base. The result is compared with the trained model on a few rows. If it differs by
 more than the adapter's whole effect, --output_dir is not made: the error names the hidden directory

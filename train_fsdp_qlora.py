@@ -15,6 +15,7 @@ This file is the job, in the order in which it happens; the package fsdp_qlora/ 
 docs/internals.md is its map. Where to look:
 
     NCCL, torchrun               join_processes()
+    data, tokenizer              prepare(), in fsdp_qlora/run/prepare.py
     Flash Attention 2            choose_attention()
     FSDP policy                  shard_model(), make_mesh()
     NF4                          quantize(), called by load_model(), in fsdp_qlora/model/load.py
@@ -49,8 +50,8 @@ from typing import Any
 if __name__ == "__main__":
     from fsdp_qlora.run.start import before_imports
 
-    # without torchrun: --help and a wrong flag end here, before slow imports. Turns gc off, and
-    # sets torch's allocator, which torch reads when it is imported
+    # without torchrun: --help and a wrong flag end here, before slow imports. It also turns gc off,
+    # and sets torch's allocator, which torch reads when it is imported
     before_imports()
 
 # bitsandbytes warns on a CPU that a package is missing, which only its own inference would use

@@ -140,7 +140,7 @@ def refuse_misleading(directory: Path, config: Config, model_config: PreTrainedC
     if (directory / "adapter_config.json").is_file():
         raise ValueError(f"--model {config.model}: has an adapter beside its weights, which"
                          " transformers would add to them: move adapter_config.json and"
-                         " adapter_model.safetensors elsewhere; --init_adapter goes on with them")
+                         " adapter_model.safetensors elsewhere; --init_adapter continues with them")
     is_text = text_config(model_config) is model_config
     if is_text and type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"--model {config.model}: transformers has {arch.family} only"

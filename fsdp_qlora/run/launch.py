@@ -4,8 +4,8 @@
 
 `make train` calls it with torchrun's arguments, of one node. It ends with the ranks' own exit code,
 where torchrun answers 1, and prints a line only for a rank that could not: one that was killed, or
-whose Python ended. A signal goes on to the ranks, which finish their step, save and end in their
-own time; torchrun would kill them after 30 seconds.
+whose Python ended. A signal is passed on to the ranks, which finish their step, save and end in
+their own time; torchrun would kill them after 30 seconds.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def decode(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizer
 
 
 def log_extension(config: Config, start_step: int, last_rate: float, next_rate: float) -> None:
-    """Log the jump of the learning rate where a complete run goes on."""
+    """Log the jump of the learning rate where a complete run continues."""
     log(f"note: the run was complete at step {start_step} and now continues to step"
         f" {config.max_steps}. Its learning rate jumps from {last_rate:.1e} to {next_rate:.1e}; a"
         " new run with --init_adapter would start with a warm-up")
