@@ -164,7 +164,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         if is_complete:
             return
 
-        # 2. Prepare all but the weights, so that what is wrong is found before they are downloaded
+        # 2. The model, the rows and all flags, but no weights yet: what is wrong is found early
         limit = limit_memory(flags, device)
         job = prepare(flags, directory, status, is_dry)
         config, base = job.config, job.base
