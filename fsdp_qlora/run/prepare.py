@@ -35,7 +35,7 @@ class Prepared:
 
     config: Config  # the flags, all filled in
     base: BaseModel
-    weights_dir: Path  # the directory of the base model's weights, which are downloaded
+    weights_dir: Path  # the directory of the base model's weights, which a dry run may lack
     rows: Rows
     eval_rows: Rows | None  # None: no evaluation
     template_date: str  # the date for chat templates that have one; a resumed run keeps it
