@@ -5,9 +5,15 @@
     python merge_adapters.py --adapter_dir runs/my-run/checkpoint-000040 --output_dir merged-40
     python merge_adapters.py --adapter_dir adapter --base_model DIR_OR_HUB_ID --output_dir merged
 
-The adapter was trained on NF4 weights, so it must be merged into those: W + scaling * B @ A, summed
-in fp32 and rounded to bf16 once, where W is the base weight quantized to NF4 and dequantized again,
-or only dequantized if the base is already in 4 bits. With DoRA each row of the sum is rescaled to
+The adapter was trained on NF4 weights, so it must be merged into those. A weight, for example:
+
+    in the base, bf16           0.013855
+    W: rounded to NF4           0.011047   with this weight the adapter was trained
+    + scaling * (B @ A)         0.001370
+    merged, in fp32             0.012417
+    merged, rounded to bf16     0.012390   in training it was not rounded here
+
+A base that is already in 4 bits is only dequantized. With DoRA each row of the sum is rescaled to
 its magnitude. A linear of the decoder's layers without an adapter becomes W; all other tensors are
 copied from the base. The result is compared with the trained model on a few rows. If it differs by
 more than the adapter's whole effect, --output_dir is not made: the error names the hidden directory
@@ -53,25 +59,27 @@ from tqdm import tqdm
 from fsdp_qlora.data.template import how_to_ask
 from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.files import read_json, sync_file
+from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
     FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
     token_row_settings)
-from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.formats import (
     INT4_PACKED, MX_PARTS, NF4_PARTS, dequantize_stored, nf4_round_trip, scaled_weight,
     swap_nibbles)
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
 from fsdp_qlora.pretrained.merged_model import (
-    AUTO_CLASSES, MergeBase, copy_all_but_weights, merged_tensors, replace_rows, write_weights)
+    MergeBase, auto_class, copy_all_but_weights, merged_tensors, replace_rows, write_weights)
 from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 from fsdp_qlora.quant.nf4 import mxfp4_values
-from fsdp_qlora.ranks import explain, print_error
-from fsdp_qlora.run.directory import TrainedRun, find_train_config, new_directory, read_run
+from fsdp_qlora.ranks import explain
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
+from fsdp_qlora.run.new_directory import new_directory
 from fsdp_qlora.run.peft_run import open_peft_run
+from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.training.compare_with_transformers import without_kernels
 from fsdp_qlora.training.divergence import why_worse
 
@@ -194,11 +202,11 @@ def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
         nf4_states = check_files(files, names, model_config, dtype)
         require(in_4bit == bool(nf4_states), f"is {'' if nf4_states else 'not '}quantized already."
                                              " With --base_model name the one in training")
-        is_multimodal = text_config(model_config) is not model_config
-        tensors, paths = merged_tensors(files, names, nf4_states, is_multimodal)
-    return MergeBase(directory, files, names, nf4_states, tensors, paths,
-                     AUTO_CLASSES[is_multimodal], getattr(torch, dtype), arch,
-                     quantization["tensor_sums"])
+        tensors, paths = merged_tensors(files, names, nf4_states, model_config)
+    return MergeBase(
+        directory=directory, files=files, names=names, nf4_states=nf4_states, tensors=tensors,
+        paths=paths, auto_class=auto_class(model_config), dtype=getattr(torch, dtype), arch=arch,
+        sums=quantization["tensor_sums"])
 
 
 def add_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
@@ -214,7 +222,7 @@ def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
     """Raise ValueError unless the base is the one that the run was trained on."""
     if allow_other:
         print("warning: --allow_other_base: the base may be another one: nothing will be compared")
-    elif run.base_sha256:
+    else:
         require(base_digest(base.directory) == run.base_sha256,
                 f"{base.directory}: its config.json or its weights {OTHER_BASE}")
     require(max(map(max, run.probe_input_ids)) < base.arch.vocab_size, "train_config.json has"

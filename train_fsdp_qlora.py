@@ -15,6 +15,7 @@ This file is the job, in the order in which it happens; the package fsdp_qlora/ 
 docs/internals.md is its map. Where to look:
 
     NCCL, torchrun               join_processes()
+    data, tokenizer              prepare(), in fsdp_qlora/run/prepare.py
     Flash Attention 2            choose_attention()
     FSDP policy                  shard_model(), make_mesh()
     NF4                          quantize(), called by load_model(), in fsdp_qlora/model/load.py
@@ -22,7 +23,7 @@ docs/internals.md is its map. Where to look:
     loss                         compute_loss(); of each token, LinearCrossEntropy in
                                  fsdp_qlora/model/lm_head.py
     the loop, a step             train(), train_step()
-    resume                       prepare_start(), start_adapter(); the files, in
+    resume                       find_start(), start_adapter(); the files, in
                                  fsdp_qlora/run/checkpoints.py
     gather and save              save_checkpoint(), save_results()
 
@@ -49,8 +50,8 @@ from typing import Any
 if __name__ == "__main__":
     from fsdp_qlora.run.start import before_imports
 
-    # without torchrun: --help and a wrong flag end here, before slow imports. Turns gc off, and
-    # sets torch's allocator, which torch reads when it is imported
+    # without torchrun: --help and a wrong flag end here, before slow imports. It also turns gc off,
+    # and sets torch's allocator, which torch reads when it is imported
     before_imports()
 
 # bitsandbytes warns on a CPU that a package is missing, which only its own inference would use
@@ -67,11 +68,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import ShuffledRows, make_micro_batch, pack_rows
-from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, pack_rows
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.data.tokenizer import check_tokenizer
-from fsdp_qlora.files import read_json
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
@@ -79,12 +77,10 @@ from fsdp_qlora.kernels.elementwise import compile_for_any_rows
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.recurrence import choose_recurrence
-from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.router import BALANCE
+from fsdp_qlora.log import fail_before_init, log
 from fsdp_qlora.lora.adapter import Adapter, optimizer_state_bytes, sharded_state
-from fsdp_qlora.lora.init_adapter import check_origin, read_adapter
 from fsdp_qlora.lora.initial_rows import initial_rows
-from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
@@ -97,20 +93,18 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.search import agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.ranks import (
-    RunError, all_gather, check_same, fail_before_init, is_rank_0, log, n_cores, on_rank_0,
-    raise_on_all_ranks)
+    RunError, all_gather, check_same, is_rank_0, n_cores, on_rank_0, raise_on_all_ranks)
 from fsdp_qlora.run import checkpoints
-from fsdp_qlora.run.base_model import fetch_weights, open_model
-from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, open_output, save_tokenizer
 from fsdp_qlora.run.flags import parse_flags
 from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.run.metrics import MetricsWriter, draw_losses, log_evaluation, log_speed
 from fsdp_qlora.run.plan_for import answer_plan_for
-from fsdp_qlora.run.resolve import resolve_config, resolve_steps, save_interval
+from fsdp_qlora.run.prepare import Prepared, prepare
+from fsdp_qlora.run.resolve import resolve_config, save_interval
 from fsdp_qlora.run.start import end_process
 from fsdp_qlora.run.startup_log import (
-    describe_steps, log_examples, log_extension, log_parameters, log_startup, log_steps)
+    describe_steps, log_extension, log_parameters, log_startup, log_steps)
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import ACTIONS, Status, watch_process
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
@@ -120,13 +114,12 @@ from fsdp_qlora.training.finish import finish_run, stop_run
 from fsdp_qlora.training.reference import ensure_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics
-from fsdp_qlora.training.untrained_tokens import check_untrained_tokens
+from fsdp_qlora.training.untrained_tokens import check_untrained_tokens, untrained_rows
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
 TIMEOUT = timedelta(hours=12)  # one process may tokenize a large file while the others wait
 RETRY_SECONDS = 60  # after a save that failed
-DRY_EXAMPLES = 5  # rows that a dry run prints
 clock = time.monotonic  # seconds
 Record = dict[str, float]  # a line of metrics.jsonl
 Optimizer = bnb.optim.PagedAdamW8bit  # make_optimizer() makes one
@@ -138,7 +131,7 @@ Optimizer = bnb.optim.PagedAdamW8bit  # make_optimizer() makes one
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the job and return the exit code: 0, or one of those in ranks.py."""
+    """Run the job and return the exit code: 0, or one of those in exit_codes.py."""
     device = join_processes()
     with watch_process() as status:
         try:
@@ -165,59 +158,25 @@ def main(argv: list[str] | None = None) -> int:
 
 def finetune(user_config: Config, device: torch.device, status: Status) -> None:
     """Run the whole job: flags in, saved adapter out. All ranks must call this."""
-    # 1. Agree: the same flags, source and versions on all ranks, one output directory
+    # 1. Agree on flags, source and versions, and on one output directory
     check_same(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
-    with raise_on_all_ranks():
-        config = resolve_config(user_config, dist.get_world_size())
-    is_dry = user_config.max_steps == 0
-    config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
-    with open_output(config, user_config, status) as (directory, is_complete):
+    flags, is_dry = agree_on_flags(user_config), user_config.max_steps == 0
+    with open_output(flags, user_config, status) as (directory, is_complete):
         if is_complete:
             return
-        limit = limit_memory(config, device)
 
-        # 2. Model and data: find what is wrong with them before any weight is downloaded or read
-        if not config.model:
-            make_demo(config, directory)
-        model_name = config.model or str(directory / "demo" / "model")
-        status.enter("model")
-        config, base = open_model(config, model_name)
-        arch, tokenizer, token_ids = base.arch, base.tokenizer, base.trainable_ids
-        status.enter("data")
-        saved_config = on_rank_0(read_json, directory / "train_config.json", {})
-        template_date = saved_config.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
-        rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
-        log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
-        config = resolve_steps(config, len(rows))
+        # 2. The model, the rows and all flags, but no weights yet: what is wrong is found early
+        limit = limit_memory(flags, device)
+        job = prepare(flags, directory, status, is_dry)
+        config, base = job.config, job.base
 
-        # 3. What is adapted, and the base weights; then the step from which the run goes on
-        is_new = not saved_config  # else this run goes on
-        status.enter("model")
-        on_rank_0(check_tokenizer, base.directory, tokenizer, rows)
-        with raise_on_all_ranks():
-            lora_config, adapted = resolve_adapter(
-                arch, config, config.model or str(base.directory), token_ids)
-            specs = make_layer_specs(arch, adapted, config)
-            if config.init_adapter and is_new:
-                read_adapter(config, arch, specs, token_ids)
-            base_dir, base_sha256 = fetch_weights(config, base.directory, model_name, is_dry)
-        digests = checkpoints.agree_on_digests(config, rows, eval_rows, base_sha256)
-        if config.init_adapter and is_new:
-            on_rank_0(check_origin, config, base_sha256, tokenizer)
-        start_step = prepare_start(config, directory, digests, saved_config, status, is_dry)
-        on_rank_0(checkpoints.check_room, config, directory, specs,
-                  arch.n_tables * len(token_ids) * arch.hidden_size)
+        # 3. The step from which the run resumes, that of its latest checkpoint; 0: a new run
+        start_step = find_start(job, directory, status, is_dry)
 
         # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")
-        with raise_on_all_ranks():
-            kernels = choose_attention(config, arch, device)
-            choose_recurrence(kernels, arch, config.compute_dtype, device)
-        source = ShuffledRows(rows, config)
-        plan = agree_on_plan(config, arch, specs, source, eval_rows, limit, device, kernels,
-                             optimizer_state_bytes(make_optimizer, config))
-        if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
-            kernels = choose_attention(config, arch, device, whole_documents=False)
+        source = ShuffledRows(job.rows, config)
+        kernels, plan = make_plan(job, source, limit, device)
         status.plan = plan
         log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         if not config.random_weights:
@@ -225,31 +184,26 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         if is_dry:  # ends all ranks together, as an error would, but with code 0
             raise RunError(f"--max_steps 0: nothing was trained; {describe_steps(config)}", 0)
 
-        # 5. The model: built on meta, sharded by FSDP2; then each rank loads its shard in NF4
+        # 5. The model, built on meta, sharded by FSDP2; each rank loads its shard in NF4
         mesh = make_mesh(plan.shard_group_size, device)
         context = make_context_group(plan.context_parallel_size)
-        model = Model(arch, specs, plan, kernels, device, mesh.get_group("shard"), context)
+        model = Model(base.arch, job.specs, plan, kernels, device, mesh.get_group("shard"), context)
         shard_model(model, mesh, plan)
-        loaded = load_model(model, base_dir, base.config, config)
-        untrained = check_untrained_tokens(model, rows, tokenizer, token_ids)
+        loaded = load_model(model, job.weights_dir, base.config, config)
+        untrained = untrained_rows(model) if base.tokenizer else {}
+        check_untrained_tokens(untrained, job.rows, base)
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
         first_rows = initial_rows(model, base.trainable_tokens, untrained)
-        adapter = Adapter(model, device, token_ids, first_rows)
+        adapter = Adapter(model, device, base.trainable_ids, first_rows)
         if config.adapter == "dora":
             measure_weight_norms(model)
-        run = Run(
-            config, plan, status, directory, device, source, eval_rows,
-            tokenizer, digests, lora_config, model, adapter,
-            optimizer=make_optimizer(adapter.weights, config), merge_check=MergeCheck(rows),
-            graphs=(Graphs(model, functools.partial(compute_loss, config=config))
-                    if plan.graphs else None),
-            saved_step=start_step)
+        run = make_run(job, plan, status, directory, source, model, adapter, start_step)
         start_adapter(run, start_step)
         status.enter("saving")
-        on_rank_0(describe_run, run, user_config, base_dir, loaded, template_date, VERSIONS)
-        has_new_tokens = any(token.pieces is not None for token in base.trainable_tokens)
-        on_rank_0(save_tokenizer, directory, base_dir, tokenizer, has_new_tokens)
+        on_rank_0(describe_run, run, user_config, job.weights_dir, loaded, job.template_date,
+                  VERSIONS)
+        on_rank_0(save_tokenizer, directory, job.weights_dir, base)
         verify_model(model, plan)
         log_parameters(adapter.n_trainable, loaded.n_parameters)
 
@@ -263,22 +217,63 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         finish_run(run, SCRIPT)
 
 
-def prepare_start(config: Config, directory: Path, digests: dict[str, str | None],
-                  saved_config: dict[str, Any], status: Status, is_dry: bool) -> int:
+def agree_on_flags(user_config: Config) -> Config:
+    """Return the flags, with those filled in that depend neither on the model nor on the rows. All
+    ranks must call this."""
+    with raise_on_all_ranks():
+        flags = resolve_config(user_config, dist.get_world_size())
+    # the default of --output_dir has the time in it
+    return dataclasses.replace(flags, output_dir=on_rank_0(lambda: flags.output_dir))
+
+
+def find_start(job: Prepared, directory: Path, status: Status, is_dry: bool) -> int:
     """Return the step of the latest complete checkpoint, from which the run continues; 0 if the run
-    is new or a dry run. `saved_config` is the run's train_config.json. All ranks must call this."""
+    is new or a dry run. All ranks must call this."""
+    config, base, start_step = job.config, job.base, 0
     status.enter("checkpoint")
     if is_dry:
-        on_rank_0(checkpoints.check_run, config, directory, digests, saved_config)
-        return 0
-    start_step: int = on_rank_0(checkpoints.prepare_resume, config, directory, digests)
-    status.begin(config, start_step)
+        on_rank_0(checkpoints.check_run, config, directory, job.digests, job.saved_config)
+    else:
+        start_step = on_rank_0(checkpoints.step_to_resume, config, directory, job.digests)
+        on_rank_0(checkpoints.set_aside, directory, start_step)
+        status.begin(config, start_step)
     if start_step:
         status.checkpoint = checkpoints.checkpoint_path(directory, start_step).name
-    if start_step and start_step == saved_config["config"]["max_steps"] < config.max_steps:
-        last = learning_rate(start_step, dataclasses.replace(config, max_steps=start_step))
-        log_extension(config, start_step, last, learning_rate(start_step + 1, config))
+        before = job.saved_config["config"]["max_steps"]
+        if start_step == before < config.max_steps:
+            last = learning_rate(start_step, dataclasses.replace(config, max_steps=before))
+            log_extension(config, start_step, last, learning_rate(start_step + 1, config))
+    n_row_weights = base.arch.n_tables * len(base.trainable_ids) * base.arch.hidden_size
+    on_rank_0(checkpoints.check_room, config, directory, job.specs, n_row_weights)
     return start_step
+
+
+def make_plan(job: Prepared, source: RowSource, limit: int,
+              device: torch.device) -> tuple[Kernels, Plan]:
+    """Return the attention kernels, and the fastest plan that fits. All ranks must call this."""
+    config, arch = job.config, job.base.arch
+    with raise_on_all_ranks():
+        kernels = choose_attention(config, arch, device)
+        choose_recurrence(kernels, arch, config.compute_dtype, device)
+    plan = agree_on_plan(config, arch, job.specs, source, job.eval_rows, limit, device, kernels,
+                         optimizer_state_bytes(make_optimizer, config))
+    if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
+        kernels = choose_attention(config, arch, device, whole_documents=False)
+    return kernels, plan
+
+
+def make_run(job: Prepared, plan: Plan, status: Status, directory: Path, source: RowSource,
+             model: Model, adapter: Adapter, start_step: int) -> Run:
+    """Make the Run, with its optimizer and, if planned, CUDA graphs."""
+    config, graphs = job.config, None
+    if plan.graphs:
+        graphs = Graphs(model, functools.partial(compute_loss, config=config))
+    return Run(
+        config=config, plan=plan, status=status, directory=directory, device=model.device,
+        source=source, eval_rows=job.eval_rows, tokenizer=job.base.tokenizer, digests=job.digests,
+        lora_config=job.lora_config, model=model, adapter=adapter,
+        optimizer=make_optimizer(adapter.weights, config), merge_check=MergeCheck(job.rows),
+        graphs=graphs, saved_step=start_step)
 
 
 def start_adapter(run: Run, start_step: int) -> None:
@@ -588,10 +583,12 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
 def sum_gradient(run: Run) -> None:
     """Sum over the ranks what FSDP2 has not summed: the whole gradient without FSDP2, else that of
     the rows of --trainable_tokens, which FSDP2 does not know. All ranks must call this."""
-    adapter, world_size = run.adapter, dist.get_world_size()
-    if world_size > adapter.shards and not run.plan.uses_fsdp:
+    adapter = run.adapter
+    if dist.get_world_size() == 1:
+        return
+    if not run.plan.uses_fsdp:
         dist.all_reduce(adapter.grad)
-    elif world_size > 1 and adapter.n_token_weights:
+    elif adapter.n_token_weights:
         dist.all_reduce(adapter.token_part(adapter.grad))
 
 
@@ -634,13 +631,12 @@ def evaluate(run: Run) -> Record | None:
     return mean_metrics(all_gather(sums).sum(0).tolist(), rows, "eval_")
 
 
-def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple[bool, bool]:
-    """Evaluate after `step`. Returns whether the evaluation was cut short, because the run was
-    asked to stop; and whether its loss is the best so far, always False before the first step. All
-    ranks must call this."""
+def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
+    """Evaluate after `step`, and record the result. Returns False if the run was asked to stop
+    meanwhile; then nothing is recorded. All ranks must call this."""
     progress, started = run.progress, clock()
     if (metrics := evaluate(run)) is None:
-        return True, False
+        return False
     loss = metrics["eval_loss"]
     is_best = progress.best_loss is None or loss < progress.best_loss
     progress.evaluated = step
@@ -655,7 +651,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> tuple
         n_tokens = int(run.eval_rows.n_trainable_tokens.sum())
         writer.record({"step": step, **metrics, "eval_tokens": n_tokens, "eval_seconds": seconds,
                        **({"eval_samples": samples} if samples else {})})
-    return False, is_best and step > 0
+    return True
 
 
 # ------------------------------------------------------------------------------------------------
@@ -672,40 +668,27 @@ def train(run: Run, start_step: int) -> list[Record]:
         compile_for_any_rows()  # else kernels would be compiled anew for each number of tokens
     with raise_on_all_ranks():
         writer = MetricsWriter(run, start_step) if is_rank_0() else None
-    save_steps, save_seconds = save_interval(config)
-    run.step_start, run.save_due = clock(), clock() + save_seconds
+    run.step_start, run.save_due = clock(), clock() + save_interval(config)[1]
+    status.extend_deadline()
     try:
-        # the first pass is no step: it evaluates the base model, or what a resumed run had left
-        for step in range(start_step, config.max_steps + 1):
-            is_last, action = step == config.max_steps, None
-            cut_short = is_best = False
+        # the base model, or an evaluation that a stop had cut short
+        evaluate_and_save(run, writer, start_step, None)
+        for step in range(start_step + 1, config.max_steps + 1):
             status.extend_deadline()
             status.step = step
-            if step > start_step:
-                status.where = (f"at step {step}, in micro-batches of at most"
-                                f" {run.plan.micro_batch_tokens} tokens")
-                record, action = train_step(run, step)
-                if config.random_weights:
-                    records.append(record)
-                if writer:
-                    writer.step(record)
+            status.where = (f"at step {step}, in micro-batches of at most"
+                            f" {run.plan.micro_batch_tokens} tokens")
+            record, action = train_step(run, step)
+            if config.random_weights:
+                records.append(record)
+            if writer:
+                writer.step(record)
             if step == start_step + 1:
                 # freeze all objects made so far: garbage collection would scan them again and
                 # again, on one rank at a time while the others wait
                 gc.collect()
                 gc.freeze()
-            evaluates = step == 0 or is_last or is_due(step, config.eval_every)
-            is_evaluated = run.progress.evaluated == step
-            if run.eval_rows and evaluates and not is_evaluated and action != "stop":
-                cut_short, is_best = evaluate_and_log(run, writer, step)
-                action = "stop" if cut_short else action
-            saves = is_last or is_best or action is not None or is_due(step, save_steps)
-            if saves and run.saved_step < step:
-                save_checkpoint(run, step)
-            if evaluates or saves:
-                run.step_start = clock()  # evaluating and saving do not count as time of a step
-            if action == "stop":
-                stop_run(run, step, cut_short, is_first=step == start_step)
+            evaluate_and_save(run, writer, step, action)
     finally:
         status.deadline = math.inf
         if writer:
@@ -713,9 +696,29 @@ def train(run: Run, start_step: int) -> list[Record]:
     return records
 
 
+def evaluate_and_save(run: Run, writer: MetricsWriter | None, step: int,
+                      action: str | None) -> None:
+    """Do what is due after `step`, and the requested `action` of ACTIONS: evaluate, save a
+    checkpoint, end the run by RunError. All ranks must call this."""
+    config, progress = run.config, run.progress
+    is_last, was_cut_short = step == config.max_steps, False
+    evaluates = step == 0 or is_last or is_due(step, config.eval_every)
+    if run.eval_rows and evaluates and progress.evaluated != step and action != "stop":
+        was_cut_short = not evaluate_and_log(run, writer, step)
+        action = "stop" if was_cut_short else action
+    is_best, save_steps = progress.best_step == step, save_interval(config)[0]
+    saves = is_last or is_best or action is not None or is_due(step, save_steps)
+    if saves and run.saved_step < step:  # a resumed run begins with a saved step
+        save_checkpoint(run, step)
+    if evaluates or saves:
+        run.step_start = clock()  # evaluating and saving do not count as time of a step
+    if action == "stop":
+        stop_run(run, step, was_cut_short)
+
+
 def is_due(step: int, every: int | None) -> bool:
     """Return True if what happens every `every` steps (None, 0: never) is due after this step."""
-    return bool(every) and step % (every or 1) == 0
+    return bool(every and step % every == 0)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def main():
     logging.disable()
     pretend_hopper()
     families.BUILTIN_CONFIGS[args.model] = model_config(args.model)
-    arch = read_model_config(Path(args.model), Config(model=args.model, random_weights=True))[2]
+    arch = read_model_config(Path(args.model), Config(model=args.model, random_weights=True))[1]
     print("| function | kernels: loads and stores | allocated |\n|---|---|---|")
     for function, arguments in calls(arch):
         name, code = function.__wrapped__.__name__, code_of(function, arguments)

@@ -1,6 +1,6 @@
 """Config: all flags of train_fsdp_qlora.py, with their defaults and help.
 
-Nothing here needs torch, so that --help is there at once. run/flags.py parses them.
+Nothing here needs torch, so that --help answers at once. run/flags.py parses them.
 """
 
 from __future__ import annotations

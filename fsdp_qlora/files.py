@@ -39,6 +39,12 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def open_own(path: Path, flags: int) -> int:
+    """Open a file of the run for writing, by os.open()'s `flags`. Raises OSError if it is a link: a
+    run writes only into its directory, and a link may lead to a file of someone else."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def remove(path: Path) -> None:
     """Delete a file, a directory with its contents, or a link, but not the link's target."""
     if path.is_dir() and not path.is_symlink():
@@ -61,7 +67,7 @@ def write_whole(path: Path, content: str | dict[str, torch.Tensor],
     """Replace a file by a text, or by {name: tensor} with `metadata` {name: text}. A reader sees
     either the old file or the new one."""
     part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)  # if it is a link, its target would be written
+    part.unlink(missing_ok=True)  # may be a link, see open_own()
     try:
         if isinstance(content, str):
             part.write_text(content)

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.ranks import gather_objects, log_each_rank, raise_on_all_ranks
+from fsdp_qlora.log import log_each_rank
+from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 
 def limit_memory(config: Config, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Collectives, rank-0 logging, and turning one rank's error into an error on all ranks.
+"""Collectives, and turning one rank's error into an error on all ranks.
 
 The script joins the process group; run/status.py ends a process.
 """
@@ -8,29 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.exit_codes import OUT_OF_MEMORY
 from fsdp_qlora.files import source_digest
-
-
-# exit codes; 75 and 70 are EX_TEMPFAIL and EX_SOFTWARE of sysexits.h
-EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, EXIT_BUG = 75, 9, 70
-DISK, DIVERGED, OUT_OF_MEMORY = 5, 6, 8
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1  # end a run, see status.py
-EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
-         "checkpoint": 7}  # {phase of the run: exit code of an error in it}
 
 
 def n_cores() -> int:
@@ -46,49 +35,6 @@ def is_rank_0() -> bool:
 def this_rank() -> str:
     """Return this process's name for errors."""
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
-
-
-def log(message: str) -> None:
-    """Print a message. Rank 0 only; other ranks do nothing."""
-    with contextlib.suppress(OSError):  # the terminal may be gone; the run continues
-        if is_rank_0():
-            tqdm.write(message)
-            sys.stdout.flush()
-
-
-def log_debug(message: str) -> None:
-    """Print what is only for a bug report or a benchmark, if FSDP_QLORA_DEBUG=1. Rank 0 only."""
-    if os.environ.get("FSDP_QLORA_DEBUG", "0") != "0":
-        log(message)
-
-
-def print_error(message: str) -> None:
-    """Print one line to stderr; on a terminal, where there may be a progress bar, on a new line."""
-    with contextlib.suppress(OSError):
-        start = "\n" if sys.stderr.isatty() else ""
-        print(f"{start}{' '.join(message.split())}", file=sys.stderr, flush=True)
-
-
-def tell_torchrun(line: str) -> None:
-    """Write the line with which this process ends to the file that torchrun reads, so that this
-    line is the last in torchrun's report about failed processes."""
-    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        return
-    # if two end in the same second, torchrun picks either; let errors be earlier than stops
-    seconds = int(time.time()) - line.startswith("error")
-    content = {"message": {"message": line, "extraInfo": {"timestamp": seconds}}}
-    with contextlib.suppress(OSError):
-        part = Path(f"{path}.part")  # an incomplete file would crash torchrun
-        part.write_text(json.dumps(content))
-        os.replace(part, path)
-
-
-def fail_before_init(message: str) -> NoReturn:
-    """Print one line and end this process, which has not joined the others."""
-    line = f"error: {message}"
-    tell_torchrun(line)
-    print_error(line)
-    sys.exit(EXITS["flags"])
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -176,10 +122,3 @@ def check_same(config: Config, script: Path, versions: dict[str, str]) -> None:
         for (fact, remedy), (other_fact, _) in zip(first_facts, other_facts):
             if other_fact != fact:
                 raise RunError(f"{other} {other_fact}, {first} {fact}: {remedy}")
-
-
-def log_each_rank(what: str, text: str) -> None:
-    """Print each rank's text, once if all are the same, with FSDP_QLORA_DEBUG=1. All ranks must
-    call this."""
-    texts = gather_objects(text)
-    log_debug(f"{what}, each rank: {texts[0] if len(set(texts)) == 1 else '; '.join(texts)}")

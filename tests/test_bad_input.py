@@ -24,6 +24,7 @@ from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run import base_model
 from fsdp_qlora.run.directory import open_output
+from fsdp_qlora.run.resolve import resolve_max_seq_len
 from fsdp_qlora.run.status import watch_process
 
 FLAGS, MODEL, DATA, DIVERGED, CHECKPOINT, OUT_OF_MEMORY = 2, 3, 4, 6, 7, 8  # exit codes
@@ -241,17 +242,20 @@ LENGTHS = {  # name: (class of the config, its max_position_embeddings and rope,
 }
 
 
+def max_seq_len_of(directory, **flags):
+    config = Config(model=str(directory), dataset=("x.jsonl",), **flags)
+    return resolve_max_seq_len(config, *read_model_config(directory, config)).max_seq_len
+
+
 def test_rows_for_which_an_indexer_counts_are_refused(tmp_path):
     TINY["deepseek_v32"](99).save_pretrained(tmp_path)  # made for 64 tokens
     config = json.loads((tmp_path / "config.json").read_text())
     for chosen, longest in (16, 16), (2048, 64):
         (tmp_path / "config.json").write_text(json.dumps(config | {"index_topk": chosen}))
-        flags = {"model": str(tmp_path), "dataset": ("x.jsonl",)}
-        found, _, _ = read_model_config(tmp_path, Config(**flags, max_seq_len=longest))
-        assert found.max_seq_len == longest
-        assert read_model_config(tmp_path, Config(**flags))[0].max_seq_len == longest
+        assert max_seq_len_of(tmp_path, max_seq_len=longest) == longest
+        assert max_seq_len_of(tmp_path) == longest
         with pytest.raises(ValueError, match=f"--max_seq_len {longest + 1}: .*{longest}"):
-            read_model_config(tmp_path, Config(**flags, max_seq_len=longest + 1))
+            max_seq_len_of(tmp_path, max_seq_len=longest + 1)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -262,11 +266,9 @@ def test_rows_may_be_as_long_as_a_scaled_rope_allows(name, tmp_path):
         **sizes, max_position_embeddings=n, head_dim=32, vocab_size=99,
         **{"rope_scaling": rope} if rope else {})
     config.save_pretrained(tmp_path)
-    flags = {"model": str(tmp_path), "dataset": ("x.jsonl",)}
-    found, _, _ = read_model_config(tmp_path, Config(**flags, max_seq_len=longest))
-    assert found.max_seq_len == longest
+    assert max_seq_len_of(tmp_path, max_seq_len=longest) == longest
     with pytest.raises(ValueError, match=f"{longest + 1}: the model supports up to {longest};"):
-        read_model_config(tmp_path, Config(**flags, max_seq_len=longest + 1))
+        max_seq_len_of(tmp_path, max_seq_len=longest + 1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -376,7 +378,7 @@ def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
          ["moe_router_logit_softcapping=30.0"]),
         ({"model_type": "step3p5", "swiglu_limits": [7.0, 0, 0]},
          ["limits of 3 layers, [7.0, 0, 0], for 2"]),
-        ({"model_type": "step3p5"}, ["step3p5 inside of a multimodal model alone"]),
+        ({"model_type": "step3p5"}, ["step3p5 only inside a multimodal model"]),
     ],
     ids=lambda value: str({**value, "model_type": 0}) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -443,7 +445,7 @@ def test_pad_token_outside_of_the_vocabulary_is_refused(pad, start, model):
 @pytest.mark.parametrize("pad", [301, -302, None])
 def test_pad_token_that_transformers_takes_is_taken(pad, model):
     edit_json(model / "config.json", pad_token_id=pad)
-    _, model_config, _ = read_model_config(model, Config(model=str(model)))
+    model_config, _ = read_model_config(model, Config(model=str(model)))
     assert model_config.vocab_size == 302 and model_config.pad_token_id == pad
     AutoModelForCausalLM.from_pretrained(model)
 

@@ -15,7 +15,7 @@ from house import parse_config
 from fsdp_qlora.data.tokenizer import load_tokenizer
 from fsdp_qlora.layer import layer
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
-from fsdp_qlora.run.resolve import resolve_config
+from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as where run.py is started
 spec = importlib.util.spec_from_file_location("benchmark", ROOT / "benchmarks" / "run.py")
@@ -90,8 +90,8 @@ def parsed(name, directory):
     gpus = chosen["gpus"] or 4
     words = bench.script_flags(chosen, gpus, directory)
     config = resolve_config(parse_config(words), gpus)
-    config, _, arch = read_model_config(model_directory(config.model, "config"), config)
-    return chosen, config, arch
+    model_config, arch = read_model_config(model_directory(config.model, "config"), config)
+    return chosen, resolve_max_seq_len(config, model_config, arch), arch
 
 
 @pytest.mark.parametrize("name", [name for name, c in bench.CASES.items() if not c["minimal"]])

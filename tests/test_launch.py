@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, needs_ranks
 
-from fsdp_qlora.ranks import EXIT_BUG, EXIT_RESUMABLE
+from fsdp_qlora.exit_codes import EXIT_BUG, EXIT_RESUMABLE
 
 MAKES = re.compile(r"make: \*\*\* \[Makefile:\d+: train\] Error (\d+)")
 

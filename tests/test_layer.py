@@ -51,8 +51,9 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
 from fsdp_qlora.pretrained import config as configs, families
 from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads, Mamba2
-from fsdp_qlora.pretrained.config import (
-    describe_model, rope_frequencies, shrunk_config, text_config)
+from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.rope import rope_frequencies
+from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.ranks import RunError

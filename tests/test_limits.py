@@ -34,7 +34,7 @@ from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
     DoesNotFit, Search, Workload, check_host, pick_plan, use_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
-from fsdp_qlora.run.checkpoints import MUST_MATCH, MAY_CHANGE, prepare_resume, refuse_other_run
+from fsdp_qlora.run.checkpoints import MUST_MATCH, MAY_CHANGE, step_to_resume, refuse_other_run
 from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.startup_log import log_startup
 from fsdp_qlora.run.state import Progress
@@ -42,7 +42,7 @@ from fsdp_qlora.training import compare_with_transformers as check
 from fsdp_qlora.training import untrained_tokens
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.training.divergence import why_diverged, why_worse
-from fsdp_qlora.training.untrained_tokens import untrained_rows
+from fsdp_qlora.training.untrained_tokens import ZERO_ROW, untrained_rows
 
 NAN = math.nan
 
@@ -94,10 +94,9 @@ def test_row_of_the_head_that_was_never_learned(kind, share, found, monkeypatch)
     head[9] = head[9] * share if kind == "norm" else 5 + (head[9] - 5) * share
     model = types.SimpleNamespace(head=head, shards=1, group=None,
                                   arch=types.SimpleNamespace(vocab_size=4000))  # fmt: skip
-    zero, others = untrained_rows(model)
-    assert zero == ({9} if (kind, found) == ("norm", "zero") else set())
     name = {"norm": "a tiny row", "distance": "the mean of all rows"}[kind]
-    assert others == ({9: name} if found else {})
+    name = ZERO_ROW if (kind, found) == ("norm", "zero") else name
+    assert untrained_rows(model) == ({9: name} if found else {})
 
 
 # ------------------------------------------------------------------------------------------------
@@ -399,17 +398,17 @@ def test_changed_schedule_is_said_or_refused_once_all_is_done(name, monkeypatch,
     path = tmp_path / "checkpoint-000005"
     monkeypatch.setattr("fsdp_qlora.run.checkpoints.newest_checkpoint", lambda _: (path, begun))
     begun["config"][name] = 9.5
-    assert prepare_resume(config, tmp_path, content) == 5
+    assert step_to_resume(config, tmp_path, content) == 5
     assert f"changed on resume: --{name} 9.5 -> {vars(config)[name]} (" in capsys.readouterr().out
     begun["step"] = 9
     if name == "max_steps":
-        assert prepare_resume(config, tmp_path, content) == 9
+        assert step_to_resume(config, tmp_path, content) == 9
     else:
         with pytest.raises(ValueError, match=f"complete run of .* steps with .*--{name} 9.5 "):
-            prepare_resume(config, tmp_path, content)
+            step_to_resume(config, tmp_path, content)
     begun["step"] = 10
     with pytest.raises(ValueError, match="is already at step 10"):
-        prepare_resume(config, tmp_path, content)
+        step_to_resume(config, tmp_path, content)
 
 
 # ------------------------------------------------------------------------------------------------

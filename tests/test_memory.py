@@ -33,6 +33,7 @@ from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
+from fsdp_qlora.run.resolve import resolve_max_seq_len
 from fsdp_qlora.training.compare_with_transformers import plain_model
 
 GIB = 2**30
@@ -179,7 +180,8 @@ def shapes_of(name, layers=None, **flags):
     shapes = {name: bench.model_config(name, layers)} if name in bench.BUILTIN_CONFIGS else {}
     config = Config(model=name, random_weights=True, **flags)
     with unittest.mock.patch.dict(BUILTIN_CONFIGS, shapes):
-        config, _, arch = read_model_config(Path(name), config)
+        model_config, arch = read_model_config(Path(name), config)
+    config = resolve_max_seq_len(config, model_config, arch)
     _, adapted = resolve_adapter(arch, config, name)
     return config, arch, make_layer_specs(arch, adapted, config)
 

@@ -35,12 +35,12 @@ from safetensors.torch import load_file, save_file
 from test_preferences import write_preferences
 
 import train_fsdp_qlora
+from fsdp_qlora.exit_codes import DIVERGED, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.ranks import DIVERGED, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY
 from fsdp_qlora.run import checkpoints, status as lifecycle
 from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
-from fsdp_qlora.run.directory import open_partial
+from fsdp_qlora.run.new_directory import open_partial
 from fsdp_qlora.run.metrics import MetricsWriter
 from fsdp_qlora.run.state import Progress
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process

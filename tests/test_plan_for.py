@@ -87,7 +87,8 @@ def test_plan_is_that_of_a_run_there(directory):
     config = Config(model=str(path), plan_for="4x4090", batch_size=32, max_seq_len=1024)
     with one_process():
         _, plan, limit = plan_elsewhere(config)
-    config, _, arch = read_model_config(path, dataclasses.replace(config, random_weights=True))
+    config = dataclasses.replace(config, random_weights=True)
+    _, arch = read_model_config(path, config)
     layouts = make_layer_specs(arch, resolve_adapter(arch, config, "")[1], config)
     workload = Workload(
         tokens=32 * 1024, longest=1024, longest_row=1024, mean_document_tokens=1024,

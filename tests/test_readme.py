@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import merge_adapters
-from fsdp_qlora import ranks
+from fsdp_qlora import exit_codes
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.encode import try_row
 from fsdp_qlora.data.forms import FORMS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
@@ -145,8 +145,9 @@ def test_exit_codes_are_documented():
     (table,) = tables("| code | what happened |")
     cells = " ".join(re.findall(r"^\| ([\d, ]+) \|", table, re.M))
     assert {int(code) for code in re.findall(r"\d+", cells)} == {
-        0, *ranks.EXITS.values(), ranks.EXIT_RESUMABLE, ranks.DISK, ranks.DIVERGED,
-        ranks.OUT_OF_MEMORY, ranks.EXIT_STEP_TIMEOUT, ranks.EXIT_BUG}  # fmt: skip
+        0, *exit_codes.EXITS.values(), exit_codes.EXIT_RESUMABLE, exit_codes.EXIT_STEP_TIMEOUT,
+        exit_codes.EXIT_BUG, exit_codes.DISK, exit_codes.DIVERGED,
+        exit_codes.OUT_OF_MEMORY}  # fmt: skip
 
 
 @pytest.fixture

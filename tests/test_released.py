@@ -12,8 +12,10 @@ from transformers import CONFIG_MAPPING
 from families import TINY
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.pretrained.config import describe_model, shrunk_config
+from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
+from fsdp_qlora.run.resolve import resolve_max_seq_len
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -588,12 +590,13 @@ if Version(transformers.__version__) < Version("5.24"):
 def test_config_as_released_passes_the_check_at_start(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     config = Config(model=name, dataset=("rows.jsonl",))
-    config, model_config, arch = read_model_config(tmp_path, config)
+    model_config, arch = read_model_config(tmp_path, config)
     compare_with_transformers(model_config, name)
     text_model = CONFIGS[name].get("text_config", CONFIGS[name])
     family = {"kimi_k2": "deepseek_v3", "qwen2_5_vl": "qwen2_5_vl_text"}
     assert arch.family == family.get(text_model["model_type"], text_model["model_type"])
-    assert arch.hidden_size == text_model["hidden_size"] and config.max_seq_len == 2048
+    assert arch.hidden_size == text_model["hidden_size"] and resolve_max_seq_len(
+        config, model_config, arch).max_seq_len == 2048
 
 
 @pytest.mark.parametrize("name", [x for x in ("laguna", "step3p7") if x in CONFIG_MAPPING])

@@ -11,7 +11,7 @@ from conftest import needs_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from fsdp_qlora.training.untrained_tokens import untrained_rows
+from fsdp_qlora.training.untrained_tokens import ZERO_ROW, untrained_rows
 
 ASKED = [{"role": "user", "content": "What is 3 plus 4?"},
          {"role": "assistant", "content": "The answer is 7."}]
@@ -80,11 +80,9 @@ def test_rows_that_were_never_trained_are_found():
     head[10] = head.mean(0)
     model = types.SimpleNamespace(head=head.bfloat16(), shards=1, group=None,
                                   arch=types.SimpleNamespace(vocab_size=300))  # fmt: skip
-    zero, others = untrained_rows(model)
-    assert zero == {8, 9}
-    assert {i: words for i, words in others.items() if i not in zero} == {
+    assert untrained_rows(model) == {
         **dict.fromkeys(range(3, 7), "the same row as 3 of the others"), 7: "a tiny row",
-        10: "the mean of all rows"}  # fmt: skip
+        **dict.fromkeys((8, 9), ZERO_ROW), 10: "the mean of all rows"}  # fmt: skip
 
 
 def test_other_tokens_that_the_head_never_learned_are_said(flags_for, run_main):

@@ -25,7 +25,8 @@ import pyarrow
 
 from fsdp_qlora.data.sources import Piece
 from fsdp_qlora.files import digest, read_json
-from fsdp_qlora.ranks import log, n_cores
+from fsdp_qlora.log import log
+from fsdp_qlora.ranks import n_cores
 
 
 TOLD = ValueError, OSError, MemoryError  # errors that a child process passes on to its parent

@@ -32,8 +32,9 @@ from fsdp_qlora.data.sources import Piece, find_pieces
 from fsdp_qlora.data.template import how_to_ask, with_day
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.log import log
 from fsdp_qlora.model.preference_loss import LOSSES
-from fsdp_qlora.ranks import RunError, log, raise_on_all_ranks
+from fsdp_qlora.ranks import RunError, raise_on_all_ranks
 
 
 def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast | None,
@@ -87,7 +88,7 @@ def with_mismatched(rows: Rows, config: Config) -> Rows:
     """Return the rows, with `mismatched` if their loss reads it."""
     if not rows.kind.is_unpaired:
         return rows
-    assert config.max_seq_len, "read_model_config() fills it in"
+    assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     mismatched = rows.mismatch(config.seed, config.max_seq_len)
     return dataclasses.replace(rows, mismatched=mismatched)
 

@@ -167,7 +167,7 @@ def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str 
 
 def random_rows(vocab_size: int, config: Config) -> Rows:
     """Return Rows of random tokens, all of full length, for measuring without a data set."""
-    assert config.max_seq_len, "read_model_config() fills it in"
+    assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     generator = torch.Generator().manual_seed(config.seed)
     n_documents = config.batch_size * LOSSES[config.loss].n_answers
     ids = torch.randint(vocab_size, (n_documents, config.max_seq_len), generator=generator,

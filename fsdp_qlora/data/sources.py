@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_qlora.files import digest, text_digest
-from fsdp_qlora.ranks import log
+from fsdp_qlora.log import log
 
 JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # .txt: each line is a row
 TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # {suffix: name in `datasets`}

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.kernels.attention import Kernels, recomputed
+from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
-from fsdp_qlora.ranks import log, n_cores
+from fsdp_qlora.ranks import n_cores
 
 
 STATE_CHUNK = 64  # tokens of a document that are computed at once; chunks pass on the state

@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config import Config
 from fsdp_qlora.files import read_json
 from fsdp_qlora.layer.layer import LayerSpec
+from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, open_adapter
 from fsdp_qlora.lora.peft_names import (
     as_saved, expert_parts, layer_names, lora_settings, stack_experts, token_row_names,
     token_row_settings, unstack_experts)
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
-from fsdp_qlora.ranks import explain, log
+from fsdp_qlora.ranks import explain
 
 
 # settings of adapter_config.json: the flags that give the same

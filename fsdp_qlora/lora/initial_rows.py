@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_qlora.data.trainable_tokens import TrainableToken
+from fsdp_qlora.log import log
 from fsdp_qlora.model.embedding import look_up_sharded
 from fsdp_qlora.model.parameters import ModelParameters
-from fsdp_qlora.ranks import log
 
 
 def initial_rows(model: ModelParameters, tokens: Sequence[TrainableToken],

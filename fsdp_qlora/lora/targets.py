@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from peft import LoraConfig
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_names import expert_settings, lora_settings, token_row_settings
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.tensor_names import renamed
-from fsdp_qlora.ranks import log
 
 
 KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the log

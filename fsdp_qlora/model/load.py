@@ -24,13 +24,14 @@ from tqdm import tqdm
 from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import as_hex, content_sum
 from fsdp_qlora.layer.layer import DecoderLayer
+from fsdp_qlora.log import log, log_each_rank
 from fsdp_qlora.memory import host_memory, log_memory
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
-from fsdp_qlora.pretrained.config import rope_frequencies
+from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.formats import (
     NF4_PARTS, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.pretrained.reader import (
@@ -39,7 +40,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
 from fsdp_qlora.quant.nf4 import dynamic_map
-from fsdp_qlora.ranks import all_gather, is_rank_0, log, log_each_rank, raise_on_all_ranks
+from fsdp_qlora.ranks import all_gather, is_rank_0, raise_on_all_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
                config: Config) -> Loaded:
     """Load this rank's part of all frozen weights from the files in `base`. Raises ValueError if
     one is not finite. All ranks must call this."""
-    assert config.max_seq_len, "read_model_config() fills it in"
+    assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     arch, device, nf4_states = model.arch, model.device, {}
     dtype = getattr(torch, config.compute_dtype)
     if config.random_weights:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.layer.dequantize import dequantize
+from fsdp_qlora.log import log_each_rank
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model.embedding import embed
@@ -23,7 +24,7 @@ from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.quant.blocks import FourBitBlocks
-from fsdp_qlora.ranks import RunError, log_each_rank
+from fsdp_qlora.ranks import RunError
 
 
 class Model(ModelParameters):

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import numpy as np
@@ -16,12 +17,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.files import read_json
+from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.config import describe_model, longest_text, stored_format, text_config
+from fsdp_qlora.pretrained.config import describe_model, stored_format, text_config
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.formats import FP8_BLOCK, INT4_GROUP
 from fsdp_qlora.pretrained.reader import weight_files
-from fsdp_qlora.ranks import explain, log
+from fsdp_qlora.ranks import explain
 
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's files other than its weights
@@ -92,11 +94,9 @@ def copy_small_files(directory: Path, target: Path, patterns: Sequence[str] = SM
 
 
 def read_model_config(
-    directory: Path, config: Config,
-) -> tuple[Config, PreTrainedConfig, Architecture]:
-    """Return the Config with --max_seq_len filled in, transformers' config of the model, and its
-    Architecture. For a preference loss the Architecture has no dropout of the model's own, as in
-    TRL."""
+        directory: Path, config: Config) -> tuple[PreTrainedConfig, Architecture]:
+    """Return transformers' config of the model, and its Architecture. Raises ValueError if the
+    model cannot be trained."""
     with explain(f"--model {config.model}"):
         if config.random_weights and config.model in BUILTIN_CONFIGS:
             model_config = AutoConfig.for_model(**BUILTIN_CONFIGS[config.model])
@@ -104,9 +104,21 @@ def read_model_config(
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch = describe_model(model_config)
     refuse_misleading(directory, config, model_config, arch)
+    refuse_format(config, model_config, arch)
+    if config.loss != "sft":  # preference losses train without the model's own dropout, as in TRL
+        arch = dataclasses.replace(
+            arch, attention_dropout=0.0, embedding_dropout=0.0, residual_dropout=0.0)
+    return model_config, arch
+
+
+def refuse_format(config: Config, model_config: PreTrainedConfig, arch: Architecture) -> None:
+    """Raise ValueError if the weights are in a quantized format that formats.py does not have."""
     settings = stored_format(model_config)
-    want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True}
+    if not settings or arch.expert_down and arch.expert_down[0].mxfp4:
+        return  # in MXFP4 the experts stay as they are, and nothing else is quantized
+    want: dict[str, Any] = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True}
     if settings.get("quant_method") == "fp8":
         want = {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     if settings.get("quant_method") == "compressed-tensors":
@@ -114,27 +126,11 @@ def read_model_config(
                 "group_size": INT4_GROUP}
         for group in settings.get("config_groups", {}).values():
             settings |= group["weights"]
-    if arch.expert_down and arch.expert_down[0].mxfp4:
-        want = {}  # the experts stay in MXFP4, and nothing else is quantized
     for key, value in want.items():
-        if settings and settings.get(key) != value:
+        if settings.get(key) != value:
             raise ValueError(f"--model {config.model}: is quantized already, with {key}"
                              f" {settings.get(key)}; only {value} is supported. Use the original"
                              " model")
-    longest = longest_text(text_config(model_config))
-    if longest and (config.max_seq_len or 0) > longest and config.dataset:
-        raise ValueError(f"--max_seq_len {config.max_seq_len}: the model supports up to {longest};"
-                         " more needs a rope_scaling in its config.json")
-    chosen = arch.mla.index_topk if arch.mla else None
-    max_seq_len = config.max_seq_len or min(2048, longest or 2048, chosen or 2048)
-    if chosen and max_seq_len > chosen:
-        raise ValueError(f"--max_seq_len {max_seq_len}: in rows of more than {chosen} tokens this"
-                         " model's indexer chooses the keys that a query sees, which is not"
-                         f" supported. Use at most {chosen}")
-    if config.loss != "sft":
-        arch = dataclasses.replace(
-            arch, attention_dropout=0.0, embedding_dropout=0.0, residual_dropout=0.0)
-    return dataclasses.replace(config, max_seq_len=max_seq_len), model_config, arch
 
 
 def refuse_misleading(directory: Path, config: Config, model_config: PreTrainedConfig,
@@ -144,11 +140,11 @@ def refuse_misleading(directory: Path, config: Config, model_config: PreTrainedC
     if (directory / "adapter_config.json").is_file():
         raise ValueError(f"--model {config.model}: has an adapter beside its weights, which"
                          " transformers would add to them: move adapter_config.json and"
-                         " adapter_model.safetensors elsewhere; --init_adapter goes on with them")
+                         " adapter_model.safetensors elsewhere; --init_adapter continues with them")
     is_text = text_config(model_config) is model_config
     if is_text and type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"--model {config.model}: transformers has {arch.family} inside of a"
-                         " multimodal model alone, and would not load the merged model")
+        raise ValueError(f"--model {config.model}: transformers has {arch.family} only"
+                         " inside a multimodal model, and would not load the merged model")
     pad = text_config(model_config).pad_token_id
     if pad is not None and not -arch.vocab_size <= pad < arch.vocab_size:
         raise ValueError(f"--model {config.model}: config.json has pad_token_id {pad}, outside of"

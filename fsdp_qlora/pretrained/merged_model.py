@@ -20,8 +20,6 @@ from fsdp_qlora.pretrained.reader import Stored
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import MX_BLOCK
 
-AUTO_CLASSES = transformers.AutoModelForCausalLM, transformers.AutoModelForMultimodalLM
-
 
 @dataclasses.dataclass
 class MergeBase:
@@ -30,12 +28,13 @@ class MergeBase:
     directory: Path
     files: dict[str, Stored]  # {name: tensor in the base's files}
     names: TensorNames  # the tensors that are read
-    nf4_states: dict[str, Any]  # for weights that are in NF4 in the files, see check_files()
     # {name: (shape, dtype)} of the merged model, file by file
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     paths: dict[str, Path]  # {name: the base's file that the merged file replaces}
     auto_class: Any  # transformers' class that loads it
     dtype: torch.dtype  # dtype in which training computed
+    # for weights that are in NF4 in the files, see check_files()
+    nf4_states: dict[str, Any] = dataclasses.field(default_factory=dict)
     arch: Architecture = None  # None: the merge cannot be checked
     # {tensor: content_sum()}, to tell one base from another
     sums: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -50,8 +49,20 @@ class MergeBase:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
 
 
+def is_multimodal(model_config: transformers.PretrainedConfig) -> bool:
+    """Return True if the config has that of a language model inside."""
+    return hasattr(model_config, "text_config")
+
+
+def auto_class(model_config: transformers.PretrainedConfig) -> Any:
+    """Return transformers' class that loads the model with this config."""
+    return (transformers.AutoModelForMultimodalLM if is_multimodal(model_config) else
+            transformers.AutoModelForCausalLM)
+
+
 def merged_tensors(
-    files: dict[str, Stored], names: TensorNames, nf4_states: dict[str, Any], is_multimodal: bool,
+    files: dict[str, Stored], names: TensorNames, nf4_states: dict[str, Any],
+    model_config: transformers.PretrainedConfig,
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:
     """Return {name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the
     base's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form of
@@ -62,7 +73,7 @@ def merged_tensors(
         shape = names.shapes.get(name, stored.shape)
         if name not in known:
             # a multimodal model has other parts besides its text model, which are copied
-            if not is_multimodal or name.startswith(text_prefix):
+            if not is_multimodal(model_config) or name.startswith(text_prefix):
                 continue
             if name.endswith((*NF4_PARTS, INT4_PACKED)):
                 raise ValueError(f"{stored.path}: {name} is of a weight in 4-bit outside the text"

@@ -5,16 +5,17 @@ formats.py knows how other formats than 16 bits name the parts of a weight.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
+from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.config import stored_format, text_config
 from fsdp_qlora.pretrained.formats import (
@@ -23,36 +24,39 @@ from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader)
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
 from fsdp_qlora.quant.nf4 import dynamic_map, nf4_code
-from fsdp_qlora.ranks import log
 
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have
 Wanted = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
 HasShape = Stored | torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class TensorNames:
     """The names, in the files, of the tensors that are read."""
 
-    shapes: dict[str, tuple[int, ...]]  # {name: shape} of all tensors
-    linears: dict[str, Linear]  # {name: Linear} of the linears that are in 4 bits in training
+    # {name: Linear} of the linears that are in 4 bits in training
+    linears: dict[str, Linear] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # {name: shape} of all tensors
     # {name: Source} of tensors that are a part of a larger one, whose name is then in `shapes`; in
     # MXFP4, which has two tensors, {name + each of MX_PARTS: Source}
-    sources: dict[str, Source]
-    scaled: dict[str, str]  # {name of a linear in FP8 or INT4: name of its scales}
-    small_tensors: set[str]  # the names in `shapes` of Architecture.small_tensors()
-    zeros: set[str]  # the names of those that these files lack, and that are then 0
-    embedding: str
-    norm: str | None  # None: it has no weight
-    norm_bias: str | None
-    head: str
-    head_bias: str | None  # None: it has no bias
-    stem: str  # prefix of the text model's names
-    layer_prefix: str  # prefix of the layers' names, before a layer's number
+    sources: dict[str, Source] = field(default_factory=dict)
+    # {name of a linear in FP8 or INT4: name of its scales}
+    scaled: dict[str, str] = field(default_factory=dict)
+    # the names in `shapes` of Architecture.small_tensors()
+    small_tensors: set[str] = field(default_factory=set)
+    # the names of those that these files lack, and that are then 0
+    zeros: set[str] = field(default_factory=set)
+    embedding: str = ""
+    norm: str | None = None  # None: it has no weight
+    norm_bias: str | None = None
+    head: str = ""
+    head_bias: str | None = None  # None: it has no bias
+    stem: str = ""  # prefix of the text model's names
+    layer_prefix: str = "layers."  # prefix of the layers' names, before a layer's number
     # pairs: a part of a name here, and the part that these files have instead
-    renames: tuple[tuple[str, str], ...]
+    renames: tuple[tuple[str, str], ...] = ()
     # {name of a tensor of Family.renames, or of a linear in INT4: its name in these files}
-    aliases: dict[str, str]
+    aliases: dict[str, str] = field(default_factory=dict)
 
     @property
     def n_parameters(self) -> int:
@@ -115,11 +119,10 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     if arch.moe:  # only the renames that these files use
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
     names = TensorNames(
-        shapes={embedding: table}, linears={}, sources={}, scaled={}, small_tensors=set(),
-        zeros=set(), embedding=embedding, norm=norm if arch.norm_weight else None,
+        shapes={embedding: table}, embedding=embedding, norm=norm if arch.norm_weight else None,
         norm_bias=bias if arch.norm_bias else None, head=head,
         head_bias=head.removesuffix("weight") + "bias" if arch.head_bias else None, stem=stem,
-        layer_prefix=layer_prefix, renames=renames, aliases={})
+        layer_prefix=layer_prefix, renames=renames)
     if arch.per_layer:
         add_per_layer(names, arch)
     for i in range(arch.n_layers):

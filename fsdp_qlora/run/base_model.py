@@ -15,6 +15,7 @@ from fsdp_qlora.files import text_digest
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
 from fsdp_qlora.ranks import raise_on_all_ranks
+from fsdp_qlora.run.resolve import resolve_max_seq_len
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,11 @@ class BaseModel:
     def trainable_ids(self) -> list[int]:
         return [token.id for token in self.trainable_tokens]
 
+    @property
+    def has_new_tokens(self) -> bool:
+        """Whether --trainable_tokens names tokens that the vocabulary lacked."""
+        return any(token.pieces is not None for token in self.trainable_tokens)
+
 
 def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
     """Read all but the weights of a model, a directory or a Hub id. Returns the flags with
@@ -40,7 +46,8 @@ def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
         needs = "weights"
     with raise_on_all_ranks():
         directory = model_directory(name, needs)
-        config, model_config, arch = read_model_config(directory, config)
+        model_config, arch = read_model_config(directory, config)
+        config = resolve_max_seq_len(config, model_config, arch)
         tokenizer = load_tokenizer(directory, config)
         tokens = ()
         if config.trainable_tokens:

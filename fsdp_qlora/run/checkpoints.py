@@ -26,12 +26,14 @@ from safetensors.torch import load_file
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.exit_codes import EXITS
 from fsdp_qlora.files import as_json, digest, read_json, remove, sync_file, text_digest, write_whole
 from fsdp_qlora.layer.layer import LayerSpec
+from fsdp_qlora.log import log
 from fsdp_qlora.lora.adapter import TOKEN_ROWS, Adapter, sharded_state
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
-from fsdp_qlora.ranks import EXITS, RunError, gather_objects, log
+from fsdp_qlora.ranks import RunError, gather_objects
 from fsdp_qlora.run.directory import MERGE_CHECK_FILE, RESULTS
 from fsdp_qlora.run.state import Progress, Run
 
@@ -209,10 +211,10 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
     return None, None
 
 
-def prepare_resume(config: Config, directory: Path, digests: dict[str, str | None]) -> int:
-    """Return the step of the latest complete checkpoint in --output_dir, 0 if there is none; and
-    rename what is named like a later one. Raises ValueError if the run there has other flags, data
-    or base model. Rank 0 only."""
+def step_to_resume(config: Config, directory: Path, digests: dict[str, str | None]) -> int:
+    """Return the step of the latest complete checkpoint in --output_dir, 0 if there is none. Logs
+    the flags that have changed. Raises ValueError if the run there has other flags, data or base
+    model. Rank 0 only."""
     path, state = newest_checkpoint(directory)
     saved_config = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
@@ -238,7 +240,6 @@ def prepare_resume(config: Config, directory: Path, digests: dict[str, str | Non
     for name in changed:
         log(f"changed on resume: --{name} {before.get(name)} -> {now[name]} (from step"
             f" {state['step']})")
-    set_aside(directory, state["step"])
     return state["step"]
 
 
@@ -308,24 +309,14 @@ def agree_on_digests(config: Config, rows: Rows, eval_rows: Rows | None,
 def save_adapter(run: Run, weights: dict[str, torch.Tensor],
                  merge_check: dict[str, torch.Tensor]) -> None:
     """Write the trained adapter in PEFT's format and MergeCheck.states()'s tensors, and their
-    SHA-256 into train_config.json. If --output_dir cannot be written or is lost, write the adapter
-    beside it or into the system's temporary directory, and raise OSError that names the place. Rank
-    0 only."""
+    SHA-256 into train_config.json. If --output_dir is lost or cannot be written, write the adapter
+    elsewhere, and raise OSError that names the place. Rank 0 only."""
     try:
         write_results(run, weights, merge_check)
-        return
     except DISK_ERRORS as e:
         errors = [f"{run.directory}: {e}"]
-    for place in run.directory.resolve().parent, None:
-        made, error = save_elsewhere(run, weights, place)
-        if made:
-            where = f"it is in {made}"
-            break
-        errors.append(error)
-    else:
-        newest = run.status.checkpoint
-        where = f"{newest} has the latest state" if newest else "it is lost"
-    raise OSError(f"the adapter could not be saved in {'; nor in '.join(errors)}; {where}")
+        where = save_elsewhere(run, weights, errors)
+        raise OSError(f"the adapter could not be saved in {'; nor in '.join(errors)}; {where}")
 
 
 def write_results(run: Run, weights: dict[str, torch.Tensor],
@@ -341,18 +332,20 @@ def write_results(run: Run, weights: dict[str, torch.Tensor],
         write_whole(path, json.dumps(described, indent=2))
 
 
-def save_elsewhere(run: Run, weights: dict[str, torch.Tensor],
-                   place: Path | None) -> tuple[Path | None, str]:
-    """Write the adapter into a new directory in `place`; None: in the system's temporary directory.
-    Returns the new directory, or None and why it could not be written. Rank 0 only."""
-    new = None
-    try:  # the prefix is cut, because a name has at most 255 bytes
-        new = Path(tempfile.mkdtemp(prefix=f"{run.directory.name[:50]}-adapter-", dir=place))
-        write_adapter(new, weights, run.lora_config)
-        return new, ""
-    except DISK_ERRORS as e:
-        with contextlib.suppress(OSError):
+def save_elsewhere(run: Run, weights: dict[str, torch.Tensor], errors: list[str]) -> str:
+    """Write the adapter beside the run's directory, which may be lost; if the disk is full, into
+    the system's temporary directory, which may be on another one. Returns where it is, in words,
+    and adds to `errors` what failed. Rank 0 only."""
+    for place in run.directory.resolve().parent, None:  # None: the temporary directory
+        new = None
+        try:  # the prefix is cut, because a name has at most 255 bytes
+            new = Path(tempfile.mkdtemp(prefix=f"{run.directory.name[:50]}-adapter-", dir=place))
+            write_adapter(new, weights, run.lora_config)
+            return f"it is in {new}"
+        except DISK_ERRORS as e:
+            errors.append(": ".join(str(part) for part in (new or place, e) if part))
             if new:
-                new.rmdir()  # works only if nothing was written
-        where = new or place
-        return None, f"{where}: {e}" if where else str(e)
+                with contextlib.suppress(OSError):
+                    new.rmdir()  # works only if nothing was written
+    newest = run.status.checkpoint
+    return f"{newest} has the latest state" if newest else "it is lost"

@@ -14,8 +14,9 @@ import torch
 import transformers
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.log import log
 from fsdp_qlora.model.preference_loss import LOSSES
-from fsdp_qlora.ranks import log, on_rank_0
+from fsdp_qlora.ranks import on_rank_0
 
 
 def make_demo(config: Config, directory: Path) -> None:

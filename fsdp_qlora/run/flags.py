@@ -27,7 +27,7 @@ DESCRIPTION = ("QLoRA fine-tuning on one or more GPUs: 4-bit NF4 base weights sh
 EXAMPLES = """examples:
   python train_fsdp_qlora.py --model Qwen/Qwen3-8B --dataset chat.jsonl --output_dir runs/8b
   torchrun --nproc_per_node=2 train_fsdp_qlora.py ...   the same on two GPUs
-  python train_fsdp_qlora.py --resume must              go on with the latest run below runs/
+  python train_fsdp_qlora.py --resume must              resume the latest run below runs/
 """
 GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapter",
           "micro_batch_tokens": "memory and speed"}  # the first flag of each group in --help

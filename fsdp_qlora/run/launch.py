@@ -4,8 +4,8 @@
 
 `make train` calls it with torchrun's arguments, of one node. It ends with the ranks' own exit code,
 where torchrun answers 1, and prints a line only for a rank that could not: one that was killed, or
-whose Python ended. A signal goes on to the ranks, which finish their step, save and end in their
-own time; torchrun would kill them after 30 seconds.
+whose Python ended. A signal is passed on to the ranks, which finish their step, save and end in
+their own time; torchrun would kill them after 30 seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from fsdp_qlora.ranks import EXIT_RESUMABLE, SIGNALS, print_error
+from fsdp_qlora.exit_codes import EXIT_RESUMABLE, SIGNALS
+from fsdp_qlora.log import print_error
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -42,7 +43,7 @@ def main() -> int:
     try:
         run(parse_args(["--signals_to_handle=SIGQUIT", *sys.argv[1:]]))
     except ChildFailedError as e:
-        return explain(e.failures)
+        return report_failure(e.failures)
     return 0
 
 
@@ -57,7 +58,7 @@ def pass_on(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)
 
 
-def explain(failures: dict[int, ProcessFailure]) -> int:
+def report_failure(failures: dict[int, ProcessFailure]) -> int:
     """Print why a run has ended, if no rank has. `failures`: {rank: how it failed}. Returns the
     exit code."""
     def order(rank: int) -> tuple[bool, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import threading
 import time
@@ -20,9 +21,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fsdp_qlora.files import put_in_place, read_records, text_digest, write_whole
+from fsdp_qlora.files import open_own, put_in_place, read_records, text_digest, write_whole
+from fsdp_qlora.log import log
 from fsdp_qlora.quant.nf4 import why_no_triton
-from fsdp_qlora.ranks import log
 from fsdp_qlora.run.state import Run
 
 
@@ -52,7 +53,7 @@ class MetricsWriter:
         written again next time, over the part that it accepted."""
         try:
             self.status.check_lock()
-            file, written = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), 0
+            file, written = open_own(self.path, os.O_WRONLY | os.O_CREAT), 0
             try:
                 while written < len(self.unwritten):
                     written += os.pwrite(file, self.unwritten[written:], self.size + written)
@@ -208,6 +209,15 @@ def earlier_records(path: Path, start_step: int, evaluated: int) -> str:
     return "".join(lines.values())
 
 
+def losses_of(directory: Path, last_step: float = math.inf) -> list[float]:
+    """Return the losses of the steps until `last_step` from a run's metrics.jsonl; [] if it cannot
+    be read."""
+    with contextlib.suppress(OSError):
+        return [record["loss"] for record in read_records(directory / "metrics.jsonl")
+                if isinstance(record.get("loss"), float) and record["step"] <= last_step]
+    return []
+
+
 def tensorboard(
         run: Run, start_step: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
     """Return a function that tracks a record, and a function that closes the tracker."""
@@ -266,7 +276,7 @@ def draw_losses(directory: Path) -> None:
         losses.legend()
         rates.set_xlabel("optimizer step")
         part = directory / ".loss.png.part"
-        part.unlink(missing_ok=True)  # matplotlib would follow a link
+        part.unlink(missing_ok=True)  # may be a link, see open_own()
         figure.savefig(part, format="png", dpi=120)
         put_in_place(part, directory / "loss.png")
     except Exception as e:

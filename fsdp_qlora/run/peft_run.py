@@ -20,11 +20,11 @@ from fsdp_qlora.lora.peft_names import FilePart
 from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
-from fsdp_qlora.pretrained.merged_model import AUTO_CLASSES, MergeBase, in_order
+from fsdp_qlora.pretrained.merged_model import MergeBase, auto_class, in_order
 from fsdp_qlora.pretrained.reader import FLOATS, Stored, tensors_of, weight_files
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.ranks import explain
-from fsdp_qlora.run.directory import TrainedRun
+from fsdp_qlora.run.trained_run import TrainedRun
 
 
 def open_peft_run(
@@ -39,11 +39,11 @@ def open_peft_run(
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if stored_format(config):
             raise ValueError("is quantized already")
-    auto_class, files = AUTO_CLASSES[hasattr(config, "text_config")], weight_files(directory)
+    model_class, files = auto_class(config), weight_files(directory)
     print(f"warning: {adapter_dir} has no train_config.json, so it is assumed that it was"
           f" trained on {directory} in NF4 (its {path.name} names"
           f" {settings['base_model_name_or_path']}), and nothing will be compared")
-    in_4bit, others = linears_in_4bit(directory, config, auto_class, files)
+    in_4bit, others = linears_in_4bit(directory, config, model_class, files)
     parts, r = dict[str, list[FilePart]](), settings["r"]
     for stem in sorted({name.rpartition(".lora_")[0] or name for name in stored}):
         name = {**in_4bit, **others}.get(bare_name(stem), "")
@@ -70,20 +70,18 @@ def open_peft_run(
     adapter = open_linear_adapters(adapter_dir, lora, parts, "this merge")
     tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(files) if x.dtype in FLOATS}
     names = TensorNames(
-        shapes={}, linears={n: Linear(n, files[n].shape[0], files[n].shape[1], bias=False)
-                            for n in linears},
-        sources={}, scaled={}, small_tensors=set(), zeros=set(), embedding="", norm="",
-        norm_bias=None, head="", head_bias=None, stem="", layer_prefix="layers.", renames=(),
-        aliases={})
-    base = MergeBase(directory, files, names, {}, tensors,
-                     {name: files[name].path for name in tensors}, auto_class, torch.bfloat16)
-    run = TrainedRun({}, {}, str(directory), None, [], None, [], tokenizer=[], extras=[],
-                     template=template_beside(adapter_dir), token_ids=[], losses=[])
+        linears={name: Linear(name, files[name].shape[0], files[name].shape[1], bias=False)
+                 for name in linears})
+    base = MergeBase(
+        directory=directory, files=files, names=names, tensors=tensors,
+        paths={name: files[name].path for name in tensors}, auto_class=model_class,
+        dtype=torch.bfloat16)
+    run = TrainedRun(base_model=str(directory), template=template_beside(adapter_dir))
     return run, base, adapter
 
 
 def linears_in_4bit(
-    directory: Path, config: transformers.PreTrainedConfig, auto_class: Any,
+    directory: Path, config: transformers.PreTrainedConfig, model_class: Any,
     files: dict[str, Stored],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return {bare_name() of a linear: its tensor's name in the files} for the linears that
@@ -92,7 +90,7 @@ def linears_in_4bit(
     then depends on the version of transformers."""
     with explain(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):
-            model = auto_class.from_config(config, dtype=torch.bfloat16)
+            model = model_class.from_config(config, dtype=torch.bfloat16)
         quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
             transformers.BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False)
         quantizer.preprocess_model(model, device_map=None)

@@ -21,7 +21,7 @@ from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import open_model
 from fsdp_qlora.run.startup_log import log_plan_elsewhere
-from fsdp_qlora.run.resolve import resolve_config, resolve_steps
+from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len, resolve_steps
 from fsdp_qlora.run.status import Status
 
 
@@ -54,7 +54,8 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     machine = gpu_machine(gpu, config.host_memory_gib or HOST_GIB)
     base = model_directory(config.model or "", "config")
     config = dataclasses.replace(config, random_weights=True)
-    config, _, arch = read_model_config(base, config)
+    model_config, arch = read_model_config(base, config)
+    config = resolve_max_seq_len(config, model_config, arch)
     _, adapted = resolve_adapter(arch, config, config.model or "")
     specs = make_layer_specs(arch, adapted, config)
     source = ShuffledRows(rows or random_rows(arch.vocab_size, config), config)

@@ -11,9 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from fsdp_qlora.config import Config
 from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.planner.gpu_specs import parse_gpus
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.config import text_config
+from fsdp_qlora.pretrained.rope import longest_text
 from fsdp_qlora.run.flags import parse_value
 
 
@@ -118,6 +123,23 @@ def resolve_config(config: Config, world_size: int) -> Config:
             3e-3 if not config.model else 2e-4 if config.loss == "sft" else 5e-6),
         max_steps=config.max_steps or (None if config.model or config.dataset else 300),
         output_dir=config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def resolve_max_seq_len(
+        config: Config, model_config: PreTrainedConfig, arch: Architecture) -> Config:
+    """Return the Config with --max_seq_len filled in, by what the model supports. Raises ValueError
+    if the one that was given is longer."""
+    longest = longest_text(text_config(model_config))
+    if longest and (config.max_seq_len or 0) > longest and config.dataset:
+        raise ValueError(f"--max_seq_len {config.max_seq_len}: the model supports up to {longest};"
+                         " more needs a rope_scaling in its config.json")
+    chosen = arch.mla.index_topk if arch.mla else None
+    max_seq_len = config.max_seq_len or min(2048, longest or 2048, chosen or 2048)
+    if chosen and max_seq_len > chosen:
+        raise ValueError(f"--max_seq_len {max_seq_len}: in rows of more than {chosen} tokens this"
+                         " model's indexer chooses the keys that a query sees, which is not"
+                         f" supported. Use at most {chosen}")
+    return dataclasses.replace(config, max_seq_len=max_seq_len)
 
 
 def resolve_steps(config: Config, n_rows: int) -> Config:

@@ -16,12 +16,12 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.attention import Kernels
+from fsdp_qlora.log import log, log_debug
 from fsdp_qlora.memory import host_memory
 from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, parse_gpus
 from fsdp_qlora.quant.nf4 import why_no_triton
-from fsdp_qlora.ranks import log, log_debug
 from fsdp_qlora.run.metrics import compiles_kernels, device_word
 from fsdp_qlora.run.state import Run
 
@@ -199,7 +199,7 @@ def decode(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizer
 
 
 def log_extension(config: Config, start_step: int, last_rate: float, next_rate: float) -> None:
-    """Log the jump of the learning rate where a complete run goes on."""
+    """Log the jump of the learning rate where a complete run continues."""
     log(f"note: the run was complete at step {start_step} and now continues to step"
         f" {config.max_steps}. Its learning rate jumps from {last_rate:.1e} to {next_rate:.1e}; a"
         " new run with --init_adapter would start with a warm-up")

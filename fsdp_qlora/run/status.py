@@ -40,12 +40,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.files import read_json
+from fsdp_qlora.exit_codes import (
+    EXITS, EXIT_BUG, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY, SIGNALS)
+from fsdp_qlora.files import open_own, read_json
+from fsdp_qlora.log import print_error, tell_torchrun
 from fsdp_qlora.memory import memory_gib
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.ranks import (
-    EXITS, EXIT_BUG, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY, SIGNALS, RunError, is_rank_0,
-    print_error, tell_torchrun, this_rank)
+from fsdp_qlora.ranks import RunError, is_rank_0, this_rank
 
 
 ACTIONS = (None, "save", "stop")  # that a rank can request of all; the last has precedence
@@ -256,7 +257,7 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "w") as file:
+        with open(open_own(path, os.O_WRONLY), "w") as file:
             file.write(text)
             file.flush()
             file.truncate()

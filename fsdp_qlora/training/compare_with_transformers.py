@@ -33,7 +33,9 @@ from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.config import describe_model, rope_frequencies, shrunk_config
+from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.rope import rope_frequencies
+from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 from fsdp_qlora.ranks import explain

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from fsdp_qlora.ranks import DIVERGED, RunError
+from fsdp_qlora.exit_codes import DIVERGED
+from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run.state import Progress, Run
 
 PATIENCE = 50  # steps after the warm-up in which the loss must fall below the first step's loss

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import NoReturn
 
 from fsdp_qlora.data.template import how_to_ask
+from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
+from fsdp_qlora.log import log
 from fsdp_qlora.memory import log_memory
-from fsdp_qlora.ranks import EXITS, EXIT_RESUMABLE, RunError, gather_objects, log, on_rank_0
+from fsdp_qlora.ranks import RunError, gather_objects, on_rank_0
 from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, save_adapter
-from fsdp_qlora.run.directory import losses_of, merge_command
+from fsdp_qlora.run.metrics import losses_of
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import LOST_DIRECTORY
 from fsdp_qlora.training.divergence import why_worse
 
 
-def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
-    """End a run that was asked to stop, after `step`. `cut_short`: its evaluation did not finish;
-    `is_first`: no step was trained since this start. All ranks must call this."""
+def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
+    """End a run that was asked to stop, after `step`. `was_cut_short`: its evaluation did not
+    finish. All ranks must call this."""
     why = next(filter(None, gather_objects(run.status.stop_reason)))
-    if is_first and cut_short and why.startswith("--max_minutes"):
+    has_trained = run.status.longest_step > 0  # since this start
+    if was_cut_short and not has_trained and why.startswith("--max_minutes"):
         raise RunError(f"{why} before the evaluation after step {step} was done,"
                        " and the next start would end there, too. Use more minutes, or evaluate"
                        " fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.states(run.model), causes=DISK_ERRORS)
-    raise RunError(f"{why}, after step {step}; {how_to_go_on(run, step)}", EXIT_RESUMABLE)
+    raise RunError(f"{why}, after step {step}; {how_to_continue(run, step)}", EXIT_RESUMABLE)
 
 
-def how_to_go_on(run: Run, step: int) -> str:
+def how_to_continue(run: Run, step: int) -> str:
     """Return what is saved of a run that stops after `step`, and how it is resumed."""
     newest = checkpoint_path(run.directory, run.saved_step).name
     if not run.saved_step:
@@ -71,3 +78,15 @@ def log_adapter(run: Run, script: Path) -> None:
     log(merge_command(run.directory, script))
     if run.config.trainable_tokens:
         log("note: vLLM and llama.cpp refuse adapters with rows of tokens; serve the merged model")
+
+
+def merge_command(directory: Path, script: Path) -> str:
+    """Return the command that merges the adapter of a run of `script`."""
+    merge = script.with_name("merge_adapters.py")
+    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # `script` was copied alone
+    on_path, python = shutil.which("python"), os.path.relpath(sys.executable)
+    python = sys.executable if python.startswith("..") else python
+    if on_path and Path(on_path).parent == Path(sys.executable).parent:
+        python = "python"
+    output = f"{directory}/merged"
+    return shlex.join([python, merge, "--adapter_dir", str(directory), "--output_dir", output])

@@ -1,7 +1,7 @@
 """Reference log-probabilities for DPO, IPO and KTO, computed once before step 1.
 
 With a new adapter, whose B is 0, they are those of the base model, with --init_adapter those of
-that adapter. They are kept in the run's directory, so that a resumed run goes on with the same
+that adapter. They are kept in the run's directory, so that a resumed run continues with the same
 numbers.
 """
 
@@ -20,11 +20,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.ranks import (
-    EXITS, EXIT_RESUMABLE, RunError, gather_objects, is_rank_0, log, on_rank_0)
+from fsdp_qlora.ranks import RunError, gather_objects, is_rank_0, on_rank_0
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 
@@ -176,7 +177,7 @@ def read_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
 
 def write_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
     """Write the references known so far, with digests of them and of the data and model that they
-    belong to. If that fails, training goes on without the file. Rank 0 only."""
+    belong to. If that fails, training continues without the file. Rank 0 only."""
     digests = {name: tensor_digest(values) for name, values in references.items()}
     try:
         run.status.check_lock()

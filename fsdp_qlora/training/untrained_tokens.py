@@ -7,71 +7,27 @@ never stop.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import closing_tokens
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.log import log
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.ranks import all_gather, log, raise_on_all_ranks
+from fsdp_qlora.ranks import all_gather, raise_on_all_ranks
+from fsdp_qlora.run.base_model import BaseModel
 
 
 ZERO, SMALL = 1e-3, 0.1  # times the median over all tokens; random and trained rows are above 0.3
+ZERO_ROW = "a row of zeros"
 VALUES_AT_ONCE = 2**22  # labels or weights that are read at once
 
 
-def check_untrained_tokens(
-        model: Model, rows: Rows, tokenizer: PreTrainedTokenizerFast | None,
-        token_ids: Sequence[int]) -> set[int]:
-    """Raise RunError if a token that ends answers in training has a row of zeros in the lm_head,
-    and log the other tokens in the loss that the lm_head has never learned; except for the tokens
-    `token_ids`, whose rows are trained. Returns all tokens that the lm_head has never learned. All
-    ranks must call this."""
-    if not tokenizer:
-        return set()
-    counts = count_trained(rows, model.arch.vocab_size)
-    zero, others = untrained_rows(model)
-    untrained = zero | others.keys()
-    zero, others = zero - {*token_ids}, {i: others[i] for i in others.keys() - {*token_ids}}
-    closing = [*closing_tokens(tokenizer), tokenizer.eos_token]
-    with raise_on_all_ranks():
-        for token in closing:
-            i = tokenizer.convert_tokens_to_ids(token)
-            if counts[i] and i in zero:
-                raise ValueError(
-                    f"the model never learned {token!r}, which ends answers {counts[i]:,} times in"
-                    " training: its row of the lm_head is all zeros and stays frozen, so generation"
-                    f" would never stop. Use --trainable_tokens {token!r}, the instruct model, or a"
-                    " --chat_template with other tokens")
-    reasons = {**others, **dict.fromkeys(zero, "a row of zeros")}
-    found = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i] and i in reasons]
-    if found:
-        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({reasons[i]}, trained"
-                          f" {counts[i]:,} times)" for i in found[:5])
-        more = f" and {len(found) - 5:,} more" if len(found) > 5 else ""
-        log("warning: your data trains tokens that the frozen lm_head never learned:"
-            f" {named}{more}. The model will hardly ever generate them. Name them in"
-            " --trainable_tokens, or use the instruct model or a chat template with other tokens")
-    return untrained
-
-
-def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
-    """Return how often each token is in the loss, [vocabulary]."""
-    counts = np.zeros(vocab_size, np.int64)
-    for labels in rows.labels:
-        for start in range(0, len(labels), VALUES_AT_ONCE):
-            part = labels[start : start + VALUES_AT_ONCE]
-            counts += np.bincount(part[part >= 0], minlength=vocab_size)
-    return counts
-
-
-def untrained_rows(model: Model) -> tuple[set[int], dict[int, str]]:
-    """Return the tokens whose rows of the lm_head are zero; and other tokens that were never
-    trained, {token: the evidence in words}. All ranks of model.group must call this."""
+def untrained_rows(model: Model) -> dict[int, str]:
+    """Return the tokens whose rows of the lm_head were never trained, {token: the evidence in
+    words}. All ranks of model.group must call this."""
     vocab_size, head = model.arch.vocab_size, model.head
     size = math.ceil(vocab_size / model.shards)
 
@@ -89,11 +45,49 @@ def untrained_rows(model: Model) -> tuple[set[int], dict[int, str]]:
     # the first 16 bytes of a row differ from those of all other rows, unless both are untrained
     keys = gather(head[:, : 16 // head.itemsize].contiguous().view(torch.int64))
     _, group, n_alike = keys.unique(dim=0, return_inverse=True, return_counts=True)
-    n_alike, zero = n_alike[group], norms <= ZERO * norms.median()
-    others = {}
+    n_alike, found = n_alike[group], dict[int, str]()
     for name, sizes in ("the mean of all rows", distances), ("a tiny row", norms):
         small = sizes < SMALL * sizes.median()
-        others |= dict.fromkeys(small.nonzero().view(-1).tolist(), name)
-    others |= {i: f"the same row as {n_alike[i] - 1} of the others"
-               for i in (n_alike > 1).nonzero().view(-1).tolist()}
-    return set(zero.nonzero().view(-1).tolist()), others
+        found |= dict.fromkeys(small.nonzero().view(-1).tolist(), name)
+    found |= {i: f"the same row as {n_alike[i] - 1} of the others"
+              for i in (n_alike > 1).nonzero().view(-1).tolist()}
+    zero = norms <= ZERO * norms.median()
+    return found | dict.fromkeys(zero.nonzero().view(-1).tolist(), ZERO_ROW)
+
+
+def check_untrained_tokens(untrained: dict[int, str], rows: Rows, base: BaseModel) -> None:
+    """Raise RunError if a token that ends answers in training has a row of zeros in the lm_head,
+    and log the other tokens in the loss that the lm_head has never learned; except for those of
+    --trainable_tokens. `untrained`: the result of untrained_rows(). All ranks must call this."""
+    if not (tokenizer := base.tokenizer):
+        return
+    counts = count_trained(rows, base.arch.vocab_size)
+    frozen = {i: why for i, why in untrained.items() if i not in base.trainable_ids}
+    zero = {i for i, why in frozen.items() if why == ZERO_ROW}
+    with raise_on_all_ranks():
+        for token in (*closing_tokens(tokenizer), tokenizer.eos_token):
+            i = tokenizer.convert_tokens_to_ids(token)
+            if counts[i] and i in zero:
+                raise ValueError(
+                    f"the model never learned {token!r}, which ends answers {counts[i]:,} times in"
+                    " training: its row of the lm_head is all zeros and stays frozen, so generation"
+                    f" would never stop. Use --trainable_tokens {token!r}, the instruct model, or a"
+                    " --chat_template with other tokens")
+    found = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i] and i in frozen]
+    if found:
+        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({frozen[i]}, trained"
+                          f" {counts[i]:,} times)" for i in found[:5])
+        more = f" and {len(found) - 5:,} more" if len(found) > 5 else ""
+        log("warning: your data trains tokens that the frozen lm_head never learned:"
+            f" {named}{more}. The model will hardly ever generate them. Name them in"
+            " --trainable_tokens, or use the instruct model or a chat template with other tokens")
+
+
+def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
+    """Return how often each token is in the loss, [vocabulary]."""
+    counts = np.zeros(vocab_size, np.int64)
+    for labels in rows.labels:
+        for start in range(0, len(labels), VALUES_AT_ONCE):
+            part = labels[start : start + VALUES_AT_ONCE]
+            counts += np.bincount(part[part >= 0], minlength=vocab_size)
+    return counts

@@ -1,0 +1,63 @@
+"""A new directory for a merge, atomic: hidden and locked until everything in it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdp_qlora.files import remove, sync_file
+from fsdp_qlora.run.directory import lock
+
+
+def open_partial(output: Path) -> tuple[Path, int]:
+    """Return an empty hidden directory that becomes `output` once everything is written, and the
+    descriptor of its .lock, which this process has locked. Raises ValueError."""
+    target = output.resolve()
+    if target.is_mount():
+        raise ValueError(f"--output_dir {output}: is a mount point. Use a new directory inside it")
+    partial, is_locked = target.with_name(f".{target.name}.partial"), False
+    while not is_locked:
+        if partial.is_symlink():  # see open_own()
+            partial.unlink()
+        with contextlib.suppress(FileExistsError):
+            partial.mkdir(parents=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
+            fd, _ = lock(path := partial / ".lock", output)
+            is_locked = os.path.samestat(os.stat(path), os.fstat(fd))
+    for old in {*partial.iterdir()} - {path}:  # left by a process that died
+        remove(old)
+    return partial, fd
+
+
+@dataclasses.dataclass
+class NewDirectory:
+    """A directory made by new_directory()."""
+
+    path: Path
+    is_whole: bool = False  # True: keep it even if a later step fails
+
+
+@contextlib.contextmanager
+def new_directory(output: Path) -> Iterator[NewDirectory]:
+    """Yield a hidden, locked NewDirectory, which becomes `output` when the `with` body ends. If the
+    body raises, it is removed, unless is_whole is set."""
+    partial, lock_fd = open_partial(output)
+    new = NewDirectory(partial)
+    with os.fdopen(lock_fd):
+        try:
+            if output.exists() and any(output.iterdir()):
+                raise ValueError(f"--output_dir {output}: already exists and is not empty. Use a"
+                                 " new directory")
+            yield new
+            new.path = partial.replace(output.resolve())
+        except BaseException:
+            if not new.is_whole:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:  # not before: another merge would think that this one has died
+            (new.path / ".lock").unlink(missing_ok=True)
+    sync_file(new.path.parent)

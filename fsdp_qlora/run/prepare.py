@@ -1,0 +1,84 @@
+"""Prepare a run: its model, rows, adapter and flags, before the base model's weights are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+
+from fsdp_qlora.config import Config
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.data.tokenizer import check_tokenizer
+from fsdp_qlora.files import read_json
+from fsdp_qlora.layer.layer import LayerSpec, make_layer_specs
+from fsdp_qlora.lora.init_adapter import check_origin, read_adapter
+from fsdp_qlora.lora.targets import resolve_adapter
+from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
+from fsdp_qlora.run.base_model import BaseModel, fetch_weights, open_model
+from fsdp_qlora.run.checkpoints import agree_on_digests
+from fsdp_qlora.run.demo import make_demo
+from fsdp_qlora.run.resolve import resolve_steps
+from fsdp_qlora.run.startup_log import log_examples
+from fsdp_qlora.run.status import Status
+
+
+DRY_EXAMPLES = 5  # rows that a dry run prints
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """All that a run needs besides the base model's weights."""
+
+    config: Config  # the flags, all filled in
+    base: BaseModel
+    weights_dir: Path  # the directory of the base model's weights, which a dry run may lack
+    rows: Rows
+    eval_rows: Rows | None  # None: no evaluation
+    template_date: str  # the date for chat templates that have one; a resumed run keeps it
+    lora_config: LoraConfig
+    specs: tuple[LayerSpec, ...]
+    digests: dict[str, str | None]  # of rows and base model, see agree_on_digests()
+    saved_config: dict[str, Any]  # train_config.json of the run in the directory; {}: a new run
+
+
+def prepare(flags: Config, directory: Path, status: Status, is_dry: bool) -> Prepared:
+    """Read the model's config and the rows, check that all fits together, and download the weights,
+    but not for a dry run. `flags`: the result of resolve_config(). All ranks must call this."""
+    # the model, but for its weights
+    if not flags.model:
+        make_demo(flags, directory)
+    model_name = flags.model or str(directory / "demo" / "model")
+    status.enter("model")
+    config, base = open_model(flags, model_name)  # fills in --max_seq_len
+    arch, tokenizer, token_ids = base.arch, base.tokenizer, base.trainable_ids
+
+    # the rows
+    status.enter("data")
+    saved_config = on_rank_0(read_json, directory / "train_config.json", {})
+    is_new = not saved_config  # otherwise this run resumes
+    template_date = saved_config.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
+    rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
+    log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
+    config = resolve_steps(config, len(rows))  # fills in --max_steps and --eval_every
+
+    # what is adapted, and the files of the weights
+    status.enter("model")
+    on_rank_0(check_tokenizer, base.directory, tokenizer, rows)
+    with raise_on_all_ranks():
+        lora_config, adapted = resolve_adapter(
+            arch, config, config.model or str(base.directory), token_ids)
+        specs = make_layer_specs(arch, adapted, config)
+        if config.init_adapter and is_new:
+            read_adapter(config, arch, specs, token_ids)  # only to see that it fits
+        weights_dir, base_sha256 = fetch_weights(config, base.directory, model_name, is_dry)
+    digests = agree_on_digests(config, rows, eval_rows, base_sha256)
+    if config.init_adapter and is_new:
+        on_rank_0(check_origin, config, base_sha256, tokenizer)
+    return Prepared(
+        config=config, base=base, weights_dir=weights_dir, rows=rows, eval_rows=eval_rows,
+        template_date=template_date, lora_config=lora_config, specs=specs, digests=digests,
+        saved_config=saved_config)

@@ -1,0 +1,98 @@
+"""TrainedRun: what a merge reads of a run or of a checkpoint, every file checked by its SHA-256."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.files import digest, read_json, text_digest
+from fsdp_qlora.lora.peft_files import ADAPTER_FILES
+from fsdp_qlora.run.directory import MERGE_CHECK_FILE, QUANTIZATION, RESULTS
+from fsdp_qlora.run.metrics import losses_of
+
+
+def find_train_config(directory: Path) -> Path:
+    """Return the path of the train_config.json of a run, or of the run that contains a checkpoint;
+    it may not exist."""
+    path = directory / "train_config.json"
+    return path if path.is_file() else directory.resolve().parent / path.name
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """The part of a run that a merge needs. The defaults are those of an adapter alone."""
+
+    base_model: str
+    config: dict[str, Any] = field(default_factory=dict)  # from train_config.json, as the next four
+    quantization: dict[str, Any] = field(default_factory=dict)
+    base_sha256: str | None = None
+    asked: list[dict[str, Any]] = field(default_factory=list)  # see how_to_ask()
+    probe_input_ids: list[list[int]] = field(default_factory=list)
+    merge_check_file: Path | None = None  # MERGE_CHECK_FILE; None: nothing to compare with
+    tokenizer: list[Path] = field(default_factory=list)  # files to use if the base has none
+    extras: list[Path] = field(default_factory=list)  # files that replace the base's
+    template: Path | None = None  # the chat template of --chat_template
+    token_ids: list[int] = field(default_factory=list)  # the tokens of --trainable_tokens
+    losses: list[float] = field(default_factory=list)  # of each step until the adapter was saved
+
+
+def read_run(directory: Path) -> TrainedRun:
+    """Return the run in a directory, or the run that contains a checkpoint. Raises ValueError if a
+    file has changed since it was written, or if a merge does not support the run."""
+    path = find_train_config(directory)
+    needed = [path, *(directory / name for name in (*ADAPTER_FILES, MERGE_CHECK_FILE))]
+    missing = [p.name for p in needed if not p.is_file()]
+    if missing:
+        newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
+        raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}. Use "
+                         + (f"its latest checkpoint: --adapter_dir {newest}" if newest else
+                            "a run directory of train_fsdp_qlora.py or a checkpoint in it; any"
+                            " other PEFT adapter is merged, unchecked, with --base_model"))
+    run, changed = read_json(path), "has another SHA-256 than when it was written"
+    files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
+    if run.pop("sha256", None) != text_digest(run):
+        raise ValueError(f"{path}: {changed}")
+    last_step = math.inf
+    if (listed := directory / "checkpoint.json").exists():
+        state = read_json(listed)
+        written, listed_files = state.pop("sha256", None), state.get("files")
+        if text_digest(state) != written or not isinstance(listed_files, dict):
+            raise ValueError(f"{listed}: {changed}")
+        files = {directory / name: listed_files.get(name)
+                 for name in (*ADAPTER_FILES, MERGE_CHECK_FILE)}
+        last_step = state["step"]
+    for file, sha in files.items():
+        if digest(file) != sha:
+            raise ValueError(f"{file}: {changed}")
+    refuse_unmergeable(run, path)
+
+    def found(*names: str) -> list[Path]:
+        return [file for name in names if (file := path.with_name(name)).is_file()]
+
+    is_given = bool(run["config"].get("chat_template"))
+    token_ids = run.get("trainable_token_ids", [])
+    tokenizer = found("tokenizer.json", "tokenizer_config.json")
+    return TrainedRun(
+        config=run["config"], quantization=run["quantization"], base_model=run["base_model"],
+        base_sha256=run["base_sha256"], asked=run.get("asked", []),
+        merge_check_file=directory / MERGE_CHECK_FILE, probe_input_ids=run["probe_input_ids"],
+        tokenizer=tokenizer,  # with --trainable_tokens it may have more tokens than the base's
+        extras=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
+        template=path.with_name("chat_template.jinja") if is_given else None,
+        token_ids=token_ids, losses=losses_of(path.parent, last_step))
+
+
+def refuse_unmergeable(run: dict[str, Any], path: Path) -> None:
+    """Raise ValueError if a run, whose train_config.json at `path` is whole, had other weights than
+    a merge would make."""
+    config, quantization = run["config"], run["quantization"]
+    facts = [("config.random_weights", config["random_weights"], False)]
+    facts += [(f"quantization.{key}", quantization.get(key), value)
+              for key, value in QUANTIZATION.items()]
+    for name, value, needed in facts:
+        if value != needed:
+            raise ValueError(
+                f"{path}: {name} is {json.dumps(value)}; a merge needs {json.dumps(needed)}")
