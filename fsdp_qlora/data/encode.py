@@ -38,7 +38,8 @@ ENCODED = {  # {column that encode_pieces() yields for each document: its type}
     "is_first": "bool",  # the first document of its row?
     "form": "string",  # form of its row, with the keys that are ignored
     "plain": "bool",  # True if its row is a prompt and a completion in plain text
-    "asked": "string",  # template variables of its row's answers, a line each, see Rows.asked
+    # variables of the chat template for its row's answers, a line each, see Rows.template_kwargs
+    "template_kwargs": "string",
     "renamed": "string",  # the keys that --columns renames in its row, as JSON
     "left_out": "string", "where": "string"}  # why, and which row; "" if it is kept
 
@@ -75,7 +76,7 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
         for where, renamed, row_error, form, documents, desirable in parsed:
             parts = [part for document in documents for part in document if isinstance(part, Part)]
             is_plain = any(part.is_completion for part in parts)
-            asked = "\n".join(way for part in parts for _, way in part.answers)
+            kwargs = "\n".join(text for part in parts for _, text in part.answers)
             encoded = [columns_of(*ids, max_seq_len, good)
                        for good in desirable for ids in next(tokens)]
             errors = [row_error or check_tokens(columns, max_seq_len, vocab_size)
@@ -89,8 +90,8 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
                 form, why = printable(form), printable(why)
                 yield {**columns, "kept": not error, "refused": isinstance(error, RefusedRow),
                        "is_first": i == 0, "form": form, "plain": is_plain and not error,
-                       "asked": asked if i == 0 else "", "renamed": renamed, "left_out": why,
-                       "where": where if error else ""}
+                       "template_kwargs": kwargs if i == 0 else "", "renamed": renamed,
+                       "left_out": why, "where": where if error else ""}
 
 
 def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | None:

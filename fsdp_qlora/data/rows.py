@@ -47,7 +47,7 @@ class Rows:
     n_plain: int = 0  # documents of the data set that are a plain-text prompt and completion
     # {JSON of chat template variables: number of the data set's answers that are rendered with
     # them}, "{}": no variables. To get such an answer, a prompt must set the same variables.
-    asked: dict[str, int] = dataclasses.field(default_factory=dict)
+    template_kwargs: dict[str, int] = dataclasses.field(default_factory=dict)
     # fp64 [documents], the log-probability of each answer before the first step
     reference: torch.Tensor | None = None
     # the same prompts with answers of other rows, for KTO, see mismatch()

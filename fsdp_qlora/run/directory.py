@@ -270,8 +270,8 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
         "world_size": dist.get_world_size(),
         "date": template_date,
         "trainable_token_ids": [*run.adapter.token_ids],
-        "asked": [{"answers": n, "chat_template_kwargs": json.loads(way)}
-                  for way, n in run.rows.asked.items()],  # see how_to_ask()
+        "asked": [{"answers": n, "chat_template_kwargs": json.loads(kwargs)}
+                  for kwargs, n in run.rows.template_kwargs.items()],  # see how_to_prompt()
         "version": VERSION,
         "versions": versions,
         **kept,
@@ -322,7 +322,7 @@ class TrainedRun:
     quantization: dict[str, Any]
     base_model: str
     base_sha256: str | None
-    asked: list[dict[str, Any]]  # see how_to_ask()
+    template_kwargs: list[dict[str, Any]]  # "asked" of train_config.json, see how_to_prompt()
     merge_check_file: Path | None  # MERGE_CHECK_FILE; None: there is nothing to compare with
     probe_input_ids: list[list[int]]
     tokenizer: list[Path]  # files to use if the base has none

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp_qlora.data.template import how_to_ask
+from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.memory import log_memory
 from fsdp_qlora.ranks import EXITS, EXIT_RESUMABLE, RunError, gather_objects, log, on_rank_0
 from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, save_adapter
@@ -44,7 +44,7 @@ def finish_run(run: Run, script: Path) -> None:
     call this."""
     log_checkpoints(run)
     log_memory("at the end", run.device)
-    if how := how_to_ask(run.rows.asked):
+    if how := how_to_prompt(run.rows.template_kwargs):
         log(how)
     if why := on_rank_0(lambda: why_worse(losses_of(run.directory))):
         log(f"warning: {why}. Try a lower --learning_rate")
