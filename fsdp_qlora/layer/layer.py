@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.layer.attention_mixer import AttentionMixer
+from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import Allocator, FusedLinear, fuse_linears
 from fsdp_qlora.layer.mixer_sublayer import MixerSublayer, TokenMixer
-from fsdp_qlora.layer.mixers import AutogradMixer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.parameters import LayerParameters, ParameterLayout
@@ -127,17 +127,17 @@ def _make_sublayers(
     """Return the two sublayers of a layer. `fused`: {name in fused_groups(): its FusedLinear} for
     the groups that have linears."""
     token_mixer: TokenMixer = AttentionMixer(arch, kind.window, kind.rope)
-    beside = None
+    second_path = None
     if arch.mla:
         token_mixer = MLAMixer(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
-    elif kind.mixer and arch.beside:
-        beside = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer], arch)
+    elif kind.mixer and arch.parallel_mixers:
+        second_path = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer], arch)
     elif kind.mixer:
         token_mixer = AutogradMixer(arch.mixers[kind.mixer], arch)
     mixer: MixerSublayer | NoMixerSublayer = NoMixerSublayer(arch)
     mlp: MLPSublayer | MoESublayer | NoMLPSublayer = NoMLPSublayer(arch)
     if kind.sublayers != "mlp":
-        mixer = MixerSublayer(arch, fused["in_proj"], fused["out"], token_mixer, beside)
+        mixer = MixerSublayer(arch, fused["in_proj"], fused["out"], token_mixer, second_path)
     if kind.routed:
         latent = (ExpertLatent(fused["latent_entry"], fused["latent_exit"])
                   if arch.expert_latent else None)

@@ -1,7 +1,7 @@
 """The token-mixing sublayer: x + out(mixer(in_proj(norm(x)))).
 
 Forward and backward, and what it costs. The mixers are AttentionMixer (attention_mixer.py),
-MLAMixer (mla.py) and AutogradMixer (mixers.py).
+MLAMixer (mla.py) and AutogradMixer (autograd_mixers.py).
 """
 
 from __future__ import annotations
@@ -86,14 +86,15 @@ class MixerSublayer:
     arch: Architecture
     in_proj: FusedLinear  # q, k and v in attention
     out: FusedLinear
-    mixer: TokenMixer
-    # a second (out, mixer), which reads the remaining outputs of in_proj; both results are added
-    beside: tuple[FusedLinear, TokenMixer] | None = None
+    token_mixer: TokenMixer
+    # a second (out, token_mixer), which reads the remaining outputs of in_proj; both results are
+    # added, see Family.parallel_mixers
+    second_path: tuple[FusedLinear, TokenMixer] | None = None
 
     @property
     def paths(self) -> tuple[tuple[FusedLinear, TokenMixer], ...]:
-        """One or two (out, mixer), whose outputs are added."""
-        return ((self.out, self.mixer), *([self.beside] if self.beside else ()))
+        """One or two (out, token_mixer), whose outputs are added."""
+        return ((self.out, self.token_mixer), *([self.second_path] if self.second_path else ()))
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
