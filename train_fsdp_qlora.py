@@ -587,7 +587,7 @@ def sum_gradient(run: Run) -> None:
     adapter, world_size = run.adapter, dist.get_world_size()
     if world_size > adapter.shards and not run.plan.uses_fsdp:
         dist.all_reduce(adapter.grad)
-    elif world_size > 1 and adapter.n_token_weights:
+    elif world_size > 1 and adapter.n_row_weights:
         dist.all_reduce(adapter.token_part(adapter.grad))
 
 

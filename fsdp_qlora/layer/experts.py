@@ -445,7 +445,7 @@ class MoESublayer:
         return values * item + 4 * (5 * rows + 3 * n * moe.n_experts + 2 * moe.n_experts)
 
     @property
-    def token_weights(self) -> float:
+    def active_weights(self) -> float:
         """Weights that one token is multiplied by."""
         share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.dense_linears)
@@ -453,7 +453,7 @@ class MoESublayer:
 
     @property
     def recomputed_weights(self) -> float:
-        """The part of token_weights that recomputed_backward() multiplies again."""
+        """The part of active_weights that recomputed_backward() multiplies again."""
         share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.dense_linears)
         return shared + share * self.expert_gate_up.n_weights

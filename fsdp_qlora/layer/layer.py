@@ -68,12 +68,12 @@ class LayerSpec(ParameterLayout):
     def n_weights(self) -> int:
         return sum(fused.n_weights for fused in self.fused_linears)
 
-    def token_weights(self, by_time: bool = False) -> float:
+    def active_weights(self, by_time: bool = False) -> float:
         """Weights that one token is multiplied by. With by_time, the weights of slow matmuls count
         more."""
         speed = self.mlp.matmul_speed if by_time else 1
         return (sum(fused.n_weights for fused in self.mixer.fused_linears)
-                + self.mlp.token_weights / speed)
+                + self.mlp.active_weights / speed)
 
     def recomputed_weights(self, saves: Saves) -> float:
         """Weights of the matmuls that a layer's backward computes again."""

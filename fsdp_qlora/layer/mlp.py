@@ -175,14 +175,14 @@ class MLPSublayer:
         return total
 
     @property
-    def token_weights(self) -> int:
+    def active_weights(self) -> int:
         """Weights that one token is multiplied by."""
         return sum(fused.n_weights for fused in self.fused_linears)
 
     @property
     def recomputed_weights(self) -> int:
         """Weights that recomputed_backward() multiplies again; down's only with `per_layer`."""
-        return self.token_weights if self.per_layer else self.gate_up.n_weights
+        return self.active_weights if self.per_layer else self.gate_up.n_weights
 
     @property
     def elementwise_values(self) -> int:

@@ -156,9 +156,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_x, batch, ctx.grad_x = ctx.grad_x, ctx.batch, None
         # padded labels point to token 0 and add 0 to it
         weights = grad_losses.float().masked_fill(batch.labels < 0, 0)
-        token_weights = weights.new_zeros(len(grad_x)).index_add_(0, batch.label_positions, weights)
+        token_factors = weights.new_zeros(len(grad_x)).index_add_(0, batch.label_positions, weights)
         grad_rows = None if ctx.x is None else head_row_gradient(ctx, weights)
-        return grad_x.mul_(token_weights[:, None]), None, None, grad_rows
+        return grad_x.mul_(token_factors[:, None]), None, None, grad_rows
 
 
 def head_row_gradient(ctx: Any, weights: Tensor) -> Tensor:
