@@ -133,15 +133,15 @@ def gate_cases():
     out = torch.zeros_like(X)
     for activation in in_place:
         yield elementwise.glu, out, GATE_UP, activation, True
-        yield elementwise.glu_backward, GRAD, activation, None, *GATE_UP.chunk(2, 1)
-        yield elementwise.glu_backward, GRAD, activation, OF_ROWS, *GATE_UP.chunk(2, 1)
+        yield elementwise.glu_backward_, GRAD, activation, None, *GATE_UP.chunk(2, 1)
+        yield elementwise.glu_backward_, GRAD, activation, OF_ROWS, *GATE_UP.chunk(2, 1)
         yield elementwise.glu_weight_gradients, GRAD, GATE_UP, activation, True
     for activation in "relu2", XIELU:
         yield elementwise.glu, out, X, activation, False
-        yield elementwise.glu_backward, GRAD, activation, OF_ROWS, X
+        yield elementwise.glu_backward_, GRAD, activation, OF_ROWS, X
     yield elementwise.glu, out, GATE_UP, (0.7, 1.702), True
     yield elementwise.glu_weight_gradients, GRAD, GATE_UP, (0.7, 1.702), True
-    yield elementwise.clamped_glu_backward, GRAD, OF_ROWS, GATE_UP, 0.7, 1.702
+    yield elementwise.clamped_glu_backward_, GRAD, OF_ROWS, GATE_UP, 0.7, 1.702
     yield per_layer.gate_inputs, out, X, RESIDUAL, "gelu_pytorch_tanh"
     yield per_layer.gate_inputs_backward, GRAD, X, RESIDUAL, "gelu_pytorch_tanh"
 
@@ -428,7 +428,7 @@ def test_adapters_gradients_are_summed_in_fp32():
         for seed in range(3):
             x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
             hidden = draw(N, fused.padded_lora, seed=seed)
-            _, grad_d = lora_matmul.lora_matmul_backward(call, fused, hidden, grad, x)
+            _, grad_d = lora_matmul.input_gradients(call, fused, hidden, grad, x)
             lora_matmul.add_a_gradient(call, fused, x, grad_d)
             of_b = call.weight(fused)[:, fused.in_features :].double()
             check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_lora], "d")
