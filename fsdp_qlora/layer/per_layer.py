@@ -70,6 +70,7 @@ class PerLayerGate:
             call, self.out, saved.per_layer_out_lora_hidden, upstream, activated)
         grad_gates = gate_inputs_backward(
             grad_activated, saved.per_layer_gates, call.layer_input, self.arch.activation)
+        del grad_activated
         grad_x = lora_matmul_backward(
             call, self.gate, saved.per_layer_gate_lora_hidden, grad_gates, saved.per_layer_x)
         return grad + grad_x
