@@ -247,7 +247,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         start_adapter(run, start_step)
         status.enter("saving")
         on_rank_0(describe_run, run, user_config, base_dir, loaded, template_date, VERSIONS)
-        has_new_tokens = any(token.pieces is not None for token in base.trainable_tokens)
+        has_new_tokens = any(token.old_ids is not None for token in base.trainable_tokens)
         on_rank_0(save_tokenizer, directory, base_dir, tokenizer, has_new_tokens)
         verify_model(model, plan)
         log_parameters(adapter.n_trainable, loaded.n_parameters)

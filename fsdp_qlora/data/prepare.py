@@ -97,14 +97,14 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     """Split the rows into those to train on and a fraction to evaluate on. Rows that were made from
     one example, or that are equal token for token, stay together."""
     groups = rows.groups()
-    sources = groups.unique()
-    n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
+    ids = groups.unique()
+    n = round(fraction * len(ids)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()
-    if not 0 < n < len(sources) or len(values) > 1:
-        raise RunError(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)} rows; must be"
+    if not 0 < n < len(ids) or len(values) > 1:
+        raise RunError(f"--eval_dataset {' '.join(values)}: is {n} of {len(ids)} rows; must be"
                        " one fraction between 0 and 1, or files")
-    order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
-    held_out = torch.isin(groups[:: rows.n_answers], sources[order[:n]])
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(config.seed))
+    held_out = torch.isin(groups[:: rows.n_answers], ids[order[:n]])
     log(f"eval data: {describe_count(rows, int(held_out.sum()))} held out of the training data")
     train, evaluation = (rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
     return train, evaluation
@@ -224,9 +224,9 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
                          for name in ("input_ids", "labels"))
     bounds = np.cumsum([0, *map(len, input_ids)]).tolist()[:-1]
-    starts, sources = lengths.cumsum(0) - lengths, is_first.cumsum(0)
+    starts, example_ids = lengths.cumsum(0) - lengths, is_first.cumsum(0)
     documents = Rows("sft", input_ids, labels, bounds, starts, lengths, prompt_lengths,
-                     n_trainable_tokens, desirable, digests, sources)
+                     n_trainable_tokens, desirable, digests, example_ids)
     return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
                                n_plain=int(table["plain"].to_numpy().sum()),
                                template_kwargs=count_template_kwargs(table))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.hashing import hash_ints
-from fsdp_qlora.quant.nf4 import why_no_triton
+from fsdp_qlora.quant.triton_trial import why_no_triton
 
 Result = TypeVar("Result")
 

@@ -22,6 +22,7 @@ from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import Allocator, FusedLinear, fuse_linears
+from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.layer.mixer_sublayer import MixerSublayer, TokenMixer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
@@ -110,14 +111,14 @@ def _make_layer_spec(
         for site, (name, linears) in enumerate(arch.fused_groups(kind).items()) if linears}
     small_tensors = arch.small_tensors(kind)
     arch = arch.of_kind(kind)
-    rank, counts = config.lora_rank, allocator.counts
+    counts = allocator.counts
     mixer, mlp = _make_sublayers(arch, kind, fused)
     return LayerSpec(
         mixer=mixer, mlp=mlp, fused_linears=mixer.fused_linears + mlp.fused_linears,
         vectors=vectors, small_tensors=small_tensors,
         # at least one value, because FSDP2 shards it
         n_blocks=counts["blocks"], n_vectors=counts.get("vectors", 1), n_adapter=counts["adapter"],
-        scaling=config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
+        scaling=lora_scaling(config.lora_alpha, config.lora_rank, config.adapter == "rslora"),
         dropout=config.lora_dropout, dora=config.adapter == "dora")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from fsdp_qlora.layer.linears import FusedLinear
 # side by side; with padding, it is the last columns of the inputs [n, width]. In backward, the
 # gradient of y times [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient
 # of A, and the part of x's gradient that passes through A.
+
+
+def lora_scaling(alpha: float, rank: int, is_rslora: bool) -> float:
+    """Return s."""
+    return alpha / (math.sqrt(rank) if is_rslora else rank)
 
 
 def widen(x: Tensor, fused: FusedLinear) -> Tensor:

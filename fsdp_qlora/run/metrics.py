@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from fsdp_qlora.files import put_in_place, read_records, text_digest, write_whole
-from fsdp_qlora.quant.nf4 import why_no_triton
+from fsdp_qlora.quant.triton_trial import why_no_triton
 from fsdp_qlora.ranks import log
 from fsdp_qlora.run.state import Run
 
