@@ -149,11 +149,11 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
     """tokenize() for a few documents at once."""
     documents = [with_answer_apart(document) for document in documents]
     parts = [part for document in documents if isinstance(document, list) for part in document]
-    encoded = {}  # {(may_begin, goes_on): tokens of all such parts, in order}
-    for kind in {(part.may_begin, part.goes_on) for part in parts}:
-        may_begin, goes_on = kind
-        texts = [part.text for part in parts if (part.may_begin, part.goes_on) == kind]
-        batch = (tokenizers.further if goes_on else tokenizers.first)(
+    encoded = {}  # {(may_begin, continues): tokens of all such parts, in order}
+    for kind in {(part.may_begin, part.continues) for part in parts}:
+        may_begin, continues = kind
+        texts = [part.text for part in parts if (part.may_begin, part.continues) == kind]
+        batch = (tokenizers.further if continues else tokenizers.first)(
             texts, verbose=False, add_special_tokens=may_begin, return_offsets_mapping=True,
             return_attention_mask=False, return_token_type_ids=False)
         encoded[kind] = zip(batch["input_ids"], batch["offset_mapping"])
@@ -164,8 +164,8 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
             continue
         ids, labels, apart = [], [], list[Document]()
         for part in document:
-            new_ids, offsets = next(encoded[part.may_begin, part.goes_on])
-            if part.answers and not part.goes_on:
+            new_ids, offsets = next(encoded[part.may_begin, part.continues])
+            if part.answers and not part.continues:
                 part, apart = part_apart(part, offsets)
             new_ids, new_labels = part_labels(part, new_ids, offsets, tokenizers.first)
             ids, labels = ids + new_ids, labels + new_labels
@@ -182,7 +182,7 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
 def with_answer_apart(document: Document) -> Document:
     """Split a conversation with one answer into two parts, so that nothing is tokenized twice;
     return any other document unchanged."""
-    if isinstance(document, list) and len(document[0].answers) == 1 and not document[0].goes_on:
+    if isinstance(document, list) and len(document[0].answers) == 1 and not document[0].continues:
         (part,) = document
         return answer_apart(part, part.answers[0][0], part.spans(), len(part.text))
     return document
@@ -193,7 +193,7 @@ def answer_apart(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
     answer, of which these spans are in the loss."""
     return [Part(part.text[:start], trained=False, may_begin=False),
             Part(part.text[start:end], [(a - start, b - start) for a, b in spans],
-                 may_begin=False, answers=part.answers, goes_on=True)]
+                 may_begin=False, answers=part.answers, continues=True)]
 
 
 def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:

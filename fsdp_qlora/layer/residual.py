@@ -12,8 +12,7 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import norm_backward, normalize
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import (
-    copy_lora_hidden, fill_lora_hidden, lora_matmul, widen)
+from fsdp_qlora.layer.lora_matmul import copy_lora_hidden, fill_lora_hidden, lora_matmul, widen
 from fsdp_qlora.layer.saved import SavedMLPInput
 
 

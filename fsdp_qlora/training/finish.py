@@ -26,10 +26,10 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.states(run.model), causes=DISK_ERRORS)
-    raise RunError(f"{why}, after step {step}; {how_to_go_on(run, step)}", EXIT_RESUMABLE)
+    raise RunError(f"{why}, after step {step}; {what_is_saved(run, step)}", EXIT_RESUMABLE)
 
 
-def how_to_go_on(run: Run, step: int) -> str:
+def what_is_saved(run: Run, step: int) -> str:
     """Return what is saved of a run that stops after `step`, and how it is resumed."""
     newest = checkpoint_path(run.directory, run.saved_step).name
     if not run.saved_step:

@@ -1,7 +1,7 @@
 """Reference log-probabilities for DPO, IPO and KTO, computed once before step 1.
 
 With a new adapter, whose B is 0, they are those of the base model, with --init_adapter those of
-that adapter. They are kept in the run's directory, so that a resumed run goes on with the same
+that adapter. They are kept in the run's directory, so that a resumed run continues with the same
 numbers.
 """
 
@@ -176,7 +176,7 @@ def read_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
 
 def write_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
     """Write the references known so far, with digests of them and of the data and model that they
-    belong to. If that fails, training goes on without the file. Rank 0 only."""
+    belong to. If that fails, training continues without the file. Rank 0 only."""
     digests = {name: tensor_digest(values) for name, values in references.items()}
     try:
         run.status.check_lock()
