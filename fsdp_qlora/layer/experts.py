@@ -339,7 +339,7 @@ class MoESublayer:
         self, call: LayerCall, saved: SavedMoE, inputs: Tensor
     ) -> Tensor:
         """Return the shared expert's output [n, hidden], times the sigmoid of its gate, if any."""
-        assert self.shared_gate_up and self.shared_down, "asked for above"
+        assert self.shared_gate_up and self.shared_down, "checked by the caller"
         saved.shared = shared = SavedGatedMLP()
         shared.gate_up, shared.lora_hidden = lora_matmul(call, self.shared_gate_up, inputs)
         activated = activate(call, shared, self.shared_down, self._shared_activation)
@@ -357,7 +357,7 @@ class MoESublayer:
     ) -> Tensor:
         """Return the gradient of x [n, hidden] through the shared expert, from the gradient of its
         output."""
-        assert self.shared_gate_up and self.shared_down, "asked for above"
+        assert self.shared_gate_up and self.shared_down, "checked by the caller"
         assert saved.shared, "forward has made it"
         from_factor: Tensor | int = 0
         if name := self.moe.shared_gate:

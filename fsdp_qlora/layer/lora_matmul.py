@@ -22,7 +22,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 
 
 def lora_scaling(alpha: float, rank: int, is_rslora: bool) -> float:
-    """Return s."""
+    """Return s, the factor of B A: alpha / rank; for rsLoRA alpha / sqrt(rank)."""
     return alpha / (math.sqrt(rank) if is_rslora else rank)
 
 
