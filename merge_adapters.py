@@ -56,7 +56,7 @@ import transformers
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from fsdp_qlora.data.template import how_to_ask
+from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.files import read_json, sync_file
 from fsdp_qlora.log import print_error
@@ -152,8 +152,9 @@ def merge(args: argparse.Namespace) -> None:
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
     # the switches of the chat template (such as enable_thinking) that the trained rows used
-    asked = {json.dumps(way["chat_template_kwargs"]): way["answers"] for way in run.asked}
-    if how := how_to_ask(asked):
+    counts = {json.dumps(way["chat_template_kwargs"]): way["answers"]
+              for way in run.template_kwargs}
+    if how := how_to_prompt(counts):
         print(how)
     if why := why_worse(run.losses):
         verdict = Verdict("warning", f"{why}; {verdict.text}")
@@ -175,11 +176,11 @@ def open_run(args: argparse.Namespace) -> tuple[TrainedRun, MergeBase, dict[str,
     return run, base, read_adapter(adapter_dir, run, base)
 
 
-def choose_device(asked: str | None, run: TrainedRun) -> str:
+def choose_device(requested: str | None, run: TrainedRun) -> str:
     """Return the device that quantizes: the one used in training, if it exists here."""
     has_gpu = torch.cuda.is_available()
     trained_on = run.quantization.get("device", "cuda")
-    device = asked or (trained_on if has_gpu else "cpu")
+    device = requested or (trained_on if has_gpu else "cpu")
     require(device == "cpu" or has_gpu, "--device cuda: there is no GPU here")
     if device != run.quantization.get("device", device):
         print(f"note: trained on {trained_on}, merging on {device}: the last bit may differ")

@@ -588,7 +588,7 @@ def sum_gradient(run: Run) -> None:
         return
     if not run.plan.uses_fsdp:
         dist.all_reduce(adapter.grad)
-    elif adapter.n_token_weights:
+    elif adapter.n_row_weights:
         dist.all_reduce(adapter.token_part(adapter.grad))
 
 

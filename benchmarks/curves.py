@@ -55,7 +55,7 @@ def plain_layer(layer, x, micro_batch):
         return layer.vectors[where].view(shape) * (x.float() * scale).to(x.dtype)
 
     def rotated(x):
-        cos, sin = (t[:, None] for t in micro_batch.ropes[layer.spec.mixer.mixer.rope][:2])
+        cos, sin = (t[:, None] for t in micro_batch.ropes[layer.spec.mixer.token_mixer.rope][:2])
         first, second = x.float().chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -75,15 +75,14 @@ def plain_layer(layer, x, micro_batch):
 
 def driver(path, argv):
     import train_fsdp_qlora as script
-    from fsdp_qlora.kernels.elementwise import elementwise
+    from fsdp_qlora.kernels import elementwise
     from fsdp_qlora.layer import layer
     from fsdp_qlora.run import metrics, startup_log
-    from fsdp_qlora.quant import nf4
     from fsdp_qlora.planner import machine, search
 
     if path == "plain":
         layer.DecoderLayer.forward = plain_layer
-        for user in (elementwise, metrics, startup_log, nf4, machine):
+        for user in (elementwise, metrics, startup_log, machine):
             user.why_no_triton = lambda: "plain"
         search.use_graphs = lambda plan, *_: plan
     code = script.main(argv)

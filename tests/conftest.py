@@ -140,7 +140,7 @@ def pytest_xdist_auto_num_workers():
 # The longest first, so that two processes end together; xdist would go by the number of tests.
 LONG = """nothing_lost minimal layer preferences layouts merge experts merge_experts numbers
     evaluation step per_layer multimodal benchmarks nodes dora house launch released loading
-    live_memory memory bad_input files models asked""".split()
+    live_memory memory bad_input files models prompts""".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -43,7 +43,7 @@ def test_dry_run_shows_what_a_run_would_train_and_leaves_nothing(base, run_main,
         "--num_epochs", 2, "--max_steps", 0, "--output_dir", tmp_path / "run")
     assert code == 0, err
     assert "data: 12 sequences, " in out and f"(12 messages; {base}/rows.jsonl)" in out
-    assert "the tokens before each of 16 answers match its prompt" in out
+    assert "each of 16 answers is trained after the prompt that the template makes" in out
     shown = re.findall(r"^(first example|example \d+): '\[masked: ", out, re.M)
     assert shown == ["first example", "example 4", "example 7", "example 10"]
     assert "]The answer is 7.</s>" in out and "plan: " in out

@@ -41,7 +41,7 @@ from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.kernels import elementwise
 from fsdp_qlora.kernels.elementwise import (
-    LimitedActivation, add_expert_rows, clamped_glu_backward, glu, glu_backward,
+    LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
     glu_weight_gradients)
 from fsdp_qlora.layer import experts, grouped_mm, router
 from fsdp_qlora.lora.adapter import Adapter
@@ -817,7 +817,7 @@ def test_gates_of_experts_equal_autograd(activation, dtype, compiled):
         return torch.compile(function.__wrapped__) if compiled else function  # on GPUs always
 
     gated, in_place = activation != "relu2", not isinstance(activation, tuple)
-    backward = kernel(glu_backward if in_place else clamped_glu_backward)
+    backward = kernel(glu_backward_ if in_place else clamped_glu_backward_)
     forward, sums = kernel(glu), kernel(glu_weight_gradients)
     for n in (24, 37, 51):
         grad, gate_up, weights = (

@@ -34,7 +34,7 @@ from fsdp_qlora.kernels.attention import document_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
-from fsdp_qlora.layer import attention_mixer, linears, mixer_sublayer, mixers, mlp
+from fsdp_qlora.layer import attention_mixer, autograd_mixers, linears, mixer_sublayer, mlp
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
@@ -524,7 +524,7 @@ def test_each_layer_has_the_layout_of_its_kind():
                 elif isinstance(one, MLAMixer):
                     kind[1] = one.rope
                 else:
-                    kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is one.mixer]
+                    kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is one.record]
             found.append(tuple(kind))
         assert found == kinds, name
         for (one, kind), (other, its_kind) in itertools.combinations(zip(layouts, kinds), 2):
@@ -675,9 +675,10 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
 
     model_config = TINY[name](VOCABULARY)
     (kind,) = map(type, describe_model(model_config).mixers.values())
-    of_mixer = mixers.MIXERS[kind]
+    of_mixer = autograd_mixers.MIXERS[kind]
     function = of_mixer.function
-    monkeypatch.setitem(mixers.MIXERS, kind, dataclasses.replace(of_mixer, function=all_as_one))
+    monkeypatch.setitem(
+        autograd_mixers.MIXERS, kind, dataclasses.replace(of_mixer, function=all_as_one))
     with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
         compare_with_transformers(model_config, name)
 
@@ -716,8 +717,8 @@ def chunks_equal(rule, recurrence, inputs, grad, lengths):
 
 
 MIXERS = {  # {function: (mixer, what names of its tensors begin with, which part decays)}
-    mixers.delta_net: (DeltaNet(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
-    mixers.mamba2: (Mamba2(2, 3, 2, 3, 4, conv_bias=False, step_limits=(0.0, math.inf),
+    autograd_mixers.delta_net: (DeltaNet(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
+    autograd_mixers.mamba2: (Mamba2(2, 3, 2, 3, 4, conv_bias=False, step_limits=(0.0, math.inf),
                            norm_eps=1e-6), "mamba.", "dt")}  # fmt: skip
 
 
@@ -1076,7 +1077,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     segments = segments_of((n,))
     micro_batch = types.SimpleNamespace(
         longest=n, segments=segments, shard=None, kernels=kernels)  # fmt: skip
-    mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.mixer
+    mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(batch=micro_batch, layer=layer)
     got = attend(call, arch, mixer.window, (None, None, None), (0, 1))

@@ -362,7 +362,7 @@ def test_run_that_ended_worse_than_it_began_is_not_fine(
         assert capsys.readouterr().out.splitlines()[-1].startswith(begins)
 
 
-def test_how_to_ask_is_printed(trained, unsummed, tmp_path, capsys):
+def test_how_to_prompt_is_printed(trained, unsummed, tmp_path, capsys):
     """As training has rendered its rows, in one line before the verdict; nothing where that is the
     template as it is."""
     run = shutil.copytree(trained, tmp_path / "run")
@@ -375,7 +375,8 @@ def test_how_to_ask_is_printed(trained, unsummed, tmp_path, capsys):
         flags = ["--no-check", "--base_model", str(run / "demo" / "model")]
         merge_adapters.main(merge_command(run, tmp_path / f"out-{i}", *flags)[2:])
         line = capsys.readouterr().out.splitlines()[-2]
-        assert line.startswith("ask as it was trained: ") == bool(kwargs)
+        begins = "serve with the template variables used in training: "
+        assert line.startswith(begins) == bool(kwargs)
     assert "(messages, add_generation_prompt=True, enable_thinking=False)" in line
     assert line.endswith('"chat_template_kwargs": {"enable_thinking": false}')
 

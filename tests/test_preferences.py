@@ -970,7 +970,7 @@ def test_answers_to_one_question_are_held_out_together(loss, n, tokenizer, tmp_p
     with one_process():
         parts = prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2026-01-01")
     assert [len(rows) for rows in parts] == [n * 7 // 3, n]
-    examples = [{*rows.sources.tolist()} for rows in parts]
+    examples = [{*rows.example_ids.tolist()} for rows in parts]
     assert [len(one) for one in examples] == [7, 3] and len(examples[0] | examples[1]) == 10
     for rows in parts:
         if loss == "kto":

@@ -26,7 +26,8 @@ from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.kernels.sinks import SinkAttention
-from fsdp_qlora.layer import experts, lora_matmul, mixers, mla, per_layer, residual, router
+from fsdp_qlora.layer import (
+    autograd_mixers, experts, lora_matmul, mla, per_layer, residual, router)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
@@ -133,15 +134,15 @@ def gate_cases():
     out = torch.zeros_like(X)
     for activation in in_place:
         yield elementwise.glu, out, GATE_UP, activation, True
-        yield elementwise.glu_backward, GRAD, activation, None, *GATE_UP.chunk(2, 1)
-        yield elementwise.glu_backward, GRAD, activation, OF_ROWS, *GATE_UP.chunk(2, 1)
+        yield elementwise.glu_backward_, GRAD, activation, None, *GATE_UP.chunk(2, 1)
+        yield elementwise.glu_backward_, GRAD, activation, OF_ROWS, *GATE_UP.chunk(2, 1)
         yield elementwise.glu_weight_gradients, GRAD, GATE_UP, activation, True
     for activation in "relu2", XIELU:
         yield elementwise.glu, out, X, activation, False
-        yield elementwise.glu_backward, GRAD, activation, OF_ROWS, X
+        yield elementwise.glu_backward_, GRAD, activation, OF_ROWS, X
     yield elementwise.glu, out, GATE_UP, (0.7, 1.702), True
     yield elementwise.glu_weight_gradients, GRAD, GATE_UP, (0.7, 1.702), True
-    yield elementwise.clamped_glu_backward, GRAD, OF_ROWS, GATE_UP, 0.7, 1.702
+    yield elementwise.clamped_glu_backward_, GRAD, OF_ROWS, GATE_UP, 0.7, 1.702
     yield per_layer.gate_inputs, out, X, RESIDUAL, "gelu_pytorch_tanh"
     yield per_layer.gate_inputs_backward, GRAD, X, RESIDUAL, "gelu_pytorch_tanh"
 
@@ -162,20 +163,20 @@ def mixer_cases():
     (x, z, grad), of_head = by_head, FACTOR[:32]
     for conv, bias in (weight, None), (weight, FACTOR), (weight.float() / 3, FACTOR.float() / 3):
         for silu in False, True:
-            yield mixers.conv_forward, X, conv, bias, POSITIONS, silu
-        yield mixers.conv_silu_backward, GRAD, X, conv, bias, POSITIONS
-        yield mixers.conv_backward, GRAD, conv, POSITIONS
+            yield autograd_mixers.conv_forward, X, conv, bias, POSITIONS, silu
+        yield autograd_mixers.conv_silu_backward, GRAD, X, conv, bias, POSITIONS
+        yield autograd_mixers.conv_backward, GRAD, conv, POSITIONS
     for norm_weight, gate_first in (None, False), (of_head, True), (of_head.float() / 3, True):
-        yield mixers.gated_norm_forward, x, z, norm_weight, 1e-3, gate_first
-        yield mixers.gated_norm_backward, grad, x, z, norm_weight, 1e-3, gate_first
+        yield autograd_mixers.gated_norm_forward, x, z, norm_weight, 1e-3, gate_first
+        yield autograd_mixers.gated_norm_backward, grad, x, z, norm_weight, 1e-3, gate_first
     # with the norm first its result is rounded, as in transformers
-    yield mixers.gated_norm_forward, signs(*x.shape), z, of_head, 0.0, False
-    yield mixers.gated_norm_backward, grad, signs(*x.shape), z, of_head, 0.0, False
+    yield autograd_mixers.gated_norm_forward, signs(*x.shape), z, of_head, 0.0, False
+    yield autograd_mixers.gated_norm_backward, grad, signs(*x.shape), z, of_head, 0.0, False
     yield of_x, grad, x, z, of_head, 1e-3, False
 
 
 def of_x(*args):
-    return mixers.gated_norm_backward(*args)[0]
+    return autograd_mixers.gated_norm_backward(*args)[0]
 
 
 def attention_cases():
@@ -337,7 +338,7 @@ def test_decays_of_a_delta_net_are_fp32(double, stored):
                "conv1d.weight": draw(192, 1, 4)}  # fmt: skip
     tensors = {f"linear_attn.{key}": as_stored(value, stored) for key, value in tensors.items()}
     projected = draw(N, sum(mixer.widths.values()))
-    assert_rounded_once(functools.partial(mixer_states, mixers.delta_net, mixer, tensors),
+    assert_rounded_once(functools.partial(mixer_states, autograd_mixers.delta_net, mixer, tensors),
                         projected, signs(N, 4, 32))  # fmt: skip
 
 
@@ -348,13 +349,13 @@ def test_steps_and_decays_of_mamba_are_fp32(stored):
                "conv1d.weight": draw(192, 1, 4), "conv1d.bias": draw(192)}  # fmt: skip
     tensors = {f"mamba.{key}": as_stored(value, stored) for key, value in tensors.items()}
     projected, out = draw(N, sum(mixer.widths.values())), draw(N, 4, 32)
-    function = functools.partial(mixer_states, mixers.mamba2, mixer, tensors)
+    function = functools.partial(mixer_states, autograd_mixers.mamba2, mixer, tensors)
     assert_rounded_once(function, projected, out)
     tensors["mamba.D"] = draw(4, seed=2).to(stored) / 3
     _, _, x, *_, mixed = function(projected, out)
     added = out.float() + tensors["mamba.D"].float()[:, None] * x.float()
     z = projected[:, :128].view(N, 2, -1)
-    want = mixers.gated_norm_forward(added.bfloat16().view(N, 2, -1), z, None, 0.0, False)
+    want = autograd_mixers.gated_norm_forward(added.bfloat16().view(N, 2, -1), z, None, 0.0, False)
     assert torch.equal(mixed, want.flatten(1))
 
 
@@ -428,7 +429,7 @@ def test_adapters_gradients_are_summed_in_fp32():
         for seed in range(3):
             x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
             hidden = draw(N, fused.padded_lora, seed=seed)
-            _, grad_d = lora_matmul.lora_matmul_backward(call, fused, hidden, grad, x)
+            _, grad_d = lora_matmul.input_gradients(call, fused, hidden, grad, x)
             lora_matmul.add_a_gradient(call, fused, x, grad_d)
             of_b = call.weight(fused)[:, fused.in_features :].double()
             check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_lora], "d")

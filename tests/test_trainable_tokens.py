@@ -167,7 +167,7 @@ def test_new_tokens_are_added_once_and_stay_in_texts_unless_they_are_markers(cha
     n, is_id = len(chat_tokenizer), chat_tokenizer.convert_tokens_to_ids("is")
     assert [(token.text, token.id) for token in tokens] == [
         ("is", is_id), ("<|end|>", n), ("<tool>", n + 1)]
-    assert tokens[0].pieces is None and [*tokens[2].pieces] == before[1:]
+    assert tokens[0].old_ids is None and [*tokens[2].old_ids] == before[1:]
     ids = tokenizer("It<tool><|end|>")["input_ids"]
     assert ids[-2:] == [n + 1, n] and tokenizer.decode(ids, skip_special_tokens=True) == "It<tool>"
 

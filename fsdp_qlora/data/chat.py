@@ -29,7 +29,7 @@ class Conversation(NamedTuple):
     text: str
     spans: Spans  # the parts of the text that are in the loss
     # where in the text each answer in the loss begins; and the template variables with which its
-    # prompt, the text before it, is rendered, as JSON, see Rows.asked
+    # prompt, the text before it, is rendered, as JSON, see Rows.template_kwargs
     answers: list[tuple[int, str]]
 
 
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
     document: str  # the conversation up to the token that closes the answer, if nothing follows
     start: int  # where the answer begins in both: after its prompt
     spans: Spans  # the parts that are in the loss, in both
-    asked: str  # template variables, see Conversation
+    template_kwargs: str  # template variables, see Conversation
     notes: list[str]  # remarks on it for the user
 
 
@@ -75,11 +75,11 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
             if longer.text.startswith(answer.text):
                 spans = spans_within(answer, longer.text, messages[i + 1]["role"], traits)
                 longer.spans.extend(spans)
-                longer.answers.append((answer.start, answer.asked))
+                longer.answers.append((answer.start, answer.template_kwargs))
                 break
         else:
-            documents.append(
-                Conversation(answer.document, answer.spans, [(answer.start, answer.asked)]))
+            documents.append(Conversation(
+                answer.document, answer.spans, [(answer.start, answer.template_kwargs)]))
     return documents[::-1], list(notes)
 
 
@@ -166,8 +166,8 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
         answer = close_answer(text, prompt, content, tokenizer.eos_token, traits)
     answer.notes.extend(notes)
     check_rendered(messages, options["tools"], text, text[len(prompt) :])
-    asked = {name: value for name, value in options.items() if name in traits.variables}
-    return answer._replace(asked=json.dumps(asked, sort_keys=True))
+    kwargs = {name: value for name, value in options.items() if name in traits.variables}
+    return answer._replace(template_kwargs=json.dumps(kwargs, sort_keys=True))
 
 
 def render_switched(messages: list[dict[str, Any]], text: str, options: dict[str, Any],

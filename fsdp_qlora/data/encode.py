@@ -38,7 +38,8 @@ ENCODED = {  # {column that encode_pieces() yields for each document: its type}
     "is_first": "bool",  # the first document of its row?
     "form": "string",  # form of its row, with the keys that are ignored
     "plain": "bool",  # True if its row is a prompt and a completion in plain text
-    "asked": "string",  # template variables of its row's answers, a line each, see Rows.asked
+    # variables of the chat template for its row's answers, a line each, see Rows.template_kwargs
+    "template_kwargs": "string",
     "renamed": "string",  # the keys that --columns renames in its row, as JSON
     "left_out": "string", "where": "string"}  # why, and which row; "" if it is kept
 
@@ -75,7 +76,7 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
         for where, renamed, row_error, form, documents, desirable in parsed:
             parts = [part for document in documents for part in document if isinstance(part, Part)]
             is_plain = any(part.is_completion for part in parts)
-            asked = "\n".join(way for part in parts for _, way in part.answers)
+            kwargs = "\n".join(text for part in parts for _, text in part.answers)
             encoded = [columns_of(*ids, max_seq_len, good)
                        for good in desirable for ids in next(tokens)]
             errors = [row_error or check_tokens(columns, max_seq_len, vocab_size)
@@ -89,8 +90,8 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
                 form, why = printable(form), printable(why)
                 yield {**columns, "kept": not error, "refused": isinstance(error, RefusedRow),
                        "is_first": i == 0, "form": form, "plain": is_plain and not error,
-                       "asked": asked if i == 0 else "", "renamed": renamed, "left_out": why,
-                       "where": where if error else ""}
+                       "template_kwargs": kwargs if i == 0 else "", "renamed": renamed,
+                       "left_out": why, "where": where if error else ""}
 
 
 def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | None:
@@ -148,11 +149,11 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
     """tokenize() for a few documents at once."""
     documents = [with_answer_apart(document) for document in documents]
     parts = [part for document in documents if isinstance(document, list) for part in document]
-    encoded = {}  # {(may_begin, goes_on): tokens of all such parts, in order}
-    for kind in {(part.may_begin, part.goes_on) for part in parts}:
-        may_begin, goes_on = kind
-        texts = [part.text for part in parts if (part.may_begin, part.goes_on) == kind]
-        batch = (tokenizers.further if goes_on else tokenizers.first)(
+    encoded = {}  # {(may_begin, continues): tokens of all such parts, in order}
+    for kind in {(part.may_begin, part.continues) for part in parts}:
+        may_begin, continues = kind
+        texts = [part.text for part in parts if (part.may_begin, part.continues) == kind]
+        batch = (tokenizers.further if continues else tokenizers.first)(
             texts, verbose=False, add_special_tokens=may_begin, return_offsets_mapping=True,
             return_attention_mask=False, return_token_type_ids=False)
         encoded[kind] = zip(batch["input_ids"], batch["offset_mapping"])
@@ -163,8 +164,8 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
             continue
         ids, labels, apart = [], [], list[Document]()
         for part in document:
-            new_ids, offsets = next(encoded[part.may_begin, part.goes_on])
-            if part.answers and not part.goes_on:
+            new_ids, offsets = next(encoded[part.may_begin, part.continues])
+            if part.answers and not part.continues:
                 part, apart = part_apart(part, offsets)
             new_ids, new_labels = part_labels(part, new_ids, offsets, tokenizers.first)
             ids, labels = ids + new_ids, labels + new_labels
@@ -181,7 +182,7 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
 def with_answer_apart(document: Document) -> Document:
     """Split a conversation with one answer into two parts, so that nothing is tokenized twice;
     return any other document unchanged."""
-    if isinstance(document, list) and len(document[0].answers) == 1 and not document[0].goes_on:
+    if isinstance(document, list) and len(document[0].answers) == 1 and not document[0].continues:
         (part,) = document
         return answer_apart(part, part.answers[0][0], part.spans(), len(part.text))
     return document
@@ -192,7 +193,7 @@ def answer_apart(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
     answer, of which these spans are in the loss."""
     return [Part(part.text[:start], trained=False, may_begin=False),
             Part(part.text[start:end], [(a - start, b - start) for a, b in spans],
-                 may_begin=False, answers=part.answers, goes_on=True)]
+                 may_begin=False, answers=part.answers, continues=True)]
 
 
 def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:

@@ -84,7 +84,7 @@ class Part(NamedTuple):
     # see Conversation.answers: the document becomes several if a token would contain the end of a
     # prompt and the beginning of its answer
     answers: Sequence[tuple[int, str]] = ()
-    goes_on: bool = False  # it follows another part: the tokenizer must not put a space before it
+    continues: bool = False  # it follows another part: the tokenizer must not put a space before it
 
     def spans(self) -> Spans:
         """Return the characters in the loss, if only some are."""
@@ -328,7 +328,7 @@ def parse_text(row: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrained
                       is_completion=True)]]
     return [[Part(prompt, trained=False, may_begin=True),
              Part(completion, trained=True, may_begin=False, must_end=True, is_completion=True,
-                  goes_on=True)]]
+                  continues=True)]]
 
 
 def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:

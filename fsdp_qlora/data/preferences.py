@@ -62,11 +62,11 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
         raise ValueError("both answers are the same")
     row = {key: value for key, value in row.items() if key not in (better, worse)}
     if isinstance(row.get("input"), dict):  # OpenAI's format
-        asked = {key: value for key, value in row.pop("input").items()
+        given = {key: value for key, value in row.pop("input").items()
                  if key != "parallel_tool_calls" and not is_empty(value)}
-        if both := [key for key in asked if not is_empty(row.get(key))]:
+        if both := [key for key in given if not is_empty(row.get(key))]:
             raise RefusedRow(f"has {both[0]} and another one in input: keep one of them")
-        row |= asked
+        row |= given
     rows, form, is_one_text = rows_of_answers(row, answers)
     (name, chosen), (_, rejected) = (
         parse_object(one, tokenizer, form, is_one_text, trains_history=False) for one in rows)

@@ -29,7 +29,7 @@ from fsdp_qlora.data.forms import parse_row
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import COLUMNS, Rows, columns_of, random_rows
 from fsdp_qlora.data.sources import Piece, find_pieces
-from fsdp_qlora.data.template import how_to_ask, with_day
+from fsdp_qlora.data.template import how_to_prompt, with_day
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.log import log
@@ -49,9 +49,10 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line, renamed = prepare_rows(sources, *settings)
     log(f"data: {line}")
-    if n_answers := sum(rows.asked.values()):
-        log(f"chat template: the tokens before each of {n_answers:,} answers match its prompt;"
-            f" {how_to_ask(rows.asked) or 'ask by it as it is'}")
+    if n_answers := sum(rows.template_kwargs.values()):
+        how = how_to_prompt(rows.template_kwargs)
+        log(f"chat template: each of {n_answers:,} answers is trained after the prompt that the"
+            f" template makes; {how or 'serve with this chat template; it needs no variables'}")
     if config.dataset and (n_repeated := rows.n_repeated()):
         log(f"note: {n_repeated:,} duplicate rows (identical tokens)")
     if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:
@@ -97,14 +98,14 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     """Split the rows into those to train on and a fraction to evaluate on. Rows that were made from
     one example, or that are equal token for token, stay together."""
     groups = rows.groups()
-    sources = groups.unique()
-    n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
+    ids = groups.unique()
+    n = round(fraction * len(ids)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()
-    if not 0 < n < len(sources) or len(values) > 1:
-        raise RunError(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)} rows; must be"
+    if not 0 < n < len(ids) or len(values) > 1:
+        raise RunError(f"--eval_dataset {' '.join(values)}: is {n} of {len(ids)} rows; must be"
                        " one fraction between 0 and 1, or files")
-    order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
-    held_out = torch.isin(groups[:: rows.n_answers], sources[order[:n]])
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(config.seed))
+    held_out = torch.isin(groups[:: rows.n_answers], ids[order[:n]])
     log(f"eval data: {describe_count(rows, int(held_out.sum()))} held out of the training data")
     train, evaluation = (rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
     return train, evaluation
@@ -224,18 +225,18 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
                          for name in ("input_ids", "labels"))
     bounds = np.cumsum([0, *map(len, input_ids)]).tolist()[:-1]
-    starts, sources = lengths.cumsum(0) - lengths, is_first.cumsum(0)
+    starts, example_ids = lengths.cumsum(0) - lengths, is_first.cumsum(0)
     documents = Rows("sft", input_ids, labels, bounds, starts, lengths, prompt_lengths,
-                     n_trainable_tokens, desirable, digests, sources)
+                     n_trainable_tokens, desirable, digests, example_ids)
     return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
                                n_plain=int(table["plain"].to_numpy().sum()),
-                               asked=count_asked(table))
+                               template_kwargs=count_template_kwargs(table))
 
 
-def count_asked(table: pyarrow.Table) -> dict[str, int]:
-    """Return Rows.asked for read_table()'s result."""
+def count_template_kwargs(table: pyarrow.Table) -> dict[str, int]:
+    """Return Rows.template_kwargs for read_table()'s result."""
     counts: dict[str, int] = {}
-    for ways, n_rows in counts_of(table["asked"].filter(table["kept"])).items():
-        for way in ways.splitlines():
-            counts[way] = counts.get(way, 0) + n_rows
+    for of_answers, n_rows in counts_of(table["template_kwargs"].filter(table["kept"])).items():
+        for kwargs in of_answers.splitlines():
+            counts[kwargs] = counts.get(kwargs, 0) + n_rows
     return counts

@@ -43,11 +43,11 @@ class Rows:
     n_trainable_tokens: torch.Tensor  # [documents], tokens in the loss
     desirable: torch.Tensor  # bool [documents]: a good answer, or the better one of a pair?
     digests: torch.Tensor  # int64 [documents], hash of tokens, labels and `desirable`
-    sources: torch.Tensor  # int64 [documents], number of the example that each was made from
+    example_ids: torch.Tensor  # int64 [documents], number of the example that each was made from
     n_plain: int = 0  # documents of the data set that are a plain-text prompt and completion
     # {JSON of chat template variables: number of the data set's answers that are rendered with
     # them}, "{}": no variables. To get such an answer, a prompt must set the same variables.
-    asked: dict[str, int] = dataclasses.field(default_factory=dict)
+    template_kwargs: dict[str, int] = dataclasses.field(default_factory=dict)
     # fp64 [documents], the log-probability of each answer before the first step
     reference: torch.Tensor | None = None
     # the same prompts with answers of other rows, for KTO, see mismatch()
@@ -137,10 +137,11 @@ class Rows:
         """Return int64 [documents], with one number for documents that were made from one example
         or that are equal, token for token."""
         _, same = self.digests.unique(return_inverse=True)
-        groups, before = self.sources, None
+        groups, before = self.example_ids, None
         while before is None or not torch.equal(groups, before):
             before = groups
-            for parts in same, self.sources:  # each part gets the lowest number of its documents
+            # each part gets the lowest number of its documents
+            for parts in same, self.example_ids:
                 lowest = groups.new_full((int(parts.max()) + 1,), len(groups))
                 groups = lowest.scatter_reduce(0, parts, groups, "amin")[parts]
         return groups
@@ -160,9 +161,9 @@ def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str 
     lengths, prompt_lengths, n_trainable_tokens, desirable, digests = (
         torch.tensor([document[name] for document in encoded]) for name in ("length", *COLUMNS))
     starts = lengths.cumsum(0) - lengths
-    sources = torch.arange(len(encoded)) // LOSSES[loss].n_answers
+    example_ids = torch.arange(len(encoded)) // LOSSES[loss].n_answers
     return Rows(loss, [input_ids], [labels], [0], starts, lengths, prompt_lengths,
-                n_trainable_tokens, desirable, digests, sources)
+                n_trainable_tokens, desirable, digests, example_ids)
 
 
 def random_rows(vocab_size: int, config: Config) -> Rows:

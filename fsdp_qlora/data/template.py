@@ -155,17 +155,19 @@ def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> Traits
         variables=frozenset(name for switch in switches for name in switch))
 
 
-def how_to_ask(asked: dict[str, int]) -> str:
-    """Return how to prompt for the answers of a data set as they are trained, from Rows.asked; ""
-    if the chat template needs no variables."""
+def how_to_prompt(template_kwargs: dict[str, int]) -> str:
+    """Return how to prompt for the answers of a data set as they are trained, from
+    Rows.template_kwargs; "" if the chat template needs no variables."""
+    if template_kwargs.keys() <= {"{}"}:
+        return ""
     parts = []
-    for way, n in sorted(asked.items(), key=lambda item: -item[1]):
-        variables = json.loads(way)
+    for kwargs, n in sorted(template_kwargs.items(), key=lambda item: -item[1]):
+        variables = json.loads(kwargs)
         named = ", ".join(f"{name}={value!r}" for name, value in variables.items())
-        parts.append(f"{n:,} answers with {named}, which is apply_chat_template(messages,"
-                     f" add_generation_prompt=True, {named}) and to a server"
-                     f' "chat_template_kwargs": {way}' if variables else f"{n:,} without more")
-    return "" if asked.keys() <= {"{}"} else f"ask as it was trained: {'; '.join(parts[:5])}"
+        parts.append(f"{n:,} answers with {named}: apply_chat_template(messages,"
+                     f" add_generation_prompt=True, {named}), in a request to a server"
+                     f' "chat_template_kwargs": {kwargs}' if variables else f"{n:,} without any")
+    return f"serve with the template variables used in training: {'; '.join(parts[:5])}"
 
 
 def possible_switches(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -155,7 +156,7 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
     known = {token.content for token in own.get_added_tokens_decoder().values()}
     own.add_tokens([token for token in tokenizer.added_tokens_decoder.values()
                     if token.content not in known])  # tokens that tokenizer_config.json adds
-    step = -(-len(rows.starts) // N_ROWS)
+    step = math.ceil(len(rows.starts) / N_ROWS)
     ids_of_rows = [rows.tokens(i)[0][:N_TOKENS] for i in range(0, len(rows.starts), step)]
     texts: list[Any] = list(map(tokenizer.decode, ids_of_rows))
     for text in [*trial_texts(tokenizer), *texts]:

@@ -21,7 +21,7 @@ class TrainableToken(NamedTuple):
     text: str
     id: int
     # the tokens that its text was made of before it was added; None if the vocabulary had it
-    pieces: tuple[int, ...] | None
+    old_ids: tuple[int, ...] | None
 
 
 def add_trainable_tokens(
@@ -32,14 +32,14 @@ def add_trainable_tokens(
     A new token of the form <|..|> is special: texts for people leave it out, and it can end an
     answer. The others stay in such texts, as <tool_call> must.
     """
-    known, pieces = tokenizer.get_vocab(), dict[str, tuple[int, ...]]()
+    known, old_ids = tokenizer.get_vocab(), dict[str, tuple[int, ...]]()
     for text in texts:
         if text not in known:
             ids = plain_tokens(tokenizer, text)
-            pieces[text] = tuple(i for i in ids if i != tokenizer.unk_token_id)
-    for text in pieces:
+            old_ids[text] = tuple(i for i in ids if i != tokenizer.unk_token_id)
+    for text in old_ids:
         is_special = bool(re.fullmatch(r"<\|.+\|>", text))
         tokenizer.add_tokens([AddedToken(text, special=is_special, normalized=False)])
     ids_of_texts = tokenizer.get_vocab()
-    found = {TrainableToken(text, ids_of_texts[text], pieces.get(text)) for text in texts}
+    found = {TrainableToken(text, ids_of_texts[text], old_ids.get(text)) for text in texts}
     return tuple(sorted(found, key=lambda token: token.id))

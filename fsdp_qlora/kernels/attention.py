@@ -24,7 +24,7 @@ from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention
 from fsdp_qlora.micro_batch.segments import Segments, document_segments
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.quant.nf4 import why_no_triton
+from fsdp_qlora.quant.triton_trial import why_no_triton
 
 
 # The attention types of layers, and of the kernels for them. "within": a layer whose window is

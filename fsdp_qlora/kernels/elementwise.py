@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.hashing import hash_ints
-from fsdp_qlora.quant.nf4 import why_no_triton
+from fsdp_qlora.quant.triton_trial import why_no_triton
 
 Result = TypeVar("Result")
 
@@ -50,7 +50,7 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
             if (any_rows or _all_for_any_rows) and len(tensor) == len(args[0]):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         widths = ((x.shape[1:], x.stride(0)) for x in tensors)
-        # each limit has a kernel of its own: if the limit varies, glu_backward() compiled by torch
+        # each limit has a kernel of its own: if the limit varies, glu_backward_() compiled by torch
         # 2.13 returns wrong values
         limits = (x for x in args if isinstance(x, LimitedActivation))
         return compiled(evaluation, any_rows, *limits, *widths)(*args)
@@ -240,7 +240,7 @@ def glu(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> No
 
 
 @elementwise
-def glu_backward(
+def glu_backward_(
     grad: Tensor, activation: PairedActivation, weights: Tensor | None, *parts: Tensor
 ) -> None:
     """Replace `parts` by their gradients, and `grad`, the gradient of glu()'s result, by that
@@ -272,10 +272,10 @@ def clamped_parts(
 
 
 @elementwise
-def clamped_glu_backward(
+def clamped_glu_backward_(
     grad: Tensor, weights: Tensor, gate_up: Tensor, limit: float, alpha: float
 ) -> Tensor:
-    """glu_backward() for the activation (limit, alpha). Returns the gradient of gate_up in a new
+    """glu_backward_() for the activation (limit, alpha). Returns the gradient of gate_up in a new
     tensor: gates and ups alternate in it, so one pass cannot overwrite them."""
     gates, ups, sigmoid, (gate_inside, up_inside) = clamped_parts(gate_up, limit, alpha)
     activated, grad32 = gates * sigmoid, grad.float() * weights[:, None]
@@ -290,8 +290,8 @@ def glu_weight_gradients(
     grad: Tensor, gate_up: Tensor, activation: Activation, gated: bool
 ) -> Tensor:
     """Return the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of glu()'s
-    result for weights of 1. This is not part of glu_backward(), because a compiled kernel that both
-    sums its input and overwrites it was wrong in fp32 (torch 2.11), and slower."""
+    result for weights of 1. This is not part of glu_backward_(), because a compiled kernel that
+    both sums its input and overwrites it was wrong in fp32 (torch 2.11), and slower."""
     return (grad.float() * glu_product(gate_up, activation, gated)).sum(-1)
 
 

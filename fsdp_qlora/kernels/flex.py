@@ -6,6 +6,7 @@ Torch makes one kernel of it; blocks in which no query sees a key are skipped.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,7 @@ def visible_blocks(
     """Return the mask of a micro-batch, see above. The queries that in_blocks() adds at the end see
     what the last query sees, because the softmax of a query without keys would be NaN."""
     device = segments.cu_seqlens_q.device
-    queries = torch.arange(-(-n_queries // BLOCK_TOKENS) * BLOCK_TOKENS, device=device)
+    queries = torch.arange(math.ceil(n_queries / BLOCK_TOKENS) * BLOCK_TOKENS, device=device)
     first, last = segments.visible_keys(queries.clamp(max=n_queries - 1), window)
     starts = torch.arange(0, n_keys, BLOCK_TOKENS, device=device)  # of blocks of keys
     ends = starts + BLOCK_TOKENS - 1

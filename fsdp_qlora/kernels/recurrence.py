@@ -298,7 +298,7 @@ class Recurrence:
 
     plain: Callable[..., Tensor]  # in plain torch
     fla: Callable[..., Tensor]  # by flash-linear-attention's kernels
-    plain_bytes: Callable[[Any], int]  # mixer -> bytes per token while plain's backward runs
+    plain_bytes_per_token: Callable[[Any], int]  # mixer -> alive at once in plain's backward
 
 
 RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer

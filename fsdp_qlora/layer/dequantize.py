@@ -13,8 +13,8 @@ import torch
 from fsdp_qlora.layer.linears import FusedLinear, LinearSlices
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK, FourBitBlocks, NestedScales
-from fsdp_qlora.quant.nf4 import (
-    launch_dequantize, mxfp4_code, mxfp4_values, nf4_code, why_no_triton)
+from fsdp_qlora.quant.nf4 import launch_dequantize, mxfp4_code, mxfp4_values, nf4_code
+from fsdp_qlora.quant.triton_trial import why_no_triton
 
 
 def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor) -> torch.Tensor:

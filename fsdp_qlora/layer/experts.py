@@ -16,21 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import (
-    MLP_SITE, LimitedActivation, add_expert_rows, add_row_bias, clamped_glu_backward, glu,
-    glu_backward, glu_weight_gradients, limited, norm_backward)
+    MLP_SITE, LimitedActivation, add_expert_rows, add_row_bias, clamped_glu_backward_, glu,
+    glu_backward_, glu_weight_gradients, limited, norm_backward)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
+from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.grouped_mm import (
     ExpertChunk, add_expert_gradients, cut_experts, fill_expert_lora_hidden, grouped, put_rows,
     split_lora_gradient, why_no_grouped_mm)
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
+from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import (
-    add_residual, apply_norm, branch_gradient, copy_lora_hidden, norm_gradient, norm_padded,
-    save_inputs, saved_or_recomputed_inputs)
+    add_residual, apply_norm, branch_gradient, norm_gradient, norm_padded,
+    saved_or_recomputed_inputs)
 from fsdp_qlora.layer.router import Routing, RoutingChoice, add_balance, route, route_backward
-from fsdp_qlora.layer.saved import SavedMoE
+from fsdp_qlora.layer.saved import SavedGatedMLP, SavedMoE
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits, MoE
 
@@ -121,7 +122,7 @@ class MoESublayer:
                 branch += shared
                 if self._sum_factor != 1:
                     branch *= self._sum_factor
-        save_inputs(call, saved, inputs, self.shared_gate_up)
+        saved.inputs = inputs if call.is_backward else None
         out = None
         if branch is not None:
             out, saved.branch = add_residual(
@@ -191,8 +192,7 @@ class MoESublayer:
 
     def _inputs(self, call: LayerCall, saved: SavedMoE) -> Tensor:
         """Return the normed inputs [n, hidden] of router and experts in backward()."""
-        return saved_or_recomputed_inputs(
-            call, saved, self.arch.mlp_norm, saved.mlp_input, self.first_linear)
+        return saved_or_recomputed_inputs(call, saved, self.arch.mlp_norm, self.first_linear)
 
     def _expert_inputs(
         self, call: LayerCall, saved: SavedMoE, x: Tensor | None = None
@@ -281,8 +281,8 @@ class MoESublayer:
             grad_weights[chunk.rows] = glu_weight_gradients(
                 grad_activated, gate_up, self._activation, self.arch.gated)
             weights = routing.row_weights[chunk.rows]
-            grad_gate_up = self._glu_backward(grad_activated, weights, gate_up)
-            activated = grad_activated  # overwritten by glu_backward()
+            grad_gate_up = self._glu_backward_(grad_activated, weights, gate_up)
+            activated = grad_activated  # overwritten by _glu_backward_()
             if grad_d is not None:
                 weighted = activated * weights[:, None].to(activated.dtype)
                 add_expert_gradients(call, self.expert_down, weighted, grad_d, upstream, chunk)
@@ -302,13 +302,13 @@ class MoESublayer:
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x, grad_weights
 
-    def _glu_backward(self, grad: Tensor, weights: Tensor, gate_up: Tensor) -> Tensor:
+    def _glu_backward_(self, grad: Tensor, weights: Tensor, gate_up: Tensor) -> Tensor:
         """Return the gradient of gate_up times `weights`, in a new tensor or in gate_up itself.
         Overwrites `grad`, the gradient of glu()'s result, with glu()'s result."""
         activation = self._activation
         if isinstance(activation, tuple):
-            return clamped_glu_backward(grad, weights, gate_up, *activation)
-        glu_backward(grad, activation, weights, *gate_up.chunk(1 + self.arch.gated, -1))
+            return clamped_glu_backward_(grad, weights, gate_up, *activation)
+        glu_backward_(grad, activation, weights, *gate_up.chunk(1 + self.arch.gated, -1))
         return gate_up
 
     def _chunks(self, call: LayerCall, routing: Routing) -> Iterator[ExpertChunk]:
@@ -339,13 +339,11 @@ class MoESublayer:
         self, call: LayerCall, saved: SavedMoE, inputs: Tensor
     ) -> Tensor:
         """Return the shared expert's output [n, hidden], times the sigmoid of its gate, if any."""
-        assert self.shared_gate_up and self.shared_down, "asked for above"
-        saved.shared_gate_up = lora_matmul(call, self.shared_gate_up, inputs)
-        activated = saved.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
-        glu(activated[:, : self.shared_down.in_features], saved.shared_gate_up,
-            self._shared_activation, self.arch.gated, evaluation=call.evaluation)
-        out = lora_matmul(call, self.shared_down, activated)
-        saved.down_lora_hidden = copy_lora_hidden(activated, self.shared_down)
+        assert self.shared_gate_up and self.shared_down, "checked by the caller"
+        saved.shared = shared = SavedGatedMLP()
+        shared.gate_up, shared.lora_hidden = lora_matmul(call, self.shared_gate_up, inputs)
+        activated = activate(call, shared, self.shared_down, self._shared_activation)
+        out, shared.down_lora_hidden = lora_matmul(call, self.shared_down, activated)
         if name := self.moe.shared_gate:
             saved.shared_out = out
             x = inputs[:, : self.arch.hidden_size]
@@ -359,29 +357,20 @@ class MoESublayer:
     ) -> Tensor:
         """Return the gradient of x [n, hidden] through the shared expert, from the gradient of its
         output."""
-        assert self.shared_gate_up and self.shared_down, "asked for above"
-        arch, from_factor, activated = self.arch, 0, None
+        assert self.shared_gate_up and self.shared_down, "checked by the caller"
+        assert saved.shared, "forward has made it"
+        from_factor: Tensor | int = 0
         if name := self.moe.shared_gate:
             factor = saved.shared_factor.float()
             slope = (grad.float() * saved.shared_out.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
             from_factor = slope @ call.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
             grad, saved.shared_out = grad * saved.shared_factor, None
-        if call.spec.dora:
-            activated = grad.new_empty(len(grad), self.shared_down.in_features)
-            glu(activated, saved.shared_gate_up, self._shared_activation, arch.gated)
-        grad_activated, grad_d = lora_matmul_backward(
-            call, self.shared_down, saved.down_lora_hidden, grad, activated)
-        del activated
-        glu_backward(grad_activated, self._shared_activation, None,
-                     *saved.shared_gate_up.chunk(1 + arch.gated, -1))
-        activated = grad_activated  # overwritten by glu_backward()
-        add_a_gradient(call, self.shared_down, activated, grad_d)
-        inputs = saved_or_recomputed_inputs(
-            call, saved, arch.mlp_norm, saved.mlp_input, self.shared_gate_up)
-        grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.lora_hidden,
-                                              saved.shared_gate_up, inputs)
-        add_a_gradient(call, self.shared_gate_up, inputs, grad_d)
+        grad_gate_up = down_backward(
+            call, saved.shared, self.shared_down, self._shared_activation, grad)
+        inputs = self._inputs(call, saved)
+        grad_x = lora_matmul_backward(
+            call, self.shared_gate_up, saved.shared.lora_hidden, grad_gate_up, inputs)
         return grad_x + from_factor
 
     # ---- what it costs, for the planner ----
@@ -445,7 +434,7 @@ class MoESublayer:
         return values * item + 4 * (5 * rows + 3 * n * moe.n_experts + 2 * moe.n_experts)
 
     @property
-    def token_weights(self) -> float:
+    def active_weights(self) -> float:
         """Weights that one token is multiplied by."""
         share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.dense_linears)
@@ -453,7 +442,7 @@ class MoESublayer:
 
     @property
     def recomputed_weights(self) -> float:
-        """The part of token_weights that recomputed_backward() multiplies again."""
+        """The part of active_weights that recomputed_backward() multiplies again."""
         share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.dense_linears)
         return shared + share * self.expert_gate_up.n_weights

@@ -24,7 +24,7 @@ class _Identity:
 
     fused_linears: tuple[FusedLinear, ...] = dataclasses.field(default=(), init=False)
     saved_values = elementwise_values = query_width = choice_values = 0
-    token_weights, matmul_speed = 0, 1
+    active_weights, matmul_speed = 0, 1
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         return 0

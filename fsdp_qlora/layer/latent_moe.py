@@ -13,8 +13,7 @@ from torch import Tensor
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
-    add_a_gradient, fill_lora_hidden, lora_matmul, lora_matmul_backward, widen)
-from fsdp_qlora.layer.residual import copy_lora_hidden
+    fill_lora_hidden, filled_matmul, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.layer.saved import SavedMoE
 
 
@@ -33,9 +32,7 @@ class ExpertLatent:
     def enter(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> None:
         """Project x [n, hidden] to the experts' inputs [n, latent], and set saved.latent to them.
         """
-        inputs = widen(x, self.entry)
-        saved.latent = lora_matmul(call, self.entry, inputs)
-        saved.entry_lora_hidden, saved.exit_inputs = copy_lora_hidden(inputs, self.entry), None
+        saved.latent, saved.entry_lora_hidden = lora_matmul(call, self.entry, widen(x, self.entry))
 
     def leave(
         self, call: LayerCall, saved: SavedMoE, summed: Tensor, want_output: bool
@@ -43,12 +40,10 @@ class ExpertLatent:
         """Project the experts' sum [n, latent] to the output of `exit` [n, hidden]; None without
         want_output."""
         inputs = widen(summed, self.exit)
+        fill_lora_hidden(call, self.exit, inputs)
         if self.exit.n_lora:
             saved.exit_inputs = inputs
-        if want_output:
-            return lora_matmul(call, self.exit, inputs)
-        fill_lora_hidden(call, self.exit, inputs)  # backward reads them
-        return None
+        return filled_matmul(call, self.exit, inputs) if want_output else None
 
     def leave_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor
@@ -58,18 +53,14 @@ class ExpertLatent:
         if inputs is None:  # without an adapter they are not read
             inputs = grad.new_empty(0, self.exit.width)
         summed, lora_hidden = inputs.tensor_split([self.exit.in_features], 1)
-        grad, grad_d = lora_matmul_backward(call, self.exit, lora_hidden, grad, summed)
-        add_a_gradient(call, self.exit, summed, grad_d)
-        return grad
+        return lora_matmul_backward(call, self.exit, lora_hidden, grad, summed)
 
     def enter_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor, x: Tensor
     ) -> Tensor:
         """Return the gradient of x, from the gradient of saved.latent."""
         saved.latent = None
-        grad, grad_d = lora_matmul_backward(call, self.entry, saved.entry_lora_hidden, grad, x)
-        add_a_gradient(call, self.entry, x, grad_d)
-        return grad
+        return lora_matmul_backward(call, self.entry, saved.entry_lora_hidden, grad, x)
 
     # ---- what it costs, for the planner ----
 
@@ -81,6 +72,6 @@ class ExpertLatent:
 
     @property
     def live_values(self) -> int:
-        """Values alive in backward besides: both inputs, and the gradients of the latent and of its
-        sum."""
+        """Values alive in backward in addition: both inputs, and the gradients of the latent and of
+        its sum."""
         return self.entry.width + self.exit.width + 2 * self.entry.out_features

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.layer.attention_mixer import AttentionMixer
+from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import Allocator, FusedLinear, fuse_linears
+from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.layer.mixer_sublayer import MixerSublayer, TokenMixer
-from fsdp_qlora.layer.mixers import AutogradMixer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.parameters import LayerParameters, ParameterLayout
@@ -68,12 +69,12 @@ class LayerSpec(ParameterLayout):
     def n_weights(self) -> int:
         return sum(fused.n_weights for fused in self.fused_linears)
 
-    def token_weights(self, by_time: bool = False) -> float:
+    def active_weights(self, by_time: bool = False) -> float:
         """Weights that one token is multiplied by. With by_time, the weights of slow matmuls count
         more."""
         speed = self.mlp.matmul_speed if by_time else 1
         return (sum(fused.n_weights for fused in self.mixer.fused_linears)
-                + self.mlp.token_weights / speed)
+                + self.mlp.active_weights / speed)
 
     def recomputed_weights(self, saves: Saves) -> float:
         """Weights of the matmuls that a layer's backward computes again."""
@@ -110,14 +111,14 @@ def _make_layer_spec(
         for site, (name, linears) in enumerate(arch.fused_groups(kind).items()) if linears}
     small_tensors = arch.small_tensors(kind)
     arch = arch.of_kind(kind)
-    rank, counts = config.lora_rank, allocator.counts
+    counts = allocator.counts
     mixer, mlp = _make_sublayers(arch, kind, fused)
     return LayerSpec(
         mixer=mixer, mlp=mlp, fused_linears=mixer.fused_linears + mlp.fused_linears,
         vectors=vectors, small_tensors=small_tensors,
         # at least one value, because FSDP2 shards it
         n_blocks=counts["blocks"], n_vectors=counts.get("vectors", 1), n_adapter=counts["adapter"],
-        scaling=config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
+        scaling=lora_scaling(config.lora_alpha, config.lora_rank, config.adapter == "rslora"),
         dropout=config.lora_dropout, dora=config.adapter == "dora")
 
 
@@ -127,17 +128,17 @@ def _make_sublayers(
     """Return the two sublayers of a layer. `fused`: {name in fused_groups(): its FusedLinear} for
     the groups that have linears."""
     token_mixer: TokenMixer = AttentionMixer(arch, kind.window, kind.rope)
-    beside = None
+    second_path = None
     if arch.mla:
         token_mixer = MLAMixer(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
-    elif kind.mixer and arch.beside:
-        beside = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer], arch)
+    elif kind.mixer and arch.parallel_mixers:
+        second_path = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer], arch)
     elif kind.mixer:
         token_mixer = AutogradMixer(arch.mixers[kind.mixer], arch)
     mixer: MixerSublayer | NoMixerSublayer = NoMixerSublayer(arch)
     mlp: MLPSublayer | MoESublayer | NoMLPSublayer = NoMLPSublayer(arch)
     if kind.sublayers != "mlp":
-        mixer = MixerSublayer(arch, fused["in_proj"], fused["out"], token_mixer, beside)
+        mixer = MixerSublayer(arch, fused["in_proj"], fused["out"], token_mixer, second_path)
     if kind.routed:
         latent = (ExpertLatent(fused["latent_entry"], fused["latent_exit"])
                   if arch.expert_latent else None)

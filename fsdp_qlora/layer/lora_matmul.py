@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from fsdp_qlora.layer.linears import FusedLinear
 # side by side; with padding, it is the last columns of the inputs [n, width]. In backward, the
 # gradient of y times [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient
 # of A, and the part of x's gradient that passes through A.
+
+
+def lora_scaling(alpha: float, rank: int, is_rslora: bool) -> float:
+    """Return s, the factor of B A: alpha / rank; for rsLoRA alpha / sqrt(rank)."""
+    return alpha / (math.sqrt(rank) if is_rslora else rank)
 
 
 def widen(x: Tensor, fused: FusedLinear) -> Tensor:
@@ -39,10 +45,23 @@ def fill_lora_hidden(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Non
                 out=lora_hidden[:, : fused.n_lora])
 
 
-def lora_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
-    """Return the outputs [n, out] of linears with their adapters. Fills the last columns of inputs
-    [n, width]."""
+def copy_lora_hidden(fused: FusedLinear, inputs: Tensor) -> Tensor:
+    """Return a copy of what fill_lora_hidden() has written: d and its padding, [n, padded_lora],
+    which backward reads in addition to x."""
+    return inputs[:, fused.in_features :].clone()
+
+
+def lora_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs [n, out] of linears with their adapters, and copy_lora_hidden(), for
+    lora_matmul_backward(). Fills the last columns of inputs [n, width]."""
     fill_lora_hidden(call, fused, inputs)
+    out = filled_matmul(call, fused, inputs)
+    return out, copy_lora_hidden(fused, inputs)
+
+
+def filled_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
+    """Return lora_matmul()'s outputs [n, out], from inputs [n, width] with d in the last columns.
+    """
     if len(fused.splits) == 1:
         return _matmul_of_split(call, fused, inputs)
     out = inputs.new_empty(len(inputs), fused.out_features)
@@ -64,17 +83,24 @@ def _matmul_of_split(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Ten
 
 
 def lora_matmul_backward(
+    call: LayerCall, fused: FusedLinear, lora_hidden: Tensor, grad: Tensor, x: Tensor,
+    needs_x: bool = True
+) -> Tensor | Any:
+    """Return the gradient of x [n, in], None without needs_x, from `grad`, the gradient of the
+    outputs [n, out]. Adds the gradients of A, of B and of DoRA's magnitudes to call.grad_adapter.
+    `lora_hidden`: lora_matmul()'s second result."""
+    grad_x, grad_d = input_gradients(call, fused, lora_hidden, grad, x, needs_x)
+    add_a_gradient(call, fused, x, grad_d)
+    return grad_x
+
+
+def input_gradients(
     call: LayerCall, fused: FusedLinear, lora_hidden: Tensor, grad: Tensor, x: Tensor | None,
     needs_x: bool = True
 ) -> tuple[Tensor | Any, Tensor]:
-    """Return the gradients of x [n, in], None without needs_x, and of d [n, n_lora], from
-    `grad`, the gradient of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes
-    to call.grad_adapter. A's gradient is left to add_a_gradient(), because x may have to be
-    recomputed for it.
-
-    `lora_hidden` [n, padded_lora] is copy_lora_hidden() of lora_matmul()'s inputs: d and padding; x
-    is read for DoRA only.
-    """
+    """The first half of lora_matmul_backward(), for an x that is recomputed after it; only DoRA
+    reads x here. Returns the gradients of x and of d [n, n_lora], and adds those of B and of DoRA's
+    magnitudes to call.grad_adapter; the second half is add_a_gradient()."""
     n_in, spec, grad_inputs = fused.in_features, call.spec, None
     for split in fused.splits:
         weight, part = call.weight(split), grad[:, split.outputs]
@@ -112,7 +138,7 @@ def lora_matmul_backward(
 
 def add_a_gradient(call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:
     """Add the gradient of all A to call.grad_adapter, from x [n, in] and the gradient of d [n,
-    n_lora]: the second half of lora_matmul_backward()."""
+    n_lora]."""
     if fused.n_lora:
         dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
         grad_a = call.grad_adapter[fused.lora_a].view(-1, fused.in_features)

@@ -1,7 +1,7 @@
 """The token-mixing sublayer: x + out(mixer(in_proj(norm(x)))).
 
 Forward and backward, and what it costs. The mixers are AttentionMixer (attention_mixer.py),
-MLAMixer (mla.py) and AutogradMixer (mixers.py).
+MLAMixer (mla.py) and AutogradMixer (autograd_mixers.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
-    add_a_gradient, fill_lora_hidden, lora_matmul, lora_matmul_backward, widen)
+    copy_lora_hidden, fill_lora_hidden, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.layer.residual import (
-    add_residual, branch_gradient, copy_lora_hidden, norm_gradient, norm_padded, weight_bytes)
+    add_residual, branch_gradient, norm_gradient, norm_padded, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMixer, SavedMixing
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -86,14 +86,15 @@ class MixerSublayer:
     arch: Architecture
     in_proj: FusedLinear  # q, k and v in attention
     out: FusedLinear
-    mixer: TokenMixer
-    # a second (out, mixer), which reads the remaining outputs of in_proj; both results are added
-    beside: tuple[FusedLinear, TokenMixer] | None = None
+    token_mixer: TokenMixer
+    # a second (out, token_mixer), which reads the remaining outputs of in_proj; both results are
+    # added, see Family.parallel_mixers
+    second_path: tuple[FusedLinear, TokenMixer] | None = None
 
     @property
     def paths(self) -> tuple[tuple[FusedLinear, TokenMixer], ...]:
-        """One or two (out, mixer), whose outputs are added."""
-        return ((self.out, self.mixer), *([self.beside] if self.beside else ()))
+        """One or two (out, token_mixer), whose outputs are added."""
+        return ((self.out, self.token_mixer), *([self.second_path] if self.second_path else ()))
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -111,10 +112,8 @@ class MixerSublayer:
         """
         arch, saved = self.arch, SavedMixer(x=x)
         inputs = norm_padded(call, arch.attention_norm, x, self.in_proj)
-        projected = lora_matmul(call, self.in_proj, inputs)
-        # not the normed inputs: a pass over x makes them again
-        saved.lora_hidden = copy_lora_hidden(inputs, self.in_proj)
-        del inputs
+        projected, saved.lora_hidden = lora_matmul(call, self.in_proj, inputs)
+        del inputs  # backward makes them again, by a pass over x
         widths = [mixer.projected_width for _, mixer in self.paths]
         saved.mixers = [mixer.saved_type(projected=part) for (_, mixer), part in zip(
             self.paths, projected.split(widths, 1))]
@@ -124,11 +123,11 @@ class MixerSublayer:
         for (fused, mixer), part in zip(self.paths, saved.mixers):
             out_inputs = widen(mixer.forward(call, part), fused)
             if needs_branch:
-                added = lora_matmul(call, fused, out_inputs)
+                added, part.out_lora_hidden = lora_matmul(call, fused, out_inputs)
                 branch = added if branch is None else branch.add_(added)
             else:
-                fill_lora_hidden(call, fused, out_inputs)  # backward reads them
-            part.out_lora_hidden = copy_lora_hidden(out_inputs, fused)
+                fill_lora_hidden(call, fused, out_inputs)
+                part.out_lora_hidden = copy_lora_hidden(fused, out_inputs)
         out, saved.branch = None, None
         if branch is not None:
             out, saved.branch = add_residual(
@@ -147,8 +146,7 @@ class MixerSublayer:
         saved.branch = None
         for (fused, mixer), part in zip(self.paths, saved.mixers):
             mixed = mixer.recompute_output(call, part)
-            grad, grad_d = lora_matmul_backward(call, fused, part.out_lora_hidden, upstream, mixed)
-            add_a_gradient(call, fused, mixed, grad_d)
+            grad = lora_matmul_backward(call, fused, part.out_lora_hidden, upstream, mixed)
             mixed = None
             grads.append(mixer.backward(call, part, grad))
         del upstream
@@ -156,9 +154,8 @@ class MixerSublayer:
         del grads
         inputs = norm_padded(call, arch.attention_norm, saved.x, self.in_proj)
         inputs = inputs[:, : self.in_proj.in_features]
-        grad, grad_d = lora_matmul_backward(
+        grad = lora_matmul_backward(
             call, self.in_proj, saved.lora_hidden, grad, inputs, needs_x)
-        add_a_gradient(call, self.in_proj, inputs, grad_d)
         if not needs_x:
             return None
         return norm_gradient(call, arch.attention_norm, saved.x, grad, residual)

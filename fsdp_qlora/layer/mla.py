@@ -19,8 +19,7 @@ from fsdp_qlora.layer.attention_mixer import (
     all_heads, attend_by_groups, groups_backward, kernel_values)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
-from fsdp_qlora.layer.residual import copy_lora_hidden
+from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.plan import Plan
@@ -92,10 +91,8 @@ class MLAMixer:
     def _heads(
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of `fused` for the norm of a latent, and LoRA's hidden values,
-        which its backward needs."""
-        inputs = self._normed(call, fused, norm, latent)
-        return lora_matmul(call, fused, inputs), copy_lora_hidden(inputs, fused)
+        """Return lora_matmul() of `fused` for the norm of a latent."""
+        return lora_matmul(call, fused, self._normed(call, fused, norm, latent))
 
     def _heads_backward(
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor, lora_hidden: Tensor,
@@ -103,8 +100,7 @@ class MLAMixer:
     ) -> Tensor:
         """Return the gradient of the latent, from the gradient of _heads()'s outputs."""
         normed = self._normed(call, fused, norm, latent)[:, : fused.in_features]
-        grad, grad_d = lora_matmul_backward(call, fused, lora_hidden, grad, normed)
-        add_a_gradient(call, fused, normed, grad_d)
+        grad = lora_matmul_backward(call, fused, lora_hidden, grad, normed)
         return norm_backward(
             latent, grad, None, call.vector(norm), self.arch.norm, self.mla.norm_eps)
 

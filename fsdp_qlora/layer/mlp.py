@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import (
-    MLP_SITE, PairedActivation, ScaledActivation, glu, glu_backward, limited)
+from fsdp_qlora.kernels.elementwise import MLP_SITE, PairedActivation, ScaledActivation, limited
 from fsdp_qlora.layer.call import LayerCall
+from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
+from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.residual import (
-    branch_gradient, copy_lora_hidden, matmul_and_add_residual, norm_gradient, norm_padded,
-    save_inputs, saved_or_recomputed_inputs, weight_bytes)
+    branch_gradient, matmul_and_add_residual, norm_gradient, norm_padded,
+    saved_or_recomputed_inputs, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
@@ -57,16 +57,13 @@ class MLPSublayer:
         if there is one, None without want_sum; and what backward() needs."""
         arch, saved = self.arch, SavedMLP(mlp_input=mlp_input)
         inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.gate_up)
-        saved.gate_up = lora_matmul(call, self.gate_up, inputs)
-        save_inputs(call, saved, inputs, self.gate_up)
+        saved.gate_up, saved.lora_hidden = lora_matmul(call, self.gate_up, inputs)
+        saved.inputs = inputs if call.is_backward else None
         del inputs
-        activated = saved.gate_up.new_empty(len(mlp_input), self.down.width)
-        glu(activated[:, : self.down.in_features], saved.gate_up, self.activation(call), arch.gated,
-            evaluation=call.evaluation)
-        out, saved.branch = matmul_and_add_residual(
+        activated = activate(call, saved, self.down, self.activation(call))
+        out, saved.branch, saved.down_lora_hidden = matmul_and_add_residual(
             call, mid_residual, self.down, activated, MLP_SITE, arch.mlp_post_norm,
             want_sum or self.per_layer is not None)
-        saved.down_lora_hidden = copy_lora_hidden(activated, self.down)
         del activated
         if self.per_layer:
             assert out is not None, "the gate needs the sum"
@@ -76,28 +73,16 @@ class MLPSublayer:
     def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
         """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the
         MLP. `grad` is the gradient of forward()'s sum."""
-        arch, activated = self.arch, None
+        arch = self.arch
         if self.per_layer:
             grad = self.per_layer.backward(call, saved, grad)
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
-        if call.spec.dora:
-            activated = upstream.new_empty(len(upstream), self.down.in_features)
-            glu(activated, saved.gate_up, self.activation(call), arch.gated)
-        grad_activated, grad_d = lora_matmul_backward(
-            call, self.down, saved.down_lora_hidden, upstream, activated)
-        del upstream, activated
-        # in place; gate and up as two tensors, so that one kernel can read and write their columns
-        parts = saved.gate_up.chunk(1 + arch.gated, -1)
-        glu_backward(grad_activated, self.activation(call), None, *parts)
-        activated = grad_activated  # overwritten by glu_backward()
-        add_a_gradient(call, self.down, activated, grad_d)
-        del grad_activated, activated, grad_d
-        inputs = saved_or_recomputed_inputs(
-            call, saved, arch.mlp_norm, saved.mlp_input, self.gate_up)
-        grad_inputs, grad_d = lora_matmul_backward(
-            call, self.gate_up, saved.lora_hidden, saved.gate_up, inputs)
-        add_a_gradient(call, self.gate_up, inputs, grad_d)
+        grad_gate_up = down_backward(call, saved, self.down, self.activation(call), upstream)
+        del upstream
+        inputs = saved_or_recomputed_inputs(call, saved, arch.mlp_norm, self.gate_up)
+        grad_inputs = lora_matmul_backward(
+            call, self.gate_up, saved.lora_hidden, grad_gate_up, inputs)
         return norm_gradient(call, arch.mlp_norm, saved.mlp_input, grad_inputs, grad)
 
     def forward_to_recompute(
@@ -128,7 +113,7 @@ class MLPSublayer:
         return torch.cat(grads)
 
     def activation(self, call: LayerCall) -> PairedActivation:
-        """Return the activation for glu() and glu_backward(): its name, with multipliers or a
+        """Return the activation for glu() and glu_backward_(): its name, with multipliers or a
         limit; or xIELU's scalars [4]."""
         if self.arch.mlp_multipliers != 1.0:
             both = self.arch.mlp_multipliers
@@ -175,14 +160,14 @@ class MLPSublayer:
         return total
 
     @property
-    def token_weights(self) -> int:
+    def active_weights(self) -> int:
         """Weights that one token is multiplied by."""
         return sum(fused.n_weights for fused in self.fused_linears)
 
     @property
     def recomputed_weights(self) -> int:
         """Weights that recomputed_backward() multiplies again; down's only with `per_layer`."""
-        return self.token_weights if self.per_layer else self.gate_up.n_weights
+        return self.active_weights if self.per_layer else self.gate_up.n_weights
 
     @property
     def elementwise_values(self) -> int:

@@ -9,9 +9,8 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import MLP_SITE, activation_pair, elementwise
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.layer.residual import (
-    branch_gradient, copy_lora_hidden, matmul_and_add_residual, weight_bytes)
+from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
+from fsdp_qlora.layer.residual import branch_gradient, matmul_and_add_residual, weight_bytes
 from fsdp_qlora.layer.saved import SavedPerLayer
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -52,14 +51,13 @@ class PerLayerGate:
     ) -> Tensor | None:
         """Return the sum, None without want_sum. Adds to `saved` what backward() needs."""
         inputs, saved.per_layer_x = widen(x, self.gate), x
-        saved.per_layer_gates = lora_matmul(call, self.gate, inputs)
-        saved.per_layer_gate_lora_hidden = copy_lora_hidden(inputs, self.gate)
+        saved.per_layer_gates, saved.per_layer_gate_lora_hidden = lora_matmul(
+            call, self.gate, inputs)
         activated = x.new_empty(len(x), self.out.width)
         self._activate(call, saved, activated[:, : self.out.in_features])
         # uses the MLP's dropout site: no family with this gate has dropout of its own
-        out, saved.per_layer_branch = matmul_and_add_residual(
+        out, saved.per_layer_branch, saved.per_layer_out_lora_hidden = matmul_and_add_residual(
             call, x, self.out, activated, MLP_SITE, self.norm, want_sum)
-        saved.per_layer_out_lora_hidden = copy_lora_hidden(activated, self.out)
         return out
 
     def backward(self, call: LayerCall, saved: SavedPerLayer, grad: Tensor) -> Tensor:
@@ -68,14 +66,13 @@ class PerLayerGate:
         saved.per_layer_branch = None
         activated = upstream.new_empty(len(upstream), self.out.in_features)
         self._activate(call, saved, activated)
-        grad_gates, grad_d = lora_matmul_backward(
+        grad_activated = lora_matmul_backward(
             call, self.out, saved.per_layer_out_lora_hidden, upstream, activated)
-        add_a_gradient(call, self.out, activated, grad_d)
         grad_gates = gate_inputs_backward(
-            grad_gates, saved.per_layer_gates, call.layer_input, self.arch.activation)
-        grad_x, grad_d = lora_matmul_backward(
+            grad_activated, saved.per_layer_gates, call.layer_input, self.arch.activation)
+        del grad_activated
+        grad_x = lora_matmul_backward(
             call, self.gate, saved.per_layer_gate_lora_hidden, grad_gates, saved.per_layer_x)
-        add_a_gradient(call, self.gate, saved.per_layer_x, grad_d)
         return grad + grad_x
 
     def _activate(self, call: LayerCall, saved: SavedPerLayer, out: Tensor) -> None:

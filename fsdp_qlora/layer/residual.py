@@ -12,8 +12,8 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import norm_backward, normalize
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import fill_lora_hidden, lora_matmul, widen
-from fsdp_qlora.layer.saved import SavedInputs
+from fsdp_qlora.layer.lora_matmul import copy_lora_hidden, fill_lora_hidden, lora_matmul, widen
+from fsdp_qlora.layer.saved import SavedMLPInput
 
 
 def norm_padded(call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear) -> Tensor:
@@ -35,21 +35,14 @@ def apply_norm(call: LayerCall, name: str, x: Tensor) -> Tensor:
     return out
 
 
-def save_inputs(
-    call: LayerCall, saved: SavedInputs, inputs: Tensor, fused: FusedLinear | None
-) -> None:
-    """Set saved.inputs and saved.lora_hidden from `inputs`, norm_padded()'s result. `fused`: the
-    FusedLinear for which lora_matmul() has filled their last columns; None: they are not filled.
-    The normed inputs are cheap to recompute, so they are saved only while backward is running."""
-    saved.inputs = inputs if call.is_backward else None
-    saved.lora_hidden = copy_lora_hidden(inputs, fused) if fused else None
-
-
 def saved_or_recomputed_inputs(
-    call: LayerCall, saved: SavedInputs, name: str | None, x: Tensor, fused: FusedLinear
+    call: LayerCall, saved: SavedMLPInput, name: str | None, fused: FusedLinear
 ) -> Tensor:
-    """Return the norm of x [n, in]: saved.inputs or, if that is None, computed again."""
-    inputs = norm_padded(call, name, x, fused) if saved.inputs is None else saved.inputs
+    """Return the norm of saved.mlp_input [n, in]: saved.inputs or, if that is None, computed again.
+    """
+    inputs = saved.inputs
+    if inputs is None:
+        inputs = norm_padded(call, name, saved.mlp_input, fused)
     return inputs[:, : fused.in_features]
 
 
@@ -65,13 +58,14 @@ def norm_gradient(
 def matmul_and_add_residual(
     call: LayerCall, x: Tensor | None, fused: FusedLinear, inputs: Tensor, site: int,
     post_norm: str | None, want_sum: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return add_residual() of the matmul of `inputs`. The matmul is skipped if neither the sum nor
-    the norm's backward needs it."""
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Return add_residual() of the matmul of `inputs`, and LoRA's hidden values as lora_matmul()
+    does. The matmul is skipped if neither the sum nor the norm's backward needs it."""
     if not (want_sum or post_norm):
-        fill_lora_hidden(call, fused, inputs)  # backward reads them
-        return None, None
-    return add_residual(call, x, lora_matmul(call, fused, inputs), post_norm, site, want_sum)
+        fill_lora_hidden(call, fused, inputs)
+        return None, None, copy_lora_hidden(fused, inputs)
+    branch, lora_hidden = lora_matmul(call, fused, inputs)
+    return *add_residual(call, x, branch, post_norm, site, want_sum), lora_hidden
 
 
 def add_residual(
@@ -92,12 +86,6 @@ def add_residual(
                   arch.norm, arch.post_norm_eps, evaluation=call.evaluation)
     out = torch.add(x, added, alpha=arch.residual_multiplier)
     return out, branch if post_norm else None
-
-
-def copy_lora_hidden(inputs: Tensor, fused: FusedLinear) -> Tensor:
-    """Return a copy of LoRA's hidden values d and their padding, [n, padded_lora]: the last columns
-    of lora_matmul()'s inputs, which backward reads besides x."""
-    return inputs[:, fused.in_features :].clone()
 
 
 def branch_gradient(

@@ -1,7 +1,8 @@
 """What each sublayer saves for its backward, as records.
 
 Backward sets to None the tensors whose memory must be free before it ends; the rest goes with the
-record. A field that only some models need is None for the others.
+record. A field that only some models need is None for the others. `lora_hidden`, of a FusedLinear,
+is lora_matmul()'s second result.
 """
 
 from __future__ import annotations
@@ -15,19 +16,11 @@ from fsdp_qlora.layer.router import Routing
 
 
 @dataclasses.dataclass
-class SavedInputs:
-    """The inputs of a sublayer's first matmul, as saved by save_inputs()."""
-
-    inputs: Tensor = None  # normed; None: saved_or_recomputed_inputs() computes them again
-    lora_hidden: Tensor = None  # d, padded: their last columns, see lora_matmul.py
-
-
-@dataclasses.dataclass
 class SavedMixing:
     """A token mixer's inputs, and inputs of the matmul that follows it."""
 
     projected: Tensor = None  # [n, projected_width], in_proj's outputs for this mixer
-    out_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden, for the matmul after the mixer
+    out_lora_hidden: Tensor = None  # of the matmul after the mixer
 
 
 class HeadGroup(NamedTuple):
@@ -46,7 +39,7 @@ class SavedAttention(SavedMixing):
 class SavedMLA(SavedAttention):
     q_latent: Tensor = None  # both latents are before their norms
     kv_latent: Tensor = None
-    q_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden
+    q_lora_hidden: Tensor = None
     kv_lora_hidden: Tensor = None
 
 
@@ -59,10 +52,11 @@ class SavedGraph(SavedMixing):
 
 
 @dataclasses.dataclass
-class SavedMixer(SavedInputs):
+class SavedMixer:
     """The tensors that a MixerSublayer saves."""
 
     x: Tensor = None  # [n, hidden], the sublayer's input
+    lora_hidden: Tensor = None  # of in_proj
     branch: Tensor = None  # [n, hidden], the branch before its norm
     mixers: list[SavedMixing] = None  # one for each of MixerSublayer.paths
 
@@ -74,36 +68,50 @@ class SavedPerLayer:
     per_layer_x: Tensor = None
     per_layer_gates: Tensor = None
     per_layer_branch: Tensor = None
-    per_layer_gate_lora_hidden: Tensor = None  # both: like SavedInputs.lora_hidden
+    per_layer_gate_lora_hidden: Tensor = None
     per_layer_out_lora_hidden: Tensor = None
 
 
 @dataclasses.dataclass
-class SavedMLP(SavedInputs, SavedPerLayer):
-    """The tensors that an MLPSublayer saves."""
+class SavedMLPInput:
+    """The input of an MLP or of experts."""
 
-    mlp_input: Tensor = None  # [n, hidden], the input of its norm
-    gate_up: Tensor = None  # [n, gate and up]
-    branch: Tensor = None  # [n, hidden], the branch before its norm
-    down_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden
+    mlp_input: Tensor = None  # [n, hidden], the input of the norm
+    # [n, width], normed, which is cheap: saved only while backward runs, else None, see
+    # saved_or_recomputed_inputs()
+    inputs: Tensor = None
 
 
 @dataclasses.dataclass
-class SavedMoE(SavedInputs):
+class SavedGatedMLP:
+    """The tensors that a gated MLP saves between its two matmuls."""
+
+    gate_up: Tensor = None  # [n, gate and up]
+    lora_hidden: Tensor = None  # of gate_up
+    down_lora_hidden: Tensor = None
+
+
+@dataclasses.dataclass
+class SavedMLP(SavedMLPInput, SavedGatedMLP, SavedPerLayer):
+    """The tensors that an MLPSublayer saves."""
+
+    branch: Tensor = None  # [n, hidden], the branch before its norm
+
+
+@dataclasses.dataclass
+class SavedMoE(SavedMLPInput):
     """The tensors that a MoESublayer saves."""
 
-    mlp_input: Tensor = None  # [n, hidden], the input of its norm
     branch: Tensor = None  # [n, hidden], the branch before its norm
     routing: Routing = None
     gate_ups: list[Tensor] | None = None  # one per ExpertChunk; None: they are computed again
     expert_output: Tensor = None  # [n, hidden], the experts' output, before a norm of their own
     # for the shared expert
-    shared_gate_up: Tensor = None
-    down_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden
+    shared: SavedGatedMLP | None = None
     shared_output: Tensor = None  # its output, before a norm of its own
     shared_out: Tensor = None  # its output, before the factor of its gate
     shared_factor: Tensor = None
     # for the latent space, see ExpertLatent
     latent: Tensor = None
-    entry_lora_hidden: Tensor = None  # like SavedInputs.lora_hidden
+    entry_lora_hidden: Tensor = None
     exit_inputs: Tensor = None

@@ -49,8 +49,8 @@ class Adapter:
         self.expert_parts = expert_parts(self.arch, rank)  # the ones that PEFT's files stack
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         n_rows = initial_rows.numel()
-        self.n_token_weights = math.ceil(n_rows / STATE_BLOCK) * STATE_BLOCK
-        n_weights = len(self.layers) * self.n_own + self.n_token_weights
+        self.n_row_weights = math.ceil(n_rows / STATE_BLOCK) * STATE_BLOCK  # padded
+        n_weights = len(self.layers) * self.n_own + self.n_row_weights
         self.weights = nn.Parameter(torch.zeros(n_weights, device=device))
         self.weights.grad = self.grad = torch.zeros_like(self.weights)
         # each layer's `adapter` and its gradient are views of these two, so that backward adds to
@@ -75,7 +75,7 @@ class Adapter:
     def token_part(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the part of such a vector that is for the rows of --trainable_tokens."""
         # by ratio, because absmax has one value per STATE_BLOCK weights
-        return vector[len(vector) - len(vector) * self.n_token_weights // len(self.weights) :]
+        return vector[len(vector) - len(vector) * self.n_row_weights // len(self.weights) :]
 
     def names(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """Return {PEFT's name: (slice of layer i's adapter, shape)}."""
@@ -156,7 +156,7 @@ class Adapter:
             layers = [whole for whole in self.gather(vector) if whole is not None]
             if is_rank_0():
                 saved[name] = torch.stack(layers)
-                if self.n_token_weights:
+                if self.n_row_weights:
                     saved[name + TOKEN_ROWS] = self.token_part(vector).cpu()
         return saved
 
@@ -169,7 +169,7 @@ class Adapter:
             missing = own.shape[1] * self.shards - saved[name].shape[1]  # < 0: padding to cut
             whole = F.pad(saved[name], (0, missing))
             own.copy_(whole.unflatten(1, (self.shards, -1))[:, self.shard])
-            if self.n_token_weights:
+            if self.n_row_weights:
                 self.token_part(vector).copy_(saved[name + TOKEN_ROWS])
 
     def largest(self) -> float:

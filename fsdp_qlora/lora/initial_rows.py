@@ -29,11 +29,11 @@ def initial_rows(model: ModelParameters, tokens: Sequence[TrainableToken],
     for table in (model.embedding, model.head)[: model.arch.n_tables]:
         mean, rows = fill_added_rows(model, table), []
         for token in tokens:
-            sources = (token.id,) if token.pieces is None else token.pieces
-            if token.id in untrained and token.pieces is None:
-                sources = ()
-            rows.append(look_up_sharded(model, torch.tensor(sources, device=model.device), table)
-                        .double().mean(0) if sources else mean)
+            ids = (token.id,) if token.old_ids is None else token.old_ids
+            if token.id in untrained and token.old_ids is None:
+                ids = ()
+            rows.append(look_up_sharded(model, torch.tensor(ids, device=model.device), table)
+                        .double().mean(0) if ids else mean)
         tables.append(torch.stack(rows).float())
     describe(tokens, untrained)
     return torch.stack(tables)
@@ -56,9 +56,9 @@ def fill_added_rows(model: ModelParameters, table: Tensor) -> Tensor:
 
 def describe(tokens: Sequence[TrainableToken], untrained: Collection[int]) -> None:
     """Log which tokens are trained, and how those begin that the model does not know."""
-    new = [token.text for token in tokens if token.pieces]
+    new = [token.text for token in tokens if token.old_ids]
     blank = [token.text for token in tokens
-             if not (token.pieces or token.pieces is None and token.id not in untrained)]
+             if not (token.old_ids or token.old_ids is None and token.id not in untrained)]
     text = f"trainable tokens: {' '.join(token.text for token in tokens)}"
     if new:
         text += f"; {' '.join(new)} new, as the mean of the tokens of the text"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from peft import LoraConfig
 
 from fsdp_qlora.files import read_json, write_whole
+from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.lora.peft_names import FilePart
 from fsdp_qlora.pretrained.reader import FLOATS, Stored, read_tensor, tensors_of
 
@@ -97,7 +97,7 @@ def open_linear_adapters(
         raise ValueError(f"{directory / ADAPTER_FILES[1]}: is empty or untrained: lora_B is all 0")
     # cached, because one tensor may contain all experts
     read = functools.lru_cache(4)(lambda name, device: read_tensor(stored[name], name, device))
-    scaling = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
+    scaling = lora_scaling(lora.lora_alpha, lora.r, lora.use_rslora)
     return {name: LinearAdapter(read, file_parts, scaling) for name, file_parts in parts.items()}
 
 

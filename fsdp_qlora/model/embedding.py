@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -10,14 +12,8 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import norm_of
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.model.token_rows import EmbeddingRows
-from fsdp_qlora.quant.nf4 import ceil_div
 from fsdp_qlora.ranks import all_gather
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Triton comes with CUDA builds of torch only
-    triton = None
+from fsdp_qlora.triton_support import tl, triton
 
 
 CHUNK_BYTES = 256 * 2**20  # bytes of logits alive at once, and of embeddings before their sum
@@ -42,7 +38,7 @@ def look_up(ids: Tensor, table: Tensor, first: int) -> Tensor:
     memory directly."""
     if table.is_cpu and ids.is_cuda:
         out = torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=ids.device)
-        grid = (len(ids), ceil_div(table.shape[1], 1024))
+        grid = (len(ids), math.ceil(table.shape[1] / 1024))
         look_up_kernel[grid](ids.contiguous(), table, out, first, len(table), table.shape[1], 1024)
         return out
     local = ids - first

@@ -29,13 +29,16 @@ def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tenso
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def logits_of_states(model: ModelParameters, states: Tensor) -> Tensor:
+    """Return the logits, fp32 [n, tokens of this rank's rows], of normed `states` [n, hidden]."""
+    logits = F.linear(states, model.head, model.head_bias)
+    return scaled_logits(logits, model.arch.logits_multiplier, model.arch.logits_softcap)
+
+
 def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
     """Return the most probable next token after each of the normed `states` [n, hidden], int64 [n].
     All ranks of the group must call this, with the same states."""
-    logits = scaled_logits(
-        F.linear(states, model.head, model.head_bias), model.arch.logits_multiplier,
-        model.arch.logits_softcap)
-    top, best = logits.max(-1)
+    top, best = logits_of_states(model, states).max(-1)
     if model.shards == 1:
         return best
     top, best = (all_gather(x, model.group) for x in (top, best + model.own_rows.start))
@@ -156,9 +159,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_x, batch, ctx.grad_x = ctx.grad_x, ctx.batch, None
         # padded labels point to token 0 and add 0 to it
         weights = grad_losses.float().masked_fill(batch.labels < 0, 0)
-        token_weights = weights.new_zeros(len(grad_x)).index_add_(0, batch.label_positions, weights)
+        token_factors = weights.new_zeros(len(grad_x)).index_add_(0, batch.label_positions, weights)
         grad_rows = None if ctx.x is None else head_row_gradient(ctx, weights)
-        return grad_x.mul_(token_weights[:, None]), None, None, grad_rows
+        return grad_x.mul_(token_factors[:, None]), None, None, grad_rows
 
 
 def head_row_gradient(ctx: Any, weights: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
 
     fill_model(model, names, read_checked, nf4_states)
     with raise_on_all_ranks():
-        reader.close()  # raises the reader's error; until here all ranks go on
+        reader.close()  # raises the reader's error; until here all ranks continue
         are_finite = torch.stack(list(finite.values())).tolist()
         if not all(are_finite):
             damaged = list(finite)[are_finite.index(False)]

@@ -117,7 +117,7 @@ def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool)
     requests = [Request(name, (n_out, n_in), own.rows, names.sources.get(name))]
     if scales := names.scaled.get(name):
         n, _ = scale_block(name)
-        rows = range(own.rows.start // n, -(-own.rows.stop // n))
+        rows = range(own.rows.start // n, math.ceil(own.rows.stop / n))
         requests.append(Request(scales, names.shapes[scales], rows))
     return requests
 

@@ -67,7 +67,7 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         vectors=sum(vectors_each), largest_vectors=max(vectors_each),
         adapter=specs[0].n_adapter,
         weights=sum(spec.n_weights for spec in specs),
-        token_weights=sum(spec.token_weights(by_time=True) for spec in specs),
+        token_weights=sum(spec.active_weights(by_time=True) for spec in specs),
         recomputed_weights={
             saves: sum(spec.recomputed_weights(saves) for spec in specs)
             for saves in SAVES},

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp_qlora.layer.grouped_mm import why_no_grouped_mm
 from fsdp_qlora.memory import host_share
-from fsdp_qlora.quant.nf4 import why_no_triton
+from fsdp_qlora.quant.triton_trial import why_no_triton
 from fsdp_qlora.ranks import gather_objects
 
 

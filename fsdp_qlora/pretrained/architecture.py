@@ -442,7 +442,8 @@ class Family:
     mla: LatentAttention | None = None  # instead of q_proj, k_proj and v_proj
     # {layer type: the mixer that it has instead of softmax attention}
     mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
-    beside: bool = False  # layers with a mixer also have softmax attention; both outputs are added
+    # layers with a mixer also have softmax attention, and both outputs are added
+    parallel_mixers: bool = False
     # {one of the four norm fields above: its value in layers with a mixer}
     mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     # pairs: a part of a tensor's name here, and the part that files may have instead; those of
@@ -543,7 +544,7 @@ class Architecture(Family):
 
     def has_attention(self, kind: LayerKind) -> bool:
         """Return True if layers of this kind have softmax attention."""
-        return (self.beside or not kind.mixer) and kind.sublayers != "mlp"
+        return (self.parallel_mixers or not kind.mixer) and kind.sublayers != "mlp"
 
     def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
         """Return the linears whose concatenated outputs are q, k, v and perhaps attention's gates;
@@ -573,7 +574,7 @@ class Architecture(Family):
         if not kind.mixer:
             return {"in_proj": in_proj, "out": out}
         mixer_in, mixer_out = self.mixers[kind.mixer].linears(self.hidden_size)
-        if not self.beside:
+        if not self.parallel_mixers:
             return {"in_proj": mixer_in, "out": mixer_out}
         return {"in_proj": in_proj + mixer_in, "out": out, "mixer_out": mixer_out}
 

@@ -384,7 +384,8 @@ def describe_positions(
     thetas = c.layer_rope_theta if family.layer_thetas else [None] * n_layers
     for kind, rotates, theta, (_, _, head_dim, _) in zip(
             kinds, rotated, thetas, layer_heads, strict=True):
-        if kind in family.mixers and not family.beside or not rotates and family.one_sublayer:
+        if (kind in family.mixers and not family.parallel_mixers
+                or not rotates and family.one_sublayer):
             layer_rope.append(None)
             continue
         rope = dict(c.rope_parameters)

@@ -162,7 +162,7 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": Family(
         peft_refuses=("out_proj",), final_norm="final_layernorm", mlp_norm="pre_ff_layernorm",
         qkv_bias=False, out_bias=False, mlp_bias=False, mlp_out="feed_forward.down_proj",
-        mlp_in=("feed_forward.gate_proj", "feed_forward.up_proj"), beside=True,
+        mlp_in=("feed_forward.gate_proj", "feed_forward.up_proj"), parallel_mixers=True,
         embedding_multiplier="config.embedding_multiplier",
         logits_multiplier="config.lm_head_multiplier", key_multiplier="config.key_multiplier",
         attention_in_multiplier="config.attention_in_multiplier",

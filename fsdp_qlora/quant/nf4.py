@@ -2,9 +2,8 @@
 
 MXFP4 is the format of gpt-oss's experts. blocks.py stores the codes. The kernel dequantizes all
 linears of a matmul at once and is told where each one is by a table, int32 [linears, 7], which
-linears_table() in layer/dequantize.py makes:
+linears_table() in layer/dequantize.py makes. The seven columns of a linear's row are:
 
-    column         of each linear
     FIRST_BLOCK    its first block, in `packed` and `scales`
     FIRST_OUTPUT   its first output, a row of `out`
     FIRST_NESTED   its first second-level absmax, in `nested_absmax`; unused in MXFP4
@@ -17,25 +16,16 @@ linears_table() in layer/dequantize.py makes:
 from __future__ import annotations
 
 import functools
+import math
 
 import bitsandbytes as bnb
 import torch
 
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Triton comes with CUDA builds of torch only
-    triton = None
+from fsdp_qlora.triton_support import tl, triton
 
 
 LORA_COLUMNS = 64  # LoRA's columns of a matmul are padded to a multiple, whole cache lines
-
-
-def ceil_div(n: int, size: int) -> int:
-    """Return n / size, rounded up."""
-    return -(-n // size)
 
 
 @functools.lru_cache(None)
@@ -81,8 +71,8 @@ def launch_dequantize(
     the 4-bit codes, [16]; `table`: see the top of this file; `equal`: see equal_blocks().
     """
     n_rows, padded_lora = len(out), out.shape[1] - n_in
-    n_tiles = ceil_div(len(packed), TILE_BLOCKS)
-    column_tiles = ceil_div(n_rows, TILE_ROWS) * (padded_lora // LORA_COLUMNS)
+    n_tiles = math.ceil(len(packed) / TILE_BLOCKS)
+    column_tiles = math.ceil(n_rows / TILE_ROWS) * (padded_lora // LORA_COLUMNS)
     dequantize_kernel[(n_tiles + column_tiles,)](
         packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
         len(packed), n_tiles, n_rows, n_in, padded_lora, rank,
@@ -173,35 +163,3 @@ if triton:
         values = tl.load(adapter + first[:, None] + r, there, 0.0)
         target = row.to(tl.int64)[:, None] * (n_in + padded_lora) + n_in + column[None, :]
         tl.store(out + target, values, (row < n_rows)[:, None] & (column >= 0)[None, :])
-
-
-@functools.lru_cache(None)
-def why_no_triton() -> str:
-    """Return why Triton's kernels cannot be used on this machine, or "". Triton compiles at the
-    first use, which needs a C compiler and Python's headers."""
-    if not torch.cuda.is_available():
-        return "there is no GPU"
-    if triton is None:
-        return "there is no Triton"
-    weight = torch.randn(256, 256, dtype=torch.bfloat16, device="cuda")
-    packed, state = bnb.functional.quantize_4bit(
-        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    packed, nested, cuda = packed.view(-1, BLOCK // 2), state.state2, weight.device
-    # one linear of 256 outputs, without an adapter
-    table = torch.tensor([[0, 0, 0, 0, 0, -1, 256]], dtype=torch.int32, device="cuda")
-    mx_scales = (torch.arange(2048, device="cuda") % 128 + 64).to(torch.uint8).view(-1, 2)
-    mx_code, mx_powers = mxfp4_code(cuda)
-    same = []
-    for is_mx, scales, scale_values, code, want in (
-        (False, state.absmax.view(-1, 1), nested.code, nf4_code(cuda),
-         bnb.functional.dequantize_4bit(packed.view(-1, 1), state)),
-        (True, mx_scales, mx_powers, mx_code, mxfp4_values(packed, mx_scales).to(weight.dtype))):
-        out = torch.empty_like(weight)
-        try:
-            launch_dequantize(
-                packed, scales, nested.absmax, state.offset, scale_values, code, weight, table, out,
-                256, 16, n_linears=1, equal=0, in_mxfp4=is_mx)
-        except Exception as e:
-            return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
-        same.append(torch.equal(out, want.view(256, 256)))
-    return "" if all(same) else "on this GPU its result differs from that of bitsandbytes or torch"

@@ -35,7 +35,7 @@ class BaseModel:
     @property
     def has_new_tokens(self) -> bool:
         """Whether --trainable_tokens names tokens that the vocabulary lacked."""
-        return any(token.pieces is not None for token in self.trainable_tokens)
+        return any(token.old_ids is not None for token in self.trainable_tokens)
 
 
 def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:

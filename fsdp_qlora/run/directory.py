@@ -211,8 +211,8 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
         "world_size": dist.get_world_size(),
         "date": template_date,
         "trainable_token_ids": [*run.adapter.token_ids],
-        "asked": [{"answers": n, "chat_template_kwargs": json.loads(way)}
-                  for way, n in run.rows.asked.items()],  # see how_to_ask()
+        "asked": [{"answers": n, "chat_template_kwargs": json.loads(kwargs)}
+                  for kwargs, n in run.rows.template_kwargs.items()],  # see how_to_prompt()
         "version": VERSION,
         "versions": versions,
         **kept,

@@ -21,7 +21,7 @@ from fsdp_qlora.memory import host_memory
 from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, parse_gpus
-from fsdp_qlora.quant.nf4 import why_no_triton
+from fsdp_qlora.quant.triton_trial import why_no_triton
 from fsdp_qlora.run.metrics import compiles_kernels, device_word
 from fsdp_qlora.run.state import Run
 

@@ -29,7 +29,8 @@ class TrainedRun:
     config: dict[str, Any] = field(default_factory=dict)  # from train_config.json, as the next four
     quantization: dict[str, Any] = field(default_factory=dict)
     base_sha256: str | None = None
-    asked: list[dict[str, Any]] = field(default_factory=list)  # see how_to_ask()
+    # "asked" of train_config.json, see how_to_prompt()
+    template_kwargs: list[dict[str, Any]] = field(default_factory=list)
     probe_input_ids: list[list[int]] = field(default_factory=list)
     merge_check_file: Path | None = None  # MERGE_CHECK_FILE; None: nothing to compare with
     tokenizer: list[Path] = field(default_factory=list)  # files to use if the base has none
@@ -77,7 +78,7 @@ def read_run(directory: Path) -> TrainedRun:
     tokenizer = found("tokenizer.json", "tokenizer_config.json")
     return TrainedRun(
         config=run["config"], quantization=run["quantization"], base_model=run["base_model"],
-        base_sha256=run["base_sha256"], asked=run.get("asked", []),
+        base_sha256=run["base_sha256"], template_kwargs=run.get("asked", []),
         merge_check_file=directory / MERGE_CHECK_FILE, probe_input_ids=run["probe_input_ids"],
         tokenizer=tokenizer,  # with --trainable_tokens it may have more tokens than the base's
         extras=[*found("generation_config.json"), *(tokenizer if token_ids else [])],

@@ -28,7 +28,7 @@ from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.model.fsdp import set_local
-from fsdp_qlora.model.lm_head import scaled_logits
+from fsdp_qlora.model.lm_head import logits_of_states, scaled_logits
 from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
@@ -242,13 +242,10 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
 
 def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return {name of a compared result: tensor} for the two documents in one micro-batch."""
-    arch, documents = model.arch, ids.split(LENGTHS)
-    rows = rows_of([(x, x) for x in documents])
+    rows = rows_of([(x, x) for x in ids.split(LENGTHS)])
     micro_batch = make_micro_batch(rows, [[0, 1]], 0, None, model)
     with torch.no_grad():
-        states = model(micro_batch, wants_loss=False)
-        logits = scaled_logits(F.linear(states, model.head, model.head_bias),
-                               arch.logits_multiplier, arch.logits_softcap)
+        logits = logits_of_states(model, model(micro_batch, wants_loss=False))
     loss = model(micro_batch).sum()
     loss.backward()
     gradients = {f"gradient of adapter {i}": layer.adapter.grad

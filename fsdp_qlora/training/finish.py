@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp_qlora.data.template import how_to_ask
+from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.log import log
 from fsdp_qlora.memory import log_memory
@@ -33,10 +33,10 @@ def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.states(run.model), causes=DISK_ERRORS)
-    raise RunError(f"{why}, after step {step}; {how_to_continue(run, step)}", EXIT_RESUMABLE)
+    raise RunError(f"{why}, after step {step}; {what_is_saved(run, step)}", EXIT_RESUMABLE)
 
 
-def how_to_continue(run: Run, step: int) -> str:
+def what_is_saved(run: Run, step: int) -> str:
     """Return what is saved of a run that stops after `step`, and how it is resumed."""
     newest = checkpoint_path(run.directory, run.saved_step).name
     if not run.saved_step:
@@ -51,7 +51,7 @@ def finish_run(run: Run, script: Path) -> None:
     call this."""
     log_checkpoints(run)
     log_memory("at the end", run.device)
-    if how := how_to_ask(run.rows.asked):
+    if how := how_to_prompt(run.rows.template_kwargs):
         log(how)
     if why := on_rank_0(lambda: why_worse(losses_of(run.directory))):
         log(f"warning: {why}. Try a lower --learning_rate")

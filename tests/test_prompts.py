@@ -77,7 +77,7 @@ def test_tokens_before_each_answer_are_those_of_the_prompt(name, thinking, qwen,
                 "the chat template leaves out", "the chat template fails", "mixes message",
                 "prompt for an answer has")), why
             continue
-        ways = {way: json.loads(way) for way in documents[0]["asked"].splitlines()}
+        ways = {way: json.loads(way) for way in documents[0]["template_kwargs"].splitlines()}
         wanted = set()
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -114,14 +114,14 @@ def test_check_would_see_an_answer_that_begins_inside_a_token(qwen, tmp_path, mo
     assert trained([apart], qwen) == [["\n</think>\n\nThe answer is 7.<|im_end|>"]]
 
 
-def test_answers_are_counted_by_what_they_are_asked_with(qwen, tmp_path):
+def test_answers_are_counted_by_their_template_variables(qwen, tmp_path):
     """Those without reasoning by the template's switch, the others as it is."""
     qwen = copy.deepcopy(qwen)
     qwen.chat_template = SWITCHED
     thought = [ASKED[0], says("assistant", "It is 7.", reasoning_content="so it is")]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": m} for m in (TALK, ASKED, thought)])
     rows, _ = prepare([path], qwen)
-    assert rows.asked == {'{"enable_thinking": false}': 3, "{}": 1}
+    assert rows.template_kwargs == {'{"enable_thinking": false}': 3, "{}": 1}
     row = {"messages": thought, "chat_template_kwargs": {"enable_thinking": False}}
     why = refusal([write_jsonl(tmp_path / "row.jsonl", [row])], qwen)
     assert "prompt for an answer has '</think>', but this answer begins with '\\nso it is" in why
@@ -159,7 +159,7 @@ TALKS = [[says("user", f"What is it? {n}"), says("assistant", f"It is {n}.")] fo
 THOUGHTS = [[asked, answer | {"reasoning_content": f"so {n}"}]
             for (asked, answer), n in zip(TALKS, NUMBERS)]
 SPACES = [[says("user", f"What is it? {n} "), says("assistant", f"\nIt is {n}.")] for n in NUMBERS]
-# name: (template, conversations, how to ask, what the model then writes)
+# name: (template, conversations, how to prompt, what the model then writes)
 SERVED = {
     "Qwen3.5": ("thinking", TALKS, {}, "\n</think>\n\nIt is {}."),
     "Qwen3.5, small": ("thinking by a switch", TALKS, {}, "It is {}."),

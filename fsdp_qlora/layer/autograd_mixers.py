@@ -1,4 +1,4 @@
-"""Other token mixers: short convolution (LFM2), gated delta net, Mamba-2.
+"""Token mixers whose backward is autograd's: short convolution (LFM2), gated delta net, Mamba-2.
 
 None sees across the bounds of documents. pretrained/families.py says which layers have one,
 pretrained/architecture.py what their letters mean.
@@ -27,20 +27,20 @@ from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, M
 class AutogradMixer:
     """A TokenMixer that runs a function of MIXERS, whose backward is autograd's."""
 
-    mixer: Mixer
+    record: Mixer
     arch: Architecture
 
     saved_type = SavedGraph
     fused_linears = ()
 
     def forward(self, call: LayerCall, saved: SavedGraph) -> Tensor:
-        function = MIXERS[type(self.mixer)].function
+        function = MIXERS[type(self.record)].function
         projected, saved.projected = saved.projected, None
         with torch.set_grad_enabled(call.saves_graph):
             if call.saves_graph:
                 projected = GraphStart.apply(torch.empty(0, requires_grad=True), projected)
                 saved.start = get_gradient_edge(projected)
-            saved.mixed = function(call, projected, self.mixer)
+            saved.mixed = function(call, projected, self.record)
         return self.recompute_output(call, saved)
 
     def recompute_output(self, call: LayerCall, saved: SavedGraph) -> Tensor:
@@ -53,13 +53,13 @@ class AutogradMixer:
 
     @property
     def projected_width(self) -> int:
-        return sum(x.out_features for x in self.mixer.linears(self.arch.hidden_size)[0])
+        return sum(x.out_features for x in self.record.linears(self.arch.hidden_size)[0])
 
     @property
     def saves_projected(self) -> bool:
-        if isinstance(self.mixer, DeltaNet):
-            return not self.mixer.by_key_head  # else it saves copies of its parts instead
-        return not (isinstance(self.mixer, Mamba2) and self.mixer.is_multiplied)
+        if isinstance(self.record, DeltaNet):
+            return not self.record.by_key_head  # else it saves copies of its parts instead
+        return not (isinstance(self.record, Mamba2) and self.record.is_multiplied)
 
     # ---- what it costs, for the planner ----
 
@@ -67,17 +67,17 @@ class AutogradMixer:
 
     @property
     def saved_values(self) -> int:
-        return MIXERS[type(self.mixer)].saved_values(self.mixer, self.arch.hidden_size)
+        return MIXERS[type(self.record)].saved_values(self.record, self.arch.hidden_size)
 
     def live_bytes(self, plan: Plan) -> int:
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
-        if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(self.mixer))):
-            return recurrence.plain_bytes(self.mixer) * n
-        return MIXERS[type(self.mixer)].live_values(self.mixer, self.arch.hidden_size) * n * item
+        if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(self.record))):
+            return recurrence.plain_bytes_per_token(self.record) * n
+        return MIXERS[type(self.record)].live_values(self.record, self.arch.hidden_size) * n * item
 
     @property
     def elementwise_values(self) -> int:
-        return MIXERS[type(self.mixer)].moved_values(self.mixer, self.arch.hidden_size)
+        return MIXERS[type(self.record)].elementwise_values(self.record, self.arch.hidden_size)
 
 
 class GraphStart(torch.autograd.Function):
@@ -207,7 +207,7 @@ def gated_norm_backward(
 # ---- mixers ----
 
 
-def short_conv(call: LayerCall, projected: Tensor, mixer: ShortConv) -> Tensor:
+def short_conv(call: LayerCall, projected: Tensor, record: ShortConv) -> Tensor:
     """LFM2's mixer, see ShortConv. `projected` [n, 3 x hidden] contains b, c and x."""
     tensors = call.layer.small_tensors
     b, c, x = projected.chunk(3, 1)
@@ -216,34 +216,34 @@ def short_conv(call: LayerCall, projected: Tensor, mixer: ShortConv) -> Tensor:
     return c * conv
 
 
-def delta_net(call: LayerCall, projected: Tensor, mixer: DeltaNet) -> Tensor:
+def delta_net(call: LayerCall, projected: Tensor, record: DeltaNet) -> Tensor:
     """The gated delta net, see DeltaNet."""
     tensors = {name.removeprefix("linear_attn."): tensor
                for name, tensor in call.layer.small_tensors.items()}
-    parts, positions = delta_parts(projected, mixer), call.batch.position_ids
+    parts, positions = delta_parts(projected, record), call.batch.position_ids
     weights = [tensors.get(f"{letter}_conv1d.weight") for letter in "qkv"]
-    if not mixer.split_conv:
-        weights = tensors["conv1d.weight"].split([mixer.widths[letter] for letter in "qkv"])
+    if not record.split_conv:
+        weights = tensors["conv1d.weight"].split([record.widths[letter] for letter in "qkv"])
     query, key, value = (
         CausalConv.apply(parts[letter], weight, None, positions, True).unflatten(1, (heads, -1))
         for letter, weight, heads in zip(
-            "qkv", weights, (mixer.key_heads, mixer.key_heads, mixer.value_heads)))
-    beta = parts["b"].sigmoid() * (2 if mixer.double_beta else 1)
+            "qkv", weights, (record.key_heads, record.key_heads, record.value_heads)))
+    beta = parts["b"].sigmoid() * (2 if record.double_beta else 1)
     g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
     out = call.batch.kernels["recurrence"](query, key, value, g, beta, call.batch)
-    z, weight = parts["z"].unflatten(1, (mixer.value_heads, -1)), tensors[f"{mixer.norm}.weight"]
-    mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps)
+    z, weight = parts["z"].unflatten(1, (record.value_heads, -1)), tensors[f"{record.norm}.weight"]
+    mixed: Tensor = GatedNorm.apply(out, z, weight, record.norm_eps)
     return mixed.flatten(1)
 
 
-def mamba2(call: LayerCall, projected: Tensor, mixer: Mamba2) -> Tensor:
+def mamba2(call: LayerCall, projected: Tensor, record: Mamba2) -> Tensor:
     """Mamba-2, see Mamba2."""
-    tensors = {name.removeprefix(f"{mixer.stem}."): tensor
+    tensors = {name.removeprefix(f"{record.stem}."): tensor
                for name, tensor in call.layer.small_tensors.items()}
-    widths, multipliers = mixer.widths, mixer.multipliers
-    if mixer.is_multiplied:
+    widths, multipliers = record.widths, record.multipliers
+    if record.is_multiplied:
         by_part = multipliers if isinstance(multipliers, list) else [multipliers] * len(widths)
-        projected = torch.cat([part * (factor * mixer.in_multiplier) for part, factor in zip(
+        projected = torch.cat([part * (factor * record.in_multiplier) for part, factor in zip(
             projected.split(list(widths.values()), 1), by_part, strict=True)], 1)
     n_channels = widths["x"] + widths["B"] + widths["C"]
     z, before_conv, dt = projected.split([widths["z"], n_channels, widths["dt"]], 1)
@@ -251,23 +251,24 @@ def mamba2(call: LayerCall, projected: Tensor, mixer: Mamba2) -> Tensor:
                             call.batch.position_ids, True)
     x, b, c = conv.split([widths["x"], widths["B"], widths["C"]], 1)
     x, b, c = (part.unflatten(1, (heads, -1)) for part, heads in zip(
-        (x, b, c), (mixer.heads, mixer.groups, mixer.groups)))
-    low, high = mixer.step_limits
-    step = F.softplus(dt.float() + tensors["dt_bias"].float()).clamp(max(low, mixer.min_step), high)
+        (x, b, c), (record.heads, record.groups, record.groups)))
+    low, high = record.step_limits
+    low = max(low, record.min_step)
+    step = F.softplus(dt.float() + tensors["dt_bias"].float()).clamp(low, high)
     decay = -tensors["A_log"].float().exp() * step
     out = call.batch.kernels["recurrence"](b, c, x, decay, step, call.batch)
     out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
-    out, z = (part.reshape(len(x), mixer.groups, -1) for part in (out, z))
-    weight = tensors["norm.weight"].view(mixer.groups, -1) if mixer.norm else None
-    mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps, not mixer.norm_first)
-    return mixed.flatten(1) * mixer.out_multiplier
+    out, z = (part.reshape(len(x), record.groups, -1) for part in (out, z))
+    weight = tensors["norm.weight"].view(record.groups, -1) if record.norm else None
+    mixed: Tensor = GatedNorm.apply(out, z, weight, record.norm_eps, not record.norm_first)
+    return mixed.flatten(1) * record.out_multiplier
 
 
-def delta_parts(projected: Tensor, mixer: DeltaNet) -> dict[str, Tensor]:
+def delta_parts(projected: Tensor, record: DeltaNet) -> dict[str, Tensor]:
     """Split the outputs of the linears into {q, k, v, z, b, a: [n, width]}."""
-    groups, parts, first = mixer.key_heads if mixer.by_key_head else 1, {}, 0
-    for _, names in mixer.in_projs:
-        widths = [mixer.widths[name] for name in names]
+    groups, parts, first = record.key_heads if record.by_key_head else 1, {}, 0
+    for _, names in record.in_projs:
+        widths = [record.widths[name] for name in names]
         columns = projected[:, first : first + sum(widths)].unflatten(1, (groups, -1))
         for name, part in zip(names, columns.split([width // groups for width in widths], 2)):
             parts[name] = part.flatten(1)
@@ -276,69 +277,71 @@ def delta_parts(projected: Tensor, mixer: DeltaNet) -> dict[str, Tensor]:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedFunction:
-    """A function (call, projected [n, widths], mixer) -> inputs of the output projection [n,
-    width], recorded by autograd; and its costs, in values per token."""
+class MixerFunction:
+    """A function (call, projected [n, widths], record) -> inputs of the output projection [n,
+    width], recorded by autograd; and its costs."""
 
     function: Callable[[LayerCall, Tensor, Any], Tensor]
-    saved_values: Callable[[Any, int], int]  # (mixer, hidden) -> saved for its backward
-    live_values: Callable[[Any, int], int]  # the same -> alive at once in its backward, besides
-    moved_values: Callable[[Any, int], int]  # the same -> read or written, forward and backward
+    # (record, hidden) -> values per token: saved for backward; alive at once in backward in
+    # addition; read or written by elementwise work, forward and backward
+    saved_values: Callable[[Any, int], int]
+    live_values: Callable[[Any, int], int]
+    elementwise_values: Callable[[Any, int], int]
 
 
-def delta_saved_values(mixer: DeltaNet, hidden: int) -> int:
+def delta_saved_values(record: DeltaNet, hidden: int) -> int:
     """Values that delta_net() saves for backward: `projected`, without b and a if the parts are
     copies; query, key and value as the delta rule reads them; its output, before and after norm and
     gate. For each value head: a chunk's products, g and its input, fp32, and b before and after its
     factor. For each key head: the norms of query and key, fp32."""
-    widths, copied = mixer.widths, 2 * mixer.value_heads * mixer.by_key_head
+    widths, copied = record.widths, 2 * record.value_heads * record.by_key_head
     return (sum(widths.values()) - copied + sum(widths[x] for x in "qkv") + 2 * widths["v"]
-            + (STATE_CHUNK + 6) * mixer.value_heads + 4 * mixer.key_heads)
+            + (STATE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
 
 
-def delta_live_values(mixer: DeltaNet, hidden: int) -> int:
+def delta_live_values(record: DeltaNet, hidden: int) -> int:
     """Gradients of the saved values, and fla's states. Counted, not measured."""
-    states = mixer.value_heads * mixer.key_dim * mixer.value_dim // STATE_CHUNK
-    head_values = mixer.value_heads * mixer.key_dim
-    return 2 * sum(mixer.widths.values()) + 4 * head_values + 3 * mixer.widths["v"] + 2 * states
+    states = record.value_heads * record.key_dim * record.value_dim // STATE_CHUNK
+    head_values = record.value_heads * record.key_dim
+    return 2 * sum(record.widths.values()) + 4 * head_values + 3 * record.widths["v"] + 2 * states
 
 
-def delta_moved_values(mixer: DeltaNet, hidden: int) -> int:
+def delta_elementwise_values(record: DeltaNet, hidden: int) -> int:
     """Values moved by convolution, norm and gate, and by the delta rule's kernels, which take as
     long as moving this many. Counted, not measured."""
-    widths, head_values = mixer.widths, mixer.value_heads * (mixer.key_dim + mixer.value_dim)
+    widths, head_values = record.widths, record.value_heads * (record.key_dim + record.value_dim)
     return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * head_values
 
 
-def mamba2_saved_values(mixer: Mamba2, hidden: int) -> int:
+def mamba2_saved_values(record: Mamba2, hidden: int) -> int:
     """Values that mamba2() saves for backward: `projected`; x, B and C as the scan reads them;
     decay, step and step's two intermediate results, fp32; the scan's output plus D x, before and
     after norm and gate."""
-    widths = mixer.widths
+    widths = record.widths
     return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 2 * widths["x"]
-            + 8 * mixer.heads)
+            + 8 * record.heads)
 
 
-def mamba2_live_values(mixer: Mamba2, hidden: int) -> int:
+def mamba2_live_values(record: Mamba2, hidden: int) -> int:
     """Gradients of the saved values; B and C and their gradients for each head; fla's states, fp32.
     Counted, not measured."""
-    states = mixer.heads * mixer.state * mixer.head_dim // STATE_CHUNK
-    return (2 * sum(mixer.widths.values()) + 4 * mixer.heads * mixer.state + 3 * mixer.widths["x"]
+    widths, states = record.widths, record.heads * record.state * record.head_dim // STATE_CHUNK
+    return (2 * sum(widths.values()) + 4 * record.heads * record.state + 3 * widths["x"]
             + 4 * states)
 
 
-def mamba2_moved_values(mixer: Mamba2, hidden: int) -> int:
-    """Values moved, see delta_moved_values()."""
-    widths, head_values = mixer.widths, mixer.heads * (mixer.state + mixer.head_dim)
+def mamba2_elementwise_values(record: Mamba2, hidden: int) -> int:
+    """Values moved, see delta_elementwise_values()."""
+    widths, head_values = record.widths, record.heads * (record.state + record.head_dim)
     return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * head_values
 
 
-MIXERS: dict[type, RecordedFunction] = {
+MIXERS: dict[type, MixerFunction] = {
     # saved: projected, b * x, conv's result, and that result times c
-    ShortConv: RecordedFunction(
-        short_conv, lambda mixer, hidden: 6 * hidden, lambda mixer, hidden: 7 * hidden,
-        lambda mixer, hidden: 25 * hidden),
-    DeltaNet: RecordedFunction(
-        delta_net, delta_saved_values, delta_live_values, delta_moved_values),
-    Mamba2: RecordedFunction(
-        mamba2, mamba2_saved_values, mamba2_live_values, mamba2_moved_values)}
+    ShortConv: MixerFunction(
+        short_conv, lambda record, hidden: 6 * hidden, lambda record, hidden: 7 * hidden,
+        lambda record, hidden: 25 * hidden),
+    DeltaNet: MixerFunction(
+        delta_net, delta_saved_values, delta_live_values, delta_elementwise_values),
+    Mamba2: MixerFunction(
+        mamba2, mamba2_saved_values, mamba2_live_values, mamba2_elementwise_values)}

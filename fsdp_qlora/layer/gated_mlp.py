@@ -1,0 +1,43 @@
+"""Between the two matmuls of a gated MLP: for the MLP of a layer, and for a shared expert."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fsdp_qlora.kernels.elementwise import PairedActivation, glu, glu_backward_
+from fsdp_qlora.layer.call import LayerCall
+from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.lora_matmul import add_a_gradient, input_gradients
+from fsdp_qlora.layer.saved import SavedGatedMLP
+
+
+def activate(
+    call: LayerCall, saved: SavedGatedMLP, down: FusedLinear, activation: PairedActivation
+) -> Tensor:
+    """Return the inputs of down's matmul, [n, down.width]: glu() of saved.gate_up, with room for
+    LoRA's columns."""
+    inputs = saved.gate_up.new_empty(len(saved.gate_up), down.width)
+    glu(inputs[:, : down.in_features], saved.gate_up, activation, call.arch.gated,
+        evaluation=call.evaluation)
+    return inputs
+
+
+def down_backward(
+    call: LayerCall, saved: SavedGatedMLP, down: FusedLinear, activation: PairedActivation,
+    grad: Tensor
+) -> Tensor:
+    """Return the gradient of saved.gate_up, from `grad`, the gradient of down's outputs. It is
+    saved.gate_up itself, overwritten."""
+    gated, activated = call.arch.gated, None
+    if call.spec.dora:
+        activated = grad.new_empty(len(grad), down.in_features)
+        glu(activated, saved.gate_up, activation, gated)
+    grad_activated, grad_d = input_gradients(
+        call, down, saved.down_lora_hidden, grad, activated)
+    del activated
+    # gate and up as two tensors, so that one kernel can read and write their columns
+    glu_backward_(grad_activated, activation, None, *saved.gate_up.chunk(1 + gated, -1))
+    grad_gate_up = saved.gate_up  # overwritten by glu_backward_()
+    activated = grad_activated  # overwritten by glu_backward_()
+    add_a_gradient(call, down, activated, grad_d)
+    return grad_gate_up
