@@ -392,13 +392,13 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
 # ------------------------------------------------------------------------------------------------
 
 
-def make_mesh(shards: int, device: torch.device) -> DeviceMesh:
-    """Make groups of `shards` consecutive ranks, each of which shares a copy of the model (HSDP);
-    or one group of all ranks. Within a group weights are gathered and gradients scattered all the
-    time; between groups only the adapter's gradients are summed."""
-    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
+def make_mesh(shard_group_size: int, device: torch.device) -> DeviceMesh:
+    """Make groups of `shard_group_size` consecutive ranks, each of which shares a copy of the model
+    (HSDP); or one group of all ranks. Within a group weights are gathered and gradients scattered
+    all the time; between groups only the adapter's gradients are summed."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, shard_group_size)
     if len(ranks) == 1:
-        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+        return init_device_mesh(device.type, (shard_group_size,), mesh_dim_names=("shard",))
     # not init_device_mesh: it splits the default group, which torch may refuse if that group has
     # one backend for CPUs and one for GPUs ("Unknown c10d backend type", pytorch issue 159200)
     groups = [

@@ -1047,7 +1047,7 @@ def test_document_as_long_as_longropes_limit_is_short(name):
     positions = [torch.arange(length) for length in lengths]
     bounds = torch.tensor([0, *itertools.accumulate(lengths)])
     micro_batch = types.SimpleNamespace(
-        position_ids=torch.cat(positions), cu_seqlens=bounds, shard=None)  # fmt: skip
+        position_ids=torch.cat(positions), cu_seqlens=bounds, context_shard=None)  # fmt: skip
     got = rope_tables(arch, [rope_frequencies(arch.ropes[0], arch, n + 1, config)], micro_batch, 0)[
         0
     ]
@@ -1076,7 +1076,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
         )
     segments = segments_of((n,))
     micro_batch = types.SimpleNamespace(
-        longest=n, segments=segments, shard=None, kernels=kernels)  # fmt: skip
+        longest=n, segments=segments, context_shard=None, kernels=kernels)  # fmt: skip
     mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(batch=micro_batch, layer=layer)

@@ -215,7 +215,7 @@ def fake_micro_batch(arch, plan, lengths):
     keys = torch.empty(n, dtype=torch.int64) if arch.attention_dropout else None
     micro_batch = types.SimpleNamespace(
         position_ids=torch.empty(n, dtype=torch.int64), dropout_seeds=keys,
-        lengths=lengths, longest=max(lengths), shard=None,
+        lengths=lengths, longest=max(lengths), context_shard=None,
         cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=DeviceActivations(),
         kernels=counted_kernels(arch, plan),
         n_unpadded=torch.empty(1, dtype=torch.int64),
@@ -413,7 +413,7 @@ def test_plan_knows_the_heads_peak(
         head, norm = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), torch.empty(
             arch.hidden_size, dtype=dtype)
         model = types.SimpleNamespace(arch=arch, head=head, head_bias=None, norm=norm,
-                                      norm_bias=None, shards=1, shard=0,
+                                      norm_bias=None, group_size=1, group_rank=0,
                                       own_rows=range(arch.vocab_size), group=None,
                                       token_rows=None)
         head_rows = None

@@ -113,7 +113,7 @@ def test_dropout_of_the_embedding_has_its_probability():
     model.embedding = torch.ones(8, arch.hidden_size)
     for keys, values in (None, [1]), (torch.arange(800) << 20, [0, 2]):
         micro_batch = types.SimpleNamespace(
-            input_ids=ids, position_ids=ids, dropout_seeds=keys, shard=None, lengths=(800,),
+            input_ids=ids, position_ids=ids, dropout_seeds=keys, context_shard=None, lengths=(800,),
             cu_seqlens=torch.tensor([0, 800]), longest=800)  # fmt: skip
         hidden = model.hidden(micro_batch)
         assert hidden.unique().tolist() == values

@@ -174,7 +174,7 @@ def vocabulary(job, process):
 
     def look(run):
         model, out = run.model, {}
-        rank, ranks, hidden = model.shard, model.shards, model.arch.hidden_size
+        rank, ranks, hidden = model.group_rank, model.group_size, model.arch.hidden_size
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(17 * ranks, hidden, generator=generator).to(model.norm.dtype)
         labels = torch.randint(model.arch.vocab_size, (17 * ranks,), generator=generator)

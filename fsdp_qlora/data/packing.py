@@ -170,7 +170,7 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], index: int,
     store = DeviceActivations() if step_seed is None else model.store
     return MicroBatch(
         **tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
-        longest=longest, store=store, shard=shard,
+        longest=longest, store=store, context_shard=shard,
         kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen)
 
 

@@ -33,8 +33,8 @@ def rope_tables(
     inverse, factor = frequencies[index]
     if inverse.dim() == 2:  # longrope: depends on the length of the document, as in transformers
         bounds, tokens = batch.cu_seqlens, torch.arange(len(position_ids), device=inverse.device)
-        if batch.shard:
-            tokens = batch.shard.tokens
+        if batch.context_shard:
+            tokens = batch.context_shard.tokens
         is_long = bounds.diff() > arch.ropes[index]["original_max_position_embeddings"]
         inverse = inverse[is_long.long()[torch.bucketize(tokens, bounds[1:], right=True)]]
     angles = position_ids[:, None].float() * (-inverse if arch.rotary_backwards else inverse)

@@ -196,8 +196,8 @@ def attend(
     kernel, segments = batch.kernels[attention_type], batch.segments
     # attention dropout draws by a key's place in its document, so every rank needs all keys, not
     # only the window's
-    if batch.shard:
-        key, value, segments = batch.shard.gather_keys(
+    if batch.context_shard:
+        key, value, segments = batch.context_shard.gather_keys(
             key, value, None if arch.attention_dropout else window)
     sinks = call.layer.small_tensors.get("self_attn.sinks")
     if sinks is not None:

@@ -47,7 +47,7 @@ def fill_added_rows(model: ModelParameters, table: Tensor) -> Tensor:
     total = torch.zeros(table.shape[1], dtype=torch.float64, device=model.device)
     for part in table[:n_own].split(2**14):
         total += part.to(model.device).double().sum(0)
-    if model.shards > 1:
+    if model.group_size > 1:
         dist.all_reduce(total, group=model.group)
     mean = total / n_stored
     table[n_own:] = mean.to(table)

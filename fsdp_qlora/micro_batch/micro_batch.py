@@ -39,9 +39,9 @@ class MicroBatch:
     store: ActivationStore  # where layers put what they save
     ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
     layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
-    segments: Segments | None = None  # what attention reads of it; None: see `shard`
+    segments: Segments | None = None  # what attention reads of it; None: see context_shard
     chunks: torch.Tensor | None = None  # see chunk_table(); None: no mixer has a state
-    shard: ContextShard | None = None  # this rank's part; None: it has all
+    context_shard: ContextShard | None = None  # this rank's part; None: it has all
 
 
 @dataclasses.dataclass

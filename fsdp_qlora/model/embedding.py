@@ -70,7 +70,7 @@ def look_up_sharded(model: ModelParameters, ids: Tensor, table: Tensor) -> Tenso
     the sum over ranks for its own tokens, in which one term is not zero. For Llama-3-70B that moves
     0.1 GB for 4,096 tokens on 2 GPUs, instead of a weight of 2.1 GB.
     """
-    shards, first = model.shards, model.own_rows.start
+    shards, first = model.group_size, model.own_rows.start
     if shards == 1:
         return look_up(ids, table, 0)
     ids = all_gather(ids, model.group)  # [shards, n]

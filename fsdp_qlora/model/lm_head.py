@@ -39,7 +39,7 @@ def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
     """Return the most probable next token after each of the normed `states` [n, hidden], int64 [n].
     All ranks of the group must call this, with the same states."""
     top, best = logits_of_states(model, states).max(-1)
-    if model.shards == 1:
+    if model.group_size == 1:
         return best
     top, best = (all_gather(x, model.group) for x in (top, best + model.own_rows.start))
     return best.gather(0, top.argmax(0)[None])[0]
@@ -100,7 +100,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: ModelParameters, batch: MicroBatch,
                 head_rows: Tensor | None = None) -> Tensor:
-        arch, weight, shards = model.arch, model.head, model.shards
+        arch, weight, shards = model.arch, model.head, model.group_size
 
         def gather(tensor: Tensor) -> Tensor:
             return all_gather(tensor, model.group) if shards > 1 else tensor[None]
@@ -136,7 +136,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             global_top = top.amax(0)
             log_sum = global_top + ((top - global_top).exp() * total).sum(0).log()
             losses = (log_sum - label_logit.sum(0)).masked_fill(absent, 0)
-            token_losses[chunk] = losses.view(shards, -1)[model.shard]
+            token_losses[chunk] = losses.view(shards, -1)[model.group_rank]
             if evaluation:
                 continue
             grad = logits_gradient(

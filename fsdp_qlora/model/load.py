@@ -164,16 +164,17 @@ def fill_layer(
     device, dtype = shard.device, getattr(torch, model.plan.compute_dtype)
     layer: DecoderLayer = model.layers[i]
     own_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
-                   for own in own_blocks(layer, model.shard)]
+                   for own in own_blocks(layer, model.group_rank)]
     own_linears = copy_mxfp4(own_linears, shard, read)
     layer.nested = quantize(own_linears, shard, read, names, nf4_states, dtype, model)
     if model.plan.offload_params:
         shard = FourBitBlocks(pinned_copy(shard.packed), pinned_copy(shard.scales), device)
     set_local(layer, "packed_weights", shard)
-    vectors = torch.zeros(model.shards, len(local_part(layer.vectors)), dtype=dtype, device=device)
+    own_size = len(local_part(layer.vectors))
+    vectors = torch.zeros(model.group_size, own_size, dtype=dtype, device=device)
     for name, (where, _) in layer.spec.vectors.items():
         vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
-    set_local(layer, "vectors", vectors[model.shard].clone())
+    set_local(layer, "vectors", vectors[model.group_rank].clone())
     for name, shape in layer.spec.small_tensors.items():  # whole on every rank, not quantized
         if names.of_layer(i, name) in names.zeros:
             layer.small_tensors[name] = torch.zeros(shape, device=device)
@@ -207,7 +208,7 @@ def quantize(
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
             shard.packed[own.local].view(-1)[: codes.numel()] = codes.view(-1)
             absmax[own.local] = state.absmax
-    all_absmax = all_gather(absmax, model.group).view(-1) if model.shards > 1 else absmax
+    all_absmax = all_gather(absmax, model.group).view(-1) if model.group_size > 1 else absmax
     for own, name in own_linears:
         if name not in nf4_states:
             # a tensor of its own, because the rounding of a sum depends on where a tensor begins

@@ -48,7 +48,7 @@ class Model(ModelParameters):
             x = drop(x, batch.dropout_seeds, EMBEDDING_SITE, dropout)
         batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
                        for index in (None, *range(len(self.arch.ropes)))}
-        if not batch.shard:
+        if not batch.context_shard:
             batch.segments = document_segments(
                 batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_seeds)
         # {index of a layer: the keys and values that it shares; [] if it shares none}

@@ -55,11 +55,11 @@ class ModelParameters(nn.Module):
         self.arch, self.plan, self.kernels, self.device = arch, plan, kernels, device
         self.store = make_store(plan, device)  # what recomputed layers save for backward
         self.context = context
-        self.group, self.shard, self.shards = group, 0, 1
+        self.group, self.group_rank, self.group_size = group, 0, 1
         if group:
-            self.shard, self.shards = dist.get_rank(group), dist.get_world_size(group)
+            self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
         # the same rows of every table
-        self.own_rows = shard_range(arch.vocab_size, self.shard, self.shards)
+        self.own_rows = shard_range(arch.vocab_size, self.group_rank, self.group_size)
         self.layers = nn.ModuleList(
             DecoderLayer(arch, spec, i, plan) for i, spec in enumerate(specs))
         self.embedding = self.norm = self.norm_bias = self.head = self.frequencies = None

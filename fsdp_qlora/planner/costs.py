@@ -38,7 +38,7 @@ class LayerTotals:
     adapter: int  # values of one layer, the same for all layers
     weights: int  # number of weights
     # weights that one token is multiplied by; those of slow matmuls count more, see LayerSpec
-    token_weights: float
+    active_weights: float
     # {Saves: weights that backward multiplies by once more, if all layers save that}; here the
     # weights of slow matmuls do not count more, because Fit was fitted without that
     recomputed_weights: dict[Saves, float]
@@ -67,7 +67,7 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         vectors=sum(vectors_each), largest_vectors=max(vectors_each),
         adapter=specs[0].n_adapter,
         weights=sum(spec.n_weights for spec in specs),
-        token_weights=sum(spec.active_weights(by_time=True) for spec in specs),
+        active_weights=sum(spec.active_weights(by_time=True) for spec in specs),
         recomputed_weights={
             saves: sum(spec.recomputed_weights(saves) for spec in specs)
             for saves in SAVES},
@@ -307,11 +307,11 @@ def layer_seconds(
     """Return the LayerSeconds of the mean of all layers."""
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
     n_layers = arch.n_layers
-    weights, token_weights = layers.weights / n_layers, layers.token_weights / n_layers
+    weights, active_weights = layers.weights / n_layers, layers.active_weights / n_layers
     again = (plan.recomputed - plan.n_mlp_saved) / n_layers  # fraction that is recomputed whole
     weights_again = (again * layers.recomputed_weights[plan.saves(0)]
                      + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
-    flops = 2 * n * (2 * token_weights + weights_again)
+    flops = 2 * n * (2 * active_weights + weights_again)
     context = min(n * plan.context_parallel_size, mean_document_tokens)
     passes = FIT.attention_passes + plan.recomputed / n_layers  # a recomputed layer's forward
     attention_flops = 2 * n * passes * context * layers.mean_query_width
@@ -320,7 +320,7 @@ def layer_seconds(
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
     share = FIT.held_dequantized_again if plan.reuse_dequantized else FIT.dequantized_again
-    uses = 2 * weights + again * share * token_weights
+    uses = 2 * weights + again * share * active_weights
     moved = (uses * (0.5 + item) / FIT.dequantizing
              + n * layers.elementwise_values / n_layers * item)
     if plan.plain_attention:
@@ -342,7 +342,7 @@ def layer_seconds(
     # each way: activations go to the host in forward and come back in backward; weights come twice
     copies = plan.offload_params * gathered / shards
     copies += plan.offload_activations * saved_bytes(plan, layers, n * item)[0] / n_layers
-    forward = compute * token_weights / (2 * token_weights + weights_again)
+    forward = compute * active_weights / (2 * active_weights + weights_again)
     range_launches = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp
                 + routed * (FIT.routed_launches + range_launches * plan.expert_ranges))

@@ -29,17 +29,17 @@ def untrained_rows(model: Model) -> dict[int, str]:
     """Return the tokens whose rows of the lm_head were never trained, {token: the evidence in
     words}. All ranks of model.group must call this."""
     vocab_size, head = model.arch.vocab_size, model.head
-    size = math.ceil(vocab_size / model.shards)
+    size = math.ceil(vocab_size / model.group_size)
 
     def gather(own: torch.Tensor) -> torch.Tensor:
         """Return [vocabulary, ..] on the CPU from every rank's own rows [rows, ..]."""
         own = F.pad(own, (0, 0) * (own.dim() - 1) + (0, size - len(own)))
-        return (all_gather(own, model.group).flatten(0, 1) if model.shards > 1 else own)[
+        return (all_gather(own, model.group).flatten(0, 1) if model.group_size > 1 else own)[
             :vocab_size].cpu()
 
     parts = head.split(max(1, VALUES_AT_ONCE // head.shape[1]))
     total = sum(part.float().sum(0) for part in parts)
-    mean = (all_gather(total, model.group).sum(0) if model.shards > 1 else total) / vocab_size
+    mean = (all_gather(total, model.group).sum(0) if model.group_size > 1 else total) / vocab_size
     norms = gather(torch.cat([part.float().norm(dim=1) for part in parts]))
     distances = gather(torch.cat([(part.float() - mean).norm(dim=1) for part in parts]))
     # the first 16 bytes of a row differ from those of all other rows, unless both are untrained
