@@ -167,7 +167,7 @@ def pytest_runtestloop(session):
         return
     import house
 
-    house.check_each_model_once()
+    house.check_each_family_once()
     if "launch" in wanted and DEVICE == "cpu":
         import several
         from spare import Spare

@@ -493,7 +493,7 @@ def main():
 
     import train_fsdp_qlora
 
-    house.check_each_model_once()
+    house.check_each_family_once()
     house.replace("draw_losses", lambda directory: None)
     gc.collect()
     gc.freeze()

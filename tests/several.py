@@ -211,7 +211,7 @@ def main():
 
 
 if __name__ == "__main__":
-    house.check_each_model_once()
+    house.check_each_family_once()
     code = main()
     sys.stdout.flush()
     os._exit(code)  # as the script does
