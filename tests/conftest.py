@@ -14,7 +14,7 @@ and on a CPU, numbers equal the references to 1e-5; what must be the same bytes 
 torch.equal. `make test` shares the files out to two processes, each with launches of its own.
 
 Two things take as long as the few steps of such a run, an eighth of the time of all tests together:
-the check at start, which a session does once for each shrunk configuration, and loss.png, which is
+the check at start, which a session does once for each family, and loss.png, which is
 drawn where a test looks at it. Where the script is started by torchrun or python, and in
 test_layer.py, nothing is left out.
 

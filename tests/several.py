@@ -146,7 +146,9 @@ def take_part(job, rank, ranks, meeting):
     os.environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(local),
                       LOCAL_RANK=str(rank % local))  # fmt: skip
     meet(meeting, rank)
-    return do(job, rank)
+    code = do(job, rank)
+    gc.collect()  # see main()
+    return code
 
 
 def write_whole(path, text):
@@ -200,6 +202,9 @@ def main():
     if len(sys.argv) > 2:
         fork_ranks(int(sys.argv[2]))
     rank, ranks, worst = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
+    # What a run freezes would stay as long as the launch does: circles of references with process
+    # groups in them, each of which has a thread of gloo's that wakes a hundred times a second.
+    gc.freeze = lambda: None
     for path in lists_of_jobs(Path(sys.argv[1]), rank):
         codes = [take_part(job, rank, ranks, path.with_suffix(f".meeting-{i}"))
                  for i, job in enumerate(json.loads(path.read_text()))]  # fmt: skip

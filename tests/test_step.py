@@ -91,7 +91,7 @@ RUNS = {
     (4, "dropout"): {"two copies": [*MIDDLE, "--shard_group_size", 2]},
 }  # fmt: skip
 # whose parts others have, by `make test-slow`
-RARE = {
+SLOW_RUNS = {
     (1, "lora", "middle bins"), (1, "lora", "two offloaded"), (1, "lora", "weights offloaded"),
     (1, "dropout", "small bins"), (2, "lora", "weights offloaded"),
     (2, "lora", "a copy each, offloaded"), (2, "dropout", "a copy each"),
@@ -99,11 +99,11 @@ RARE = {
 
 
 def slow_if_rare(*run):
-    return [pytest.mark.slow] * (run in RARE)
+    return [pytest.mark.slow] * (run in SLOW_RUNS)
 
 
 CASES = [pytest.param(n, kind, name,
-                      marks=[pytest.mark.slow] * (n == 4 or (n, kind, name) in RARE))
+                      marks=[pytest.mark.slow] * (n == 4 or (n, kind, name) in SLOW_RUNS))
          for (n, kind), runs in RUNS.items() for name in runs]  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def base(tmp_path_factory, tiny_model):
 @pytest.fixture(scope="module")
 def runs(base, run_jobs, request):
     """runs(processes, kind, name): the directory of a run; those on as many processes are made
-    together, of RARE the ones whose tests are selected."""
+    together, of SLOW_RUNS the ones whose tests are selected."""
     done = set()
     selected = {(x["nproc"], x.get("kind", "lora"), x.get("name"))
                 for x in selected_params(request) if "nproc" in x}  # fmt: skip
@@ -147,7 +147,7 @@ def runs(base, run_jobs, request):
                  "plan": {"reshard_after_forward": KEPT not in each}}
                 for (n, kind), of_kind in RUNS.items() if n == nproc
                 for each, flags in of_kind.items()
-                if (n, kind, each) not in RARE - selected
+                if (n, kind, each) not in SLOW_RUNS - selected
             ]  # fmt: skip
             run_jobs(nproc, jobs, cwd=base)
         return base / directory(nproc, wanted, name)
