@@ -40,6 +40,8 @@ import matplotlib.figure  # noqa: E402, F401
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402, F401
+from torch.distributed.tensor.debug import (  # noqa: E402
+    _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache)
 import house  # noqa: E402
 import worker  # noqa: E402
 
@@ -147,8 +149,16 @@ def take_part(job, rank, ranks, meeting):
                       LOCAL_RANK=str(rank % local))  # fmt: skip
     meet(meeting, rank)
     code = do(job, rank)
-    gc.collect()  # see main()
+    end_groups()
     return code
+
+
+def end_groups():
+    """Let go of the process groups of a job: each has a thread of gloo's that wakes a hundred times
+    a second. A circle of references keeps them, and what DTensor knows of shards."""
+    _clear_python_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()
+    gc.collect()
 
 
 def write_whole(path, text):
@@ -202,9 +212,7 @@ def main():
     if len(sys.argv) > 2:
         fork_ranks(int(sys.argv[2]))
     rank, ranks, worst = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
-    # What a run freezes would stay as long as the launch does: circles of references with process
-    # groups in them, each of which has a thread of gloo's that wakes a hundred times a second.
-    gc.freeze = lambda: None
+    gc.freeze = lambda: None  # what a run freezes would stay, see end_groups()
     for path in lists_of_jobs(Path(sys.argv[1]), rank):
         codes = [take_part(job, rank, ranks, path.with_suffix(f".meeting-{i}"))
                  for i, job in enumerate(json.loads(path.read_text()))]  # fmt: skip
