@@ -28,9 +28,11 @@ run = $(or $(OUT),$(patsubst %/adapter_model.safetensors,%,$(newest_adapter)))
 # Two processes, each of which takes a file after the other, the longest first.
 two := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-# What needs no launch of several processes; and the longest of its tests, which try many random rows.
-fast := layer rounding forms models packing files chat memory cache released limits
-slower := any_row or many_rows
+# What needs no launch of several processes; and what takes longest there: random rows, and the
+# families once more, each in another shape, with another adapter, sliced or checked at the start.
+fast := layer rounding forms models packing files chat memory cache limits
+slower := any_row or many_rows or at_start_passes or shapes_equal or other_adapters or some_linears \
+    or on_the_host or multimodal_model or bf16_norms or to_the_byte or sliced
 
 nvcc = $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) \
     $(wildcard /usr/local/cuda/bin/nvcc))

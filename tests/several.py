@@ -41,6 +41,7 @@ import matplotlib.figure  # noqa: E402, F401
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402, F401
+from torch.distributed.tensor import debug  # noqa: E402
 import house  # noqa: E402
 import worker  # noqa: E402
 from fsdp_qlora.kernels.pieces import piece_attention  # noqa: E402
@@ -163,7 +164,17 @@ def take_part(job, rank, ranks, meeting):
     os.environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(local),
                       LOCAL_RANK=str(rank % local))  # fmt: skip
     meet(meeting, rank)
-    return do(job, rank)
+    code = do(job, rank)
+    end_groups()
+    return code
+
+
+def end_groups():
+    """Let go of the process groups of a job: each has a thread of gloo's that wakes a hundred times
+    a second. A circle of references keeps them, and what DTensor knows of shards."""
+    for name in "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache":
+        getattr(debug, name, lambda: None)()  # not every version of torch has both
+    gc.collect()
 
 
 def write_whole(path, text):
@@ -217,6 +228,7 @@ def main():
     if len(sys.argv) > 2:
         fork_ranks(int(sys.argv[2]))
     rank, ranks, worst = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
+    gc.freeze = lambda: None  # what a run freezes would stay, see end_groups()
     for path in lists_of_jobs(Path(sys.argv[1]), rank):
         codes = [take_part(job, rank, ranks, path.with_suffix(f".meeting-{i}"))
                  for i, job in enumerate(json.loads(path.read_text()))]  # fmt: skip

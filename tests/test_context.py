@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from conftest import DEVICE, needs_ranks, segments_of
+from conftest import DEVICE, needs_ranks, segments_of, selected_params
 from families import TINY, write_model
 
 from fsdp_qlora.data.packing import make_micro_batch
@@ -136,6 +136,10 @@ FAMILIES = {  # what attention, or what a token's place decides, differs in
     "attention_dropout": [], "windowed_dropout": []}  # fmt: skip
 LOSSES = "dpo", "orpo", "kto"
 PIECES = {"pieces": "qwen3", "latent_pieces": "deepseek_v3"}  # of rows of one length, one by one
+# whose parts others have, by `make test-slow`
+RARE = "qwen3", "gemma3_text", "qwen3_moe", "attention_dropout", "orpo"
+CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
+         for name in (*FAMILIES, *LOSSES, *PIECES)]  # fmt: skip
 
 
 def tiny_config(kind, vocab_size):
@@ -167,9 +171,11 @@ def write_data(directory):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_model, run_jobs):
-    """runs(n, name): the directory of a run on n ranks, which share micro-batches if n is 2."""
+def runs(tmp_path_factory, tiny_model, run_jobs, request):
+    """runs(n, name): the directory of a run on n ranks, which share micro-batches if n is 2. Those
+    of RARE are made where their tests are selected."""
     base, done = tmp_path_factory.mktemp("context"), set()
+    selected = {params.get("name") for params in selected_params(request)}
     tokenizer = tiny_model("llama")
     for kind in FAMILIES:
         vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
@@ -195,13 +201,13 @@ def runs(tmp_path_factory, tiny_model, run_jobs):
                 {"argv": ["--model", *argv, *FLAGS, *shared, "--output_dir", f"{n}-{case}"],
                  # 2 ranks exchange one key head at a time
                  "group_bytes": 1 if n == 2 else 2**27, "pieces": case in PIECES}
-                for case, argv in cases.items()], cwd=base)  # fmt: skip
+                for case, argv in cases.items() if case in selected], cwd=base)  # fmt: skip
         return base / f"{n}-{name}"
 
     return work
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *LOSSES, *PIECES])
+@pytest.mark.parametrize("name", CASES)
 def test_shared_micro_batches_change_no_number(name, runs, read_metrics):
     one, two = (read_metrics(runs(n, name)) for n in (1, 2))
     assert len(one) == len(two) >= 2

@@ -206,6 +206,9 @@ BESIDE = {  # of the big script: name: (processes, dtype, more flags, patches)
     for n in (1, 2) for flag in ("", "--offload") for rows in ("", "one_by_one")
     for dtype in ("fp32", "bf16") if dtype == "fp32" or n == 2 and bool(flag) != bool(rows)
 }  # fmt: skip
+SOME_BESIDE = (  # the others by `make test-slow`
+    "fp32 on 1, one_by_one", "fp32 on 1 offloaded, micro-batches", "fp32 on 2, micro-batches",
+    "fp32 on 2 offloaded, one_by_one", "bf16 on 2 offloaded, micro-batches")
 RUNS = {  # name: (processes, what the job has)
     **{name: (2, {"argv": flags(name, f"{name}-adapter")}) for name in FAMILIES},
     **{f"{name}, {how}": (2, {"argv": flags(name, "x", "--batch_size", 12, "--max_steps", 2,
@@ -250,9 +253,10 @@ RUNS = {  # name: (processes, what the job has)
 
 
 @pytest.fixture(scope="module")
-def runs(base, run_jobs, wanted):
+def runs(base, run_jobs, wanted, request):
     """Function (name): what a run of RUNS has printed, and what minimal_runs has seen in it."""
     done = set()
+    selected = {params.get("run") for params in selected_params(request)}
 
     def get(name):
         nproc = RUNS[name][0]
@@ -260,6 +264,7 @@ def runs(base, run_jobs, wanted):
             run_jobs(nproc, [{"case": "minimal", "out": str(base / f"{name}.seen"), **job}
                              for name, (n, job) in RUNS.items()
                              if n == nproc and (family := name.partition(",")[0])
+                             and (name not in BESIDE or name in selected)
                              and (family not in FAMILIES or family in wanted)], cwd=base)
             done.add(nproc)
         return (base / f"{name}.seen.log").read_text(), load_file(base / f"{name}.seen", DEVICE)
@@ -332,7 +337,8 @@ def beside(base, read_metrics):
     return get
 
 
-@pytest.mark.parametrize("run", BESIDE)
+@pytest.mark.parametrize("run", [
+    pytest.param(run, marks=[pytest.mark.slow] * (run not in SOME_BESIDE)) for run in BESIDE])
 def test_losses_are_those_of_the_big_script(run, runs, beside):
     """Offloaded or not, in padded micro-batches or row by row. The second loss comes after a step
     of Adam; only later ones depend on how its state is rounded."""

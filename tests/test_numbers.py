@@ -66,7 +66,7 @@ def write_adapter(path, model_dir, dora=False):
 def worked(models, tmp_path_factory, run_jobs):
     """worked(nproc): the directory where `nproc` ranks left all cases' results."""
     inputs = tmp_path_factory.mktemp("inputs")
-    write_rows(inputs / "rows.jsonl", 32)
+    write_rows(inputs / "rows.jsonl", 16)
     adapters = {
         kind: write_adapter(inputs / kind, models[kind.removesuffix("-dora")], "dora" in kind)
         for kind in ("llama", "qwen2", "qwen2-dora")
@@ -89,7 +89,7 @@ def worked(models, tmp_path_factory, run_jobs):
                      "--lora_rank", "22"]  # 263 blocks of state a layer
             jobs.append({"case": "optimizer", "model": models["llama"], "steps": 4, "flags": flags})
         if nproc == 2:
-            flags = ["--lora_rank", "4", "--batch_size", "32", "--max_seq_len", "64",
+            flags = ["--lora_rank", "4", "--batch_size", "16", "--max_seq_len", "64",
                      "--compute_dtype"]  # fmt: skip
             jobs += [
                 {"case": "gradients", "model": models[kind.removesuffix("-dora")],

@@ -15,7 +15,7 @@ import types
 
 import pytest
 import torch
-from conftest import write_rows
+from conftest import selected_params, write_rows
 from families import TINY, auto_class, make_model, write_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -67,9 +67,11 @@ def base(tmp_path_factory, demo_directory):
 
 
 @pytest.fixture(scope="module")
-def worked(base, run_jobs):
-    """worked(nproc): makes the gradients of all models and SETTINGS on so many processes."""
+def worked(base, run_jobs, request):
+    """worked(nproc): makes the gradients of the selected tests' models with all SETTINGS on so many
+    processes."""
     done = set()
+    selected = {(params.get("name"), params.get("nproc")) for params in selected_params(request)}
 
     def call(nproc):
         if nproc not in done:
@@ -78,7 +80,8 @@ def worked(base, run_jobs):
             run_jobs(nproc, [
                 {"case": "gradients", "model": str(base / name), "settings": settings,
                  "adapter": str(base / f"{name}.adapter"), "dataset": str(base / "rows.jsonl"),
-                 "out": str(base / f"{name} on {nproc}")} for name in NAMES], cwd=base)
+                 "out": str(base / f"{name} on {nproc}")}
+                for name in NAMES if (name, nproc) in selected], cwd=base)
 
     return call
 
@@ -98,8 +101,9 @@ def expected(base):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, nproc", [
+    (NAMES[0], 1), (NAMES[0], 2), (NAMES[1], 1),
+    pytest.param(NAMES[1], 2, marks=pytest.mark.slow)])
 def test_gradients_through_shared_keys_and_values_equal_transformers(
     name, nproc, setting, base, worked, expected
 ):

@@ -90,7 +90,20 @@ RUNS = {
                   "a copy each": [*SMALL, "--shard_group_size", 1]},
     (4, "dropout"): {"two copies": [*MIDDLE, "--shard_group_size", 2]},
 }  # fmt: skip
-CASES = [pytest.param(n, kind, name, marks=[pytest.mark.slow] * (n == 4))
+# whose parts others have, by `make test-slow`
+SLOW_RUNS = {
+    (1, "lora", "middle bins"), (1, "lora", "two offloaded"), (1, "lora", "weights offloaded"),
+    (1, "dropout", "small bins"), (2, "lora", "weights offloaded"),
+    (2, "lora", "a copy each, offloaded"), (2, "dropout", "a copy each"),
+    (3, "lora", "shared micro-batches")}  # fmt: skip
+
+
+def slow_if_rare(*run):
+    return [pytest.mark.slow] * (run in SLOW_RUNS)
+
+
+CASES = [pytest.param(n, kind, name,
+                      marks=[pytest.mark.slow] * (n == 4 or (n, kind, name) in SLOW_RUNS))
          for (n, kind), runs in RUNS.items() for name in runs]  # fmt: skip
 
 
@@ -114,9 +127,12 @@ def base(tmp_path_factory, tiny_model):
 
 
 @pytest.fixture(scope="module")
-def runs(base, run_jobs):
-    """runs(processes, kind): makes these runs; each is the directory base / its name."""
+def runs(base, run_jobs, request):
+    """runs(processes, kind, name): the directory of a run; those on as many processes are made
+    together, of SLOW_RUNS the ones whose tests are selected."""
     done = set()
+    selected = {(x["nproc"], x.get("kind", "lora"), x.get("name"))
+                for x in selected_params(request) if "nproc" in x}  # fmt: skip
 
     def directory(nproc, kind, name):
         return f"{nproc}, {kind}, {name}"
@@ -131,6 +147,7 @@ def runs(base, run_jobs):
                  "plan": {"reshard_after_forward": KEPT not in each}}
                 for (n, kind), of_kind in RUNS.items() if n == nproc
                 for each, flags in of_kind.items()
+                if (n, kind, each) not in SLOW_RUNS - selected
             ]  # fmt: skip
             run_jobs(nproc, jobs, cwd=base)
         return base / directory(nproc, wanted, name)
@@ -309,8 +326,9 @@ def test_steps_equal_the_reference(nproc, kind, name, runs, expected):
     assert off <= 1e-3
 
 
-@pytest.mark.parametrize("nproc, name", [*((1, name) for name in list(MEMORY)[1:]),
-                                         *((2, name) for name in list(MEMORY | GATHERED)[1:])])
+@pytest.mark.parametrize("nproc, name", [
+    pytest.param(nproc, name, marks=slow_if_rare(nproc, "lora", name))
+    for nproc, names in ((1, MEMORY), (2, MEMORY | GATHERED)) for name in list(names)[1:]])
 def test_memory_flags_change_no_bit(nproc, name, runs, read_metrics):
     first, other = (runs(nproc, "lora", run) for run in (next(iter(MEMORY)), name))
     plan = json.loads((other / "train_config.json").read_text())["plan"]
