@@ -8,26 +8,35 @@ loop. transformers has the model, bitsandbytes the 4-bit linears, PEFT the adapt
     pip install torch transformers peft bitsandbytes accelerate    # flash-attn is optional
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.1-8B-Instruct \
         --dataset rows.jsonl --output_dir adapter
-    # a 70B on two 24 GB GPUs: 15 GiB per GPU, and about 64 GB of host memory in all
+    # a 70B on two 24 GB GPUs (measured on H200s limited to 22.5 GiB): 15 GiB per GPU, and about
+    # 64 GB of host memory in all
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.3-70B-Instruct \
         --dataset rows.jsonl --output_dir adapter --offload --micro_batch_size 2
 
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. Without torchrun the file runs as one process, so with
---offload a 70B trains on one 24 GB GPU. Both runs of a 70B were measured on H200s that were limited
-to 22.5 GiB. Without a GPU the file runs on the CPU.
+--offload a 70B trains on one 24 GB GPU. Without a GPU the file runs on the CPU.
 
     to change                                         edit
-    columns of the data set                           check_example(), encode()
-    which linears have LoRA, what else is trainable   build_model(), check_model()
+    columns of the data set                           check_example(), encode(), read_rows()
+    which linears have LoRA, dropout                  build_model(), evaluate()
+    what else is trainable                            load_module(), check_model(), save_adapter()
     attention, activation checkpointing               choose_attention(), build_model()
     FSDP units, what is gathered when, offloading     load_and_shard(), fsdp_policy()
     optimizer, schedule                               train(), learning_rate()
     evaluation                                        evaluate()
-    metrics: wandb, a file                            log_step()
+    metrics: wandb, a file                            log_step(), and train() for eval_loss
     what is saved                                     save_adapter()
     several machines                                  nothing: torchrun --nnodes on each, with the
                                                       model and data there; rank 0's has the adapter
+
+To use the adapter, load the model in NF4, as it was trained, and then the adapter:
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                             bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        name, quantization_config=nf4, dtype=torch.bfloat16)
+    model = PeftModel.from_pretrained(model, "adapter")
+Do not merge it into the bf16 weights by merge_and_unload(): it was trained on their 4-bit values.
 
 This file needs no other. Beside it in the FSDP QLoRA repository are merge_adapters.py (adapter and
 base to one bf16 model) and train_fsdp_qlora.py (checkpoints to resume from, preference pairs,
@@ -50,7 +59,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-# fewer gaps between tensors on a GPU; torch reads it when it is imported, and not again
+# less fragmentation of GPU memory; torch reads this once, when it is imported
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import bitsandbytes as bnb
@@ -114,16 +123,16 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="a GPU computes at most micro_batch_size * max_seq_len tokens at"
-                        " once: that many full rows, or more short ones")
+                        help="rows of max_seq_len tokens that a GPU computes at once; of shorter"
+                        " rows, more")
     parser.add_argument("--max_seq_len", type=int, default=2048,
-                        help="tokens; what a longer row has more is not trained")
+                        help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
-                        help="optimizer steps between evaluations and saves of the adapter; the"
-                        " last step has both")
+                        help="evaluate, and save the adapter, after every so many optimizer steps"
+                        " and after the last")
     parser.add_argument("--eval_rows", type=int, default=0,
                         help="number of rows, the first ones of the data set, that are held out"
-                        " for evaluation")
+                        " for evaluation: shuffle a sorted file first")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--lora_rank", type=int, default=16, help="rank of the adapter")
     parser.add_argument("--lora_alpha", type=int, default=32,
@@ -157,8 +166,8 @@ def check_args(args: Namespace) -> None:
             fail(f"--{name} {value}: must be above 0")
     if args.batch_size % dist.get_world_size():
         fail(f"--batch_size {args.batch_size} is not a multiple of {dist.get_world_size()} GPUs")
-    if args.eval_rows % dist.get_world_size():
-        fail(f"--eval_rows {args.eval_rows} is not a multiple of {dist.get_world_size()} GPUs")
+    if args.eval_rows < 0 or args.eval_rows % dist.get_world_size():
+        fail(f"--eval_rows {args.eval_rows} is not 0 or a multiple of {dist.get_world_size()} GPUs")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fail now, not after training
     if Path(args.output_dir, "adapter_model.safetensors").exists():
         fail(f"--output_dir {args.output_dir}: already has an adapter")
@@ -197,12 +206,13 @@ def find_model(args: Namespace) -> Path:
 # ---- Data ---------------------------------------------------------------------------------------
 
 
-class BadRow(ValueError):
-    """A row of the data set that this file does not handle."""
+class BadExample(ValueError):
+    """A line of the data set that this file does not handle."""
 
 
 def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
-    """Return the rows of the data set that have a token in the loss, cut at --max_seq_len."""
+    """Return the rows of all lines, cut at --max_seq_len, that have a token in the loss. Every rank
+    has all of them."""
     if not Path(args.dataset).is_file():
         fail(f"--dataset {args.dataset}: no such file")
     rows: list[Row] = []
@@ -215,25 +225,26 @@ def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
         try:
             example = json.loads(line)
             encoded = encode(example, tokenizer)
-        except (json.JSONDecodeError, UnicodeDecodeError, BadRow, TemplateError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, BadExample, TemplateError) as error:
             fail(f"--dataset {args.dataset}, line {number}: {type(error).__name__}: {error}")
         except Exception as error:  # perhaps a mistake in an edit: keep the traceback
             raise RuntimeError(f"--dataset {args.dataset}, line {number}") from error
         columns |= set(example)
         n_dropped += not encoded  # a conversation without an answer
         for ids, targets in encoded:
-            n_cut += len(ids) > args.max_seq_len
-            ids, targets = ids[: args.max_seq_len], targets[: args.max_seq_len]
+            is_cut = len(ids) > args.max_seq_len
+            ids, targets = ids[: args.max_seq_len].clone(), targets[: args.max_seq_len].clone()
             targets[-1] = IGNORE_INDEX  # as if the row ended here
             if (targets != IGNORE_INDEX).any():
                 rows.append((ids, targets))
+                n_cut += is_cut
             else:
                 n_dropped += 1  # a prompt that fills --max_seq_len
     if not rows:
         fail(f"--dataset {args.dataset}: no token to train on")
     ignored = ", ".join(sorted(columns - {"text", "messages"})) or "none"
-    log(f"data: {len(rows):,} rows; {n_cut:,} were longer than --max_seq_len; {n_dropped:,} more"
-        f" have no answer within it and are left out; ignored columns: {ignored}")
+    log(f"data: {len(rows):,} rows, {n_cut:,} of them cut at --max_seq_len; {n_dropped:,} more have"
+        f" no answer within it and are left out; ignored columns: {ignored}")
     return rows
 
 
@@ -252,25 +263,29 @@ def split_rows(rows: list[Row], args: Namespace) -> tuple[list[Row], list[Row]]:
 
 
 def check_example(example: dict[str, Any]) -> None:
-    """Raise BadRow for what this file does not handle. Other columns are ignored."""
-    if not isinstance(example, dict) or ("text" in example) == ("messages" in example):
-        raise BadRow(f"expected either text or messages, not {str(example)[:80]}")
+    """Raise BadExample for what this file does not handle. Other columns are ignored."""
+    if not isinstance(example, dict):
+        raise BadExample(f"expected an object, not {str(example)[:80]}")
+    if ("text" in example) == ("messages" in example):
+        raise BadExample(f"expected either text or messages, not {', '.join(example)}")
     for key in ("system", "tools", "documents", "chat_template_kwargs", "prompt", "completion",
                 "chosen", "rejected", "weight", "train"):
-        if key in example:
-            raise BadRow(f"{key!r} would change the training, and this file does not handle it")
-    if not isinstance(example.get("text", ""), str):
-        raise BadRow(f"expected a string as text, not {str(example)[:80]}")
+        if example.get(key) not in (None, "", [], {}):
+            raise BadExample(f"{key!r} would change the training, and this file does not handle it")
+    if "text" in example and not isinstance(example["text"], str):
+        raise BadExample(f"expected a string as text, not {str(example['text'])[:80]}")
     messages = example.get("messages", [])
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise BadRow(f"expected a list of messages, not {str(messages)[:80]}")
+        raise BadExample(f"expected a list of messages, not {str(messages)[:80]}")
     for message in messages:
-        if set(message) != {"role", "content"} or not isinstance(message["content"], str):
-            raise BadRow(f"expected a role and a content of text, not {str(message)[:80]}")
+        if set(message) != {"role", "content"}:
+            raise BadExample(f"expected a message of role and content, not of {', '.join(message)}")
+        if not isinstance(message["content"], str):
+            raise BadExample(f"expected a string as content, not {str(message['content'])[:80]}")
         if message["role"] not in ("system", "user", "assistant"):
-            raise BadRow(f"expected system, user or assistant, not {message['role']!r}")
+            raise BadExample(f"expected system, user or assistant, not {message['role']!r}")
         if message["role"] == "assistant" and not message["content"].strip():
-            raise BadRow("an answer is empty")
+            raise BadExample("an answer is empty")
 
 
 def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]:
@@ -299,6 +314,7 @@ def encode_answer(
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = tokenizer(prompt + answer_text, add_special_tokens=False)["input_ids"]
     if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross from the prompt into the answer
+        # only here, because a SentencePiece tokenizer may add a space before answer_text
         ids = prompt_ids + tokenizer(answer_text, add_special_tokens=False)["input_ids"]
     return make_row(ids, len(prompt_ids))
 
@@ -307,18 +323,18 @@ def render_answer(
     prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, str]:
     """Return a prompt as a server renders it, and the answer as the model will write it: up to and
-    with its end-of-turn token. Raises BadRow if the chat template does not fit."""
+    including its end-of-turn token. Raises BadExample if the chat template does not fit."""
     prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
     text = render([*prompt_messages, answer], tokenizer)
     if not text.startswith(prompt):
-        raise BadRow(f"the chat template's prompt ends with {prompt[-40:]!r}, but its answer"
-                     " begins otherwise")
+        raise BadExample(f"the chat template's prompt ends with {prompt[-40:]!r}, but the text with"
+                         " the answer does not continue it")
     answer_text = text.removeprefix(prompt)
     # render() does not check reasoning, which templates may drop from earlier answers. This
     # answer's is trained, so it must be there
     reasoning = answer["content"].rpartition("</think>")[0].removeprefix("<think>").strip()
     if reasoning not in answer_text:
-        raise BadRow(f"the chat template leaves out the reasoning {reasoning[:40]!r}")
+        raise BadExample(f"the chat template leaves out the reasoning {reasoning[:40]!r}")
     special_tokens = tuple(
         token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     if answer_text.rstrip().endswith(special_tokens):
@@ -327,13 +343,13 @@ def render_answer(
 
 
 def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: bool) -> str:
-    """Return the messages as text by the chat template. Raises BadRow if the text lacks the
+    """Return the messages as text by the chat template. Raises BadExample if the text lacks the
     content of a message."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     for message in messages:
         content = message["content"].rpartition("</think>")[2]  # templates may drop reasoning
         if content.strip() not in text:
-            raise BadRow(f"the chat template leaves out {content[:40]!r}")
+            raise BadExample(f"the chat template leaves out {content[:40]!r}")
     return text
 
 
@@ -402,7 +418,7 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_decoder(decoder: nn.Module, model_name: str) -> None:
-    """Refuse models that this file would train wrongly, or on other weights than are served.
+    """Refuse models that this file would train wrongly, or with other weights than load_in_4bit.
 
     In a mixture of experts, an expert that gets no token has no gradient, so the reduce-scatters of
     the ranks would not match. Experts are found by name, or by weights with three dimensions that
@@ -446,9 +462,9 @@ def load_and_shard(
         if module not in in_layers:
             load_module(module, name, handles, device)
     causal_lm.tie_weights()  # again: load_module() has replaced the embedding's parameter
-    # The last unit: fully_shard() skips parameters that an inner fully_shard() already owns. The
-    # rest is all bf16, but it has no NF4 codes, so there are no NaNs to lose, see shard_layer()
-    # and are gathered until the end of backward
+    # The last unit: fully_shard() skips parameters that an inner fully_shard() already owns. All
+    # others are bf16, but none has NF4 codes, so there are no NaNs to lose: see shard_layer(). They
+    # stay gathered from forward until the end of backward
     fully_shard(model, reshard_after_forward=False, **policy)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -474,7 +490,8 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
 
 
 def bare_name(name: str) -> str:
-    """Return a tensor's name without PEFT's additions and without prefixes of multimodal models."""
+    """Return a tensor's name without PEFT's ".base_layer", and without leading "model." and
+    "language_model.", which a model's class may have and its files lack, or the other way round."""
     return re.sub(r"^((model|language_model)\.)+", "", name.replace(".base_layer", ""))
 
 
@@ -495,6 +512,7 @@ def load_module(
             # to() quantizes, and leaves the scales in module.quant_state, where forward finds them
             weight = bnb.nn.Params4bit(value, module=module, **NF4_KWARGS).to(device)
         else:
+            # frozen; what is to be trained: nn.Parameter(value.float()), in fp32 as LoRA is
             weight = nn.Parameter(value, requires_grad=False)
         setattr(module, key, weight)
 
@@ -532,12 +550,12 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     model.bfloat16(). If a change breaks this, the comparison below stops the run.
     """
     linears = [module for module in layer.modules() if isinstance(module, bnb.nn.Linear4bit)]
-    before = [linear.weight.clone() for linear in linears]
+    before = [linear.weight.view(torch.uint8).clone() for linear in linears]
     # True: the gathered weights are freed after forward; False would be faster, with more memory
     fully_shard(layer, reshard_after_forward=True, **policy)
     layer.unshard()
-    for linear, weight in zip(linears, before):
-        if not torch.equal(linear.weight.view(torch.uint8), weight.view(torch.uint8)):
+    for linear, codes in zip(linears, before):
+        if not torch.equal(linear.weight.view(torch.uint8), codes):
             raise RuntimeError("FSDP2 has changed 4-bit weights: every layer must have LoRA in"
                                " fp32, and MixedPrecisionPolicy's param_dtype must be None")
     layer.reshard()
@@ -553,7 +571,8 @@ def check_model(model: PeftModel) -> None:
     if len(trained) != 2 * len(adapted) or not all(".lora_" in name for name in trained):
         raise RuntimeError(
             f"{len(trained)} tensors are trainable, but LoRA on {len(adapted)} linears has"
-            f" {2 * len(adapted)}; to train more on purpose, edit check_model()")
+            f" {2 * len(adapted)}; to train more on purpose, edit check_model(), and"
+            " save_adapter(), because PEFT saves LoRA alone")
     shards = [p.to_local() for p in model.parameters()]
     log(f"model: {sum(p.numel() for p in trained.values()):,} trainable parameters;"
         f" {sum(p.nbytes for p in shards) / 2**30:.2f} GiB of the model per rank, on"
@@ -670,12 +689,13 @@ def evaluate(
 ) -> float:
     """Return the mean loss per token of some rows. All ranks must call this.
 
-    There is no model.eval(), because LoraConfig has no dropout here, and in eval mode bitsandbytes
-    packs weights in another way on a CPU.
+    There is no model.eval(), because in eval mode bitsandbytes packs weights in another way on a
+    CPU. If you add dropout, call model.eval() before the loop and model.train() after it, on GPUs.
     """
     loss = torch.zeros((), device=device)
     for micro_batch in micro_batches(eval_rows, args):
         loss += rows_loss(model, micro_batch, device)
+    model.reshard()  # the last unit, which else stays gathered until the next backward
     dist.all_reduce(loss)
     return loss.item() / count_loss_tokens(eval_rows)
 
@@ -695,7 +715,7 @@ def stop_if_diverged(step: int, loss: Tensor, norm: Tensor) -> None:
     learned. Loss and norm are sums over all ranks, so all ranks fail together."""
     if torch.isfinite(loss + norm) and norm > 0:
         return
-    advice = "the run has diverged, use a lower --learning_rate"
+    advice = "the run has diverged: use a lower --learning_rate"
     if step == 1:
         advice = "nothing is trained yet: are the model's weights, and your edits, right?"
     fail(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}: {advice}")
@@ -748,4 +768,5 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
 if __name__ == "__main__":
     main()
     if not torch.cuda.is_available():
+        print(end="", flush=True)
         os._exit(0)  # a process of torch 2.13 with gloo can crash while it ends; all is saved

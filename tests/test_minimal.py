@@ -485,7 +485,7 @@ def test_check_model_finds(run, words, runs):
     ("twice", "twice: its files have two tensors "),
     ("no model", "--model none: no such directory, and the download failed: "),
     ("a GGUF", "--model gguf: has no config.json; expected safetensors as on the Hub"),
-    ("odd rows", "odd.jsonl, line 2: BadRow: expected either text or messages, not {'p"),
+    ("odd rows", "odd.jsonl, line 2: BadExample: expected either text or messages, not prompt"),
     ("broken rows", "broken.jsonl, line 3: JSONDecodeError: "),
     ("batch", "--batch_size 3 is not a multiple of 2 GPUs"),
     ("no batch", "--batch_size 0: must be above 0"),
@@ -493,7 +493,7 @@ def test_check_model_finds(run, words, runs):
     ("no file", "--dataset none.jsonl: no such file"),
     ("no directory", "--output_dir taken: already has an adapter"),
     ("no rows", "text.jsonl: no token to train on"),
-    ("too fast", "the run has diverged, use a lower --learning_rate"),
+    ("too fast", "the run has diverged: use a lower --learning_rate"),
     ("no gradient", "gradient norm 0.0000: nothing is trained yet: are the model's weights, and"),
 ])  # fmt: skip
 def test_one_line_says_what_is_wrong(run, words, runs):
@@ -554,7 +554,7 @@ def test_rows_without_an_answer_are_counted(runs):
     """A conversation of a question alone, and of an answer alone, which no prompt asks for."""
     needs_ranks(2)
     text, _ = runs("unanswered")
-    assert "data: 24 rows; " in text and "--max_seq_len; 2 more have no answer within it" in text
+    assert "data: 24 rows, " in text and "--max_seq_len; 2 more have no answer within it" in text
     assert len(losses(text)) == 1
 
 
@@ -584,7 +584,7 @@ def test_rows(base):
 
 # rows of other scripts: what each would lose here
 UNREAD = {
-    "tools": {"tools": []}, "a system message apart": {"system": "Be brief."},
+    "tools": {"tools": [{"type": "function"}]}, "a system message apart": {"system": "Be brief."},
     "variables": {"chat_template_kwargs": {"enable_thinking": False}}, "a prompt": {"prompt": "1"}}
 UNREAD_IN_MESSAGES = {
     "weight": {"weight": 0}, "train": {"train": False}, "a call": {"tool_calls": []},
@@ -648,7 +648,7 @@ def test_answer_stands_behind_the_prompt_that_a_server_makes(base):
     assert targets[n - 1 :] == [*ids[n:], -100]
     assert tokenizer.decode(targets[n - 1 : -1]).startswith(" It is 4.<|im_end|>")
     tokenizer.chat_template = SWITCHED
-    with pytest.raises(ValueError, match="prompt ends with .*<think>.*, but its answer begins"):
+    with pytest.raises(ValueError, match="prompt ends with .*<think>.*, but the text with"):
         minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
 
 

@@ -108,8 +108,8 @@ def test_flags_count_as_on_the_machine_itself(run_main, directory):
     assert answer(out)[1] == 10
     code, _, err = run_main(*argv, "--shard_group_size", "3")
     assert code == 2 and "does not divide 8 processes: use one of 1, 2, 4, 8" in err
-    code, _, err = run_main(*argv, "--max_seq_len", "20000", "--dataset", "rows.jsonl")
-    assert code == 3 and "the model supports up to 8192" in err
+    code, _, err = run_main(*argv, "--max_seq_len", "2000000", "--dataset", "rows.jsonl")
+    assert code == 3 and "the model supports up to 1048576" in err
 
 
 def test_of_a_hub_id_config_json_alone_is_fetched(run_main, directory, tmp_path, monkeypatch):

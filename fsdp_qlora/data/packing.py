@@ -165,7 +165,9 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], index: int,
     tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
     if shard:
         shard = shard.to(model.device, tensors["dropout_seeds"])
-    is_fixed_len = is_fixed_len and has_long_pieces(longest, context.size)
+    if context.size > 1:  # attention of one piece after the other, of any lengths
+        shortest = min(lengths[: len(documents)], default=0)  # the padding's documents may be short
+        is_fixed_len = has_long_pieces(shortest, context.size)
     # an evaluation has no backward
     store = DeviceActivations() if step_seed is None else model.store
     return MicroBatch(

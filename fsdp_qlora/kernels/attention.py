@@ -42,7 +42,7 @@ class Kernels(NamedTuple):
     """The attention kernels, for micro-batches whose documents have one length or any lengths. Both
     fields are {one of ATTENTION_TYPES: kernel}, with "recurrence" for a mixer with a state."""
 
-    fixed_len: dict[str, Callable]  # all documents have one length
+    fixed_len: dict[str, Callable]  # one length; with context parallelism, long: has_long_pieces()
     varlen: dict[str, Callable]  # any lengths
 
 

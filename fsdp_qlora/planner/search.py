@@ -56,6 +56,13 @@ class Workload:
     plain_recurrence: bool = False
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
     state_bytes: float = 0.0  # see Plan
+    shortest: int = 0  # tokens of the shortest document that is trained
+
+    def varlen_attention(self, context_size: int) -> bool:
+        """Return Plan.varlen_attention, as make_micro_batch() decides it."""
+        if context_size == 1:
+            return self.uneven
+        return not has_long_pieces(self.shortest, context_size)
 
     def least_tokens(self, context_size: int) -> int:
         """Return the fewest tokens that a rank's micro-batch must fit, if so many ranks share a
@@ -138,8 +145,7 @@ def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
                     fused=workload.device.type == "cuda", state_bytes=workload.state_bytes,
                     context_parallel_size=context_size,
                     token_rows=len(config.trainable_tokens or ()) * arch.n_tables,
-                    varlen_attention=(
-                        workload.uneven or not has_long_pieces(workload.longest, context_size)))
+                    varlen_attention=workload.varlen_attention(context_size))
                 yield search.predict_memory(plan)
 
 
@@ -370,7 +376,8 @@ def describe_workload(
     tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
     return Workload(
         tokens, longest, longest_row, float(rows.lengths.float().mean()), uneven, world_size,
-        device, plain_attention, plain_recurrence, why_no_capture, state_bytes)
+        device, plain_attention, plain_recurrence, why_no_capture, state_bytes,
+        shortest=int(rows.lengths.min()))
 
 
 def why_no_capture(
