@@ -3,9 +3,10 @@
 
 It initializes NCCL, loads the model in NF4 with bf16 quant_storage, uses Flash Attention 2 if that
 is installed, shards the model by a hand-written FSDP2 policy, and trains LoRA in a PagedAdamW8bit
-loop. transformers has the model, bitsandbytes the 4-bit linears, PEFT the adapter.
+loop. The model comes from transformers, the 4-bit linears from bitsandbytes, the adapter from PEFT.
 
-    pip install torch transformers peft bitsandbytes accelerate    # flash-attn is optional
+    # flash-attn is optional
+    pip install "torch>=2.11" "transformers>=5.20" "peft>=0.21" "bitsandbytes>=0.50" accelerate
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.1-8B-Instruct \
         --dataset rows.jsonl --output_dir adapter
     # a 70B on two 24 GB GPUs (measured on H200s limited to 22.5 GiB): 15 GiB per GPU, and about
@@ -19,10 +20,12 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
 
     to change                                         edit
     columns of the data set                           check_example(), encode(), read_rows()
-    which linears have LoRA, dropout                  build_model(), evaluate()
+    flags                                             parse_args(), check_args()
+    which linears have LoRA, dropout                  build_model()
     what else is trainable                            load_module(), check_model(), save_adapter()
     attention, activation checkpointing               choose_attention(), build_model()
     FSDP units, what is gathered when, offloading     load_and_shard(), fsdp_policy()
+    micro-batches, the loss                           micro_batches(), rows_loss()
     optimizer, schedule                               train(), learning_rate()
     evaluation                                        evaluate()
     metrics: wandb, a file                            log_step(), and train() for eval_loss
@@ -38,9 +41,10 @@ To use the adapter, load the model in NF4, as it was trained, and then the adapt
     model = PeftModel.from_pretrained(model, "adapter")
 Do not merge it into the bf16 weights by merge_and_unload(): it was trained on their 4-bit values.
 
-This file needs no other. Beside it in the FSDP QLoRA repository are merge_adapters.py (adapter and
-base to one bf16 model) and train_fsdp_qlora.py (checkpoints to resume from, preference pairs,
-tools, mixtures of experts, models that are already in 4 bits, a plan of memory, more speed).
+This file needs no other. Beside it in the FSDP QLoRA repository are merge_adapters.py (adds the
+adapter to those 4-bit values: one bf16 model) and train_fsdp_qlora.py (checkpoints to resume from,
+preference pairs, tools, mixtures of experts, models that are already in 4 bits, a plan of memory,
+more speed).
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 MIT License, Copyright (c) 2026 the FSDP QLoRA authors.
@@ -80,7 +84,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
 
-# transformers is about to rename this, and PEFT still calls it by the old name
+# transformers renames gradient checkpointing to activation checkpointing, and PEFT still uses the
+# old name
 warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
 
 DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
@@ -103,12 +108,11 @@ def main() -> None:
     model_dir = find_model(args)
     # not AutoTokenizer: this class reads tokenizer.json as it is, whatever class the model names
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
-    rows = read_rows(args, tokenizer)
-    eval_rows, rows = split_rows(rows, args)
+    eval_rows, train_rows = split_rows(read_rows(args, tokenizer), args)
     model = build_model(args, model_dir, device)
     load_and_shard(model, args, model_dir, device)
     check_model(model)
-    train(model, rows, eval_rows, args, model_dir, device)
+    train(model, train_rows, eval_rows, args, model_dir, device)
     dist.destroy_process_group()
 
 
@@ -128,8 +132,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
-                        help="evaluate, and save the adapter, after every so many optimizer steps"
-                        " and after the last")
+                        help="evaluate, and save the adapter over the last one, after every so"
+                        " many optimizer steps and after the last")
     parser.add_argument("--eval_rows", type=int, default=0,
                         help="number of rows, the first ones of the data set, that are held out"
                         " for evaluation: shuffle a sorted file first")
@@ -233,6 +237,7 @@ def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
         n_dropped += not encoded  # a conversation without an answer
         for ids, targets in encoded:
             is_cut = len(ids) > args.max_seq_len
+            # cloned, so that the memory of the rest is freed
             ids, targets = ids[: args.max_seq_len].clone(), targets[: args.max_seq_len].clone()
             targets[-1] = IGNORE_INDEX  # as if the row ended here
             if (targets != IGNORE_INDEX).any():
@@ -245,6 +250,9 @@ def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
     ignored = ", ".join(sorted(columns - {"text", "messages"})) or "none"
     log(f"data: {len(rows):,} rows, {n_cut:,} of them cut at --max_seq_len; {n_dropped:,} more have"
         f" no answer within it and are left out; ignored columns: {ignored}")
+    ids, targets = rows[0]
+    log(f"first row: {tokenizer.decode(ids)[:500]!r}; of it in the loss:"
+        f" {tokenizer.decode(targets[targets != IGNORE_INDEX])[:500]!r}")
     return rows
 
 
@@ -268,8 +276,8 @@ def check_example(example: dict[str, Any]) -> None:
         raise BadExample(f"expected an object, not {str(example)[:80]}")
     if ("text" in example) == ("messages" in example):
         raise BadExample(f"expected either text or messages, not {', '.join(example)}")
-    for key in ("system", "tools", "documents", "chat_template_kwargs", "prompt", "completion",
-                "chosen", "rejected", "weight", "train"):
+    for key in ("system", "tools", "documents", "chat_template_kwargs", "completion", "chosen",
+                "rejected", "weight", "train"):
         if example.get(key) not in (None, "", [], {}):
             raise BadExample(f"{key!r} would change the training, and this file does not handle it")
     if "text" in example and not isinstance(example["text"], str):
@@ -300,6 +308,9 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
     check_example(example)
     if "text" in example:
         return [make_row(tokenizer(example["text"] + (tokenizer.eos_token or ""))["input_ids"], 0)]
+    if not tokenizer.chat_template:
+        raise BadExample("messages need a chat template, and this model has none: name its instruct"
+                         " model, or write text")
     messages = example["messages"]
     # from 1: a first message that is an answer has no prompt, and is not trained
     return [encode_answer(messages[:i], messages[i], tokenizer)
@@ -367,7 +378,7 @@ def make_row(ids: list[int], n_prompt: int) -> Row:
 #     unit              modules whose parameters are gathered together: here a decoder layer
 #     shard             1/world_size of a parameter, cut along its first dimension; one per rank
 #     DTensor           the type of a sharded parameter: this rank's shard, and where the others are
-#     gather            copy the shards of a unit from all ranks to each rank
+#     gather            all-gather: copy the shards of a unit from all ranks to each rank
 #     reduce-scatter    sum a gradient over all ranks, and pass each rank its shard of the sum
 #     code, scale       NF4 stores a code of 4 bits for each weight, a scale for each 64 weights
 
@@ -377,7 +388,7 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     become 4-bit linears with LoRA. The embedding, the norms and the lm_head stay in bf16."""
     config = AutoConfig.from_pretrained(model_dir)
     if getattr(config, "quantization_config", None):
-        fail(f"--model {args.model}: is quantized already; name the original")
+        fail(f"--model {args.model}: is already quantized; pass the original model")
     # buffers such as rotary frequencies get their values here, because no file has them
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
@@ -397,8 +408,8 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
-    # a layer keeps only its inputs, and is computed again in backward: a third more work, far less
-    # memory. Delete this line if the activations fit
+    # a layer keeps only its inputs, and is computed again in backward: far less memory, but up to
+    # half more work, because frozen weights need no gradient. Delete this line if activations fit
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()  # transformers checkpoints in training mode only
 
@@ -583,8 +594,8 @@ def check_model(model: PeftModel) -> None:
 
 
 def train(
-    model: PeftModel, rows: list[Row], eval_rows: list[Row], args: Namespace, model_dir: Path,
-    device: torch.device,
+    model: PeftModel, train_rows: list[Row], eval_rows: list[Row], args: Namespace,
+    model_dir: Path, device: torch.device,
 ) -> None:
     """Run the training loop on the rows of all steps, in this order. All ranks must call this."""
     # bitsandbytes cannot step DTensors, so it steps this rank's shards as plain parameters. They
@@ -596,7 +607,7 @@ def train(
     optimizer = bnb.optim.PagedAdamW8bit(shards, weight_decay=0.0)
     for step in range(1, args.max_steps + 1):
         started = time.perf_counter()
-        batch = rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
+        batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
         n_loss_tokens = count_loss_tokens(batch)
         step_loss = torch.zeros((), device=device)
         for micro_batch in micro_batches(batch, args):
@@ -689,13 +700,17 @@ def evaluate(
 ) -> float:
     """Return the mean loss per token of some rows. All ranks must call this.
 
-    There is no model.eval(), because in eval mode bitsandbytes packs weights in another way on a
-    CPU. If you add dropout, call model.eval() before the loop and model.train() after it, on GPUs.
+    Dropout is off meanwhile: LoRA's, if you add it, and that of the model's own config.
     """
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.train()  # in eval mode on a CPU it would pack its weight in another way
     loss = torch.zeros((), device=device)
     for micro_batch in micro_batches(eval_rows, args):
         loss += rows_loss(model, micro_batch, device)
-    model.reshard()  # the last unit, which else stays gathered until the next backward
+    model.train()
+    model.reshard()  # the last unit, which otherwise stays gathered until the next backward
     dist.all_reduce(loss)
     return loss.item() / count_loss_tokens(eval_rows)
 
@@ -768,5 +783,4 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
 if __name__ == "__main__":
     main()
     if not torch.cuda.is_available():
-        print(end="", flush=True)
         os._exit(0)  # a process of torch 2.13 with gloo can crash while it ends; all is saved

@@ -481,7 +481,7 @@ def test_check_model_finds(run, words, runs):
     ("moe", "--model mixtral: is a mixture of experts (layers.0.mlp.experts.gate_up_proj)"),
     ("gemma4_e", "gemma4_e: has a linear outside its layers (per_layer_model_projection)"),
     ("lacking", "lacking: no model*.safetensors has layers.2."),
-    ("quantized", "--model quantized: is quantized already; name the original"),
+    ("quantized", "--model quantized: is already quantized; pass the original model"),
     ("twice", "twice: its files have two tensors "),
     ("no model", "--model none: no such directory, and the download failed: "),
     ("a GGUF", "--model gguf: has no config.json; expected safetensors as on the Hub"),
@@ -585,7 +585,8 @@ def test_rows(base):
 # rows of other scripts: what each would lose here
 UNREAD = {
     "tools": {"tools": [{"type": "function"}]}, "a system message apart": {"system": "Be brief."},
-    "variables": {"chat_template_kwargs": {"enable_thinking": False}}, "a prompt": {"prompt": "1"}}
+    "variables": {"chat_template_kwargs": {"enable_thinking": False}},
+    "a completion": {"completion": "1"}}
 UNREAD_IN_MESSAGES = {
     "weight": {"weight": 0}, "train": {"train": False}, "a call": {"tool_calls": []},
     "reasoning": {"reasoning_content": "so"}, "parts": {"content": [{"type": "text", "text": "4"}]},
@@ -604,6 +605,23 @@ def test_what_would_be_lost_is_refused(name, base):
         row["messages"][0]["content"] = "Be brief."
     with pytest.raises(ValueError, match="expected |is empty|leaves out|would change the training"):
         minimal_fsdp_qlora.encode(row, tokenizer)
+
+
+def test_other_columns_are_ignored_and_named(base):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "4"}]
+    row = {"messages": talk, "prompt": "1", "prompt_id": "x", "tools": None}
+    (got,), (want,) = (as_lists(minimal_fsdp_qlora.encode(example, tokenizer))
+                       for example in (row, {"messages": talk}))
+    assert got == want
+
+
+def test_messages_need_a_chat_template(base):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    tokenizer.chat_template = None
+    assert minimal_fsdp_qlora.encode({"text": "1"}, tokenizer)
+    with pytest.raises(minimal_fsdp_qlora.BadExample, match="need a chat template"):
+        minimal_fsdp_qlora.encode({"messages": [{"role": "user", "content": "1"}]}, tokenizer)
 
 
 def test_reasoning_of_the_trained_answer_must_be_in_its_text(base):
