@@ -68,7 +68,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, pack_rows
+from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
@@ -109,9 +109,10 @@ from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import ACTIONS, Status, watch_process
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.training.divergence import stop_if_diverged
-from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_micro_batches
+from fsdp_qlora.training.evaluation import (
+    evaluation_batches, evaluation_micro_batches, set_values, values_of_all)
 from fsdp_qlora.training.finish import finish_run, stop_run
-from fsdp_qlora.training.reference import ensure_reference, values_of_all
+from fsdp_qlora.training.reference import ensure_reference
 from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics
 from fsdp_qlora.training.untrained_tokens import check_untrained_tokens, untrained_rows
@@ -493,9 +494,9 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     number, both over all ranks, so it does not depend on how many ranks there are.
     """
     config = run.config
-    batch, micro_batches = run.prefetched or next_step(run, step)
-    size = step_size(run, batch, micro_batches)
-    local_sums = accumulate_gradient(run, batch, micro_batches)
+    rows, micro_batches = run.prefetched or next_step(run, step)
+    size = step_size(run, rows, micro_batches)
+    local_sums = accumulate_gradient(run, rows, micro_batches)
     sum_gradient(run)
     # one exchange: the sums of the losses, the gradient norm, what any rank requests
     stats = gather_step_stats(run.model, run.adapter, local_sums, pending_action(run))
@@ -503,7 +504,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     # prepared on the CPU while the GPU computes
     run.prefetched = next_step(run, step + 1) if step < config.max_steps else None
     stats = stats.on_host()  # waits for the GPU, once a step
-    metrics, norm = mean_metrics(stats.sums.tolist(), batch), float(stats.grad_norm)
+    metrics, norm = mean_metrics(stats.sums.tolist(), rows), float(stats.grad_norm)
     stop_if_diverged(run, step, metrics["loss"], norm)
     lr = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, lr)
@@ -518,44 +519,42 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     return record, ACTIONS[int(stats.action)]
 
 
-def step_size(run: Run, batch: Rows, micro_batches: list[MicroBatch]) -> Record:
+def step_size(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record:
     """Return the metrics that tell how large a step is, over all ranks. Every rank knows the
     lengths of all rows, so this needs no communication."""
-    tokens = int(batch.lengths.sum())
+    tokens = int(rows.lengths.sum())
     computed_tokens = sum(len(x.input_ids) for x in micro_batches) * dist.get_world_size()
-    return {"rows": len(batch), "tokens": tokens,
-            "trainable_tokens": int(batch.n_trainable_tokens.sum()),
+    return {"rows": len(rows), "tokens": tokens,
+            "trainable_tokens": int(rows.n_trainable_tokens.sum()),
             "micro_batches": len(micro_batches) * run.model.context.n_groups,
             "packing_efficiency": tokens / computed_tokens}
 
 
-def accumulate_gradient(run: Run, batch: Rows, micro_batches: list[MicroBatch]) -> torch.Tensor:
+def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> torch.Tensor:
     """Run forward and backward of all micro-batches of a step. Returns this rank's sums of
     compute_loss(). All ranks must call this."""
     plan, sums = run.plan, []
     # what the loss needs of all rows of the step: KTO's KL estimate, by one more forward; ORPO's
     # weights of tokens
-    global_values = values_of_all(run.model, batch, [batch])
+    global_values = values_of_all(run.model, rows, [rows])
     while micro_batches:
         micro_batch = micro_batches.pop(0)  # not a for loop: frees each one's memory after use
-        if micro_batch.answers:
-            micro_batch.answers = dataclasses.replace(micro_batch.answers, **global_values)
+        set_values(micro_batch, global_values)
         if plan.uses_fsdp and plan.shard_group_size < dist.get_world_size():
             # copies of the model sum their gradients once per step, not once per micro-batch
             run.model.set_requires_all_reduce(not micro_batches)
-        sums.append(forward_backward(run, micro_batch, 1 / batch.num_items_in_batch))
+        sums.append(forward_backward(run, micro_batch, 1 / rows.num_items_in_batch))
     return sum(sums, start=torch.zeros_like(sums[0]))
 
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
-    batch, context = run.rows.select(run.source.indices(step)), run.model.context
-    micro_steps = pack_rows(batch.lengths.tolist(), context.n_groups,
-                            context.size * run.plan.micro_batch_tokens, batch.n_answers)
+    context = run.model.context
+    rows = run.rows.select(run.source.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
-    return batch, [
-        make_micro_batch(batch, micro_step, context.index, step_seed, run.model, context)
-        for micro_step in micro_steps]
+    return rows, [
+        make_micro_batch(rows, micro_step, context.index, step_seed, run.model, context)
+        for micro_step in micro_steps_of(rows, run.model)]
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> torch.Tensor:
@@ -622,8 +621,7 @@ def evaluate(run: Run) -> Record | None:
     for _, batch in batches():
         n_seen += len(batch)
         for micro_batch, _ in evaluation_micro_batches(run.model, batch):
-            if micro_batch.answers:
-                micro_batch.answers = dataclasses.replace(micro_batch.answers, **global_values)
+            set_values(micro_batch, global_values)
             sums += compute_loss(run.model, micro_batch, run.config)[1]
     reshard_all(run.model)
     if n_seen < len(rows):

@@ -1143,15 +1143,15 @@ def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_pat
 
 def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
     """By a signal that came in its last rows."""
-    pack_rows, evaluate = evaluation.pack_rows, train_fsdp_qlora.evaluate
+    micro_steps_of, evaluate = evaluation.micro_steps_of, train_fsdp_qlora.evaluate
 
     def evaluate_signalled(run):
         def signalled(*args):
             run.status.stop_reason = "SIGTERM"
-            return pack_rows(*args)
+            return micro_steps_of(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "pack_rows", signalled)
+            patch.setattr(evaluation, "micro_steps_of", signalled)
             return evaluate(run)
 
     monkeypatch.setattr(train_fsdp_qlora, "evaluate", evaluate_signalled)
