@@ -33,11 +33,6 @@ class BaseModel:
         return [token.id for token in self.trainable_tokens]
 
     @property
-    def n_row_weights(self) -> int:
-        """The number of weights in the rows of --trainable_tokens."""
-        return self.arch.n_tables * len(self.trainable_tokens) * self.arch.hidden_size
-
-    @property
     def has_new_tokens(self) -> bool:
         """Whether --trainable_tokens names tokens that the vocabulary lacked."""
         return any(token.old_ids is not None for token in self.trainable_tokens)
