@@ -35,10 +35,10 @@ class Config:
         " directories, output of save_to_disk(), or a Hub id. Append ,split=NAME to a directory or"
         " Hub id, and ,name=CONFIG or ,revision=TAG to a Hub id (default: the demo's data)")
     eval_dataset: tuple[str, ...] | None = flag(
-        None, "evaluation data: like --dataset, or a fraction of --dataset to hold out, as 0.02"
-        " (default: no evaluation)")
+        None, "evaluation data: like --dataset, or a fraction of --dataset to hold out, such as"
+        " 0.02 (default: no evaluation)")
     columns: tuple[str, ...] | None = flag(
-        None, "rename keys of the data, OLD=NEW, as context=input")
+        None, "rename keys of the data, OLD=NEW, such as context=input")
     max_seq_len: int | None = flag(
         None, "maximum sequence length in tokens; longer sequences are truncated (default: 2048,"
         " or the model's limit if lower)", on_resume="refused")
@@ -125,8 +125,8 @@ class Config:
         " in the decoder layers, in MoE models of the token mixers only; experts: all experts as"
         " well", on_resume="refused")
     trainable_tokens: tuple[str, ...] | None = flag(
-        None, "tokens whose rows of the embedding and of the lm_head are trained as well, as"
-        " '<|im_start|>' '<|im_end|>'; those that the vocabulary lacks are added to it",
+        None, "tokens whose rows of the embedding and of the lm_head are trained as well, such"
+        " as '<|im_start|>' '<|im_end|>'; those that the vocabulary lacks are added to it",
         on_resume="refused")
     init_adapter: str | None = flag(
         None, "start from this adapter (of a run of this script, or saved by PEFT)",
@@ -136,8 +136,8 @@ class Config:
         " the fastest that fits)")
     shard_group_size: int | None = flag(
         None, "number of GPUs that share one sharded copy of the model; 1: a full copy on each"
-        " GPU, as DDP; fewer than all: HSDP, as the GPUs of a node (default: the fastest that"
-        " fits)")
+        " GPU, like DDP; fewer than all: HSDP, for instance the GPUs of a node (default: the"
+        " fastest that fits)")
     context_parallel_size: int | None = flag(
         None, "number of GPUs that share each micro-batch, so that a row may be that many times as"
         " long (default: 1; more if a row does not fit or there are fewer rows than GPUs)")

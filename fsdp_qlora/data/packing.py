@@ -131,14 +131,10 @@ def make_micro_batch(rows: Rows, micro_step: list[list[int]], index: int,
     n_unpadded = rows.lengths[documents].sum()[None]
     lengths = padded_lengths(rows.lengths[documents].tolist(), n_tokens, longest)
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    document_at = torch.arange(len(lengths)).repeat_interleave(starts.diff())
-    position_ids = torch.arange(n_tokens) - starts[document_at]
+    position_ids = torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff())
     seeds = None
     if step_seed is not None:
-        numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
-        document_seeds = hash_ints(step_seed + numbers)[document_at]
-        # drop() adds a number for the layer and the site
-        seeds = hash_ints(document_seeds + position_ids)
+        seeds = dropout_seeds(step_seed, documents, lengths, position_ids)
     n_documents = max(map(len, micro_step))
     is_fixed_len = len(set(lengths)) == 1
     if model.plan.graphs:
@@ -152,29 +148,27 @@ def make_micro_batch(rows: Rows, micro_step: list[list[int]], index: int,
     if "recurrence" in model.kernels.varlen:
         chunks = chunk_table(starts, of_any_lengths)
     ids, label_positions, labels, bounds = token_tensors(rows, documents, lengths, n_documents)
+    tensors: dict[str, Any] = {
+        "input_ids": ids, "n_unpadded": n_unpadded, "position_ids": position_ids,
+        "cu_seqlens": starts.int(), "label_positions": label_positions, "labels": labels,
+        "loss_bounds": bounds, "dropout_seeds": seeds, "chunks": chunks}
     shard = None
     if context.size > 1:
         shard = make_context_shard(lengths, context)
-        ids, position_ids = ids[shard.tokens], position_ids[shard.tokens]
-        seeds = None if seeds is None else seeds[shard.tokens]
-        n_unpadded = (shard.tokens < n_unpadded).sum()[None]
-        label_positions, labels, bounds = own_labels(
-            shard.tokens, n_tokens, label_positions, labels, bounds)
-    assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
-    padding = (0, n_labels - len(labels))
-    tensors: dict[str, Any] = {
-        "input_ids": ids, "n_unpadded": n_unpadded, "position_ids": position_ids,
-        "cu_seqlens": starts.int(), "label_positions": F.pad(label_positions, padding),
-        "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds,
-        "dropout_seeds": seeds, "chunks": chunks}
+        tensors |= own_tensors(tensors, shard.tokens)
+        # attention of one piece after the other, of any lengths
+        shortest = min(lengths[: len(documents)], default=0)  # the padding's documents may be short
+        is_fixed_len = has_long_pieces(shortest, context.size)
+    n_own = len(tensors["labels"])
+    assert n_labels >= n_own, f"{n_own} labels, and room for {n_labels}"
+    padding = (0, n_labels - n_own)
+    tensors["label_positions"] = F.pad(tensors["label_positions"], padding)
+    tensors["labels"] = F.pad(tensors["labels"], padding, value=IGNORE)
     answers = answer_tensors(rows, micro_step, n_documents, model) if rows.loss != "sft" else []
     answers = [to_device(tensor, model.device) for tensor in answers]
     tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
     if shard:
         shard = shard.to(model.device, tensors["dropout_seeds"])
-    if context.size > 1:  # attention of one piece after the other, of any lengths
-        shortest = min(lengths[: len(documents)], default=0)  # the padding's documents may be short
-        is_fixed_len = has_long_pieces(shortest, context.size)
     # an evaluation has no backward
     store = DeviceActivations() if step_seed is None else model.store
     return MicroBatch(
@@ -190,17 +184,31 @@ def padded_lengths(lengths: list[int], n_tokens: int, longest: int) -> list[int]
     return lengths + [longest] * n_full + [rest] * (rest > 0)
 
 
-def own_labels(
-        own_tokens: torch.Tensor, n_tokens: int, label_positions: torch.Tensor,
-        labels: torch.Tensor, bounds: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return label_positions, labels and loss_bounds of a rank that has, of the micro-batch's
-    n_tokens tokens, only `own_tokens`."""
-    own_at = torch.full((n_tokens,), -1)
+def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[int],
+                  position_ids: torch.Tensor) -> torch.Tensor:
+    """Return each token's seed of dropout, from the numbers of the step and of its document, and
+    its position. `lengths`: those of the documents, then those of the padding."""
+    numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
+    document_seeds = hash_ints(step_seed + numbers).repeat_interleave(torch.tensor(lengths))
+    # drop() adds a number for the layer and the site
+    return hash_ints(document_seeds + position_ids)
+
+
+def own_tensors(tensors: dict[str, Any], own_tokens: torch.Tensor) -> dict[str, Any]:
+    """Return those of a micro-batch's tensors that are others on a rank which has, of its tokens,
+    only `own_tokens`; their values there."""
+    own_at = torch.full((len(tensors["input_ids"]),), -1)
     own_at[own_tokens] = torch.arange(len(own_tokens))
+    label_positions, seeds = tensors["label_positions"], tensors["dropout_seeds"]
     is_own = own_at[label_positions] >= 0
-    bounds = F.pad(is_own.cumsum(0), (1, 0))[bounds]
-    return own_at[label_positions[is_own]], labels[is_own], bounds
+    return {
+        "input_ids": tensors["input_ids"][own_tokens],
+        "position_ids": tensors["position_ids"][own_tokens],
+        "n_unpadded": (own_tokens < tensors["n_unpadded"]).sum()[None],
+        "label_positions": own_at[label_positions[is_own]],
+        "labels": tensors["labels"][is_own],
+        "loss_bounds": F.pad(is_own.cumsum(0), (1, 0))[tensors["loss_bounds"]],
+        "dropout_seeds": None if seeds is None else seeds[own_tokens]}
 
 
 def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | Any:

@@ -62,7 +62,7 @@ def open_peft_run(
                              " other names than transformers: use the adapter unmerged")
         linears += others.values()
     elif others:
-        print(f"note: {len(others)} linears outside the text model, as {min(others)}, have no"
+        print(f"note: {len(others)} linears outside the text model, such as {min(others)}, have no"
               " adapter and stay as the base has them: whether they were in NF4 in training is not"
               " known")
     lora = LoraConfig(r=r, **{key: settings[key] for key in (

@@ -84,7 +84,7 @@ def resolve_config(config: Config, world_size: int) -> Config:
           "0 or more")
     check("label_smoothing", lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
     check("save_every", lambda x: re.fullmatch(r"\d{1,9}m?", x),
-          "minutes, as 5m, or a number of steps, or 0")
+          "minutes, such as 5m, or a number of steps, or 0")
     check("lora_dropout warmup_fraction", lambda x: 0 <= x < 1, "at least 0 and below 1")
     check("columns", lambda pairs: all(re.fullmatch("[^=]+=[^=]+", pair) for pair in pairs)
           and len({pair.partition("=")[0] for pair in pairs}) == len(pairs),
