@@ -58,13 +58,14 @@ from tqdm import tqdm
 
 from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.data.tokenizer import complete_tokenizer
+from fsdp_qlora.errors import explain
 from fsdp_qlora.files import read_json, sync_file
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
     FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
     token_row_settings)
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.formats import (
     INT4_PACKED, MX_PARTS, NF4_PARTS, dequantize_stored, nf4_round_trip, scaled_weight,
     swap_nibbles)
@@ -75,7 +76,6 @@ from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, we
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 from fsdp_qlora.quant.nf4 import mxfp4_values
-from fsdp_qlora.ranks import explain
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
 from fsdp_qlora.run.new_directory import new_directory
 from fsdp_qlora.run.peft_run import open_peft_run

@@ -68,7 +68,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, pack_rows
+from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
@@ -109,12 +109,13 @@ from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import ACTIONS, Status, watch_process
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.training.divergence import stop_if_diverged
-from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_micro_batches
+from fsdp_qlora.training.evaluation import (
+    evaluation_batches, evaluation_micro_batches, set_values, values_of_all)
 from fsdp_qlora.training.finish import finish_run, stop_run
-from fsdp_qlora.training.reference import ensure_reference, values_of_all
+from fsdp_qlora.training.reference import ensure_reference
 from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics
-from fsdp_qlora.training.untrained_tokens import check_untrained_tokens, untrained_rows
+from fsdp_qlora.training.untrained_tokens import check_untrained_tokens
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
@@ -160,7 +161,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
     """Run the whole job: flags in, saved adapter out. All ranks must call this."""
     # 1. Agree on flags, source and versions, and on one output directory
     check_same(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
-    flags, is_dry = agree_on_flags(user_config), user_config.max_steps == 0
+    is_dry = user_config.max_steps == 0  # flags and config have a whole run's steps instead of 0
+    flags = agree_on_flags(user_config)  # user_config, with what follows from it alone
     with open_output(flags, user_config, status) as (directory, is_complete):
         if is_complete:
             return
@@ -168,10 +170,11 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         # 2. The model, the rows and all flags, but no weights yet: what is wrong is found early
         limit = limit_memory(flags, device)
         job = prepare(flags, directory, status, is_dry)
-        config, base = job.config, job.base
+        config, base = job.config, job.base  # config: flags, with what follows from model and rows
 
         # 3. The step from which the run resumes, that of its latest checkpoint; 0: a new run
         start_step = find_start(job, directory, status, is_dry)
+        on_rank_0(checkpoints.check_room, config, directory, job.n_weights, make_optimizer)
 
         # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")
@@ -190,8 +193,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         model = Model(base.arch, job.specs, plan, kernels, device, mesh.get_group("shard"), context)
         shard_model(model, mesh, plan)
         loaded = load_model(model, job.weights_dir, base.config, config)
-        untrained = untrained_rows(model) if base.tokenizer else {}
-        check_untrained_tokens(untrained, job.rows, base)
+        untrained = check_untrained_tokens(model, job.rows, base)
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
         first_rows = initial_rows(model, base.trainable_tokens, untrained)
@@ -199,7 +201,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         if config.adapter == "dora":
             measure_weight_norms(model)
         run = make_run(job, plan, status, directory, source, model, adapter, start_step)
-        start_adapter(run, start_step)
+        start_adapter(run, job.saved_config)
         status.enter("saving")
         on_rank_0(describe_run, run, user_config, job.weights_dir, loaded, job.template_date,
                   VERSIONS)
@@ -212,7 +214,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         ensure_reference(run)
         status.extend_deadline()
         run.merge_check.begin(model, adapter)
-        log_speed(run, train(run, start_step))
+        log_speed(run, train(run))
         save_results(run)
         finish_run(run, SCRIPT)
 
@@ -228,33 +230,30 @@ def agree_on_flags(user_config: Config) -> Config:
 
 def find_start(job: Prepared, directory: Path, status: Status, is_dry: bool) -> int:
     """Return the step of the latest complete checkpoint, from which the run continues; 0 if the run
-    is new or a dry run. All ranks must call this."""
-    config, base, start_step = job.config, job.base, 0
+    is new or a dry run, which only checks that it could continue. From here on `status` is that of
+    the run in the directory. All ranks must call this."""
+    config = job.config
     status.enter("checkpoint")
     if is_dry:
         on_rank_0(checkpoints.check_run, config, directory, job.digests, job.saved_config)
-    else:
-        start_step = on_rank_0(checkpoints.step_to_resume, config, directory, job.digests)
-        on_rank_0(checkpoints.set_aside, directory, start_step)
-        status.begin(config, start_step)
+        return 0
+    start_step = on_rank_0(checkpoints.step_to_resume, config, directory, job.digests)
+    on_rank_0(checkpoints.set_aside, directory, start_step)
+    status.begin(config, start_step)
     if start_step:
         status.checkpoint = checkpoints.checkpoint_path(directory, start_step).name
-        before = job.saved_config["config"]["max_steps"]
-        if start_step == before < config.max_steps:
-            last = learning_rate(start_step, dataclasses.replace(config, max_steps=before))
-            log_extension(config, start_step, last, learning_rate(start_step + 1, config))
-    n_row_weights = base.arch.n_tables * len(base.trainable_ids) * base.arch.hidden_size
-    on_rank_0(checkpoints.check_room, config, directory, job.specs, n_row_weights)
     return start_step
 
 
 def make_plan(job: Prepared, source: RowSource, limit: int,
               device: torch.device) -> tuple[Kernels, Plan]:
     """Return the attention kernels, and the fastest plan that fits. All ranks must call this."""
-    config, arch = job.config, job.base.arch
+    config = job.config
+    arch = job.base.arch
     with raise_on_all_ranks():
         kernels = choose_attention(config, arch, device)
-        choose_recurrence(kernels, arch, config.compute_dtype, device)
+        if recurrence := choose_recurrence(arch, config.compute_dtype, device):
+            kernels = Kernels(*({**kind, "recurrence": recurrence} for kind in kernels))
     plan = agree_on_plan(config, arch, job.specs, source, job.eval_rows, limit, device, kernels,
                          optimizer_state_bytes(make_optimizer, config))
     if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
@@ -265,7 +264,8 @@ def make_plan(job: Prepared, source: RowSource, limit: int,
 def make_run(job: Prepared, plan: Plan, status: Status, directory: Path, source: RowSource,
              model: Model, adapter: Adapter, start_step: int) -> Run:
     """Make the Run, with its optimizer and, if planned, CUDA graphs."""
-    config, graphs = job.config, None
+    config = job.config
+    graphs = None
     if plan.graphs:
         graphs = Graphs(model, functools.partial(compute_loss, config=config))
     return Run(
@@ -276,17 +276,23 @@ def make_run(job: Prepared, plan: Plan, status: Status, directory: Path, source:
         graphs=graphs, saved_step=start_step)
 
 
-def start_adapter(run: Run, start_step: int) -> None:
-    """Initialize the adapter, or load it and the optimizer's state from checkpoint `start_step`.
-    All ranks must call this."""
-    if not start_step:
-        run.adapter.initialize(run.config)
+def start_adapter(run: Run, saved_config: dict[str, Any]) -> None:
+    """Initialize the adapter, or load it and the optimizer's state from the latest checkpoint.
+    `saved_config`: see Prepared. All ranks must call this."""
+    config = run.config
+    step = run.saved_step
+    if not step:
+        run.adapter.initialize(config)
         return
     run.status.enter("checkpoint")
-    path = checkpoints.checkpoint_path(run.directory, start_step)
+    path = checkpoints.checkpoint_path(run.directory, step)
     with raise_on_all_ranks():
         run.progress = checkpoints.load_checkpoint(path, run.adapter, run.optimizer)
-    log(f"resumed from {path} at step {start_step} of {run.config.max_steps}")
+    log(f"resumed from {path} at step {step} of {config.max_steps}")
+    before = saved_config["config"]["max_steps"]
+    if step == before < config.max_steps:  # the run was complete
+        last_rate = learning_rate(step, dataclasses.replace(config, max_steps=before))
+        log_extension(config, step, last_rate, learning_rate(step + 1, config))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -365,11 +371,11 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     any_len = [attention.varlen_attention, flex_document_attention]
 
     def first_that_works(
-            kernels: list[Callable], arch: Architecture, attention_type: str) -> Callable:
-        if not has_kernels or arch.attention_dropout:
+            kernels: list[Callable], layer_arch: Architecture, attention_type: str) -> Callable:
+        if not has_kernels or layer_arch.attention_dropout:
             return attention.document_attention
         usable = (f for f in kernels if attention.kernel_matches(
-            f, arch, attention_type, device, whole_documents))
+            f, layer_arch, attention_type, device, whole_documents))
         return next(usable, attention.document_attention)
 
     chosen = Kernels({}, {})
@@ -410,7 +416,9 @@ def make_mesh(shard_group_size: int, device: torch.device) -> DeviceMesh:
 
 def make_context_group(size: int) -> ContextGroup:
     """Return this process's group of `size` consecutive ranks, which share each micro-batch."""
-    rank, world_size, group = dist.get_rank(), dist.get_world_size(), None
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    group = None
     if 1 < size < world_size:
         ranks = torch.arange(world_size).view(-1, size).tolist()
         group = dist.new_subgroups_by_enumeration(ranks, timeout=TIMEOUT)[0]
@@ -493,9 +501,9 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     number, both over all ranks, so it does not depend on how many ranks there are.
     """
     config = run.config
-    batch, micro_batches = run.prefetched or next_step(run, step)
-    size = step_size(run, batch, micro_batches)
-    local_sums = accumulate_gradient(run, batch, micro_batches)
+    rows, micro_batches = run.prefetched or next_step(run, step)
+    size = step_size(run, rows, micro_batches)
+    local_sums = accumulate_gradient(run, rows, micro_batches)
     sum_gradient(run)
     # one exchange: the sums of the losses, the gradient norm, what any rank requests
     stats = gather_step_stats(run.model, run.adapter, local_sums, pending_action(run))
@@ -503,12 +511,15 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     # prepared on the CPU while the GPU computes
     run.prefetched = next_step(run, step + 1) if step < config.max_steps else None
     stats = stats.on_host()  # waits for the GPU, once a step
-    metrics, norm = mean_metrics(stats.sums.tolist(), batch), float(stats.grad_norm)
+    metrics = mean_metrics(stats.sums.tolist(), rows)
+    norm = float(stats.grad_norm)
     stop_if_diverged(run, step, metrics["loss"], norm)
     lr = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, lr)
     run.model.write_token_rows()
-    seconds, run.step_start = clock() - run.step_start, clock()
+    now = clock()
+    seconds = now - run.step_start
+    run.step_start = now
     run.status.longest_step = max(run.status.longest_step, seconds)
     record = {
         "step": step, **metrics, "learning_rate": lr, "grad_norm": norm, **size, "seconds": seconds,
@@ -518,44 +529,43 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     return record, ACTIONS[int(stats.action)]
 
 
-def step_size(run: Run, batch: Rows, micro_batches: list[MicroBatch]) -> Record:
+def step_size(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record:
     """Return the metrics that tell how large a step is, over all ranks. Every rank knows the
     lengths of all rows, so this needs no communication."""
-    tokens = int(batch.lengths.sum())
+    tokens = int(rows.lengths.sum())
     computed_tokens = sum(len(x.input_ids) for x in micro_batches) * dist.get_world_size()
-    return {"rows": len(batch), "tokens": tokens,
-            "trainable_tokens": int(batch.n_trainable_tokens.sum()),
+    return {"rows": len(rows), "tokens": tokens,
+            "trainable_tokens": int(rows.n_trainable_tokens.sum()),
             "micro_batches": len(micro_batches) * run.model.context.n_groups,
             "packing_efficiency": tokens / computed_tokens}
 
 
-def accumulate_gradient(run: Run, batch: Rows, micro_batches: list[MicroBatch]) -> torch.Tensor:
+def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> torch.Tensor:
     """Run forward and backward of all micro-batches of a step. Returns this rank's sums of
     compute_loss(). All ranks must call this."""
-    plan, sums = run.plan, []
+    plan = run.plan
+    sums = []
     # what the loss needs of all rows of the step: KTO's KL estimate, by one more forward; ORPO's
     # weights of tokens
-    global_values = values_of_all(run.model, batch, [batch])
+    global_values = values_of_all(run.model, rows, [rows])
     while micro_batches:
         micro_batch = micro_batches.pop(0)  # not a for loop: frees each one's memory after use
-        if micro_batch.answers:
-            micro_batch.answers = dataclasses.replace(micro_batch.answers, **global_values)
+        set_values(micro_batch, global_values)
         if plan.uses_fsdp and plan.shard_group_size < dist.get_world_size():
             # copies of the model sum their gradients once per step, not once per micro-batch
             run.model.set_requires_all_reduce(not micro_batches)
-        sums.append(forward_backward(run, micro_batch, 1 / batch.num_items_in_batch))
+        sums.append(forward_backward(run, micro_batch, 1 / rows.num_items_in_batch))
     return sum(sums, start=torch.zeros_like(sums[0]))
 
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
-    batch, context = run.rows.select(run.source.indices(step)), run.model.context
-    micro_steps = pack_rows(batch.lengths.tolist(), context.n_groups,
-                            context.size * run.plan.micro_batch_tokens, batch.n_answers)
+    context = run.model.context
+    rows = run.rows.select(run.source.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
-    return batch, [
-        make_micro_batch(batch, micro_step, context.index, step_seed, run.model, context)
-        for micro_step in micro_steps]
+    return rows, [
+        make_micro_batch(rows, micro_step, context.index, step_seed, run.model, context)
+        for micro_step in micro_steps_of(rows, run.model)]
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> torch.Tensor:
@@ -616,14 +626,14 @@ def evaluate(run: Run) -> Record | None:
     None if the run was asked to stop meanwhile. All ranks must call this."""
     assert run.eval_rows, "there is nothing to evaluate on"
     sums: Any = 0
-    rows, n_seen = run.eval_rows, 0
+    rows = run.eval_rows
+    n_seen = 0
     batches = functools.partial(evaluation_batches, rows, run.config.batch_size, run.status)
     global_values = values_of_all(run.model, rows, (batch for _, batch in batches()))
     for _, batch in batches():
         n_seen += len(batch)
         for micro_batch, _ in evaluation_micro_batches(run.model, batch):
-            if micro_batch.answers:
-                micro_batch.answers = dataclasses.replace(micro_batch.answers, **global_values)
+            set_values(micro_batch, global_values)
             sums += compute_loss(run.model, micro_batch, run.config)[1]
     reshard_all(run.model)
     if n_seen < len(rows):
@@ -634,14 +644,16 @@ def evaluate(run: Run) -> Record | None:
 def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
     """Evaluate after `step`, and record the result. Returns False if the run was asked to stop
     meanwhile; then nothing is recorded. All ranks must call this."""
-    progress, started = run.progress, clock()
+    progress = run.progress
+    started = clock()
     if (metrics := evaluate(run)) is None:
         return False
     loss = metrics["eval_loss"]
     is_best = progress.best_loss is None or loss < progress.best_loss
     progress.evaluated = step
     if is_best:
-        progress.best_loss, progress.best_step = loss, step
+        progress.best_loss = loss
+        progress.best_step = step
     seconds = clock() - started
     samples = sample_answers(run.model, run.tokenizer, run.eval_rows, run.config, run.status,
                              writer.pace if writer else None)
@@ -659,16 +671,20 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
 # ------------------------------------------------------------------------------------------------
 
 
-def train(run: Run, start_step: int) -> list[Record]:
+def train(run: Run) -> list[Record]:
     """Run the training loop: steps, evaluations, metrics, checkpoints. Returns the metrics of all
     steps with --random_weights, else []. All ranks must call this."""
-    config, status, records = run.config, run.status, []
+    config = run.config
+    status = run.status
+    start_step = run.saved_step
+    records: list[Record] = []
     log_steps(run)
     if run.rows.lengths.min() != run.rows.lengths.max():
         compile_for_any_rows()  # else kernels would be compiled anew for each number of tokens
     with raise_on_all_ranks():
         writer = MetricsWriter(run, start_step) if is_rank_0() else None
-    run.step_start, run.save_due = clock(), clock() + save_interval(config)[1]
+    run.step_start = clock()
+    run.save_due = run.step_start + save_interval(config)[1]
     status.extend_deadline()
     try:
         # the base model, or an evaluation that a stop had cut short
@@ -700,13 +716,16 @@ def evaluate_and_save(run: Run, writer: MetricsWriter | None, step: int,
                       action: str | None) -> None:
     """Do what is due after `step`, and the requested `action` of ACTIONS: evaluate, save a
     checkpoint, end the run by RunError. All ranks must call this."""
-    config, progress = run.config, run.progress
-    is_last, was_cut_short = step == config.max_steps, False
+    config = run.config
+    progress = run.progress
+    is_last = step == config.max_steps
+    was_cut_short = False
     evaluates = step == 0 or is_last or is_due(step, config.eval_every)
     if run.eval_rows and evaluates and progress.evaluated != step and action != "stop":
         was_cut_short = not evaluate_and_log(run, writer, step)
         action = "stop" if was_cut_short else action
-    is_best, save_steps = progress.best_step == step, save_interval(config)[0]
+    is_best = progress.best_step == step
+    save_steps, _ = save_interval(config)
     saves = is_last or is_best or action is not None or is_due(step, save_steps)
     if saves and run.saved_step < step:  # a resumed run begins with a saved step
         save_checkpoint(run, step)
@@ -730,9 +749,11 @@ def save_checkpoint(run: Run, step: int) -> None:
     """Gather adapter and optimizer state on rank 0, which writes checkpoint-<step>. If writing
     fails, log it and try again later. All ranks must call this."""
     run.status.extend_deadline()
-    started, name = clock(), checkpoints.checkpoint_path(run.directory, step).name
+    started = clock()
+    name = checkpoints.checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # CPU reads of paged state need this
-    weights, merge_check = run.adapter.gather_weights(), run.merge_check.states(run.model)
+    weights = run.adapter.gather_weights()
+    merge_check = run.merge_check.states(run.model)
     optimizer_state = run.adapter.gather_state(sharded_state(run.optimizer))
     try:
         on_rank_0(checkpoints.write_checkpoint, run, step, weights, optimizer_state, merge_check,
@@ -742,7 +763,8 @@ def save_checkpoint(run: Run, step: int) -> None:
         log(f"warning: could not save {name}: {e}. If training continues, the next attempt is in"
             f" {RETRY_SECONDS} s")
         return
-    run.saved_step, run.save_due = step, clock() + save_interval(run.config)[1]
+    run.saved_step = step
+    run.save_due = clock() + save_interval(run.config)[1]
     run.status.checkpoint = name
     log(f"saved {name} ({clock() - started:.1f} s)")
     run.status.write("training")
@@ -753,7 +775,8 @@ def save_results(run: Run) -> None:
     """Gather the adapter on rank 0 and save it, with a plot of the losses. All ranks must call
     this."""
     run.status.enter("saving")
-    weights, merge_check = run.adapter.gather_weights(), run.merge_check.states(run.model)
+    weights = run.adapter.gather_weights()
+    merge_check = run.merge_check.states(run.model)
     on_rank_0(checkpoints.save_adapter, run, weights, merge_check, causes=checkpoints.DISK_ERRORS)
     on_rank_0(draw_losses, run.directory)
 

@@ -69,12 +69,13 @@ def write_whole(path: Path, content: str | dict[str, torch.Tensor],
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)  # may be a link, see open_own()
     try:
+        part.touch()
+        mode = part.stat().st_mode  # as the umask has it
         if isinstance(content, str):
             part.write_text(content)
         else:
             save_file(content, part, metadata={"format": "pt", **dict(metadata)})
-        os.umask(umask := os.umask(0o077))  # the umask can only be read by setting it
-        part.chmod(0o666 & ~umask)  # safetensors makes it readable by its owner only
+        part.chmod(mode)  # safetensors makes it readable by its owner only
         put_in_place(part, path)
     except Exception:
         part.unlink(missing_ok=True)  # to free the space, which may be what is missing

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.exit_codes import OUT_OF_MEMORY
+from fsdp_qlora.exit_codes import EXIT_OUT_OF_MEMORY
 from fsdp_qlora.files import source_digest
 
 
@@ -65,16 +65,6 @@ class RunError(Exception):
 
 
 @contextlib.contextmanager
-def explain(what: str) -> Iterator[None]:
-    """Turn any error of the `with` body, of whatever class, into a ValueError about `what`."""
-    try:
-        yield
-    except Exception as e:
-        kind = "" if isinstance(e, (ValueError, OSError)) else f"{type(e).__name__}: "
-        raise ValueError(f"{what}: {kind}{e}")
-
-
-@contextlib.contextmanager
 def raise_on_all_ranks(causes: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """If the `with` body fails on one rank, all ranks raise RunError with that rank's error.
 
@@ -93,7 +83,7 @@ def raise_on_all_ranks(causes: tuple[type[Exception], ...] = (Exception,)) -> It
         if not error or not isinstance(e, (ValueError, OSError)):
             error = f"{type(e).__name__}: {error}"
         if isinstance(e, MemoryError):
-            code = OUT_OF_MEMORY
+            code = EXIT_OUT_OF_MEMORY
     failed = [pair for pair in gather_objects((error, code)) if pair[0]]
     if failed:
         raise RunError(*failed[0])

@@ -51,7 +51,7 @@ from fsdp_qlora.lora.peft_names import expert_parts, layer_names, stack_experts,
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.describe import describe_model, text_config
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.formats import scaled_weight

@@ -49,9 +49,9 @@ from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
-from fsdp_qlora.pretrained import config as configs, families
+from fsdp_qlora.pretrained import describe, families
 from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads, Mamba2
-from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.describe import describe_model, text_config
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
@@ -657,7 +657,7 @@ def test_check_at_start_catches(error, monkeypatch):
     model_config = TINY[name](VOCABULARY)
     family = model_config.model_type
     # fields that no record names now
-    monkeypatch.setattr(configs, "check_model", lambda config: None)
+    monkeypatch.setattr(describe, "check_model", lambda config: None)
     plant(monkeypatch, family, fields)
     with pytest.raises(ValueError, match=f"the check at start failed: {family} "):
         compare_with_transformers(model_config, name)

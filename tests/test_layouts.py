@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from test_step import FLAGS, SMALL, load_reference, rows_of_step, write_uneven_rows
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.describe import describe_model
 
 BAR = 1e-5  # of relative differences of a first step in fp32
 FUSED = "fused"  # all experts' in one tensor [experts, out, in], as transformers 5 has in memory

@@ -29,7 +29,7 @@ from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
     DoesNotFit, Search, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs,
     why_no_capture)
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names

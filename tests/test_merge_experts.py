@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4C
 import merge_adapters
 from fsdp_qlora.files import digest
 from fsdp_qlora.lora.peft_names import expert_parts, unstack_experts
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.formats import NF4_STATE
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.run.peft_run import linears_in_4bit

@@ -24,7 +24,7 @@ from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.training.compare_with_transformers import plain_kernels

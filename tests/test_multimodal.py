@@ -19,7 +19,7 @@ from test_step import FLAGS, SMALL, read_rows, rows_of_step, write_uneven_rows
 
 import merge_adapters
 from fsdp_qlora.pretrained import families
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 

@@ -35,7 +35,8 @@ from safetensors.torch import load_file, save_file
 from test_preferences import write_preferences
 
 import train_fsdp_qlora
-from fsdp_qlora.exit_codes import DIVERGED, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY
+from fsdp_qlora.exit_codes import (
+    EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT)
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.run import checkpoints, status as lifecycle
@@ -614,14 +615,14 @@ def test_rank_is_frozen(function, rank, start, undisturbed, tmp_path):
 
 def test_rank_that_runs_out_of_memory_says_so(start, undisturbed, tmp_path):
     run = start(tmp_path, out_of_memory=5)
-    assert run.wait()[1] == OUT_OF_MEMORY, run.err
+    assert run.wait()[1] == EXIT_OUT_OF_MEMORY, run.err
     (line,) = [line for line in last_words(run) if line.startswith("error: ")]
     for words in ("rank 1 on", "out of memory at step 5, in micro-batches of at most", "GiB",
                   "--recompute all, ", "a smaller --micro_batch_tokens, ",
                   "a shorter --max_seq_len"):  # fmt: skip
         assert words in line
     status = read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["code"]) == ("failed", OUT_OF_MEMORY)
+    assert (status["state"], status["code"]) == ("failed", EXIT_OUT_OF_MEMORY)
     finish(start, tmp_path)
     assert differences(tmp_path, undisturbed.run) == []
 
@@ -1143,15 +1144,15 @@ def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_pat
 
 def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
     """By a signal that came in its last rows."""
-    pack_rows, evaluate = evaluation.pack_rows, train_fsdp_qlora.evaluate
+    micro_steps_of, evaluate = evaluation.micro_steps_of, train_fsdp_qlora.evaluate
 
     def evaluate_signalled(run):
         def signalled(*args):
             run.status.stop_reason = "SIGTERM"
-            return pack_rows(*args)
+            return micro_steps_of(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "pack_rows", signalled)
+            patch.setattr(evaluation, "micro_steps_of", signalled)
             return evaluate(run)
 
     monkeypatch.setattr(train_fsdp_qlora, "evaluate", evaluate_signalled)
@@ -1183,7 +1184,7 @@ def test_weight_that_is_not_finite_is_named(name, begin, tmp_path):
 
 def test_gradient_of_zero_ends_the_run(begin, tmp_path):
     code, _, err = begin("--learning_rate", 1e6)
-    assert code == DIVERGED and err.startswith("error: step 2: "), err
+    assert code == EXIT_DIVERGED and err.startswith("error: step 2: "), err
     assert "gradient norm of exactly 0" in err and kept(tmp_path / "run") == [1]
 
 

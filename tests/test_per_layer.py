@@ -30,7 +30,7 @@ from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.describe import describe_model
 
 NAMES = "gemma4_e", "gemma4_wide"
 FLAGS = ["--lora_rank", "4", "--batch_size", "16", "--max_seq_len", "64", "--compute_dtype",

@@ -325,11 +325,11 @@ def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypa
     )
     rows = dataclasses.replace(rows, mismatched=before)
     found = iter(torch.tensor(losses, dtype=torch.float64).split(2))
-    monkeypatch.setattr(reference, "document_losses", lambda run, rows: next(found))
-    monkeypatch.setattr(reference, "reshard_all", lambda model: None)
+    monkeypatch.setattr(evaluation, "document_losses", lambda run, rows: next(found))
+    monkeypatch.setattr(evaluation, "reshard_all", lambda model: None)
     run = types.SimpleNamespace(device="cpu", model=None)
     batches = (rows.select(torch.arange(4)[part]) for part in (slice(2), slice(2, 4)))
-    assert reference.values_of_all(run, rows, batches) == {"kl": value}
+    assert evaluation.values_of_all(run, rows, batches) == {"kl": value}
 
 
 def log_sigmoid(x):

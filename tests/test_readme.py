@@ -30,7 +30,7 @@ from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.layer.router import BALANCE
 from fsdp_qlora.model.preference_loss import LOSSES, METRICS
 from fsdp_qlora.pretrained import architecture
-from fsdp_qlora.pretrained.config import check_model
+from fsdp_qlora.pretrained.describe import check_model
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.run.resolve import resolve_config
 
@@ -146,8 +146,8 @@ def test_exit_codes_are_documented():
     cells = " ".join(re.findall(r"^\| ([\d, ]+) \|", table, re.M))
     assert {int(code) for code in re.findall(r"\d+", cells)} == {
         0, *exit_codes.EXITS.values(), exit_codes.EXIT_RESUMABLE, exit_codes.EXIT_STEP_TIMEOUT,
-        exit_codes.EXIT_BUG, exit_codes.DISK, exit_codes.DIVERGED,
-        exit_codes.OUT_OF_MEMORY}  # fmt: skip
+        exit_codes.EXIT_BUG, exit_codes.EXIT_DISK, exit_codes.EXIT_DIVERGED,
+        exit_codes.EXIT_OUT_OF_MEMORY}  # fmt: skip
 
 
 @pytest.fixture

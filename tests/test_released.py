@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from families import TINY
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.run.resolve import resolve_max_seq_len

@@ -32,7 +32,7 @@ from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.training.compare_with_transformers import random_reference
 

@@ -29,7 +29,7 @@ from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_token
 from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.token_rows import EmbeddingRows
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
 
 BAR = 1e-5

@@ -61,7 +61,7 @@ def training(job, process, model, flags, look):
 
     directory = on_rank_0(prepare)
 
-    def training_loop(run, done):
+    def training_loop(run):
         seen.update(look(run))
         (run.directory / "metrics.jsonl").touch()  # of no steps
         return []
@@ -309,13 +309,13 @@ def resumed(job, process):
     """The optimizer's state as a resumed run goes on with it: each layer's whole, unpadded."""
     out = {}
 
-    def training_loop(run, done):
+    def training_loop(run):
         adapter, n = run.adapter, run.model.layers[0].spec.n_adapter
         for key, value in sharded_state(run.optimizer).items():
             whole = all_gather(adapter.by_layer(value).contiguous(), adapter.group)
             whole = whole.transpose(0, 1).flatten(1)  # [layers, all ranks' parts]
             out[key] = whole[:, : n // STATE_BLOCK if key.startswith("absmax") else n]
-        out["done"] = torch.tensor([done, run.optimizer.state[adapter.weights]["step"]])
+        out["done"] = torch.tensor([run.saved_step, run.optimizer.state[adapter.weights]["step"]])
         out["planned"] = torch.tensor(run.plan.memory.get("optimizer's state", 0))
         return []
 

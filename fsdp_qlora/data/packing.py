@@ -90,6 +90,13 @@ def pack_rows(lengths: list[int], processes: int, max_tokens: int,
     return micro_steps
 
 
+def micro_steps_of(rows: Rows, model: Model) -> list[list[list[int]]]:
+    """Return pack_rows() of these rows, for the ranks and the plan of this run."""
+    context = model.context
+    return pack_rows(rows.lengths.tolist(), context.n_groups,
+                     context.size * model.plan.micro_batch_tokens, rows.n_answers)
+
+
 def balance(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:
     """Distribute `items`, indices into `sizes`, over n evenly filled lists, the fullest first."""
     # a heap of (size, number, items): the emptiest list comes first
@@ -110,28 +117,24 @@ def round_up(n: int, device: torch.device) -> int:
     return math.ceil(n / multiple) * multiple
 
 
-def make_micro_batch(batch: Rows, micro_step: list[list[int]], index: int,
+def make_micro_batch(rows: Rows, micro_step: list[list[int]], index: int,
                      step_seed: torch.Tensor | None, model: Model,
                      context: ContextGroup = NOT_SHARED) -> MicroBatch:
-    """Return this rank's MicroBatch of a micro-step of pack_rows(). `batch`: the Rows of the step.
+    """Return this rank's MicroBatch of a micro-step of pack_rows(). `rows`: those of the step.
     `step_seed`: of dropout; None: an evaluation. All ranks pad to one shape, because they compute
     embedding and lm_head together, and every rank waits for the longest one anyway.
 
     `index`: which micro-batch of the micro-step; with context parallelism the `context` group's
     number, and the MicroBatch is this rank's part of it."""
-    n_tokens, n_labels, longest = padded_shape(batch, micro_step, model, context.size)
+    n_tokens, n_labels, longest = padded_shape(rows, micro_step, model, context.size)
     documents = micro_step[index]
-    n_unpadded = batch.lengths[documents].sum()[None]
-    lengths = padded_lengths(batch.lengths[documents].tolist(), n_tokens, longest)
+    n_unpadded = rows.lengths[documents].sum()[None]
+    lengths = padded_lengths(rows.lengths[documents].tolist(), n_tokens, longest)
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    document_at = torch.arange(len(lengths)).repeat_interleave(starts.diff())
-    position_ids = torch.arange(n_tokens) - starts[document_at]
+    position_ids = torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff())
     seeds = None
     if step_seed is not None:
-        numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
-        document_seeds = hash_ints(step_seed + numbers)[document_at]
-        # drop() adds a number for the layer and the site
-        seeds = hash_ints(document_seeds + position_ids)
+        seeds = dropout_seeds(step_seed, documents, lengths, position_ids)
     n_documents = max(map(len, micro_step))
     is_fixed_len = len(set(lengths)) == 1
     if model.plan.graphs:
@@ -144,30 +147,28 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], index: int,
     chunks = None
     if "recurrence" in model.kernels.varlen:
         chunks = chunk_table(starts, of_any_lengths)
-    ids, label_positions, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
+    ids, label_positions, labels, bounds = token_tensors(rows, documents, lengths, n_documents)
+    tensors: dict[str, Any] = {
+        "input_ids": ids, "n_unpadded": n_unpadded, "position_ids": position_ids,
+        "cu_seqlens": starts.int(), "label_positions": label_positions, "labels": labels,
+        "loss_bounds": bounds, "dropout_seeds": seeds, "chunks": chunks}
     shard = None
     if context.size > 1:
         shard = make_context_shard(lengths, context)
-        ids, position_ids = ids[shard.tokens], position_ids[shard.tokens]
-        seeds = None if seeds is None else seeds[shard.tokens]
-        n_unpadded = (shard.tokens < n_unpadded).sum()[None]
-        label_positions, labels, bounds = own_labels(
-            shard.tokens, n_tokens, label_positions, labels, bounds)
-    assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
-    padding = (0, n_labels - len(labels))
-    tensors: dict[str, Any] = {
-        "input_ids": ids, "n_unpadded": n_unpadded, "position_ids": position_ids,
-        "cu_seqlens": starts.int(), "label_positions": F.pad(label_positions, padding),
-        "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds,
-        "dropout_seeds": seeds, "chunks": chunks}
-    answers = answer_tensors(batch, micro_step, n_documents, model) if batch.loss != "sft" else []
+        tensors |= own_tensors(tensors, shard.tokens)
+        # attention of one piece after the other, of any lengths
+        shortest = min(lengths[: len(documents)], default=0)  # the padding's documents may be short
+        is_fixed_len = has_long_pieces(shortest, context.size)
+    n_own = len(tensors["labels"])
+    assert n_labels >= n_own, f"{n_own} labels, and room for {n_labels}"
+    padding = (0, n_labels - n_own)
+    tensors["label_positions"] = F.pad(tensors["label_positions"], padding)
+    tensors["labels"] = F.pad(tensors["labels"], padding, value=IGNORE)
+    answers = answer_tensors(rows, micro_step, n_documents, model) if rows.loss != "sft" else []
     answers = [to_device(tensor, model.device) for tensor in answers]
     tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
     if shard:
         shard = shard.to(model.device, tensors["dropout_seeds"])
-    if context.size > 1:  # attention of one piece after the other, of any lengths
-        shortest = min(lengths[: len(documents)], default=0)  # the padding's documents may be short
-        is_fixed_len = has_long_pieces(shortest, context.size)
     # an evaluation has no backward
     store = DeviceActivations() if step_seed is None else model.store
     return MicroBatch(
@@ -183,17 +184,31 @@ def padded_lengths(lengths: list[int], n_tokens: int, longest: int) -> list[int]
     return lengths + [longest] * n_full + [rest] * (rest > 0)
 
 
-def own_labels(
-        own_tokens: torch.Tensor, n_tokens: int, label_positions: torch.Tensor,
-        labels: torch.Tensor, bounds: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return label_positions, labels and loss_bounds of a rank that has, of the micro-batch's
-    n_tokens tokens, only `own_tokens`."""
-    own_at = torch.full((n_tokens,), -1)
+def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[int],
+                  position_ids: torch.Tensor) -> torch.Tensor:
+    """Return each token's seed of dropout, from the numbers of the step and of its document, and
+    its position. `lengths`: those of the documents, then those of the padding."""
+    numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
+    document_seeds = hash_ints(step_seed + numbers).repeat_interleave(torch.tensor(lengths))
+    # drop() adds a number for the layer and the site
+    return hash_ints(document_seeds + position_ids)
+
+
+def own_tensors(tensors: dict[str, Any], own_tokens: torch.Tensor) -> dict[str, Any]:
+    """Return those of a micro-batch's tensors that are others on a rank which has, of its tokens,
+    only `own_tokens`; their values there."""
+    own_at = torch.full((len(tensors["input_ids"]),), -1)
     own_at[own_tokens] = torch.arange(len(own_tokens))
+    label_positions, seeds = tensors["label_positions"], tensors["dropout_seeds"]
     is_own = own_at[label_positions] >= 0
-    bounds = F.pad(is_own.cumsum(0), (1, 0))[bounds]
-    return own_at[label_positions[is_own]], labels[is_own], bounds
+    return {
+        "input_ids": tensors["input_ids"][own_tokens],
+        "position_ids": tensors["position_ids"][own_tokens],
+        "n_unpadded": (own_tokens < tensors["n_unpadded"]).sum()[None],
+        "label_positions": own_at[label_positions[is_own]],
+        "labels": tensors["labels"][is_own],
+        "loss_bounds": F.pad(is_own.cumsum(0), (1, 0))[tensors["loss_bounds"]],
+        "dropout_seeds": None if seeds is None else seeds[own_tokens]}
 
 
 def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | Any:
@@ -204,20 +219,20 @@ def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor
 
 
 def token_tensors(
-        batch: Rows, documents: list[int], lengths: list[int],
+        rows: Rows, documents: list[int], lengths: list[int],
         n_documents: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a MicroBatch's input_ids, its label_positions and labels without padding, and its
     loss_bounds. `lengths`: those of the documents, then those of the padding."""
     n_tokens = sum(lengths)
-    n_sums = 2 if batch.kind.trains_prompt else 1  # per document: its answer's, then its prompt's
+    n_sums = 2 if rows.kind.trains_prompt else 1  # per document: its answer's, then its prompt's
     ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
     sum_at = torch.zeros(n_tokens, dtype=torch.int64)  # index of the sum that a token belongs to
     start = 0
     for position, i in enumerate(documents):
-        row_ids, row_labels = batch.tokens(i)
+        row_ids, row_labels = rows.tokens(i)
         whole, trained = (slice(start, start + len(row_ids) - n) for n in (0, 1))
         ids[whole], labels[trained], sum_at[whole] = row_ids, row_labels[1:], n_sums * position
-        if batch.kind.trains_prompt and batch.desirable[i]:
+        if rows.kind.trains_prompt and rows.desirable[i]:
             is_prompt = labels[trained] == IGNORE
             labels[trained] = row_ids[1:]
             sum_at[trained] += is_prompt
@@ -228,21 +243,21 @@ def token_tensors(
     return ids, label_positions, labels[label_positions], bounds
 
 
-def answer_tensors(batch: Rows, micro_step: list[list[int]], n_documents: int,
+def answer_tensors(rows: Rows, micro_step: list[list[int]], n_documents: int,
                    model: Model) -> list[torch.Tensor]:
     """Return the first four tensors of Answers for a micro-step. Each rank's micro-batch has
     `n_documents` documents, padding included."""
     index_of = {document: rank * n_documents + i for rank, documents in enumerate(micro_step)
                 for i, document in enumerate(documents)}
-    documents = torch.tensor(sorted(index_of)).view(-1, batch.n_answers)
+    documents = torch.tensor(sorted(index_of)).view(-1, rows.n_answers)
     indices = torch.tensor([index_of[i] for i in documents.flatten().tolist()]).view_as(documents)
     spare = power_of_2(len(documents)) - len(documents) if model.plan.graphs else 0
-    n_trainable_tokens = batch.n_trainable_tokens[documents].double()
+    n_trainable_tokens = rows.n_trainable_tokens[documents].double()
     reference = torch.zeros_like(n_trainable_tokens)
-    if batch.reference is not None:
-        reference = batch.reference[documents]
+    if rows.reference is not None:
+        reference = rows.reference[documents]
     return [F.pad(tensor, (0, 0, 0, spare))
-            for tensor in (indices, n_trainable_tokens, reference, batch.desirable[documents])]
+            for tensor in (indices, n_trainable_tokens, reference, rows.desirable[documents])]
 
 
 def power_of_2(n: int) -> int:
@@ -250,10 +265,10 @@ def power_of_2(n: int) -> int:
     return 2 ** (n - 1).bit_length()
 
 
-def padded_shape(batch: Rows, micro_step: list[list[int]], model: Model,
+def padded_shape(rows: Rows, micro_step: list[list[int]], model: Model,
                  context_size: int = 1) -> tuple[int, int, int]:
     """Return (tokens, labels, longest document), to which all ranks pad their micro-batch."""
-    lengths = [batch.lengths[documents].tolist() for documents in micro_step]
+    lengths = [rows.lengths[documents].tolist() for documents in micro_step]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
@@ -261,6 +276,6 @@ def padded_shape(batch: Rows, micro_step: list[list[int]], model: Model,
         limit = max(n_tokens, model.plan.micro_batch_tokens * context_size)
         n_tokens = min(round_up(n_tokens, model.device), limit)
     n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
-    n_labels = max(int(batch.n_labels()[documents].sum()) for documents in micro_step)
+    n_labels = max(int(rows.n_labels()[documents].sum()) for documents in micro_step)
     n_labels = min(n_labels, n_tokens // context_size)  # at most all of a shard's
     return n_tokens, round_up(n_labels, model.device), max(all_lengths)

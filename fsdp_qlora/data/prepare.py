@@ -7,6 +7,7 @@ result.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -59,19 +60,11 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
         way = "--columns completion=response" if rows.n_answers == 1 else "write them as messages"
         log(f"note: {rows.n_plain // rows.n_answers:,} prompts and completions are trained as plain"
             f" text, without the chat template. To use it: {way}")
-    eval_rows, fraction = None, None
-    if config.eval_dataset:
-        try:
-            fraction = float(config.eval_dataset[0])
-        except ValueError:
-            eval_rows, line, also = prepare_rows(
-                config.eval_dataset, *settings, flag="--eval_dataset")
-            log(f"eval data: {line}")
-            is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.n_answers)
-            if n_trained := int(is_trained.any(1).sum()):
-                log(f"warning: {n_trained:,} of the {len(eval_rows):,} evaluation rows are also"
-                    " trained on (identical tokens): their loss says nothing about new rows")
-            renamed |= also
+    eval_rows = None
+    fraction = held_out_fraction(config)
+    if config.eval_dataset and fraction is None:
+        eval_rows, also = prepare_eval_rows(config.eval_dataset, settings, rows)
+        renamed |= also
     for column in config.columns or ():
         if (key := column.split("=")[0]) not in renamed:
             raise RunError(f"--columns {column}: no row has the key {key}")
@@ -83,6 +76,28 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
                        f" {len(rows):,} rows have label true. For good answers alone use --loss"
                        " sft")
     return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
+
+
+def held_out_fraction(config: Config) -> float | None:
+    """Return the fraction of the rows that --eval_dataset holds out; None if it names files, or was
+    not given."""
+    if config.eval_dataset:
+        with contextlib.suppress(ValueError):
+            return float(config.eval_dataset[0])
+    return None
+
+
+def prepare_eval_rows(sources: Sequence[str], settings: tuple[Any, ...],
+                      rows: Rows) -> tuple[Rows, set[str]]:
+    """Return the Rows of --eval_dataset's files, and the set of keys that --columns has renamed.
+    `settings`: arguments of prepare_rows(); `rows`: those to train on. All ranks must call this."""
+    eval_rows, line, renamed = prepare_rows(sources, *settings, flag="--eval_dataset")
+    log(f"eval data: {line}")
+    is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.n_answers)
+    if n_trained := int(is_trained.any(1).sum()):
+        log(f"warning: {n_trained:,} of the {len(eval_rows):,} evaluation rows are also"
+            " trained on (identical tokens): their loss says nothing about new rows")
+    return eval_rows, renamed
 
 
 def with_mismatched(rows: Rows, config: Config) -> Rows:
@@ -180,7 +195,7 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
 
 
 def describe_count(rows: Rows, n: int) -> str:
-    """A number of these rows: 1 sequence, 2 pairs."""
+    """Return a number of these rows with their noun: 1 sequence, 2 pairs."""
     return f"{n:,} {'pair' if rows.n_answers == 2 else 'sequence'}{'s' * (n != 1)}"
 
 

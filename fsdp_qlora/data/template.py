@@ -20,7 +20,7 @@ import jinja2.meta
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.tools import openai_calls
-from fsdp_qlora.ranks import explain
+from fsdp_qlora.errors import explain
 
 PROBE_CALL: dict[str, Any] = {  # satisfies strict templates: Mistral's require an id like this one
     "id": "probe0001", "type": "function",

@@ -25,10 +25,10 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.chat import closing_tokens
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.template import read_template, set_template
+from fsdp_qlora.errors import explain
 from fsdp_qlora.files import read_json, remove
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.hub import copy_small_files
-from fsdp_qlora.ranks import explain
 
 
 PROBES = (  # texts on which tokenizers differ: spaces, lines, digits, case, scripts, normal forms

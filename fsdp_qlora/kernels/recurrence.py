@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.attention import Kernels, recomputed
+from fsdp_qlora.kernels.attention import MAX_ERROR, recomputed
 from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
@@ -343,25 +343,22 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
     except Exception as e:  # Triton's and fla's errors have no common class
         return f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
     worst = max(float((got - want).norm() / want.norm()) for got, want in pairs)
-    return "" if worst < 0.05 else f"its result is {100 * worst:.0f} % off here"
+    return "" if worst < MAX_ERROR else f"its result is {100 * worst:.0f} % off here"
 
 
 def choose_recurrence(
-    kernels: Kernels, arch: Architecture, compute_dtype: str, device: torch.device,
-) -> None:
-    """Add "recurrence", the function that computes a gated delta net or Mamba-2, to `kernels`, if
-    the model has one. On a GPU it is flash-linear-attention's, if its results match plain torch's.
-    """
+    arch: Architecture, compute_dtype: str, device: torch.device
+) -> Callable[..., Tensor] | None:
+    """Return the function that computes the model's gated delta net or Mamba-2, None if it has
+    neither. On a GPU it is flash-linear-attention's, if its results match plain torch's."""
     mixer = mixer_with_state(arch)
     if mixer is None:
-        return
+        return None
     recurrence = RECURRENCES[type(mixer)]
-    rule = recurrence.plain
-    if device.type == "cuda" and compute_dtype == "bfloat16":
-        if why := why_no_fla(mixer, device):
-            log(f"warning: slow path for {type(mixer).__name__}: plain PyTorch instead of"
-                f" flash-linear-attention ({why}). Try: pip install fla-core einops")
-        else:
-            rule = recurrence.fla
-    for kind in kernels:
-        kind["recurrence"] = rule
+    if device.type != "cuda" or compute_dtype != "bfloat16":
+        return recurrence.plain
+    if why := why_no_fla(mixer, device):
+        log(f"warning: slow path for {type(mixer).__name__}: plain PyTorch instead of"
+            f" flash-linear-attention ({why}). Try: pip install fla-core einops")
+        return recurrence.plain
+    return recurrence.fla

@@ -27,6 +27,7 @@ from fsdp_qlora.ranks import all_gather, is_rank_0, raise_on_all_ranks
 
 
 TOKEN_ROWS = ".token_rows"  # ends names of optimizer state in checkpoints
+MakeOptimizer = Callable[[nn.Parameter, Config], torch.optim.Optimizer]
 
 
 class Adapter:
@@ -190,14 +191,18 @@ def sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return sharded
 
 
-def optimizer_state_bytes(
-    make_optimizer: Callable[[nn.Parameter, Config], torch.optim.Optimizer], config: Config,
-) -> float:
+def optimizer_state_bytes(make_optimizer: MakeOptimizer, config: Config) -> float:
     """Return the bytes of optimizer state per weight that must be in GPU memory."""
+    state_bytes, is_paged = probe_optimizer(make_optimizer, config)
+    return 0 if is_paged else state_bytes
+
+
+def probe_optimizer(make_optimizer: MakeOptimizer, config: Config) -> tuple[float, bool]:
+    """Return the bytes of optimizer state per weight, and whether that is paged."""
     weights = nn.Parameter(torch.zeros(4 * STATE_BLOCK))
     weights.grad = torch.zeros_like(weights)
     optimizer = make_optimizer(weights, config)
-    if getattr(optimizer, "is_paged", False):
-        return 0
-    optimizer.step()  # creates the state
-    return sum(value.nbytes for value in sharded_state(optimizer).values()) / len(weights)
+    if not optimizer.state:
+        optimizer.step()  # creates the state
+    state_bytes = sum(value.nbytes for value in sharded_state(optimizer).values()) / len(weights)
+    return state_bytes, getattr(optimizer, "is_paged", False)

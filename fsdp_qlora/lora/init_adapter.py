@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.errors import explain
 from fsdp_qlora.files import read_json
 from fsdp_qlora.layer.layer import LayerSpec
 from fsdp_qlora.log import log
@@ -19,7 +20,6 @@ from fsdp_qlora.lora.peft_names import (
     token_row_settings, unstack_experts)
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
-from fsdp_qlora.ranks import explain
 
 
 # settings of adapter_config.json: the flags that give the same

@@ -1,10 +1,11 @@
 """Context parallelism: the tokens of a micro-batch are divided over the ranks of a group.
 
 Each document is cut into twice as many pieces as the group has ranks; rank r computes piece r and
-the piece that is as far from the end. So all ranks have as many tokens and, if documents are much
-longer than that, as much causal attention. Only attention looks at other tokens: each rank gets the
-keys and values that its queries see from the ranks that computed them, and in backward returns
-their gradients. To a kernel a piece is a document with more keys than queries, see Segments.
+the piece that is as far from the end. So all ranks have the same number of tokens and, if documents
+are much longer than that, the same amount of causal attention. Only attention looks at other
+tokens: each rank gets the keys and values that its queries see from the ranks that computed them,
+and in backward returns their gradients. To a kernel a piece is a document with more keys than
+queries, see Segments.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Piece(NamedTuple):
 
 def cut_documents(lengths: Sequence[int], n: int) -> list[list[Piece]]:
     """Return the pieces of each of n ranks, in order. `lengths`: of documents laid end to end. All
-    ranks have as many tokens, so the sum of the lengths must be a multiple of n."""
+    ranks get the same number of tokens, so the sum of the lengths must be a multiple of n."""
     pieces: list[list[Piece]] = [[] for _ in range(n)]
     n_tokens, start = [0] * n, 0  # tokens of each rank so far
     for length in lengths:

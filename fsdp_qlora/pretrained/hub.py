@@ -16,14 +16,14 @@ import numpy as np
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.errors import explain
 from fsdp_qlora.files import read_json
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.config import describe_model, stored_format, text_config
+from fsdp_qlora.pretrained.describe import describe_model, stored_format, text_config
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.formats import FP8_BLOCK, INT4_GROUP
 from fsdp_qlora.pretrained.reader import weight_files
-from fsdp_qlora.ranks import explain
 
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's files other than its weights

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import Architecture, Family, Heads, Mamba2, rotary_dim
-from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.describe import describe_model, text_config
 from fsdp_qlora.pretrained.families import FAMILIES
 
 

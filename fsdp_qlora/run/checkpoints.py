@@ -10,13 +10,11 @@ import contextlib
 import dataclasses
 import errno
 import json
-import math
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,9 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.exit_codes import EXITS
 from fsdp_qlora.files import as_json, digest, read_json, remove, sync_file, text_digest, write_whole
-from fsdp_qlora.layer.layer import LayerSpec
 from fsdp_qlora.log import log
-from fsdp_qlora.lora.adapter import TOKEN_ROWS, Adapter, sharded_state
+from fsdp_qlora.lora.adapter import (
+    TOKEN_ROWS, Adapter, MakeOptimizer, probe_optimizer, sharded_state)
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
 from fsdp_qlora.ranks import RunError, gather_objects
@@ -38,14 +36,10 @@ from fsdp_qlora.run.directory import MERGE_CHECK_FILE, RESULTS
 from fsdp_qlora.run.state import Progress, Run
 
 
-MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
-    "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
-    "target_modules", "trainable_tokens", "init_adapter", "max_seq_len", "batch_size", "seed",
-    "loss", "beta", "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
-MAY_CHANGE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
-              "max_grad_norm")  # flags that it can change; each change is logged
-# bytes per weight of the adapter: in fp32, and AdamW's two 8-bit states with an fp32 scale per 256
-CHECKPOINT_BYTES = 4 + 2 * (1 + 4 / 256)
+# flags that a resumed run cannot change, besides rows and base model
+MUST_MATCH = [f.name for f in dataclasses.fields(Config) if f.metadata["on_resume"] == "refused"]
+# flags that it can change; each change is logged
+MAY_CHANGE = [f.name for f in dataclasses.fields(Config) if f.metadata["on_resume"] == "logged"]
 # errors of a disk that is full, damaged, gone or another run's by now; any other error is a bug
 DISK_ERRORS = OSError, SafetensorError
 
@@ -95,14 +89,14 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         raise
 
 
-def check_room(config: Config, directory: Path, specs: Sequence[LayerSpec],
-               n_row_weights: int) -> None:
+def check_room(config: Config, directory: Path, n_weights: int,
+               make_optimizer: MakeOptimizer) -> None:
     """Raise ValueError if the disk has no room for the adapter and one checkpoint, the least that a
     run must write; log a line if it has none for as many as --keep_checkpoints keeps.
-    `n_row_weights`: those of the rows of --trainable_tokens. Rank 0 only."""
-    n_weights = n_row_weights + sum(
-        math.prod(shape) for spec in specs for _, shape in spec.adapter_parts().values())
-    adapter, checkpoint = 4 * n_weights, CHECKPOINT_BYTES * n_weights + 2**20
+    `n_weights`: the adapter's. Rank 0 only."""
+    state_bytes, _ = probe_optimizer(make_optimizer, config)
+    adapter = 4 * n_weights  # fp32
+    checkpoint = (4 + state_bytes) * n_weights + 2**20
     n_existing = len(checkpoints_of(directory))
     # plus 2: the best checkpoint, and the one that is being written
     wanted = adapter + checkpoint * max(1, config.keep_checkpoints + 2 - n_existing)

@@ -54,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
             group = parser.add_argument_group(GROUPS[f.name])
         kind = [*typing.get_args(types[f.name]), types[f.name]][0]  # int for "int | None"
         options = dict(f.metadata, default=f.default)
+        del options["on_resume"]
         choices = options.pop("choices", ())
         if choices:
             options["metavar"] = f"{{{','.join(choices)}}}"

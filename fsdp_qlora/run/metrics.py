@@ -120,19 +120,19 @@ def device_word(device: torch.device) -> str:
 
 
 def compiles_kernels(device: torch.device) -> bool:
-    """Whether the first step compiles kernels, which takes a while."""
+    """Return True if the first step compiles kernels, which takes a while."""
     return device.type == "cuda" and not why_no_triton()
 
 
 def describe_time(seconds: float) -> str:
-    """Minutes and seconds, 2:03, or hours, minutes and seconds, 1:02:03."""
+    """Return minutes and seconds, 2:03, or hours, minutes and seconds, 1:02:03."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def of_all_steps(step: int, max_steps: int | None) -> str:
-    """" 15/300", as wide as "300/300"."""
+    """Return 'step/steps', padded to a fixed width: " 15/300", as wide as "300/300"."""
     return f"{step:{len(str(max_steps))}d}/{max_steps}"
 
 

@@ -14,16 +14,16 @@ import transformers
 from peft import LoraConfig
 from torch import nn
 
+from fsdp_qlora.errors import explain
 from fsdp_qlora.files import read_json
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import FilePart
 from fsdp_qlora.pretrained.architecture import Linear
-from fsdp_qlora.pretrained.config import stored_format
+from fsdp_qlora.pretrained.describe import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
 from fsdp_qlora.pretrained.merged_model import MergeBase, auto_class, in_order
 from fsdp_qlora.pretrained.reader import FLOATS, Stored, tensors_of, weight_files
 from fsdp_qlora.pretrained.tensor_names import TensorNames
-from fsdp_qlora.ranks import explain
 from fsdp_qlora.run.trained_run import TrainedRun
 
 
@@ -62,7 +62,7 @@ def open_peft_run(
                              " other names than transformers: use the adapter unmerged")
         linears += others.values()
     elif others:
-        print(f"note: {len(others)} linears outside the text model, as {min(others)}, have no"
+        print(f"note: {len(others)} linears outside the text model, such as {min(others)}, have no"
               " adapter and stay as the base has them: whether they were in NF4 in training is not"
               " known")
     lora = LoraConfig(r=r, **{key: settings[key] for key in (

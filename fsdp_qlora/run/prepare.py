@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ class Prepared:
     specs: tuple[LayerSpec, ...]
     digests: dict[str, str | None]  # of rows and base model, see agree_on_digests()
     saved_config: dict[str, Any]  # train_config.json of the run in the directory; {}: a new run
+
+    @property
+    def n_weights(self) -> int:
+        """The adapter's weights, those of the rows of --trainable_tokens included."""
+        arch = self.base.arch
+        n_row_weights = arch.n_tables * len(self.base.trainable_ids) * arch.hidden_size
+        return n_row_weights + sum(
+            math.prod(shape) for spec in self.specs for _, shape in spec.adapter_parts().values())
 
 
 def prepare(flags: Config, directory: Path, status: Status, is_dry: bool) -> Prepared:

@@ -17,7 +17,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.planner.gpu_specs import parse_gpus
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.config import text_config
+from fsdp_qlora.pretrained.describe import text_config
 from fsdp_qlora.pretrained.rope import longest_text
 from fsdp_qlora.run.flags import parse_value
 
@@ -84,7 +84,7 @@ def resolve_config(config: Config, world_size: int) -> Config:
           "0 or more")
     check("label_smoothing", lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
     check("save_every", lambda x: re.fullmatch(r"\d{1,9}m?", x),
-          "minutes, as 5m, or a number of steps, or 0")
+          "minutes, such as 5m, or a number of steps, or 0")
     check("lora_dropout warmup_fraction", lambda x: 0 <= x < 1, "at least 0 and below 1")
     check("columns", lambda pairs: all(re.fullmatch("[^=]+=[^=]+", pair) for pair in pairs)
           and len({pair.partition("=")[0] for pair in pairs}) == len(pairs),

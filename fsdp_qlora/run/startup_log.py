@@ -142,12 +142,12 @@ def describe_copies(plan: Plan, n: int, place: str) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """1 process, 2 processes, 2 GPUs."""
+    """Return a number of things with their noun: 1 process, 2 processes, 2 GPUs."""
     return f"{n} {noun}{('es' if noun.endswith('s') else 's') * (n > 1)}"
 
 
 def row_word(config: Config) -> str:
-    """The word for what --batch_size counts."""
+    """Return the word for what --batch_size counts."""
     return "pairs" if LOSSES[config.loss].n_answers == 2 else "sequences"
 
 

@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.exit_codes import (
-    EXITS, EXIT_BUG, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY, SIGNALS)
+    EXITS, EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, SIGNALS)
 from fsdp_qlora.files import open_own, read_json
 from fsdp_qlora.log import print_error, tell_torchrun
 from fsdp_qlora.memory import memory_gib
@@ -150,7 +150,8 @@ class Status:
         self.is_ending = True
         is_lack = isinstance(error, RuntimeError) and "out of memory" in str(error)  # CUDA, NCCL
         if is_lack or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            code, text = OUT_OF_MEMORY, out_of_memory_text(error, self.plan, device, self.where)
+            code = EXIT_OUT_OF_MEMORY
+            text = out_of_memory_text(error, self.plan, device, self.where)
         elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
             "connection |broken pipe|timed? ?out|unreachable|no route", str(error), re.I  # gloo's
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from fsdp_qlora.exit_codes import DIVERGED
+from fsdp_qlora.exit_codes import EXIT_DIVERGED
 from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run.state import Progress, Run
 
@@ -52,7 +52,7 @@ def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
         advice += f"; with it, {run.status.how_to_resume} from {run.status.checkpoint}"
     if step == 1:
         advice = "nothing was trained yet. Try --compute_dtype float32, or is the model damaged?"
-    raise RunError(f"step {step}: {why}; {advice}", DIVERGED)
+    raise RunError(f"step {step}: {why}; {advice}", EXIT_DIVERGED)
 
 
 def why_worse(losses: Sequence[float]) -> str:

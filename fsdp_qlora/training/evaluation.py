@@ -1,14 +1,21 @@
-"""Losses of rows without training on them: no dropout, no gradients."""
+"""Losses of rows without training on them: no dropout, no gradients.
+
+values_of_all() is what the loss of a micro-batch needs to know of all rows of its step or
+evaluation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
-from fsdp_qlora.data.packing import make_micro_batch, pack_rows
+from fsdp_qlora.data.packing import make_micro_batch, micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.preference_loss import gather_documents, sum_documents
 from fsdp_qlora.ranks import gather_objects
@@ -30,24 +37,54 @@ def evaluation_batches(rows: Rows, batch_size: int, status: Status,
 
 
 def evaluation_micro_batches(
-        model: Model, batch: Rows) -> Iterator[tuple[MicroBatch, list[list[int]]]]:
+        model: Model, rows: Rows) -> Iterator[tuple[MicroBatch, list[list[int]]]]:
     """Yield this rank's MicroBatch of each micro-step of a few Rows, and the micro-step. All ranks
     must call this, and exhaust it."""
     context = model.context
-    for micro_step in pack_rows(
-            batch.lengths.tolist(), context.n_groups, context.size * model.plan.micro_batch_tokens,
-            batch.n_answers):
-        yield make_micro_batch(batch, micro_step, context.index, None, model, context), micro_step
+    for micro_step in micro_steps_of(rows, model):
+        yield make_micro_batch(rows, micro_step, context.index, None, model, context), micro_step
 
 
 @torch.no_grad()
-def document_losses(model: Model, batch: Rows) -> torch.Tensor:
+def document_losses(model: Model, rows: Rows) -> torch.Tensor:
     """Return the sum of the token losses of each document of a few Rows, fp64 [documents], the same
     on all ranks. All ranks must call this."""
-    losses = torch.zeros(len(batch.lengths), dtype=torch.float64, device=model.device)
-    for micro_batch, micro_step in evaluation_micro_batches(model, batch.as_documents()):
+    losses = torch.zeros(len(rows.lengths), dtype=torch.float64, device=model.device)
+    for micro_batch, micro_step in evaluation_micro_batches(model, rows.as_documents()):
         sums = sum_documents(model(micro_batch), micro_batch)
         group_sums = gather_documents(sums, model.context.size).view(len(micro_step), -1)
         for documents, document_sums in zip(micro_step, group_sums):
             losses[documents] = document_sums[: len(documents)]
     return losses
+
+
+def values_of_all(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
+    """Return the fields of Answers that depend on all of these Rows (a step's or an evaluation's),
+    if the loss reads any. `batches` yields the Rows a few at a time. All ranks must call this."""
+    if rows.kind.is_unpaired:
+        return {"kl": estimate_kl(model, batches, len(rows))}
+    if rows.kind.trains_prompt:
+        n_tokens = int(rows.n_labels()[rows.desirable].sum())
+        return {"rows_per_token": torch.tensor(
+            len(rows) / n_tokens, dtype=torch.float64, device=model.device)}
+    return {}
+
+
+def set_values(micro_batch: MicroBatch, values: dict[str, Any]) -> None:
+    """Give the answers of a micro-batch, if it has any, the result of values_of_all()."""
+    if micro_batch.answers:
+        micro_batch.answers = dataclasses.replace(micro_batch.answers, **values)
+
+
+def estimate_kl(model: Model, batches: Iterable[Rows], n_rows: int) -> torch.Tensor | None:
+    """Return KTO's estimate of the KL divergence from the reference, fp64 []: the mean log-ratio of
+    these rows' prompts with answers of other rows, at least 0. None if the run was asked to stop.
+    All ranks must call this."""
+    ratios = []
+    for other in (batch.mismatched for batch in batches):
+        if other:
+            assert other.reference is not None, "ensure_reference() has set it"
+            logps = -document_losses(model, other)
+            ratios.append((logps - other.reference.to(model.device)).sum())
+    reshard_all(model)
+    return (torch.stack(ratios).sum() / n_rows).clamp(min=0) if ratios else None

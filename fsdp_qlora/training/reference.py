@@ -11,9 +11,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,6 @@ from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
-from fsdp_qlora.model.model import Model
 from fsdp_qlora.ranks import RunError, gather_objects, is_rank_0, on_rank_0
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
@@ -116,32 +113,6 @@ def describe_missing(missing: dict[str, torch.Tensor],
     if n := sum(len(numbers) for name, numbers in missing.items() if name.endswith("mismatched")):
         texts.append(f"{n:,} answers after other rows' prompts, for the KL divergence")
     return " and ".join(texts)
-
-
-def values_of_all(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
-    """Return the fields of Answers that depend on all of these Rows (a step's or an evaluation's),
-    if the loss reads any. `batches` yields the Rows a few at a time. All ranks must call this."""
-    if rows.kind.is_unpaired:
-        return {"kl": estimate_kl(model, batches, len(rows))}
-    if rows.kind.trains_prompt:
-        n_tokens = int(rows.n_labels()[rows.desirable].sum())
-        return {"rows_per_token": torch.tensor(
-            len(rows) / n_tokens, dtype=torch.float64, device=model.device)}
-    return {}
-
-
-def estimate_kl(model: Model, batches: Iterable[Rows], n_rows: int) -> torch.Tensor | None:
-    """Return KTO's estimate of the KL divergence from the reference, fp64 []: the mean log-ratio of
-    these rows' prompts with answers of other rows, at least 0. None if the run was asked to stop.
-    All ranks must call this."""
-    ratios = []
-    for other in (batch.mismatched for batch in batches):
-        if other:
-            assert other.reference is not None, "ensure_reference() has set it"
-            logps = -document_losses(model, other)
-            ratios.append((logps - other.reference.to(model.device)).sum())
-    reshard_all(model)
-    return (torch.stack(ratios).sum() / n_rows).clamp(min=0) if ratios else None
 
 
 def why_no_start(run: Run) -> str:

@@ -55,12 +55,13 @@ def untrained_rows(model: Model) -> dict[int, str]:
     return found | dict.fromkeys(zero.nonzero().view(-1).tolist(), ZERO_ROW)
 
 
-def check_untrained_tokens(untrained: dict[int, str], rows: Rows, base: BaseModel) -> None:
-    """Raise RunError if a token that ends answers in training has a row of zeros in the lm_head,
-    and log the other tokens in the loss that the lm_head has never learned; except for those of
-    --trainable_tokens. `untrained`: the result of untrained_rows(). All ranks must call this."""
+def check_untrained_tokens(model: Model, rows: Rows, base: BaseModel) -> dict[int, str]:
+    """Return untrained_rows(), {} if there is no text. Raises RunError if a token that ends answers
+    in training has a row of zeros in the lm_head, and logs the other tokens in the loss that the
+    lm_head has never learned; except for those of --trainable_tokens. All ranks must call this."""
     if not (tokenizer := base.tokenizer):
-        return
+        return {}
+    untrained = untrained_rows(model)
     counts = count_trained(rows, base.arch.vocab_size)
     frozen = {i: why for i, why in untrained.items() if i not in base.trainable_ids}
     zero = {i for i, why in frozen.items() if why == ZERO_ROW}
@@ -81,6 +82,7 @@ def check_untrained_tokens(untrained: dict[int, str], rows: Rows, base: BaseMode
         log("warning: your data trains tokens that the frozen lm_head never learned:"
             f" {named}{more}. The model will hardly ever generate them. Name them in"
             " --trainable_tokens, or use the instruct model or a chat template with other tokens")
+    return untrained
 
 
 def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
