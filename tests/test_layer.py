@@ -549,7 +549,7 @@ def test_elementwise_work_on_a_cpu_is_not_compiled(monkeypatch):
         return x + bias
 
     x = torch.ones(3, 2)
-    for settings in {}, {"evaluation": False}, {"evaluation": True}:
+    for settings in {}, {"is_evaluation": False}, {"is_evaluation": True}:
         assert torch.equal(add(x, None, 2, **settings), x + 2)
     assert len(seen) == 3 and all(one is x and other is None for one, other in seen)
 

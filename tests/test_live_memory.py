@@ -186,10 +186,10 @@ def kernels_make_shapes_alone(monkeypatch):
     monkeypatch.setattr(lora_matmul, "fp32_matmul", torch.mm)  # a GPU's reads bf16, too
     route = experts.route
 
-    def even_route(call, x, choice, needs_bounds):  # to each expert as many rows
+    def even_route(call, x, choice, wants_bounds):  # to each expert as many rows
         routing = route(call, x, choice)
         n, rows = call.arch.moe.n_experts, len(routing.token)
-        routing.bounds = [rows * i // n for i in range(n + 1)] if needs_bounds else None
+        routing.bounds = [rows * i // n for i in range(n + 1)] if wants_bounds else None
         return routing
 
     monkeypatch.setattr(experts, "route", even_route)

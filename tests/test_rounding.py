@@ -417,9 +417,8 @@ def bf16_call(name, **settings):
     model = pair.make(make_plan(pair.arch.n_layers, compute_dtype="bfloat16"))
     adapter_values(model, pair.values)
     layer, micro_batch = model.layers[0], types.SimpleNamespace(dropout_seeds=None)
-    return [
-        (fused, LayerCall(layer, micro_batch, backward=True)) for fused in layer.spec.fused_linears
-    ]
+    return [(fused, LayerCall(layer, micro_batch, is_backward=True))
+            for fused in layer.spec.fused_linears]
 
 
 def test_adapters_gradients_are_summed_in_fp32():
@@ -541,8 +540,8 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
     x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
     micro_batch = types.SimpleNamespace(dropout_seeds=None, n_unpadded=torch.tensor([N]))
     _, kept = layer.spec.mlp.forward(LayerCall(layer, micro_batch), x, x)
-    factor, kept.shared_out = kept.shared_factor.double(), out
-    call = LayerCall(layer, micro_batch, backward=True)
+    factor, kept.shared_before_gate = kept.shared_factor.double(), out
+    call = LayerCall(layer, micro_batch, is_backward=True)
     got = layer.spec.mlp._shared_backward(call, kept, grad)
     sums = (grad.double() * out.double()).sum(-1, keepdim=True)
     check_rounding(got[:, :1], sums * factor * (1 - factor), "slope")

@@ -37,7 +37,7 @@ class AttentionMixer:
 
     def forward(self, call: LayerCall, saved: SavedAttention) -> Tensor:
         rotated = rotate_forward(
-            saved.projected, *self._rotate_arguments(call), evaluation=call.evaluation)
+            saved.projected, *self._rotate_arguments(call), is_evaluation=call.is_evaluation)
         if not self.saves_projected:
             saved.projected = None
         heads = split_heads(self.arch, rotated)
@@ -71,7 +71,7 @@ class AttentionMixer:
         if not gate:
             return attended.flatten(1)
         gates = split_projected(self.arch, saved.projected)[3]
-        return gate_heads(attended, gates, gate.activation, evaluation=call.evaluation)
+        return gate_heads(attended, gates, gate.activation, is_evaluation=call.is_evaluation)
 
     def backward(self, call: LayerCall, saved: SavedAttention, grad: Tensor) -> Tensor:
         grad, grad_gate = grad.unflatten(1, (self.arch.n_heads, -1)), None

@@ -18,7 +18,7 @@ def activate(
     LoRA's columns."""
     inputs = saved.gate_up.new_empty(len(saved.gate_up), down.width)
     glu(inputs[:, : down.in_features], saved.gate_up, activation, call.arch.gated,
-        evaluation=call.evaluation)
+        is_evaluation=call.is_evaluation)
     return inputs
 
 

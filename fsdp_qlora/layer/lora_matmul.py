@@ -45,18 +45,15 @@ def fill_lora_hidden(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Non
                 out=lora_hidden[:, : fused.n_lora])
 
 
-def copy_lora_hidden(fused: FusedLinear, inputs: Tensor) -> Tensor:
-    """Return a copy of what fill_lora_hidden() has written: d and its padding, [n, padded_lora],
-    which backward reads in addition to x."""
-    return inputs[:, fused.in_features :].clone()
-
-
-def lora_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs [n, out] of linears with their adapters, and copy_lora_hidden(), for
-    lora_matmul_backward(). Fills the last columns of inputs [n, width]."""
+def lora_matmul(
+    call: LayerCall, fused: FusedLinear, inputs: Tensor, wants_output: bool = True
+) -> tuple[Tensor | Any, Tensor]:
+    """Return the outputs [n, out] of linears with their adapters, None without wants_output; and
+    LoRA's hidden values, a copy of d and its padding [n, padded_lora], for lora_matmul_backward().
+    Fills the last columns of inputs [n, width]."""
     fill_lora_hidden(call, fused, inputs)
-    out = filled_matmul(call, fused, inputs)
-    return out, copy_lora_hidden(fused, inputs)
+    out = filled_matmul(call, fused, inputs) if wants_output else None
+    return out, inputs[:, fused.in_features :].clone()
 
 
 def filled_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
@@ -79,24 +76,24 @@ def _matmul_of_split(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Ten
     if not call.spec.dora or not fused.adapted:
         return F.linear(inputs, weight, bias)
     factor, _ = dora_factors(call, fused, weight)
-    return scale_columns(inputs @ weight.t(), factor, bias, evaluation=call.evaluation)
+    return scale_columns(inputs @ weight.t(), factor, bias, is_evaluation=call.is_evaluation)
 
 
 def lora_matmul_backward(
     call: LayerCall, fused: FusedLinear, lora_hidden: Tensor, grad: Tensor, x: Tensor,
-    needs_x: bool = True
+    wants_grad_x: bool = True
 ) -> Tensor | Any:
-    """Return the gradient of x [n, in], None without needs_x, from `grad`, the gradient of the
+    """Return the gradient of x [n, in], None without wants_grad_x, from `grad`, the gradient of the
     outputs [n, out]. Adds the gradients of A, of B and of DoRA's magnitudes to call.grad_adapter.
     `lora_hidden`: lora_matmul()'s second result."""
-    grad_x, grad_d = input_gradients(call, fused, lora_hidden, grad, x, needs_x)
+    grad_x, grad_d = input_gradients(call, fused, lora_hidden, grad, x, wants_grad_x)
     add_a_gradient(call, fused, x, grad_d)
     return grad_x
 
 
 def input_gradients(
     call: LayerCall, fused: FusedLinear, lora_hidden: Tensor, grad: Tensor, x: Tensor | None,
-    needs_x: bool = True
+    wants_grad_x: bool = True
 ) -> tuple[Tensor | Any, Tensor]:
     """The first half of lora_matmul_backward(), for an x that is recomputed after it; only DoRA
     reads x here. Returns the gradients of x and of d [n, n_lora], and adds those of B and of DoRA's
@@ -112,7 +109,7 @@ def input_gradients(
             for linear in split.adapted:
                 call.grad_adapter[linear.magnitude] += sums[split.local_outputs(linear)]
             part = scale_columns(part, factor, None)
-        used = weight if needs_x else weight[:, n_in:]
+        used = weight if wants_grad_x else weight[:, n_in:]
         if grad_inputs is not None:
             grad_inputs.addmm_(part, used)
         elif part.is_cuda:
@@ -125,10 +122,10 @@ def input_gradients(
             outputs = split.local_outputs(linear)
             grad_b += fp32_matmul(part[:, outputs].t(), lora_hidden[:, linear.lora_slice])
     assert grad_inputs is not None, "there is a split"
-    grad_x, grad_d = grad_inputs.split([n_in * needs_x, fused.width - n_in], 1)
+    grad_x, grad_d = grad_inputs.split([n_in * wants_grad_x, fused.width - n_in], 1)
     grad_d = grad_d[:, : fused.n_lora]
-    if not needs_x or not fused.n_lora:
-        return grad_x if needs_x else None, grad_d
+    if not wants_grad_x or not fused.n_lora:
+        return grad_x if wants_grad_x else None, grad_d
     a = call.adapter[fused.lora_a].view(-1, n_in)  # [n_lora, in]
     if spec.dropout:
         from_d = spec.scaling * (grad_d @ a)

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.attention import document_attention, explicit_bytes
-from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
+from fsdp_qlora.kernels.elementwise import elementwise, norm_backward
 from fsdp_qlora.kernels.heads import rotate
 from fsdp_qlora.layer.attention_mixer import (
     all_heads, attend_by_groups, groups_backward, kernel_values)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
+from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.plan import Plan
@@ -56,7 +57,8 @@ class MLAMixer:
         saved.kv_latent = kv_latent if self.q_b else kv_latent.clone()
         key_value, saved.kv_lora_hidden = self._heads(call, self.kv_b, self.mla.kv_norm, kv_latent)
         heads = latent_heads(query, key_value, rotary_key, *call.batch.ropes[self.rope], self.arch,
-                             kernel_value_width(call.batch, self.arch), evaluation=call.evaluation)
+                             kernel_value_width(call.batch, self.arch),
+                             is_evaluation=call.is_evaluation)
         del query, key_value, kv_latent, rotary_key
         saved.groups = attend_by_groups(call, self.arch, None, heads)
         return self.recompute_output(call, saved)
@@ -80,27 +82,20 @@ class MLAMixer:
                                          saved.kv_lora_hidden, key_value)
         return torch.cat([query, kv_latent, rotary_key], 1)
 
-    def _normed(self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor) -> Tensor:
-        """Return a new tensor [n, fused.width] with the norm of a latent [n, rank] in its first
-        columns."""
-        inputs = latent.new_empty(len(latent), fused.width)
-        normalize(inputs[:, : fused.in_features], latent, call.vector(norm), None, self.arch.norm,
-                  self.mla.norm_eps, evaluation=call.evaluation)
-        return inputs
-
     def _heads(
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return lora_matmul() of `fused` for the norm of a latent."""
-        return lora_matmul(call, fused, self._normed(call, fused, norm, latent))
+        inputs = norm_padded(call, norm, latent, fused, self.mla.norm_eps)
+        return lora_matmul(call, fused, inputs)
 
     def _heads_backward(
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor, lora_hidden: Tensor,
         grad: Tensor
     ) -> Tensor:
         """Return the gradient of the latent, from the gradient of _heads()'s outputs."""
-        normed = self._normed(call, fused, norm, latent)[:, : fused.in_features]
-        grad = lora_matmul_backward(call, fused, lora_hidden, grad, normed)
+        inputs = norm_padded(call, norm, latent, fused, self.mla.norm_eps)[:, : fused.in_features]
+        grad = lora_matmul_backward(call, fused, lora_hidden, grad, inputs)
         return norm_backward(
             latent, grad, None, call.vector(norm), self.arch.norm, self.mla.norm_eps)
 

@@ -51,10 +51,11 @@ class MLPSublayer:
         return self.gate_up, self.down, *(self.per_layer.fused_linears if self.per_layer else ())
 
     def forward(
-        self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor, want_sum: bool = True
+        self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
+        wants_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMLP]:
         """Return mid_residual + MLP(norm(mlp_input)) for the tokens call.tokens, after `per_layer`
-        if there is one, None without want_sum; and what backward() needs."""
+        if there is one, None without wants_sum; and what backward() needs."""
         arch, saved = self.arch, SavedMLP(mlp_input=mlp_input)
         inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.gate_up)
         saved.gate_up, saved.lora_hidden = lora_matmul(call, self.gate_up, inputs)
@@ -63,11 +64,11 @@ class MLPSublayer:
         activated = activate(call, saved, self.down, self.activation(call))
         out, saved.branch, saved.down_lora_hidden = matmul_and_add_residual(
             call, mid_residual, self.down, activated, MLP_SITE, arch.mlp_post_norm,
-            want_sum or self.per_layer is not None)
+            wants_sum or self.per_layer is not None)
         del activated
         if self.per_layer:
             assert out is not None, "the gate needs the sum"
-            out = self.per_layer.forward(call, out, saved, want_sum)
+            out = self.per_layer.forward(call, out, saved, wants_sum)
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class MLPSublayer:
         for tokens in token_slices(len(mlp_input), self.slice_tokens):
             call.tokens = tokens
             mid_residual = mlp_input[tokens] if self.per_layer else None
-            saved = self.forward(call, mid_residual, mlp_input[tokens], want_sum=False)[1]
+            saved = self.forward(call, mid_residual, mlp_input[tokens], wants_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))
             del saved  # before the next slice allocates its own
         call.tokens = slice(None)

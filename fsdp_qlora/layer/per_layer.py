@@ -47,9 +47,9 @@ class PerLayerGate:
         return self.arch.per_layer.norm
 
     def forward(
-        self, call: LayerCall, x: Tensor, saved: SavedPerLayer, want_sum: bool
+        self, call: LayerCall, x: Tensor, saved: SavedPerLayer, wants_sum: bool
     ) -> Tensor | None:
-        """Return the sum, None without want_sum. Adds to `saved` what backward() needs."""
+        """Return the sum, None without wants_sum. Adds to `saved` what backward() needs."""
         inputs, saved.per_layer_x = widen(x, self.gate), x
         saved.per_layer_gates, saved.per_layer_gate_lora_hidden = lora_matmul(
             call, self.gate, inputs)
@@ -57,7 +57,7 @@ class PerLayerGate:
         self._activate(call, saved, activated[:, : self.out.in_features])
         # uses the MLP's dropout site: no family with this gate has dropout of its own
         out, saved.per_layer_branch, saved.per_layer_out_lora_hidden = matmul_and_add_residual(
-            call, x, self.out, activated, MLP_SITE, self.norm, want_sum)
+            call, x, self.out, activated, MLP_SITE, self.norm, wants_sum)
         return out
 
     def backward(self, call: LayerCall, saved: SavedPerLayer, grad: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class PerLayerGate:
 
     def _activate(self, call: LayerCall, saved: SavedPerLayer, out: Tensor) -> None:
         gate_inputs(out, saved.per_layer_gates, call.layer_input, self.arch.activation,
-                    evaluation=call.evaluation)
+                    is_evaluation=call.is_evaluation)
 
     # ---- what it costs, for the planner ----
 

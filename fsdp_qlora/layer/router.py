@@ -45,10 +45,10 @@ class Routing:
 
 
 def route(
-    call: LayerCall, x: Tensor, choice: RoutingChoice | None = None, needs_bounds: bool = False
+    call: LayerCall, x: Tensor, choice: RoutingChoice | None = None, wants_bounds: bool = False
 ) -> Routing:
     """Return the Routing of x [n, hidden]. `choice`: the choice of an earlier Routing of the same
-    tokens. With needs_bounds this waits for the GPU, unless `choice` has the bounds. With
+    tokens. With wants_bounds this waits for the GPU, unless `choice` has the bounds. With
     ExpertNorms, x is not normed."""
     moe: MoE = call.arch.moe
     tensors = call.layer.small_tensors
@@ -78,7 +78,7 @@ def route(
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
     slots = torch.empty_like(order)
     slots[order] = torch.arange(len(order), device=x.device)
-    if bounds is None and needs_bounds:
+    if bounds is None and wants_bounds:
         bounds = [0, *ends.tolist()]
     return Routing(scores, chosen, weights, order // moe.top_k, experts, slots.view_as(chosen),
                    weights.flatten()[order], ends, bounds)

@@ -45,11 +45,11 @@ def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
     return best.gather(0, top.argmax(0)[None])[0]
 
 
-def final_norm(model: ModelParameters, x: Tensor, evaluation: bool = False) -> Tensor:
+def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -> Tensor:
     """Return the final norm of the last layer's outputs x [n, hidden]."""
     out, arch = torch.empty_like(x), model.arch
     normalize(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
-              evaluation=evaluation, any_rows=not evaluation)
+              is_evaluation=is_evaluation, any_rows=not is_evaluation)
     return out
 
 
@@ -114,11 +114,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             return own
 
         logits_args = arch.logits_multiplier, arch.logits_softcap
-        evaluation = not ctx.needs_input_grad[0]
+        is_evaluation = not ctx.needs_input_grad[0]
         token_losses = torch.empty(len(batch.labels), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
         all_labels = gather(batch.labels)  # [shards, n], negative where padded
-        trained = None if evaluation or head_rows is None else model.token_rows
+        trained = None if is_evaluation or head_rows is None else model.token_rows
         if trained:  # the gradients of the logits of trained rows
             ctx.grad_logits = x.new_empty(len(batch.labels), len(trained.ids))
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
@@ -137,7 +137,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             log_sum = global_top + ((top - global_top).exp() * total).sum(0).log()
             losses = (log_sum - label_logit.sum(0)).masked_fill(absent, 0)
             token_losses[chunk] = losses.view(shards, -1)[model.group_rank]
-            if evaluation:
+            if is_evaluation:
                 continue
             grad = logits_gradient(
                 logits, log_sum, own_labels, absent, *logits_args, any_rows=True)

@@ -37,7 +37,7 @@ class Model(ModelParameters):
         if wants_loss:
             head_rows = self.token_rows.rows[-1] if self.token_rows else None
             return LinearCrossEntropy.apply(x, self, batch, head_rows)
-        return final_norm(self, x, evaluation=True)
+        return final_norm(self, x, is_evaluation=True)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the last layer's output [tokens, hidden]."""
