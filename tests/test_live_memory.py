@@ -202,7 +202,7 @@ def fake_layer(arch, layout, index, plan):
     """A DecoderLayer whose tensors have shapes alone, and a gradient of its adapter."""
     with torch.device("meta"):
         layer = DecoderLayer(arch, layout, index, plan)
-    dtype = getattr(torch, plan.compute_dtype)
+    dtype = plan.dtype
     layer.vectors = torch.nn.Parameter(torch.empty(layout.n_vectors, dtype=dtype), False)
     layer.adapter = torch.nn.Parameter(torch.empty(layout.n_adapter))
     layer.small_tensors = {
@@ -240,7 +240,7 @@ def measure(arch, layout, index, plan, with_backward=True):
     """(kept, most): the bytes that are there after a layer's forward, and those at the peak of
     forward and backward; with x and, at the peak, the gradient of what the layer returns."""
     n, hidden = plan.micro_batch_tokens, arch.hidden_size
-    dtype = getattr(torch, plan.compute_dtype)
+    dtype = plan.dtype
     with shapes_alone(plan):
         layer, micro_batch = (
             fake_layer(arch, layout, index, plan),
@@ -261,7 +261,7 @@ def measure(arch, layout, index, plan, with_backward=True):
 
 def planned(layout, plan):
     """The same by the plan."""
-    item, saves = getattr(torch, plan.compute_dtype).itemsize, plan.saves(0)
+    item, saves = plan.dtype.itemsize, plan.saves(0)
     kept = layout.saved_values(saves) * plan.micro_batch_tokens * item
     # the adapter's gradient, and the adapter in the compute dtype
     return kept, kept + layout.live_bytes(plan, saves) + (4 + item) * layout.n_adapter

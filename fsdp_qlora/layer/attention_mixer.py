@@ -122,15 +122,16 @@ class AttentionMixer:
         return values + self.projected_width * self.saves_projected
 
     def live_bytes(self, plan: Plan) -> int:
-        item, others = getattr(torch, plan.compute_dtype).itemsize, 0
+        itemsize = plan.dtype.itemsize
+        others = 0
         # the gradients of q, k and v, and of attention's output
         values = self._qkv_width + self.query_width
-        values += kernel_values(self.arch, plan.micro_batch_tokens * item)
+        values += kernel_values(self.arch, plan.micro_batch_tokens * itemsize)
         values += 2 * self.query_width * (self.arch.attention_gate is not None)
         if plan.plain_attention:  # repeats keys and values for each query head, and has gradients
             values += 4 * self.query_width
             others = explicit_bytes(self.arch, self.window, plan.micro_batch_tokens)
-        return values * plan.micro_batch_tokens * item + others
+        return values * plan.micro_batch_tokens * itemsize + others
 
 
 def n_head_groups(arch: Architecture, value_bytes: int) -> int:

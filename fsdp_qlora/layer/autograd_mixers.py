@@ -70,10 +70,12 @@ class AutogradMixer:
         return MIXERS[type(self.record)].saved_values(self.record, self.arch.hidden_size)
 
     def live_bytes(self, plan: Plan) -> int:
-        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
+        n = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
         if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(self.record))):
             return recurrence.plain_bytes_per_token(self.record) * n
-        return MIXERS[type(self.record)].live_values(self.record, self.arch.hidden_size) * n * item
+        values = MIXERS[type(self.record)].live_values(self.record, self.arch.hidden_size)
+        return values * n * itemsize
 
     @property
     def elementwise_values(self) -> int:

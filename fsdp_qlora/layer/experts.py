@@ -406,7 +406,8 @@ class MoESublayer:
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """Peak bytes of backward(), besides what is saved."""
-        n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
+        n = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
         hidden, moe = self.arch.hidden_size, self.moe
         width = self.expert_gate_up.in_features  # hidden size or latent size
         rows, up, down = n * moe.top_k, self.expert_gate_up, self.expert_down
@@ -431,7 +432,7 @@ class MoESublayer:
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
         # the router, in fp32: five values per row, three tensors as large as its scores, and each
         # expert's rows, counted twice
-        return values * item + 4 * (5 * rows + 3 * n * moe.n_experts + 2 * moe.n_experts)
+        return values * itemsize + 4 * (5 * rows + 3 * n * moe.n_experts + 2 * moe.n_experts)
 
     @property
     def active_weights(self) -> float:

@@ -55,14 +55,15 @@ class LayerSpec(ParameterLayout):
     def live_bytes(self, plan: Plan, saves: Saves) -> int:
         """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
         and recomputed values."""
-        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
+        n = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
         mixer = self.mixer.live_bytes(plan, recomputed=saves != "all")
         mlp = self.mlp.live_bytes(plan, recomputed=saves in ("mid_residual", "input"))
         if saves == "input":  # mid_residual is recomputed first, and with it what the mixer needs
-            mlp += n * self.mixer.saved_values * item
+            mlp += n * self.mixer.saved_values * itemsize
         live = max(mixer, mlp)
         if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
-            live += n * self.mixer.arch.hidden_size * item
+            live += n * self.mixer.arch.hidden_size * itemsize
         return live
 
     @property

@@ -176,12 +176,12 @@ class MixerSublayer:
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """Peak bytes of backward(), besides what is saved."""
-        item = getattr(torch, plan.compute_dtype).itemsize
+        itemsize = plan.dtype.itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
         dequantized = self.fused_linears if reuse_dequantized else (self.in_proj, *self.between)
-        weights = [weight_bytes(fused, item, reuse_dequantized) for fused in dequantized]
+        weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in dequantized]
         others = sum(weights) if reuse_dequantized else max(weights)
-        value_bytes = plan.micro_batch_tokens * item
+        value_bytes = plan.micro_batch_tokens * itemsize
         mixing = (self.saved_values - self.arch.hidden_size if recomputed else 0) * value_bytes
         mixing += sum(mixer.live_bytes(plan) for _, mixer in self.paths)
         # the gradient of in_proj's outputs; its inputs, and their gradient

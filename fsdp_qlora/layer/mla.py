@@ -133,15 +133,16 @@ class MLAMixer:
         return 15 * ((self.mla.q_rank or 0) + self.mla.kv_rank) + 8 * self.query_width
 
     def live_bytes(self, plan: Plan) -> int:
-        item, others = getattr(torch, plan.compute_dtype).itemsize, 0
+        itemsize = plan.dtype.itemsize
+        others = 0
         # the gradients of query, key, value and attention's output, and of the tensors that these
         # heads are made from
         values = 4 * self.query_width + self.query_width + self.kv_b.out_features
-        values += kernel_values(self.arch, plan.micro_batch_tokens * item)
+        values += kernel_values(self.arch, plan.micro_batch_tokens * itemsize)
         if plan.plain_attention:
             values += 4 * self.query_width
             others = explicit_bytes(self.arch, None, plan.micro_batch_tokens)
-        return values * plan.micro_batch_tokens * item + others
+        return values * plan.micro_batch_tokens * itemsize + others
 
 
 def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:

@@ -142,22 +142,24 @@ class MLPSublayer:
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """Peak bytes of backward(), besides what is saved."""
         hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
-        n_tokens, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
+        n_tokens = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
         n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
-        up_weights, down_weights = (weight_bytes(x, item, reuse_dequantized) for x in (up, down))
+        up_weights = weight_bytes(up, itemsize, reuse_dequantized)
+        down_weights = weight_bytes(down, itemsize, reuse_dequantized)
         # first the gradient of glu()'s result, with down's weight; then the gradient of the inputs
-        first = n * (down.width + hidden) * item + down_weights
-        second = n * up.width * (2 - recomputed) * item + up_weights
+        first = n * (down.width + hidden) * itemsize + down_weights
+        second = n * up.width * (2 - recomputed) * itemsize + up_weights
         if reuse_dequantized:
             first, second = first + up_weights, second + down_weights
-        third = self.per_layer.live_bytes(n, item, reuse_dequantized) if self.per_layer else 0
+        third = self.per_layer.live_bytes(n, itemsize, reuse_dequantized) if self.per_layer else 0
         total = max(first, second, third)
-        total += 2 * n_tokens * hidden * item  # gradients: of the sum, and of finished slices
+        total += 2 * n_tokens * hidden * itemsize  # gradients: of the sum, and of finished slices
         if recomputed:
             padded_lora = up.padded_lora + down.padded_lora
-            total += n * (up.out_features + up.width + padded_lora) * item
-            total += n * self.per_layer.saved_values * item if self.per_layer else 0
+            total += n * (up.out_features + up.width + padded_lora) * itemsize
+            total += n * self.per_layer.saved_values * itemsize if self.per_layer else 0
         return total
 
     @property

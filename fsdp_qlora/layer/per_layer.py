@@ -86,11 +86,11 @@ class PerLayerGate:
         padded_lora = sum(fused.padded_lora for fused in self.fused_linears)
         return 2 * self.arch.hidden_size + self.gate.out_features + padded_lora
 
-    def live_bytes(self, n: int, item: int, reuse_dequantized: bool) -> int:
+    def live_bytes(self, n: int, itemsize: int, reuse_dequantized: bool) -> int:
         """Peak bytes of backward() for n tokens, besides what is saved."""
         values = 2 * self.arch.hidden_size + 2 * self.out.width + self.gate.width
-        weights = [weight_bytes(fused, item, reuse_dequantized) for fused in self.fused_linears]
-        return n * values * item + sum(weights)
+        weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in self.fused_linears]
+        return n * values * itemsize + sum(weights)
 
     @property
     def n_weights(self) -> int:

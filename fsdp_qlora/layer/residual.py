@@ -103,7 +103,7 @@ def branch_gradient(
     return call.drop(grad, arch.residual_dropout, site)
 
 
-def weight_bytes(fused: FusedLinear, item: int, reuse_dequantized: bool) -> int:
+def weight_bytes(fused: FusedLinear, itemsize: int, reuse_dequantized: bool) -> int:
     """Return the bytes of a FusedLinear's dequantized weights that are alive at once."""
     sizes = [split.out_features for split in fused.splits]
-    return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * item
+    return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * itemsize

@@ -58,7 +58,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     one is not finite. All ranks must call this."""
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     arch, device, nf4_states = model.arch, model.device, {}
-    dtype = getattr(torch, config.compute_dtype)
+    dtype = model.plan.dtype
     if config.random_weights:
         names = tensor_names(arch, {})
     else:
@@ -113,7 +113,7 @@ def fill_model(
     tensor, flat; each tensor is read once, in the order of weight_requests(), except that MXFP4
     comes first in a layer. `nf4_states` is check_files()'s result. All ranks of model.group must
     call this."""
-    plan, device, dtype = model.plan, model.device, getattr(torch, model.plan.compute_dtype)
+    plan, device, dtype = model.plan, model.device, model.plan.dtype
 
     def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
         rows = read(name).view(-1, width).to(device, dtype)
@@ -161,7 +161,7 @@ def fill_layer(
     """Set layer i's 4-bit weights, written into `shard`, FourBitBlocks of zeros on the device; its
     norms and biases; and its small tensors, such as the experts' router. All ranks of model.group
     must call this."""
-    device, dtype = shard.device, getattr(torch, model.plan.compute_dtype)
+    device, dtype = shard.device, model.plan.dtype
     layer: DecoderLayer = model.layers[i]
     own_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
                    for own in own_blocks(layer, model.group_rank)]
