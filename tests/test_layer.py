@@ -108,9 +108,7 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
                   torch.device("cpu"))
     names = tensor_names(arch, tensors)  # the only process reads all rows
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
-    model.frequencies = [
-        rope_frequencies(rope, arch, max(LENGTHS), model_config) for rope in arch.ropes
-    ]
+    model.set_frequencies(model_config, max(LENGTHS))
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
     return model

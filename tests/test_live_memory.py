@@ -414,8 +414,8 @@ def test_plan_knows_the_heads_peak(
             arch.hidden_size, dtype=dtype)
         model = types.SimpleNamespace(arch=arch, head=head, head_bias=None, norm=norm,
                                       norm_bias=None, group_size=1, group_rank=0,
-                                      own_rows=range(arch.vocab_size), group=None,
-                                      token_rows=None)
+                                      own_rows=range(arch.vocab_size), token_rows=None,
+                                      gather=lambda own: own[None])
         head_rows = None
         if n_rows:
             ids, head_rows = torch.empty(n_rows, dtype=torch.int64), torch.empty(

@@ -12,7 +12,6 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import norm_of
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.model.token_rows import EmbeddingRows
-from fsdp_qlora.ranks import all_gather
 from fsdp_qlora.triton_support import tl, triton
 
 
@@ -73,7 +72,7 @@ def look_up_sharded(model: ModelParameters, ids: Tensor, table: Tensor) -> Tenso
     shards, first = model.group_size, model.own_rows.start
     if shards == 1:
         return look_up(ids, table, 0)
-    ids = all_gather(ids, model.group)  # [shards, n]
+    ids = model.gather(ids)  # [shards, n]
     out = torch.empty(ids.shape[1], table.shape[1], dtype=table.dtype, device=ids.device)
     size = max(1, CHUNK_BYTES // (shards * table[:1].nbytes))
     for chunk in (slice(i, i + size) for i in range(0, len(out), size)):

@@ -31,7 +31,6 @@ from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
-from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.formats import (
     NF4_PARTS, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.pretrained.reader import (
@@ -40,7 +39,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
 from fsdp_qlora.quant.nf4 import dynamic_map
-from fsdp_qlora.ranks import all_gather, is_rank_0, raise_on_all_ranks
+from fsdp_qlora.ranks import is_rank_0, raise_on_all_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +90,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
             raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
                              " damaged? Fetch it again")
     dist.all_reduce(totals := torch.stack(list(sums.values())))
-    model.frequencies = [
-        (f.to(device), factor) for f, factor in
-        (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
+    model.set_frequencies(model_config, config.max_seq_len)
     torch.cuda.empty_cache()  # training needs blocks of other sizes than loading
     seconds, grown = time.monotonic() - started, (host_memory()[1] - memory_before[0]) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
@@ -208,7 +205,7 @@ def quantize(
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
             shard.packed[own.local].view(-1)[: codes.numel()] = codes.view(-1)
             absmax[own.local] = state.absmax
-    all_absmax = all_gather(absmax, model.group).view(-1) if model.group_size > 1 else absmax
+    all_absmax = model.gather(absmax).view(-1)
     for own, name in own_linears:
         if name not in nf4_states:
             # a tensor of its own, because the rounding of a sum depends on where a tensor begins
