@@ -145,13 +145,13 @@ def sdpa(
 ) -> Tensor:
     """torch's SDPA of one document [n, heads, head_dim]; causal unless there is a mask [queries,
     keys]."""
-    query, key, value = by_head(q, k, v)
+    query, key, value = with_equal_heads(q, k, v)
     out = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale)
     return out[0].transpose(0, 1)
 
 
-def by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def with_equal_heads(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return query, key and value as [1, heads, n, head_dim], with equally many heads: with fewer,
     SDPA on a GPU would save all scores in fp32."""
     tensors = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (q, k, v))
@@ -171,7 +171,7 @@ def explicit_attention(
     mask = mask.triu(before - window + 1) if window else mask
     if not arch.attention_softcap and sinks is None and dropout_seeds is None:
         return sdpa(q, k, v, arch.attention_scale, mask)
-    query, key, value = by_head(q, k, v)
+    query, key, value = with_equal_heads(q, k, v)
     scores = (query @ key.transpose(-1, -2)).float() * arch.attention_scale
     if arch.attention_softcap:
         scores = arch.attention_softcap * torch.tanh(scores / arch.attention_softcap)

@@ -17,6 +17,9 @@ from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.pretrained.architecture import MoE
 
 
+BALANCE = "load_balancing_loss", "busiest_expert"  # keys in metrics.jsonl, see add_balance()
+
+
 class RoutingChoice(NamedTuple):
     """The decisions of a router that a recomputation must repeat."""
 
@@ -103,9 +106,6 @@ def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
     if not moe.expert_scale:
         return moe.scale
     return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
-
-
-BALANCE = "load_balancing_loss", "busiest_expert"  # keys in metrics.jsonl
 
 
 def add_balance(layer: LayerParameters, routing: Routing, n_unpadded: Tensor) -> None:

@@ -39,7 +39,7 @@ class ContextGroup:
 NOT_SHARED = ContextGroup()
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A part of a document. Tokens are numbered through the whole micro-batch."""
 
     document_start: int  # first token of the document
@@ -47,10 +47,10 @@ class Piece(NamedTuple):
     stop: int
 
 
-def cut_documents(lengths: Sequence[int], n: int) -> list[list[Piece]]:
+def cut_documents(lengths: Sequence[int], n: int) -> list[list[DocumentPiece]]:
     """Return the pieces of each of n ranks, in order. `lengths`: of documents laid end to end. All
     ranks have as many tokens, so the sum of the lengths must be a multiple of n."""
-    pieces: list[list[Piece]] = [[] for _ in range(n)]
+    pieces: list[list[DocumentPiece]] = [[] for _ in range(n)]
     n_tokens, start = [0] * n, 0  # tokens of each rank so far
     for length in lengths:
         sizes, spare = [length // (2 * n)] * (2 * n), [2] * n
@@ -66,7 +66,7 @@ def cut_documents(lengths: Sequence[int], n: int) -> list[list[Piece]]:
             if size and own and own[-1].document_start == document and own[-1].stop == start:
                 own[-1] = own[-1]._replace(stop=start + size)  # the two in the middle touch
             elif size:
-                own.append(Piece(document, start, start + size))
+                own.append(DocumentPiece(document, start, start + size))
             start += size
     assert len(set(n_tokens)) == 1, f"unequal shares: {n_tokens}"
     return pieces
@@ -77,7 +77,7 @@ class ContextShard:
     """This rank's part of a micro-batch."""
 
     context: ContextGroup
-    pieces: list[list[Piece]]  # of each rank of the group
+    pieces: list[list[DocumentPiece]]  # of each rank of the group
     tokens: Tensor  # int64 [own tokens], their places in the whole micro-batch, ascending
     dropout_seeds: Tensor | None = None  # int64 [own tokens]
     _exchanges: dict[int | None, KeyExchange] = dataclasses.field(default_factory=dict)
@@ -115,7 +115,7 @@ def has_long_pieces(length: int, n: int) -> bool:
     return n == 1 or length >= n * LONG_SHARE
 
 
-def tokens_of(pieces: Sequence[Piece]) -> Tensor:
+def tokens_of(pieces: Sequence[DocumentPiece]) -> Tensor:
     """Return the tokens of some pieces, int64."""
     return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
 
@@ -159,7 +159,7 @@ class KeyExchange:
                    [len(part) for part in received], key_at.to(device), segments)
 
 
-def first_key(piece: Piece, window: int | None) -> int:
+def first_key(piece: DocumentPiece, window: int | None) -> int:
     """Return the first token whose key a piece's first query sees."""
     return max(piece.document_start, piece.start - window + 1) if window else piece.document_start
 

@@ -51,10 +51,10 @@ class Loaded:
     n_parameters: int
 
 
-def load_model(model: Model, base: Path, model_config: transformers.PretrainedConfig,
+def load_model(model: Model, weights_dir: Path, model_config: transformers.PretrainedConfig,
                config: Config) -> Loaded:
-    """Load this rank's part of all frozen weights from the files in `base`. Raises ValueError if
-    one is not finite. All ranks must call this."""
+    """Load this rank's part of all frozen weights from the files in weights_dir. Raises ValueError
+    if one is not finite. All ranks must call this."""
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     arch, device, nf4_states = model.arch, model.device, {}
     dtype = model.plan.dtype
@@ -62,7 +62,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
         names = tensor_names(arch, {})
     else:
         with raise_on_all_ranks():
-            files = weight_files(base)
+            files = weight_files(weights_dir)
             names = tensor_names(arch, files)
             nf4_states = check_files(files, names, model_config, config.compute_dtype)
     requests = weight_requests(model, names, nf4_states)

@@ -37,7 +37,7 @@ SAVE_SECONDS = 60  # between two saves of an incomplete file
 def ensure_reference(run: Run) -> None:
     """Set `reference` of the run's rows: from the file in its directory and, for rows that the file
     lacks, computed by the model with the adapter from before step 1. All ranks must call this."""
-    if not run.rows.kind.has_reference:
+    if not run.rows.loss_record.has_reference:
         return
     steps = range(1, run.config.max_steps + 1)
     drawn = torch.cat([run.source.indices(step) for step in steps]).unique()
@@ -121,9 +121,9 @@ def describe_missing(missing: dict[str, torch.Tensor],
 def values_of_all(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
     """Return the fields of Answers that depend on all of these Rows (a step's or an evaluation's),
     if the loss reads any. `batches` yields the Rows a few at a time. All ranks must call this."""
-    if rows.kind.is_unpaired:
+    if rows.loss_record.is_unpaired:
         return {"kl": estimate_kl(model, batches, len(rows))}
-    if rows.kind.trains_prompt:
+    if rows.loss_record.trains_prompt:
         n_tokens = int(rows.n_labels()[rows.desirable].sum())
         return {"rows_per_token": torch.tensor(
             len(rows) / n_tokens, dtype=torch.float64, device=model.device)}
