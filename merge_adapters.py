@@ -198,7 +198,8 @@ def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with explain(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        arch, files = describe_model(model_config), weight_files(directory)
+        arch = describe_model(model_config)
+        files = weight_files(directory)
         names = tensor_names(arch, files)
         nf4_states = check_files(files, names, model_config, dtype)
         require(in_4bit == bool(nf4_states), f"is {'' if nf4_states else 'not '}quantized already."
@@ -213,7 +214,8 @@ def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
 def add_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
     """Give the merged model's embedding and lm_head rows for the tokens whose rows were trained."""
     if token_ids:
-        base.token_ids, base.arch = token_ids, base.arch.with_token(max(token_ids))
+        base.token_ids = token_ids
+        base.arch = base.arch.with_token(max(token_ids))
         for name in {base.names.embedding, base.names.head} & base.tensors.keys():
             (_, hidden), dtype = base.tensors[name]
             base.tensors[name] = (base.arch.vocab_size, hidden), dtype
@@ -237,10 +239,12 @@ def open_adapter(adapter_dir: Path, run: TrainedRun, base: MergeBase) -> dict[st
     rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
     arch = as_saved(base.arch, read_json(path), tensors_of(file))
-    names, adapted = base.names, set(arch.adapted(run.config["target_modules"]))
+    names = base.names
+    adapted = set(arch.adapted(run.config["target_modules"]))
     lora = lora_settings(arch, rank, alpha, adapter_type, adapted,
                          trainable_token_indices=token_row_settings(arch, base.token_ids))
-    parts, parts_of_experts = {}, expert_parts(arch, rank)
+    parts = {}
+    parts_of_experts = expert_parts(arch, rank)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
@@ -256,7 +260,8 @@ def open_adapter(adapter_dir: Path, run: TrainedRun, base: MergeBase) -> dict[st
 
 def log_base(base: MergeBase, n_adapted: int) -> None:
     """Print what is merged."""
-    linears, used = base.names.linears, {*base.tensors, *base.names.shapes}
+    linears = base.names.linears
+    used = {*base.tensors, *base.names.shapes}
     unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
     others = f"; {len(unused)} tensors are not used, as {unused[0]}" if unused else ""
     print(f"base model {base.directory}: {len(linears)} 4-bit linears, {n_adapted} with an"

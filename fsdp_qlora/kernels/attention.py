@@ -112,11 +112,14 @@ def document_attention(
 ) -> Tensor:
     """Attention of each document by itself in plain torch: on a CPU, in fp32, with dropout on
     weights, and where no other kernel works. Only the inputs are saved for backward."""
-    outs, start, site = [], 0, index * N_SITES + WEIGHTS_SITE
+    outs = []
+    start = 0
+    site = index * N_SITES + WEIGHTS_SITE
     of_segments = (query.split(segments.lengths_q), key.split(segments.lengths_k),
                    value.split(segments.lengths_k))
     for q, k, v in zip(*of_segments):
-        n, seeds = len(q), segments.dropout_seeds if arch.attention_dropout else None
+        n = len(q)
+        seeds = segments.dropout_seeds if arch.attention_dropout else None
         before = len(k) - n  # keys that the first query sees, besides its own
         seeds = None if seeds is None else seeds[start : start + n]
         start += n
@@ -220,7 +223,8 @@ def kernel_matches(
     if kernel is flex_document_attention and why_no_triton():
         return False
     length = 3 * BLOCK_TOKENS // 2  # flex_attention uses another kernel for a single block
-    generator, n_tokens = torch.Generator(device).manual_seed(0), 2 * length
+    generator = torch.Generator(device).manual_seed(0)
+    n_tokens = 2 * length
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     qkv, grad = (torch.randn(n_tokens, n, arch.head_dim, dtype=torch.bfloat16, device=device,
                              generator=generator) for n in (sum(heads), arch.n_heads))

@@ -278,7 +278,8 @@ def clamped_glu_backward_(
     """glu_backward_() for the activation (limit, alpha). Returns the gradient of gate_up in a new
     tensor: gates and ups alternate in it, so one pass cannot overwrite them."""
     gates, ups, sigmoid, (gate_inside, up_inside) = clamped_parts(gate_up, limit, alpha)
-    activated, grad32 = gates * sigmoid, grad.float() * weights[:, None]
+    activated = gates * sigmoid
+    grad32 = grad.float() * weights[:, None]
     slope = sigmoid * (1 + alpha * gates * (1 - sigmoid))
     grads = grad32 * (ups + 1) * slope * gate_inside, grad32 * activated * up_inside
     grad.copy_(activated * (ups + 1))

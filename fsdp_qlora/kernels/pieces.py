@@ -36,7 +36,8 @@ class PieceAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments,
         scale: float | None
     ) -> Tensor:
-        out, sums = query.new_empty(*query.shape[:2], value.shape[2]), []
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        sums = []
         for queries, parts in parts_of(segments):
             results = [attend_forward(query[queries], key[keys], value[keys], causal, scale)
                        for keys, causal in parts]

@@ -90,7 +90,9 @@ class MoESublayer:
         not decided another way. Without save_gate_ups, backward() computes the experts' gate and up
         again.
         """
-        arch, norms, branch = self.arch, self.moe.norms, None
+        arch = self.arch
+        norms = self.moe.norms
+        branch = None
         saved = SavedMoE(mlp_input=mlp_input)
         # includes columns for the shared expert's adapter, which lora_matmul() fills
         inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.first_linear)
@@ -163,7 +165,8 @@ class MoESublayer:
         saved.expert_output = grad_out = None
         grad_shared = norm_backward(
             saved.shared_before_norm, upstream, None, call.vector(norms.after_shared), kind, eps)
-        grad_x, saved.shared_before_norm = self._shared_backward(call, saved, grad_shared), None
+        grad_x = self._shared_backward(call, saved, grad_shared)
+        saved.shared_before_norm = None
         return norm_gradient(call, self.arch.mlp_norm, mlp_input, grad_x, grad)
 
     def forward_to_recompute(
@@ -210,7 +213,8 @@ class MoESublayer:
     ) -> tuple[Tensor, list[Tensor] | None]:
         """Return the weighted sum [n, hidden] of the outputs of each token's experts; and, with
         save_gate_ups, gate and up of each chunk."""
-        outputs, saved = None, []
+        outputs = None
+        saved = []
         for chunk in self._chunks(call, routing):
             gate_up = self._expert_gate_up(call, routing, x, chunk)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
@@ -262,10 +266,12 @@ class MoESublayer:
         computed before the last matmul, as (grad W) . activated, so that this matmul is never
         recomputed. Removes saved.gate_ups one by one and overwrites them.
         """
-        routing, x = saved.routing, None
+        routing = saved.routing
+        x = None
         if not saved.gate_ups or self.expert_gate_up.n_lora:  # to recompute them; for A's grad
             x = self._expert_inputs(call, saved)
-        grad_rows, n_rows = None, len(routing.token)
+        grad_rows = None
+        n_rows = len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for chunk in self._chunks(call, routing):
             if saved.gate_ups:
@@ -297,7 +303,8 @@ class MoESublayer:
             del grad_gate_up, rows, chunk
         x = None
         grad_x = add_expert_rows(grad_rows, routing.slots, None)
-        grad_weights, bias = grad_weights[routing.slots], self._bias(call, "down_proj")
+        grad_weights = grad_weights[routing.slots]
+        bias = self._bias(call, "down_proj")
         if bias is not None:  # the bias is a part of an expert's output
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x, grad_weights
@@ -365,7 +372,8 @@ class MoESublayer:
             slope = (grad.float() * saved.shared_before_gate.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
             from_factor = slope @ call.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
-            grad, saved.shared_before_gate = grad * saved.shared_factor, None
+            grad = grad * saved.shared_factor
+            saved.shared_before_gate = None
         grad_gate_up = down_backward(
             call, saved.shared, self.shared_down, self._shared_activation, grad)
         inputs = self._inputs(call, saved)
@@ -410,9 +418,12 @@ class MoESublayer:
         itemsize = plan.dtype.itemsize
         hidden, moe = self.arch.hidden_size, self.moe
         width = self.expert_gate_up.in_features  # hidden size or latent size
-        rows, up, down = n * moe.top_k, self.expert_gate_up, self.expert_down
+        rows = n * moe.top_k
+        up = self.expert_gate_up
+        down = self.expert_down
         # plus gate and up, if they are recomputed, and if their gradient is a new tensor
-        row_values, adapter_values = up.width + down.width, 0
+        row_values = up.width + down.width
+        adapter_values = 0
         if up.n_lora:  # the rows' gradient, its part from d, their sum; A's gradient, also fp32
             row_values = max(3 * up.width, up.width + 3 * down.width)
             adapter_values = 3 * moe.n_experts * up.n_lora * width

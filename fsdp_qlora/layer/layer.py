@@ -201,7 +201,9 @@ class LayerFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         # ctx.saved, not save_for_backward(): backward must be able to free each tensor as soon as
         # it has used it, and offloaded tensors are keys of the store here
-        ctx.layer, ctx.batch, x = layer, batch, x.detach()
+        ctx.layer = layer
+        ctx.batch = batch
+        x = x.detach()
         ctx.kv_in = tuple(part.detach() for part in kv_in)
         call = LayerCall(layer, batch, ctx.kv_in, is_evaluation=is_evaluation)
         put = batch.store.put
@@ -228,8 +230,11 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *grad_kv_out: Tensor) -> tuple[Tensor | None, ...]:
         layer, batch, saved = ctx.layer, ctx.batch, ctx.saved
-        call, take = LayerCall(layer, batch, ctx.kv_in, is_backward=True), batch.store.take
-        ctx.saved, ctx.kv_in, call.grad_kv_out = None, (), grad_kv_out
+        call = LayerCall(layer, batch, ctx.kv_in, is_backward=True)
+        take = batch.store.take
+        ctx.saved = None
+        ctx.kv_in = ()
+        call.grad_kv_out = grad_kv_out
         mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
         grad = call.scaled(grad)
         if layer.saves == "all":

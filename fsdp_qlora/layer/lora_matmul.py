@@ -98,9 +98,12 @@ def input_gradients(
     """The first half of lora_matmul_backward(), for an x that is recomputed after it; only DoRA
     reads x here. Returns the gradients of x and of d [n, n_lora], and adds those of B and of DoRA's
     magnitudes to call.grad_adapter; the second half is add_a_gradient()."""
-    n_in, spec, grad_inputs = fused.in_features, call.spec, None
+    n_in = fused.in_features
+    spec = call.spec
+    grad_inputs = None
     for split in fused.splits:
-        weight, part = call.weight(split), grad[:, split.outputs]
+        weight = call.weight(split)
+        part = grad[:, split.outputs]
         if spec.dora and split.adapted:
             # y = c u + bias with c = m / norm; like PEFT, treat the norm as a constant
             factor, norm = dora_factors(call, split, weight)
@@ -150,11 +153,14 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
     A.T) + s^2 B.(B A A.T).
     """
     a = call.adapter[fused.lora_a].view(-1, fused.in_features)
-    w_a, scaling = fp32_matmul(weight[:, : fused.in_features], a.t()), call.spec.scaling
-    a, norm = a.float(), torch.ones(fused.out_features, device=weight.device)
+    w_a = fp32_matmul(weight[:, : fused.in_features], a.t())
+    scaling = call.spec.scaling
+    a = a.float()
+    norm = torch.ones(fused.out_features, device=weight.device)
     factor = norm.clone()
     for linear in fused.adapted:
-        a_linear, outputs = a[linear.lora_slice], fused.local_outputs(linear)
+        a_linear = a[linear.lora_slice]
+        outputs = fused.local_outputs(linear)
         b_linear = call.adapter[linear.lora_b].view(-1, fused.lora_rank).float()
         cross = (b_linear * w_a[outputs, linear.lora_slice]).sum(1)
         square = (b_linear @ (a_linear @ a_linear.t()) * b_linear).sum(1)

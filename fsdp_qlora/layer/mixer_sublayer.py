@@ -108,7 +108,8 @@ class MixerSublayer:
         self, call: LayerCall, x: Tensor, wants_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMixer]:
         """Return x + the branch [tokens, hidden], None without wants_sum; and the SavedMixer."""
-        arch, saved = self.arch, SavedMixer(x=x)
+        arch = self.arch
+        saved = SavedMixer(x=x)
         inputs = norm_padded(call, arch.attention_norm, x, self.in_proj)
         projected, saved.lora_hidden = lora_matmul(call, self.in_proj, inputs)
         del inputs  # backward makes them again, by a pass over x
@@ -135,7 +136,8 @@ class MixerSublayer:
     ) -> Tensor | None:
         """Return `residual` + the gradient of x through this sublayer; None without wants_grad_x.
         `grad` is the gradient of forward()'s sum."""
-        arch, grads = self.arch, []
+        arch = self.arch
+        grads = []
         upstream = branch_gradient(
             call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         saved.branch = None

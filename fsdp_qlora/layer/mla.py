@@ -162,7 +162,8 @@ def latent_heads(
     padded with 0, from the linears' outputs: `query` [n, heads * (nope + rope)], `key_value` [n,
     heads * (nope + value)] and `rotary_key` [n, rope]. For cos, sin and temperature see
     rope_tables()."""
-    mla, dtype = arch.mla, query.dtype
+    mla = arch.mla
+    dtype = query.dtype
     assert mla, "the layer has latent attention"
     query, key_value = (x.unflatten(1, (arch.n_heads, -1)) for x in (query, key_value))
     nope, turned = query.split([mla.nope, mla.rope], 2)
@@ -183,7 +184,8 @@ def latent_heads_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of latent_heads()'s first three arguments, from the gradients of its
     results."""
-    mla, dtype = arch.mla, query.dtype
+    mla = arch.mla
+    dtype = query.dtype
     assert mla, "the layer has latent attention"
     query = query.float() if temperature is None else query.float() * temperature[:, None, None]
     nope, turned = query.split([mla.nope, mla.rope], 2)

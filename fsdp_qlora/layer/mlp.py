@@ -56,7 +56,8 @@ class MLPSublayer:
     ) -> tuple[Tensor | Any, SavedMLP]:
         """Return mid_residual + MLP(norm(mlp_input)) for the tokens call.tokens, after `per_layer`
         if there is one, None without wants_sum; and what backward() needs."""
-        arch, saved = self.arch, SavedMLP(mlp_input=mlp_input)
+        arch = self.arch
+        saved = SavedMLP(mlp_input=mlp_input)
         inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.gate_up)
         saved.gate_up, saved.lora_hidden = lora_matmul(call, self.gate_up, inputs)
         saved.inputs = inputs if call.is_backward else None
@@ -133,7 +134,8 @@ class MLPSublayer:
     @property
     def saved_values(self) -> int:
         """Values saved for backward, if nothing is recomputed."""
-        hidden, arch = self.arch.hidden_size, self.arch
+        hidden = self.arch.hidden_size
+        arch = self.arch
         values = self.gate_up.out_features + self.gate_up.padded_lora + self.down.padded_lora
         values += hidden * (not arch.parallel)  # a parallel layer's x is counted with the mixer
         values += self.per_layer.saved_values if self.per_layer else 0

@@ -50,7 +50,8 @@ class PerLayerGate:
         self, call: LayerCall, x: Tensor, saved: SavedPerLayer, wants_sum: bool
     ) -> Tensor | None:
         """Return the sum, None without wants_sum. Adds to `saved` what backward() needs."""
-        inputs, saved.per_layer_x = widen(x, self.gate), x
+        inputs = widen(x, self.gate)
+        saved.per_layer_x = x
         saved.per_layer_gates, saved.per_layer_gate_lora_hidden = lora_matmul(
             call, self.gate, inputs)
         activated = x.new_empty(len(x), self.out.width)

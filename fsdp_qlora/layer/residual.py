@@ -32,7 +32,8 @@ def norm_padded(
 
 def apply_norm(call: LayerCall, name: str, x: Tensor) -> Tensor:
     """Return the norm of x [n, hidden]."""
-    arch, out = call.arch, torch.empty_like(x)
+    arch = call.arch
+    out = torch.empty_like(x)
     normalize(out, x, call.vector(name), call.vector(name, "bias"), arch.norm, arch.norm_eps,
               is_evaluation=call.is_evaluation)
     return out

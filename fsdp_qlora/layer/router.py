@@ -154,7 +154,8 @@ def chosen_weights(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the weights of the chosen experts before scaling, fp32 [n, k]; their scores; and the
     sum [n, 1] by which the scores are divided, None if they are not. `dtype`: the model's."""
-    picked, total = scores.gather(1, chosen), None
+    picked = scores.gather(1, chosen)
+    total = None
     if moe.normalized:
         total = picked.sum(-1, keepdim=True) + moe.sum_eps
         if moe.rounded_scores:

@@ -44,7 +44,8 @@ def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
 
 def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -> Tensor:
     """Return the final norm of the last layer's outputs x [n, hidden]."""
-    out, arch = torch.empty_like(x), model.arch
+    out = torch.empty_like(x)
+    arch = model.arch
     normalize(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
               is_evaluation=is_evaluation, any_rows=not is_evaluation)
     return out
@@ -97,7 +98,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: ModelParameters, batch: MicroBatch,
                 head_rows: Tensor | None = None) -> Tensor:
-        arch, weight, shards = model.arch, model.head, model.group_size
+        arch = model.arch
+        weight = model.head
+        shards = model.group_size
 
         def scatter(whole: Tensor) -> Tensor:
             """Return this rank's tokens of the sum over ranks of [tokens of all ranks, width]."""
@@ -121,7 +124,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits = F.linear(
                 model.gather(final_norm(model, part)).flatten(0, 1), weight, model.head_bias)
             labels = all_labels[:, chunk].flatten()
-            absent, own_labels = labels < 0, labels - model.own_rows.start
+            absent = labels < 0
+            own_labels = labels - model.own_rows.start
             is_own = (own_labels >= 0) & (own_labels < len(weight)) & ~absent
             own_labels = own_labels.where(is_own, -1)
             statistics = logits_statistics(logits, own_labels, *logits_args, any_rows=True)

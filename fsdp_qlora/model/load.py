@@ -56,7 +56,9 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     """Load this rank's part of all frozen weights from the files in weights_dir. Raises ValueError
     if one is not finite. All ranks must call this."""
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
-    arch, device, nf4_states = model.arch, model.device, {}
+    arch = model.arch
+    device = model.device
+    nf4_states = {}
     dtype = model.plan.dtype
     if config.random_weights:
         names = tensor_names(arch, {})
@@ -68,7 +70,11 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     requests = weight_requests(model, names, nf4_states)
     n_before = rows_before(requests)
     shares = {r.name: (r.rows, n_before[r.name]) for r in requests}
-    n_bytes, memory_before, started, finite, sums = 0, host_memory(), time.monotonic(), {}, {}
+    n_bytes = 0
+    memory_before = host_memory()
+    started = time.monotonic()
+    finite = {}
+    sums = {}
     reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
               else WeightReader(files, requests, device))
 
@@ -92,7 +98,8 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     dist.all_reduce(totals := torch.stack(list(sums.values())))
     model.set_frequencies(model_config, config.max_seq_len)
     torch.cuda.empty_cache()  # training needs blocks of other sizes than loading
-    seconds, grown = time.monotonic() - started, (host_memory()[1] - memory_before[0]) / 2**30
+    seconds = time.monotonic() - started
+    grown = (host_memory()[1] - memory_before[0]) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
     log(f"base model loaded in {seconds:.1f} s")
     log_each_rank("base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f}"
