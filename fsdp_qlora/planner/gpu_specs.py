@@ -54,8 +54,8 @@ def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
     if not key or count and not 1 <= int(count) <= 1024:
         raise ValueError(f"--plan_for {text}: expected a number of GPUs and one of"
                          f" {', '.join(GPU_SPECS)}, such as 4x4090, or the memory of one of them,"
-                         " such as 2x24GB. For other GPUs use one that is as fast, with their memory"
-                         " by --memory_limit_gib")
+                         " such as 2x24GB. For other GPUs use one that is as fast, with their"
+                         " memory by --memory_limit_gib")
     return int(count or 1), key, GPU_SPECS[key]
 
 
