@@ -23,8 +23,8 @@ The last command is for adapters without train_config.json: those of minimal_fsd
 PEFT. They are assumed to be trained on this base in NF4, as transformers' load_in_4bit makes it;
 this is not checked.
 
-The job is below, in the order in which it happens: read_base(), open_adapter(), then for each
-tensor merged_tensor(): read_base_weight(), trained_weight(), add_adapter(); then
+The job is below, in the order in which it happens: read_base(), open_trained_adapter(), then
+for each tensor merged_tensor(): read_base_weight(), trained_weight(), add_adapter(); then
 write_merged_files() and compare_logits().
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
@@ -173,7 +173,7 @@ def open_run(args: argparse.Namespace) -> tuple[TrainedRun, MergeBase, dict[str,
     check_base(base, run, args.allow_other_base)
     if args.allow_other_base:
         base.sums = {}  # else read_base_weight() would refuse what training has not read
-    return run, base, open_adapter(adapter_dir, run, base)
+    return run, base, open_trained_adapter(adapter_dir, run, base)
 
 
 def choose_device(requested: str | None, run: TrainedRun) -> str:
@@ -233,7 +233,8 @@ def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
             " base model?")
 
 
-def open_adapter(adapter_dir: Path, run: TrainedRun, base: MergeBase) -> dict[str, LinearAdapter]:
+def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
+                         base: MergeBase) -> dict[str, LinearAdapter]:
     """Return {linear's name: its adapter}. Raises ValueError unless the files are those of the run.
     """
     rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))

@@ -30,7 +30,8 @@ from fsdp_qlora.quant.triton_trial import why_no_triton
 # The attention types of layers, and of the kernels for them. "within": a layer whose window is
 # longer than all documents of the micro-batch. Layers of two types may also differ in their heads.
 ATTENTION_TYPES = "full", "window", "within"
-# of a kernel, relative to plain torch; rounding in bf16 makes 0.0033 at most (benchmarks/LOG.md)
+# largest accepted error of a kernel, relative to plain torch; rounding in bf16 makes 0.0033 at most
+# (benchmarks/LOG.md)
 MAX_ERROR = 0.05
 SCORES_BYTES = 2**27  # bytes of scores, in fp32, that plain torch has in memory at once
 # torch 2.11 accepts fewer heads of keys without it; later versions need this argument

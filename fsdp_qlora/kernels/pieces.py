@@ -51,8 +51,8 @@ class PieceAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """A kernel's backward computes the weights of keys from their scores and lse, and from out
-        what is subtracted from the weights' gradients. It gets lse and out of all keys, so that its
-        results are parts of the gradients of attention to all keys."""
+        the term that is subtracted from the weights' gradients. Here it gets the lse and the out of
+        attention to all keys, so its results are parts of the gradients of that attention."""
         query, key, value, out, *sums = ctx.saved_tensors
         grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (query, key, value))
         grad = grad.contiguous()  # like `out`, see batched_attention()

@@ -1,7 +1,7 @@
 """Token mixers whose backward is autograd's: short convolution (LFM2), gated delta net, Mamba-2.
 
-None sees across the bounds of documents. pretrained/families.py says which layers have one,
-pretrained/architecture.py what their letters mean.
+No mixer sees across the bounds of documents. pretrained/families.py says which layers have one,
+pretrained/architecture.py what the letters of a mixer mean.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ def cut_documents(lengths: Sequence[int], n: int) -> list[list[DocumentPiece]]:
     n_tokens, start = [0] * n, 0  # tokens of each rank so far
     for length in lengths:
         sizes, spare = [length // (2 * n)] * (2 * n), [2] * n
-        for _ in range(length % (2 * n)):  # to the rank with the fewest tokens, at most two to each
+        # each remaining token goes to the rank with the fewest tokens, at most two to one rank
+        for _ in range(length % (2 * n)):
             rank = min((r for r in range(n) if spare[r]), key=lambda r: n_tokens[r])
             spare[rank] -= 1
             # its front piece gets the first one, its back piece the second
@@ -89,9 +90,9 @@ class ContextShard:
     def gather_keys(
         self, key: Tensor, value: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Segments]:
-        """Return, of each rank's keys and values [own tokens, heads, head_dim], those that this
-        rank's queries see, and the Segments of both. All ranks of the group must call this, and its
-        backward."""
+        """Return the keys and the values that this rank's queries see, and the Segments of queries
+        and keys. `key` and `value` are this rank's own, [own tokens, heads, head_dim]. All ranks of
+        the group must call this, and its backward."""
         if window not in self._exchanges:
             self._exchanges[window] = KeyExchange.make(self, window)
         exchange = self._exchanges[window]

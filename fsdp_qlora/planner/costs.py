@@ -331,7 +331,7 @@ def recomputed_whole(plan: Plan, n_layers: int) -> float:
 
 
 def weights_again(plan: Plan, layers: LayerTotals, n_layers: int) -> float:
-    """Return the weights of a mean layer that backward multiplies by once more, to recompute."""
+    """Return the number of a mean layer's weights that backward multiplies by once more."""
     again = recomputed_whole(plan, n_layers)
     return (again * layers.recomputed_weights[plan.saves(0)]
             + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
@@ -357,7 +357,7 @@ def compute_seconds(
 
 def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: float) -> float:
     """Return the bytes that a mean layer reads and writes, besides those of matmuls. `context`:
-    the mean length of documents."""
+    tokens of a mean document."""
     n, n_layers, itemsize = plan.micro_batch_tokens, arch.n_layers, plan.dtype.itemsize
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
@@ -377,7 +377,7 @@ def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: fl
 
 
 def wait_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
-    """Return how long a mean layer waits for the GPU and for other ranks' keys and values."""
+    """Return how long a mean layer waits for the GPU, and for other ranks' keys and values."""
     again, routed = recomputed_whole(plan, arch.n_layers), sum(arch.layer_routed) / arch.n_layers
     waits = 0.0
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
@@ -389,7 +389,7 @@ def wait_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
 
 
 def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
-    """Return the time of the CPU for the kernels of a mean layer, in units of Machine.launch."""
+    """Return the CPU's time for the kernels of a mean layer, in units of Machine.launch."""
     again, routed = recomputed_whole(plan, arch.n_layers), sum(arch.layer_routed) / arch.n_layers
     range_launches = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp

@@ -22,7 +22,7 @@ class GPUSpec(NamedTuple):
     groups: bool = False  # True if torch has grouped matmuls for it, see why_no_grouped_mm()
 
 
-GPU_SPECS = {  # of one size the slowest first
+GPU_SPECS = {  # among GPUs of one size, the slowest comes first
     "4060": GPUSpec(8, 7.4, 30, 272, 16, 16),
     "3060": GPUSpec(12, 11.2, 25, 360, 32, 32),
     "4060Ti": GPUSpec(16, 15, 44, 288, 16, 16),
