@@ -23,9 +23,9 @@ The last command is for adapters without train_config.json: those of minimal_fsd
 PEFT. They are assumed to be trained on this base in NF4, as transformers' load_in_4bit makes it;
 this is not checked.
 
-The job is below, in the order in which it happens: read_base(), read_adapter(), then for each
-tensor merged_tensor(): read_base_weight(), nf4_weight(), add_adapter(); then write_files() and
-compare_logits().
+The job is below, in the order in which it happens: read_base(), open_trained_adapter(), then
+for each tensor merged_tensor(): read_base_weight(), trained_weight(), add_adapter(); then
+write_merged_files() and compare_logits().
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
@@ -147,7 +147,7 @@ def merge(args: argparse.Namespace) -> None:
     with new_directory(output) as new:
         write_merged(new.path, output, base, adapter, run, device)
         new.is_whole = True  # from here an error leaves the directory
-        verdict = judge(args, run, base, new.path, device)
+        verdict = check_merge(args, run, base, new.path, device)
         require(stat_before and os.path.samestat(stat_before, adapter_file.stat()),
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
@@ -173,7 +173,7 @@ def open_run(args: argparse.Namespace) -> tuple[TrainedRun, MergeBase, dict[str,
     check_base(base, run, args.allow_other_base)
     if args.allow_other_base:
         base.sums = {}  # else read_base_weight() would refuse what training has not read
-    return run, base, read_adapter(adapter_dir, run, base)
+    return run, base, open_trained_adapter(adapter_dir, run, base)
 
 
 def choose_device(requested: str | None, run: TrainedRun) -> str:
@@ -198,7 +198,8 @@ def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with explain(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        arch, files = describe_model(model_config), weight_files(directory)
+        arch = describe_model(model_config)
+        files = weight_files(directory)
         names = tensor_names(arch, files)
         nf4_states = check_files(files, names, model_config, dtype)
         require(in_4bit == bool(nf4_states), f"is {'' if nf4_states else 'not '}quantized already."
@@ -213,7 +214,8 @@ def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
 def add_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
     """Give the merged model's embedding and lm_head rows for the tokens whose rows were trained."""
     if token_ids:
-        base.token_ids, base.arch = token_ids, base.arch.with_token(max(token_ids))
+        base.token_ids = token_ids
+        base.arch = base.arch.with_token(max(token_ids))
         for name in {base.names.embedding, base.names.head} & base.tensors.keys():
             (_, hidden), dtype = base.tensors[name]
             base.tensors[name] = (base.arch.vocab_size, hidden), dtype
@@ -231,20 +233,23 @@ def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
             " base model?")
 
 
-def read_adapter(adapter_dir: Path, run: TrainedRun, base: MergeBase) -> dict[str, LinearAdapter]:
+def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
+                         base: MergeBase) -> dict[str, LinearAdapter]:
     """Return {linear's name: its adapter}. Raises ValueError unless the files are those of the run.
     """
-    rank, alpha, kind = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
+    rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
     arch = as_saved(base.arch, read_json(path), tensors_of(file))
-    names, adapted = base.names, set(arch.adapted(run.config["target_modules"]))
-    lora = lora_settings(arch, rank, alpha, kind, adapted,
+    names = base.names
+    adapted = set(arch.adapted(run.config["target_modules"]))
+    lora = lora_settings(arch, rank, alpha, adapter_type, adapted,
                          trainable_token_indices=token_row_settings(arch, base.token_ids))
-    parts, parts_of_experts = {}, expert_parts(arch, rank)
+    parts = {}
+    parts_of_experts = expert_parts(arch, rank)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            parts[name] = file_parts(arch, int(layer), linear, rank, kind, parts_of_experts)
+            parts[name] = file_parts(arch, int(layer), linear, rank, adapter_type, parts_of_experts)
     if base.token_ids:
         shape = len(base.token_ids), arch.hidden_size
         tables = dict(zip((names.embedding, names.head), token_row_names(arch)))
@@ -256,7 +261,8 @@ def read_adapter(adapter_dir: Path, run: TrainedRun, base: MergeBase) -> dict[st
 
 def log_base(base: MergeBase, n_adapted: int) -> None:
     """Print what is merged."""
-    linears, used = base.names.linears, {*base.tensors, *base.names.shapes}
+    linears = base.names.linears
+    used = {*base.tensors, *base.names.shapes}
     unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
     others = f"; {len(unused)} tensors are not used, as {unused[0]}" if unused else ""
     print(f"base model {base.directory}: {len(linears)} 4-bit linears, {n_adapted} with an"
@@ -279,6 +285,14 @@ class Rounding:
     effect: float = 0.0  # of the changes by the adapter
     error: float = 0.0  # of the changes by rounding to bf16
 
+    def add(self, old: torch.Tensor, exact: torch.Tensor) -> None:
+        """Count one weight: `old` without the adapter, `exact` with it, before rounding."""
+        chunks = [x.reshape(-1).split(2**24) for x in (old, exact)]  # 128 MiB in fp64
+        for old_part, exact_part in zip(*chunks):
+            exact64 = exact_part.double()
+            self.effect += float((exact64 - old_part).square().sum())
+            self.error += float((exact64 - exact_part.bfloat16()).square().sum())
+
 
 def write_merged(partial: Path, output: Path, base: MergeBase, adapter: dict[str, LinearAdapter],
                  run: TrainedRun, device: str) -> None:
@@ -289,7 +303,7 @@ def write_merged(partial: Path, output: Path, base: MergeBase, adapter: dict[str
     rounding = Rounding()
     with tqdm(base.tensors, "merge", unit="tensor", disable=None) as names:  # off in a pipe
         tensors = (merged_tensor(name, base, adapter, device, rounding) for name in names)
-        write_files(partial, base, tensors, run)
+        write_merged_files(partial, base, tensors, run)
     share = math.sqrt(rounding.error / max(rounding.effect, sys.float_info.min))
     print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounding to bf16 moves the weights by"
           f" {share:.4f} of what the adapter adds to them, in random directions that mostly cancel"
@@ -304,15 +318,18 @@ def merged_tensor(name: str, base: MergeBase, adapter: dict[str, LinearAdapter],
     for part, index in base.parts.get(name, [(name, ...)]):  # each expert, or the whole
         weight, is_transposed = read_base_weight(base, name, part, index, device)
         if part in base.names.linears or part in base.nf4_states:
-            weight = nf4_weight(weight, part, base, base.paths[name])
+            weight = trained_weight(weight, part, base, base.paths[name])
         if part in (base.names.embedding, base.names.head) and part in adapter:
             (rows,) = adapter[part].tensors(device)
             weight = replace_rows(weight, len(merged), base.token_ids, rows)
         elif part in adapter:
             scaling, tensors = adapter[part].scaling, adapter[part].tensors(device)
-            weight = add_adapter(weight, rounding, scaling, *tensors)
+            exact = add_adapter(weight, scaling, *tensors)
+            rounding.add(weight, exact)
+            weight = exact.bfloat16()
+            del exact  # up to 0.9 GiB in a 70B
         merged[index] = weight.t() if is_transposed else weight
-    return finite(merged, f"{base.paths[name]}: what {name} becomes")
+    return require_finite(merged, f"{base.paths[name]}: what {name} becomes")
 
 
 def read_base_weight(base: MergeBase, whole: str, part: str, index: Any,
@@ -339,7 +356,7 @@ def read_base_weight(base: MergeBase, whole: str, part: str, index: Any,
     return tensor, is_transposed
 
 
-def nf4_weight(weight: torch.Tensor, name: str, base: MergeBase, path: Path) -> torch.Tensor:
+def trained_weight(weight: torch.Tensor, name: str, base: MergeBase, path: Path) -> torch.Tensor:
     """Return W, the weight that training computed with: `weight` quantized to NF4 and dequantized;
     in MXFP4, `weight` itself. `path`: the file that has it."""
     linear = base.names.linears.get(name)  # None: a router in NF4
@@ -351,27 +368,22 @@ def nf4_weight(weight: torch.Tensor, name: str, base: MergeBase, path: Path) -> 
         with explain(f"{path}: {name}: its quantization is damaged"):
             return dequantize_stored(weight, parts, base.dtype)
     # checked before, because NF4 may hide NaN and infinity
-    return nf4_round_trip(finite(weight.to(base.dtype), f"{path}: {name}"))
+    return nf4_round_trip(require_finite(weight.to(base.dtype), f"{path}: {name}"))
 
 
 def add_adapter(
-    weight: torch.Tensor, rounding: Rounding, scaling: float, lora_a: torch.Tensor,
-    lora_b: torch.Tensor, magnitude: torch.Tensor | None = None
+    weight: torch.Tensor, scaling: float, lora_a: torch.Tensor, lora_b: torch.Tensor,
+    magnitude: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return bf16(W + scaling * B @ A), with DoRA's magnitude [out]. Adds to `rounding`."""
-    total = (lora_b.float() @ lora_a.float()).mul_(scaling).add_(weight)  # up to 0.9 GiB in a 70B
+    """Return W + scaling * B @ A in fp32, with DoRA's magnitude [out]."""
+    total = (lora_b.float() @ lora_a.float()).mul_(scaling).add_(weight)
     if magnitude is not None:
         total *= (magnitude.float() / torch.linalg.norm(total, dim=1))[:, None]
-    merged = total.bfloat16()
-    chunks = [t.reshape(-1).split(2**24) for t in (weight, total, merged)]  # 128 MiB in fp64
-    for old, exact, rounded in zip(*chunks):
-        rounding.effect += float((exact.double() - old).square().sum())
-        rounding.error += float((exact.double() - rounded).square().sum())
-    return merged
+    return total
 
 
-def write_files(directory: Path, base: MergeBase, tensors: Iterator[torch.Tensor],
-                run: TrainedRun) -> None:
+def write_merged_files(directory: Path, base: MergeBase, tensors: Iterator[torch.Tensor],
+                       run: TrainedRun) -> None:
     """Write the merged tensors in files like the base's, with copies of all other files of the
     base. Files of the run are added: the tokenizer if the base has none, generation_config.json,
     and the chat template."""
@@ -399,8 +411,8 @@ class Verdict(NamedTuple):
     text: str
 
 
-def judge(args: argparse.Namespace, run: TrainedRun, base: MergeBase, merged_dir: Path,
-          device: str) -> Verdict:
+def check_merge(args: argparse.Namespace, run: TrainedRun, base: MergeBase, merged_dir: Path,
+                device: str) -> Verdict:
     """Compare the merged model with the trained one, if that is possible and wanted."""
     if not args.check or not run.merge_check_file or args.allow_other_base:
         return Verdict(
@@ -463,7 +475,7 @@ def require(condition: Any, message: str) -> None:
         raise ValueError(message)
 
 
-def finite(tensor: torch.Tensor, what: str) -> torch.Tensor:
+def require_finite(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """Return the tensor if all its values are finite. Raises ValueError otherwise."""
     require(tensor.isfinite().all(), f"{what} has values that are NaN or infinite")
     return tensor

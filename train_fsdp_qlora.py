@@ -433,7 +433,7 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
     """
     if not plan.uses_fsdp:
         return
-    dtype = getattr(torch, plan.compute_dtype)
+    dtype = plan.dtype
     policy = MixedPrecisionPolicy(
         # in bf16 DoRA's magnitudes would round by up to 0.4 %, as much as many steps change them
         param_dtype=None if model.layers[0].spec.dora else dtype,

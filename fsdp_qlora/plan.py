@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+import torch
+
 
 # what a layer saves for backward, see LayerFunction
 Saves = Literal["all", "mlp", "mid_residual", "input"]
@@ -49,6 +51,12 @@ class Plan:
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # pinned host memory of one process
     token_seconds: float = 0.0  # predicted seconds of one GPU per token
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `compute_dtype`."""
+        dtype: torch.dtype = getattr(torch, self.compute_dtype)
+        return dtype
 
     @property
     def uses_fsdp(self) -> bool:

@@ -108,9 +108,7 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
                   torch.device("cpu"))
     names = tensor_names(arch, tensors)  # the only process reads all rows
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
-    model.frequencies = [
-        rope_frequencies(rope, arch, max(LENGTHS), model_config) for rope in arch.ropes
-    ]
+    model.set_frequencies(model_config, max(LENGTHS))
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
     return model
@@ -549,7 +547,7 @@ def test_elementwise_work_on_a_cpu_is_not_compiled(monkeypatch):
         return x + bias
 
     x = torch.ones(3, 2)
-    for settings in {}, {"evaluation": False}, {"evaluation": True}:
+    for settings in {}, {"is_evaluation": False}, {"is_evaluation": True}:
         assert torch.equal(add(x, None, 2, **settings), x + 2)
     assert len(seen) == 3 and all(one is x and other is None for one, other in seen)
 

@@ -186,10 +186,10 @@ def kernels_make_shapes_alone(monkeypatch):
     monkeypatch.setattr(lora_matmul, "fp32_matmul", torch.mm)  # a GPU's reads bf16, too
     route = experts.route
 
-    def even_route(call, x, choice, needs_bounds):  # to each expert as many rows
+    def even_route(call, x, choice, wants_bounds):  # to each expert as many rows
         routing = route(call, x, choice)
         n, rows = call.arch.moe.n_experts, len(routing.token)
-        routing.bounds = [rows * i // n for i in range(n + 1)] if needs_bounds else None
+        routing.bounds = [rows * i // n for i in range(n + 1)] if wants_bounds else None
         return routing
 
     monkeypatch.setattr(experts, "route", even_route)
@@ -202,7 +202,7 @@ def fake_layer(arch, layout, index, plan):
     """A DecoderLayer whose tensors have shapes alone, and a gradient of its adapter."""
     with torch.device("meta"):
         layer = DecoderLayer(arch, layout, index, plan)
-    dtype = getattr(torch, plan.compute_dtype)
+    dtype = plan.dtype
     layer.vectors = torch.nn.Parameter(torch.empty(layout.n_vectors, dtype=dtype), False)
     layer.adapter = torch.nn.Parameter(torch.empty(layout.n_adapter))
     layer.small_tensors = {
@@ -240,7 +240,7 @@ def measure(arch, layout, index, plan, with_backward=True):
     """(kept, most): the bytes that are there after a layer's forward, and those at the peak of
     forward and backward; with x and, at the peak, the gradient of what the layer returns."""
     n, hidden = plan.micro_batch_tokens, arch.hidden_size
-    dtype = getattr(torch, plan.compute_dtype)
+    dtype = plan.dtype
     with shapes_alone(plan):
         layer, micro_batch = (
             fake_layer(arch, layout, index, plan),
@@ -261,7 +261,7 @@ def measure(arch, layout, index, plan, with_backward=True):
 
 def planned(layout, plan):
     """The same by the plan."""
-    item, saves = getattr(torch, plan.compute_dtype).itemsize, plan.saves(0)
+    item, saves = plan.dtype.itemsize, plan.saves(0)
     kept = layout.saved_values(saves) * plan.micro_batch_tokens * item
     # the adapter's gradient, and the adapter in the compute dtype
     return kept, kept + layout.live_bytes(plan, saves) + (4 + item) * layout.n_adapter
@@ -414,8 +414,8 @@ def test_plan_knows_the_heads_peak(
             arch.hidden_size, dtype=dtype)
         model = types.SimpleNamespace(arch=arch, head=head, head_bias=None, norm=norm,
                                       norm_bias=None, group_size=1, group_rank=0,
-                                      own_rows=range(arch.vocab_size), group=None,
-                                      token_rows=None)
+                                      own_rows=range(arch.vocab_size), token_rows=None,
+                                      gather=lambda own: own[None])
         head_rows = None
         if n_rows:
             ids, head_rows = torch.empty(n_rows, dtype=torch.int64), torch.empty(

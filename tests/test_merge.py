@@ -1279,7 +1279,7 @@ def test_no_edit_of_the_configuration_hurts(file, key, unsummed, merged, tmp_pat
 def test_adapter_that_is_replaced_meanwhile_is_noticed(
     trained, tmp_path, monkeypatch, capsys
 ):
-    run, out, write_files = tmp_path / "run", tmp_path / "out", merge_adapters.write_files
+    run, out, write_files = tmp_path / "run", tmp_path / "out", merge_adapters.write_merged_files
     shutil.copytree(trained, run)
 
     def replace_after(*args):
@@ -1288,7 +1288,7 @@ def test_adapter_that_is_replaced_meanwhile_is_noticed(
         shutil.copy(adapter, run / "new")
         os.replace(run / "new", adapter)
 
-    monkeypatch.setattr(merge_adapters, "write_files", replace_after)
+    monkeypatch.setattr(merge_adapters, "write_merged_files", replace_after)
     assert "the adapter has changed meanwhile" in error_of(capsys, run, out)
     assert not out.exists()
 
@@ -1352,12 +1352,12 @@ def test_damaged_base_in_4bit_is_named(case, trained_in_4bit, tmp_path, capsys):
 
 def test_second_merge_is_refused(trained, merged, tmp_path, monkeypatch, capsys):
     """Whether the first is writing, about to rename its directory, or has just done so."""
-    out, replace, write_files = tmp_path / "out", os.replace, merge_adapters.write_files
+    out, replace, write_files = tmp_path / "out", os.replace, merge_adapters.write_merged_files
     lines = []
 
     def second():
         with monkeypatch.context() as patch:
-            patch.setattr(merge_adapters, "write_files", write_files)
+            patch.setattr(merge_adapters, "write_merged_files", write_files)
             patch.setattr(os, "replace", replace)
             lines.append(error_of(capsys, trained, out))
 
@@ -1370,7 +1370,7 @@ def test_second_merge_is_refused(trained, merged, tmp_path, monkeypatch, capsys)
         replace(*paths)
         second()
 
-    monkeypatch.setattr(merge_adapters, "write_files", second_meanwhile)
+    monkeypatch.setattr(merge_adapters, "write_merged_files", second_meanwhile)
     monkeypatch.setattr(os, "replace", second_around)
     merge_adapters.main(merge_command(trained, out)[2:])
     who = f"process {os.getpid()} on {os.uname().nodename} since "

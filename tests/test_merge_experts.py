@@ -347,7 +347,7 @@ CHANGES = {
 def test_merged_model_that_is_another_is_noticed(
     what, trained, run_main, tmp_path, monkeypatch, capsys
 ):
-    run, write_files = trained("qwen3_moe", run_main), merge_adapters.write_files
+    run, write_files = trained("qwen3_moe", run_main), merge_adapters.write_merged_files
     change, words = CHANGES[what]
 
     def write_and_change(directory, *args):
@@ -356,7 +356,7 @@ def test_merged_model_that_is_another_is_noticed(
         change(tensors)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
-    monkeypatch.setattr(merge_adapters, "write_files", write_and_change)
+    monkeypatch.setattr(merge_adapters, "write_merged_files", write_and_change)
     with pytest.raises(SystemExit) if words == REFUSED else contextlib.nullcontext():
         merge(run, tmp_path / "out")
     said = "".join(capsys.readouterr())

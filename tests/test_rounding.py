@@ -417,9 +417,8 @@ def bf16_call(name, **settings):
     model = pair.make(make_plan(pair.arch.n_layers, compute_dtype="bfloat16"))
     adapter_values(model, pair.values)
     layer, micro_batch = model.layers[0], types.SimpleNamespace(dropout_seeds=None)
-    return [
-        (fused, LayerCall(layer, micro_batch, backward=True)) for fused in layer.spec.fused_linears
-    ]
+    return [(fused, LayerCall(layer, micro_batch, is_backward=True))
+            for fused in layer.spec.fused_linears]
 
 
 def test_adapters_gradients_are_summed_in_fp32():
@@ -541,8 +540,8 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
     x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
     micro_batch = types.SimpleNamespace(dropout_seeds=None, n_unpadded=torch.tensor([N]))
     _, kept = layer.spec.mlp.forward(LayerCall(layer, micro_batch), x, x)
-    factor, kept.shared_out = kept.shared_factor.double(), out
-    call = LayerCall(layer, micro_batch, backward=True)
+    factor, kept.shared_before_gate = kept.shared_factor.double(), out
+    call = LayerCall(layer, micro_batch, is_backward=True)
     got = layer.spec.mlp._shared_backward(call, kept, grad)
     sums = (grad.double() * out.double()).sum(-1, keepdim=True)
     check_rounding(got[:, :1], sums * factor * (1 - factor), "slope")
@@ -555,7 +554,8 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     x, labels = draw(N, 64), torch.arange(3, 3 + N)
     model = types.SimpleNamespace(
         arch=arch, head=weight, head_bias=None, norm=torch.ones(64).bfloat16(), norm_bias=None,
-        group_size=1, group_rank=0, own_rows=range(320), token_rows=None)  # fmt: skip
+        group_size=1, group_rank=0, own_rows=range(320), token_rows=None,
+        gather=lambda own: own[None])  # fmt: skip
     micro_batch = types.SimpleNamespace(labels=labels, label_positions=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
     x = x.requires_grad_()

@@ -224,7 +224,8 @@ def token_tensors(
     """Return a MicroBatch's input_ids, its label_positions and labels without padding, and its
     loss_bounds. `lengths`: those of the documents, then those of the padding."""
     n_tokens = sum(lengths)
-    n_sums = 2 if rows.kind.trains_prompt else 1  # per document: its answer's, then its prompt's
+    # per document: its answer's, then its prompt's
+    n_sums = 2 if rows.loss_record.trains_prompt else 1
     ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
     sum_at = torch.zeros(n_tokens, dtype=torch.int64)  # index of the sum that a token belongs to
     start = 0
@@ -232,7 +233,7 @@ def token_tensors(
         row_ids, row_labels = rows.tokens(i)
         whole, trained = (slice(start, start + len(row_ids) - n) for n in (0, 1))
         ids[whole], labels[trained], sum_at[whole] = row_ids, row_labels[1:], n_sums * position
-        if rows.kind.trains_prompt and rows.desirable[i]:
+        if rows.loss_record.trains_prompt and rows.desirable[i]:
             is_prompt = labels[trained] == IGNORE
             labels[trained] = row_ids[1:]
             sum_at[trained] += is_prompt

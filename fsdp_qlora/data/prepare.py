@@ -71,7 +71,7 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     if fraction is not None:
         rows, eval_rows = hold_out(rows, fraction, config)
     n_good = int(rows.desirable.sum())
-    if rows.kind.is_unpaired and n_good in (0, len(rows)):
+    if rows.loss_record.is_unpaired and n_good in (0, len(rows)):
         raise RunError(f"--loss {config.loss} needs good and bad answers, but {n_good:,} of"
                        f" {len(rows):,} rows have label true. For good answers alone use --loss"
                        " sft")
@@ -102,7 +102,7 @@ def prepare_eval_rows(sources: Sequence[str], settings: tuple[Any, ...],
 
 def with_mismatched(rows: Rows, config: Config) -> Rows:
     """Return the rows, with `mismatched` if their loss reads it."""
-    if not rows.kind.is_unpaired:
+    if not rows.loss_record.is_unpaired:
         return rows
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     mismatched = rows.mismatch(config.seed, config.max_seq_len)
@@ -186,7 +186,7 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
     parts = [f"{describe_count(rows, len(rows))},"
              f" {rows.lengths.sum():,} tokens, {rows.n_trainable_tokens.sum():,} of them in the"
              f" loss ({counted}; {name})"]
-    if rows.kind.is_unpaired:
+    if rows.loss_record.is_unpaired:
         good = rows.desirable
         parts.append(f"{good.sum():,} good answers, {(~good).sum():,} bad ones")
     if n_cut:

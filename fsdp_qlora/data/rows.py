@@ -56,13 +56,13 @@ class Rows:
     answer_starts: torch.Tensor | None = None
 
     @property
-    def kind(self) -> Loss:
+    def loss_record(self) -> Loss:
         return LOSSES[self.loss]
 
     @property
     def n_answers(self) -> int:
         """Number of documents per row."""
-        return self.kind.n_answers
+        return self.loss_record.n_answers
 
     def __len__(self) -> int:
         return len(self.starts) // self.n_answers
@@ -125,7 +125,7 @@ class Rows:
 
     def n_labels(self) -> torch.Tensor:
         """Return [documents], the number of MicroBatch.labels: of tokens whose loss is computed."""
-        if not self.kind.trains_prompt:
+        if not self.loss_record.trains_prompt:
             return self.n_trainable_tokens
         return torch.where(self.desirable, self.lengths - 1, self.n_trainable_tokens)
 

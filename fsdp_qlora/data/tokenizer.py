@@ -199,12 +199,12 @@ def special_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
 
 
-def write_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast,
+def write_tokenizer(directory: Path, weights_dir: Path, tokenizer: PreTrainedTokenizerFast,
                     has_new_tokens: bool = False) -> None:
     """Write the tokenizer into an empty directory: the base's own files, if tokenizer.json is one
     of them and no token was added. The chat template used in training becomes the only one."""
-    if (base / "tokenizer.json").is_file() and not has_new_tokens:
-        copy_small_files(base, directory, TOKENIZER_FILES)
+    if (weights_dir / "tokenizer.json").is_file() and not has_new_tokens:
+        copy_small_files(weights_dir, directory, TOKENIZER_FILES)
     else:
         tokenizer.save_pretrained(directory)
     keep_template(directory, tokenizer.chat_template)

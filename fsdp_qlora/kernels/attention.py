@@ -30,7 +30,8 @@ from fsdp_qlora.quant.triton_trial import why_no_triton
 # The attention types of layers, and of the kernels for them. "within": a layer whose window is
 # longer than all documents of the micro-batch. Layers of two types may also differ in their heads.
 ATTENTION_TYPES = "full", "window", "within"
-# of a kernel, relative to plain torch; rounding in bf16 makes 0.0033 at most (benchmarks/LOG.md)
+# largest accepted error of a kernel, relative to plain torch; rounding in bf16 makes 0.0033 at most
+# (benchmarks/LOG.md)
 MAX_ERROR = 0.05
 SCORES_BYTES = 2**27  # bytes of scores, in fp32, that plain torch has in memory at once
 # torch 2.11 accepts fewer heads of keys without it; later versions need this argument
@@ -112,11 +113,14 @@ def document_attention(
 ) -> Tensor:
     """Attention of each document by itself in plain torch: on a CPU, in fp32, with dropout on
     weights, and where no other kernel works. Only the inputs are saved for backward."""
-    outs, start, site = [], 0, index * N_SITES + WEIGHTS_SITE
+    outs = []
+    start = 0
+    site = index * N_SITES + WEIGHTS_SITE
     of_segments = (query.split(segments.lengths_q), key.split(segments.lengths_k),
                    value.split(segments.lengths_k))
     for q, k, v in zip(*of_segments):
-        n, seeds = len(q), segments.dropout_seeds if arch.attention_dropout else None
+        n = len(q)
+        seeds = segments.dropout_seeds if arch.attention_dropout else None
         before = len(k) - n  # keys that the first query sees, besides its own
         seeds = None if seeds is None else seeds[start : start + n]
         start += n
@@ -145,13 +149,13 @@ def sdpa(
 ) -> Tensor:
     """torch's SDPA of one document [n, heads, head_dim]; causal unless there is a mask [queries,
     keys]."""
-    query, key, value = by_head(q, k, v)
+    query, key, value = with_equal_heads(q, k, v)
     out = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale)
     return out[0].transpose(0, 1)
 
 
-def by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def with_equal_heads(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return query, key and value as [1, heads, n, head_dim], with equally many heads: with fewer,
     SDPA on a GPU would save all scores in fp32."""
     tensors = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (q, k, v))
@@ -171,7 +175,7 @@ def explicit_attention(
     mask = mask.triu(before - window + 1) if window else mask
     if not arch.attention_softcap and sinks is None and dropout_seeds is None:
         return sdpa(q, k, v, arch.attention_scale, mask)
-    query, key, value = by_head(q, k, v)
+    query, key, value = with_equal_heads(q, k, v)
     scores = (query @ key.transpose(-1, -2)).float() * arch.attention_scale
     if arch.attention_softcap:
         scores = arch.attention_softcap * torch.tanh(scores / arch.attention_softcap)
@@ -220,7 +224,8 @@ def kernel_matches(
     if kernel is flex_document_attention and why_no_triton():
         return False
     length = 3 * BLOCK_TOKENS // 2  # flex_attention uses another kernel for a single block
-    generator, n_tokens = torch.Generator(device).manual_seed(0), 2 * length
+    generator = torch.Generator(device).manual_seed(0)
+    n_tokens = 2 * length
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     qkv, grad = (torch.randn(n_tokens, n, arch.head_dim, dtype=torch.bfloat16, device=device,
                              generator=generator) for n in (sum(heads), arch.n_heads))

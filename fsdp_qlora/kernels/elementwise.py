@@ -42,7 +42,7 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
         return compiled_copy(function, f"{function.__name__}_{next(numbers)}")
 
     @functools.wraps(function)
-    def call(*args: Any, evaluation: bool = False, any_rows: bool = False) -> Result:
+    def call(*args: Any, is_evaluation: bool = False, any_rows: bool = False) -> Result:
         if not args[0].is_cuda or why_no_triton():
             return function(*args)
         tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
@@ -53,7 +53,7 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
         # each limit has a kernel of its own: if the limit varies, glu_backward_() compiled by torch
         # 2.13 returns wrong values
         limits = (x for x in args if isinstance(x, LimitedActivation))
-        return compiled(evaluation, any_rows, *limits, *widths)(*args)
+        return compiled(is_evaluation, any_rows, *limits, *widths)(*args)
 
     return call
 
@@ -278,7 +278,8 @@ def clamped_glu_backward_(
     """glu_backward_() for the activation (limit, alpha). Returns the gradient of gate_up in a new
     tensor: gates and ups alternate in it, so one pass cannot overwrite them."""
     gates, ups, sigmoid, (gate_inside, up_inside) = clamped_parts(gate_up, limit, alpha)
-    activated, grad32 = gates * sigmoid, grad.float() * weights[:, None]
+    activated = gates * sigmoid
+    grad32 = grad.float() * weights[:, None]
     slope = sigmoid * (1 + alpha * gates * (1 - sigmoid))
     grads = grad32 * (ups + 1) * slope * gate_inside, grad32 * activated * up_inside
     grad.copy_(activated * (ups + 1))

@@ -42,7 +42,8 @@ def flex_document_attention(
     """Attention of documents of any lengths by torch's flex_attention, see attention.py."""
     if window not in segments.masks:
         segments.masks[window] = visible_blocks(segments, len(query), len(key), window)
-    mask, chosen = segments.masks[window], (arch.attention_softcap, arch.attention_scale)
+    mask = segments.masks[window]
+    chosen = (arch.attention_softcap, arch.attention_scale)
     # on a CPU it is slow and has no backward: for tests only
     shape = query.shape[1], *key.shape[1:]
     attend = compiled_flex(*chosen, shape) if query.is_cuda else flex_function(*chosen)

@@ -24,7 +24,8 @@ def rope_tables(
     cos and sin are fp32 [tokens, rotary_dim / 2] by frequencies[index], see rope_frequencies();
     None if index is None. temperature is Ministral 3's factor on queries [tokens], or None.
     """
-    temperature, position_ids = None, batch.position_ids
+    temperature = None
+    position_ids = batch.position_ids
     if arch.query_temperature:
         beta, original = arch.query_temperature
         temperature = 1 + beta * torch.log1p((position_ids // original).float())
@@ -32,7 +33,8 @@ def rope_tables(
         return None, None, temperature
     inverse, factor = frequencies[index]
     if inverse.dim() == 2:  # longrope: depends on the length of the document, as in transformers
-        bounds, tokens = batch.cu_seqlens, torch.arange(len(position_ids), device=inverse.device)
+        bounds = batch.cu_seqlens
+        tokens = torch.arange(len(position_ids), device=inverse.device)
         if batch.context_shard:
             tokens = batch.context_shard.tokens
         is_long = bounds.diff() > arch.ropes[index]["original_max_position_embeddings"]
@@ -74,7 +76,8 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture
         return x.flatten(1)
     # When compiled, a cat() of rotated parts goes through memory, and an index by two remainders is
     # read value by value; so use flip(), and one flatten() at the end.
-    sign, half = torch.arange(-1, 2, 2, device=x.device), cos.shape[1]
+    sign = torch.arange(-1, 2, 2, device=x.device)
+    half = cos.shape[1]
     if arch.rotary_interleaved:
         pieces = x.unflatten(-1, (-1, 2))
         pairs, axis = pieces[:, :, :half], 3
@@ -103,7 +106,8 @@ def normed_heads(
         return x
     shape = x.shape
     if arch.qk_norm == "full":
-        x, grad = x.flatten(1), None if grad is None else grad.flatten(1)
+        x = x.flatten(1)
+        grad = None if grad is None else grad.flatten(1)
     if grad is None:
         return norm_of(x, weight, arch.norm, arch.norm_eps).view(shape)
     return norm_grad_of(grad, x, weight, arch.norm, arch.norm_eps).view(shape)
@@ -155,7 +159,8 @@ def rotate_backward(
             before = heads_before
         if arch.value_norm:
             value = norm_grad_of(value, value_before, None, arch.norm, arch.norm_eps)
-    grads, out = [query.float(), key.float()], []
+    grads = [query.float(), key.float()]
+    out = []
     if temperature is not None:
         grads[0] = grads[0] * temperature[:, None, None]
     back = None if sin is None else -sin

@@ -36,7 +36,8 @@ class PieceAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments,
         scale: float | None
     ) -> Tensor:
-        out, sums = query.new_empty(*query.shape[:2], value.shape[2]), []
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        sums = []
         for queries, parts in parts_of(segments):
             results = [attend_forward(query[queries], key[keys], value[keys], causal, scale)
                        for keys, causal in parts]
@@ -50,8 +51,8 @@ class PieceAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """A kernel's backward computes the weights of keys from their scores and lse, and from out
-        what is subtracted from the weights' gradients. It gets lse and out of all keys, so that its
-        results are parts of the gradients of attention to all keys."""
+        the term that is subtracted from the weights' gradients. Here it gets the lse and the out of
+        attention to all keys, so its results are parts of the gradients of that attention."""
         query, key, value, out, *sums = ctx.saved_tensors
         grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (query, key, value))
         grad = grad.contiguous()  # like `out`, see batched_attention()

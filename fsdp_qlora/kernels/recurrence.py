@@ -316,7 +316,8 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
     forward and backward, for two documents."""
     recurrence = RECURRENCES[type(mixer)]
     length = 3 * STATE_CHUNK // 2
-    generator, n = torch.Generator(device).manual_seed(0), 2 * length
+    generator = torch.Generator(device).manual_seed(0)
+    n = 2 * length
     if isinstance(mixer, DeltaNet):
         shapes = (mixer.key_heads, mixer.key_dim), (mixer.value_heads, mixer.value_dim)
     else:

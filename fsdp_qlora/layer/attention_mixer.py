@@ -37,7 +37,7 @@ class AttentionMixer:
 
     def forward(self, call: LayerCall, saved: SavedAttention) -> Tensor:
         rotated = rotate_forward(
-            saved.projected, *self._rotate_arguments(call), evaluation=call.evaluation)
+            saved.projected, *self._rotate_arguments(call), is_evaluation=call.is_evaluation)
         if not self.saves_projected:
             saved.projected = None
         heads = split_heads(self.arch, rotated)
@@ -71,10 +71,11 @@ class AttentionMixer:
         if not gate:
             return attended.flatten(1)
         gates = split_projected(self.arch, saved.projected)[3]
-        return gate_heads(attended, gates, gate.activation, evaluation=call.evaluation)
+        return gate_heads(attended, gates, gate.activation, is_evaluation=call.is_evaluation)
 
     def backward(self, call: LayerCall, saved: SavedAttention, grad: Tensor) -> Tensor:
-        grad, grad_gate = grad.unflatten(1, (self.arch.n_heads, -1)), None
+        grad = grad.unflatten(1, (self.arch.n_heads, -1))
+        grad_gate = None
         assert self._output_factor == 1 or not self.arch.attention_gate, "no family has both"
         if self._output_factor != 1:
             grad = grad * self._output_factor
@@ -122,15 +123,16 @@ class AttentionMixer:
         return values + self.projected_width * self.saves_projected
 
     def live_bytes(self, plan: Plan) -> int:
-        item, others = getattr(torch, plan.compute_dtype).itemsize, 0
+        itemsize = plan.dtype.itemsize
+        others = 0
         # the gradients of q, k and v, and of attention's output
         values = self._qkv_width + self.query_width
-        values += kernel_values(self.arch, plan.micro_batch_tokens * item)
+        values += kernel_values(self.arch, plan.micro_batch_tokens * itemsize)
         values += 2 * self.query_width * (self.arch.attention_gate is not None)
         if plan.plain_attention:  # repeats keys and values for each query head, and has gradients
             values += 4 * self.query_width
             others = explicit_bytes(self.arch, self.window, plan.micro_batch_tokens)
-        return values * plan.micro_batch_tokens * item + others
+        return values * plan.micro_batch_tokens * itemsize + others
 
 
 def n_head_groups(arch: Architecture, value_bytes: int) -> int:
@@ -157,7 +159,8 @@ def attend_by_groups(
     call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor]
 ) -> list[HeadGroup]:
     """Run attend() on query, key and value [n, heads, head_dim], a group of heads at a time."""
-    query, groups = heads[0], []
+    query = heads[0]
+    groups = []
     n_groups = n_head_groups(arch, query[:, 0, 0].numel() * query.itemsize)
     for i, group in enumerate(zip(*(part.chunk(n_groups, 1) for part in heads))):
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
@@ -190,10 +193,12 @@ def attend(
     `window`: number of keys that a query sees; None: all. `heads`: query, key and value of the i-th
     of n groups, with `group` = (i, n)."""
     query, key, value = heads
-    batch, attention_type = call.batch, "window" if window else "full"
+    batch = call.batch
+    attention_type = "window" if window else "full"
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"
-    kernel, segments = batch.kernels[attention_type], batch.segments
+    kernel = batch.kernels[attention_type]
+    segments = batch.segments
     # attention dropout draws by a key's place in its document, so every rank needs all keys, not
     # only the window's
     if batch.context_shard:

@@ -1,7 +1,7 @@
 """Token mixers whose backward is autograd's: short convolution (LFM2), gated delta net, Mamba-2.
 
-None sees across the bounds of documents. pretrained/families.py says which layers have one,
-pretrained/architecture.py what their letters mean.
+No mixer sees across the bounds of documents. pretrained/families.py says which layers have one,
+pretrained/architecture.py what the letters of a mixer mean.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ class AutogradMixer:
         return MIXERS[type(self.record)].saved_values(self.record, self.arch.hidden_size)
 
     def live_bytes(self, plan: Plan) -> int:
-        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
+        n = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
         if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(self.record))):
             return recurrence.plain_bytes_per_token(self.record) * n
-        return MIXERS[type(self.record)].live_values(self.record, self.arch.hidden_size) * n * item
+        values = MIXERS[type(self.record)].live_values(self.record, self.arch.hidden_size)
+        return values * n * itemsize
 
     @property
     def elementwise_values(self) -> int:
@@ -220,7 +222,8 @@ def delta_net(call: LayerCall, projected: Tensor, record: DeltaNet) -> Tensor:
     """The gated delta net, see DeltaNet."""
     tensors = {name.removeprefix("linear_attn."): tensor
                for name, tensor in call.layer.small_tensors.items()}
-    parts, positions = delta_parts(projected, record), call.batch.position_ids
+    parts = delta_parts(projected, record)
+    positions = call.batch.position_ids
     weights = [tensors.get(f"{letter}_conv1d.weight") for letter in "qkv"]
     if not record.split_conv:
         weights = tensors["conv1d.weight"].split([record.widths[letter] for letter in "qkv"])
@@ -231,7 +234,8 @@ def delta_net(call: LayerCall, projected: Tensor, record: DeltaNet) -> Tensor:
     beta = parts["b"].sigmoid() * (2 if record.double_beta else 1)
     g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
     out = call.batch.kernels["recurrence"](query, key, value, g, beta, call.batch)
-    z, weight = parts["z"].unflatten(1, (record.value_heads, -1)), tensors[f"{record.norm}.weight"]
+    z = parts["z"].unflatten(1, (record.value_heads, -1))
+    weight = tensors[f"{record.norm}.weight"]
     mixed: Tensor = GatedNorm.apply(out, z, weight, record.norm_eps)
     return mixed.flatten(1)
 
@@ -266,7 +270,9 @@ def mamba2(call: LayerCall, projected: Tensor, record: Mamba2) -> Tensor:
 
 def delta_parts(projected: Tensor, record: DeltaNet) -> dict[str, Tensor]:
     """Split the outputs of the linears into {q, k, v, z, b, a: [n, width]}."""
-    groups, parts, first = record.key_heads if record.by_key_head else 1, {}, 0
+    groups = record.key_heads if record.by_key_head else 1
+    parts = {}
+    first = 0
     for _, names in record.in_projs:
         widths = [record.widths[name] for name in names]
         columns = projected[:, first : first + sum(widths)].unflatten(1, (groups, -1))
@@ -294,7 +300,8 @@ def delta_saved_values(record: DeltaNet, hidden: int) -> int:
     copies; query, key and value as the delta rule reads them; its output, before and after norm and
     gate. For each value head: a chunk's products, g and its input, fp32, and b before and after its
     factor. For each key head: the norms of query and key, fp32."""
-    widths, copied = record.widths, 2 * record.value_heads * record.by_key_head
+    widths = record.widths
+    copied = 2 * record.value_heads * record.by_key_head
     return (sum(widths.values()) - copied + sum(widths[x] for x in "qkv") + 2 * widths["v"]
             + (STATE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
 
@@ -309,7 +316,8 @@ def delta_live_values(record: DeltaNet, hidden: int) -> int:
 def delta_elementwise_values(record: DeltaNet, hidden: int) -> int:
     """Values moved by convolution, norm and gate, and by the delta rule's kernels, which take as
     long as moving this many. Counted, not measured."""
-    widths, head_values = record.widths, record.value_heads * (record.key_dim + record.value_dim)
+    widths = record.widths
+    head_values = record.value_heads * (record.key_dim + record.value_dim)
     return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * head_values
 
 
@@ -325,14 +333,16 @@ def mamba2_saved_values(record: Mamba2, hidden: int) -> int:
 def mamba2_live_values(record: Mamba2, hidden: int) -> int:
     """Gradients of the saved values; B and C and their gradients for each head; fla's states, fp32.
     Counted, not measured."""
-    widths, states = record.widths, record.heads * record.state * record.head_dim // STATE_CHUNK
+    widths = record.widths
+    states = record.heads * record.state * record.head_dim // STATE_CHUNK
     return (2 * sum(widths.values()) + 4 * record.heads * record.state + 3 * widths["x"]
             + 4 * states)
 
 
 def mamba2_elementwise_values(record: Mamba2, hidden: int) -> int:
     """Values moved, see delta_elementwise_values()."""
-    widths, head_values = record.widths, record.heads * (record.state + record.head_dim)
+    widths = record.widths
+    head_values = record.heads * (record.state + record.head_dim)
     return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * head_values
 
 

@@ -21,14 +21,14 @@ class LayerCall:
 
     def __init__(
         self, layer: LayerParameters, batch: MicroBatch, kv_in: tuple[Tensor, ...] = (),
-        backward: bool = False, evaluation: bool = False
+        is_backward: bool = False, is_evaluation: bool = False
     ) -> None:
         self.layer, self.batch, self.arch, self.spec = layer, batch, layer.arch, layer.spec
-        self.is_backward = backward
-        self.evaluation = evaluation  # True: no backward will follow
+        self.is_backward = is_backward
+        self.is_evaluation = is_evaluation  # True: no backward will follow
         # True if autograd's graph of this forward is needed: by the backward that is running it
         # now, or later, if the layer saves everything
-        self.saves_graph = backward or layer.saves == "all" and not evaluation
+        self.saves_graph = is_backward or layer.saves == "all" and not is_evaluation
         self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
         self.kv_in = kv_in  # keys and values of the kv_source
         self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
@@ -38,8 +38,9 @@ class LayerCall:
         # weights to use twice: a recomputed layer's backward first runs forward() again
         self.dequantized: dict[FusedLinear, Tensor] = {}
         self.reuses_dequantized = (
-            backward and layer.plan.reuse_dequantized and layer.saves in ("mid_residual", "input"))
-        if backward:
+            is_backward and layer.plan.reuse_dequantized
+            and layer.saves in ("mid_residual", "input"))
+        if is_backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
     def weight(self, fused: FusedLinear) -> Tensor:

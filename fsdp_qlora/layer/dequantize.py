@@ -42,7 +42,8 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
     weights, lora_b = weight.split([fused.in_features, fused.padded_lora], 1)
     lora_b.zero_()
     for linear in fused.linears:
-        outputs, first = fused.local_outputs(linear), fused.blocks.start
+        outputs = fused.local_outputs(linear)
+        first = fused.blocks.start
         part = slice(linear.blocks.start - first, linear.blocks.stop - first)
         if in_mxfp4:
             weights[outputs] = mxfp4_values(packed[part], scales[part]).view(-1, fused.in_features)

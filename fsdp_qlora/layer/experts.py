@@ -80,27 +80,29 @@ class MoESublayer:
 
     def forward(
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
-        want_sum: bool = True, routing_choice: RoutingChoice | None = None,
+        wants_sum: bool = True, routing_choice: RoutingChoice | None = None,
         save_gate_ups: bool = True
     ) -> tuple[Tensor | Any, SavedMoE]:
-        """Return mid_residual + MLP(norm(mlp_input)), None without want_sum, and what backward()
+        """Return mid_residual + MLP(norm(mlp_input)), None without wants_sum, and what backward()
         needs.
 
         When forward() is recomputed, `routing_choice` is that of the first time, so that a tie is
         not decided another way. Without save_gate_ups, backward() computes the experts' gate and up
         again.
         """
-        arch, norms, branch = self.arch, self.moe.norms, None
+        arch = self.arch
+        norms = self.moe.norms
+        branch = None
         saved = SavedMoE(mlp_input=mlp_input)
         # includes columns for the shared expert's adapter, which lora_matmul() fills
         inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.first_linear)
         x = inputs[:, : arch.hidden_size]
-        needs_bounds = call.layer.plan.expert_ranges > 1 or bool(
+        wants_bounds = call.layer.plan.expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
-        saved.routing = route(call, mlp_input if norms else x, routing_choice, needs_bounds)
-        if not (call.is_backward or call.evaluation):
+        saved.routing = route(call, mlp_input if norms else x, routing_choice, wants_bounds)
+        if not (call.is_backward or call.is_evaluation):
             add_balance(call.layer, saved.routing, call.batch.n_unpadded)
-        needs_branch = want_sum or arch.mlp_post_norm is not None
+        needs_branch = wants_sum or arch.mlp_post_norm is not None
         if self.latent:
             self.latent.enter(call, saved, x)
         runs_experts = needs_branch or (  # the exit's A gradient reads their sum
@@ -115,7 +117,7 @@ class MoESublayer:
             shared = self._shared_forward(call, saved, inputs)
             if norms:
                 assert branch is not None, "the norm after the experts needs it"
-                saved.expert_output, saved.shared_output = branch, shared
+                saved.expert_output, saved.shared_before_norm = branch, shared
                 branch = apply_norm(call, norms.after, branch)
                 shared = apply_norm(call, norms.after_shared, shared)
             if needs_branch:
@@ -126,7 +128,7 @@ class MoESublayer:
         out = None
         if branch is not None:
             out, saved.branch = add_residual(
-                call, mid_residual, branch, arch.mlp_post_norm, MLP_SITE, want_sum)
+                call, mid_residual, branch, arch.mlp_post_norm, MLP_SITE, wants_sum)
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
@@ -162,8 +164,9 @@ class MoESublayer:
         grad += route_backward(call, saved.routing, grad_weights, mlp_input)
         saved.expert_output = grad_out = None
         grad_shared = norm_backward(
-            saved.shared_output, upstream, None, call.vector(norms.after_shared), kind, eps)
-        grad_x, saved.shared_output = self._shared_backward(call, saved, grad_shared), None
+            saved.shared_before_norm, upstream, None, call.vector(norms.after_shared), kind, eps)
+        grad_x = self._shared_backward(call, saved, grad_shared)
+        saved.shared_before_norm = None
         return norm_gradient(call, self.arch.mlp_norm, mlp_input, grad_x, grad)
 
     def forward_to_recompute(
@@ -210,12 +213,13 @@ class MoESublayer:
     ) -> tuple[Tensor, list[Tensor] | None]:
         """Return the weighted sum [n, hidden] of the outputs of each token's experts; and, with
         save_gate_ups, gate and up of each chunk."""
-        outputs, saved = None, []
+        outputs = None
+        saved = []
         for chunk in self._chunks(call, routing):
             gate_up = self._expert_gate_up(call, routing, x, chunk)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
             glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
-                self.arch.gated, evaluation=call.evaluation)
+                self.arch.gated, is_evaluation=call.is_evaluation)
             fill_expert_lora_hidden(call, self.expert_down, activated, chunk)
             rows = grouped(activated, chunk.down.transpose(1, 2), chunk)
             self._add_bias(call, "down_proj", rows, routing, chunk)
@@ -224,7 +228,7 @@ class MoESublayer:
                 saved.append(gate_up)
             del gate_up, activated, rows, chunk  # before the next range is dequantized
         out = add_expert_rows(
-            outputs, routing.slots, routing.weights, evaluation=call.evaluation)
+            outputs, routing.slots, routing.weights, is_evaluation=call.is_evaluation)
         return out, saved or None
 
     def _expert_gate_up(
@@ -250,7 +254,7 @@ class MoESublayer:
         """Add to the rows of a chunk the biases of their experts' linears `key`, if any."""
         bias = self._bias(call, key)
         if bias is not None:
-            add_row_bias(rows, bias, routing.expert[chunk.rows], evaluation=call.evaluation)
+            add_row_bias(rows, bias, routing.expert[chunk.rows], is_evaluation=call.is_evaluation)
 
     def _experts_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor
@@ -262,10 +266,12 @@ class MoESublayer:
         computed before the last matmul, as (grad W) . activated, so that this matmul is never
         recomputed. Removes saved.gate_ups one by one and overwrites them.
         """
-        routing, x = saved.routing, None
+        routing = saved.routing
+        x = None
         if not saved.gate_ups or self.expert_gate_up.n_lora:  # to recompute them; for A's grad
             x = self._expert_inputs(call, saved)
-        grad_rows, n_rows = None, len(routing.token)
+        grad_rows = None
+        n_rows = len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for chunk in self._chunks(call, routing):
             if saved.gate_ups:
@@ -297,7 +303,8 @@ class MoESublayer:
             del grad_gate_up, rows, chunk
         x = None
         grad_x = add_expert_rows(grad_rows, routing.slots, None)
-        grad_weights, bias = grad_weights[routing.slots], self._bias(call, "down_proj")
+        grad_weights = grad_weights[routing.slots]
+        bias = self._bias(call, "down_proj")
         if bias is not None:  # the bias is a part of an expert's output
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x, grad_weights
@@ -345,7 +352,7 @@ class MoESublayer:
         activated = activate(call, shared, self.shared_down, self._shared_activation)
         out, shared.down_lora_hidden = lora_matmul(call, self.shared_down, activated)
         if name := self.moe.shared_gate:
-            saved.shared_out = out
+            saved.shared_before_gate = out
             x = inputs[:, : self.arch.hidden_size]
             weight = call.layer.small_tensors[f"{name}.weight"].to(x.dtype)
             saved.shared_factor = F.linear(x, weight).sigmoid()
@@ -362,10 +369,11 @@ class MoESublayer:
         from_factor: Tensor | int = 0
         if name := self.moe.shared_gate:
             factor = saved.shared_factor.float()
-            slope = (grad.float() * saved.shared_out.float()).sum(-1, keepdim=True)
+            slope = (grad.float() * saved.shared_before_gate.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
             from_factor = slope @ call.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
-            grad, saved.shared_out = grad * saved.shared_factor, None
+            grad = grad * saved.shared_factor
+            saved.shared_before_gate = None
         grad_gate_up = down_backward(
             call, saved.shared, self.shared_down, self._shared_activation, grad)
         inputs = self._inputs(call, saved)
@@ -406,12 +414,16 @@ class MoESublayer:
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """Peak bytes of backward(), besides what is saved."""
-        n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
+        n = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
         hidden, moe = self.arch.hidden_size, self.moe
         width = self.expert_gate_up.in_features  # hidden size or latent size
-        rows, up, down = n * moe.top_k, self.expert_gate_up, self.expert_down
+        rows = n * moe.top_k
+        up = self.expert_gate_up
+        down = self.expert_down
         # plus gate and up, if they are recomputed, and if their gradient is a new tensor
-        row_values, adapter_values = up.width + down.width, 0
+        row_values = up.width + down.width
+        adapter_values = 0
         if up.n_lora:  # the rows' gradient, its part from d, their sum; A's gradient, also fp32
             row_values = max(3 * up.width, up.width + 3 * down.width)
             adapter_values = 3 * moe.n_experts * up.n_lora * width
@@ -431,7 +443,7 @@ class MoESublayer:
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
         # the router, in fp32: five values per row, three tensors as large as its scores, and each
         # expert's rows, counted twice
-        return values * item + 4 * (5 * rows + 3 * n * moe.n_experts + 2 * moe.n_experts)
+        return values * itemsize + 4 * (5 * rows + 3 * n * moe.n_experts + 2 * moe.n_experts)
 
     @property
     def active_weights(self) -> float:

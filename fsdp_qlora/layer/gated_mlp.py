@@ -18,7 +18,7 @@ def activate(
     LoRA's columns."""
     inputs = saved.gate_up.new_empty(len(saved.gate_up), down.width)
     glu(inputs[:, : down.in_features], saved.gate_up, activation, call.arch.gated,
-        evaluation=call.evaluation)
+        is_evaluation=call.is_evaluation)
     return inputs
 
 
@@ -28,7 +28,8 @@ def down_backward(
 ) -> Tensor:
     """Return the gradient of saved.gate_up, from `grad`, the gradient of down's outputs. It is
     saved.gate_up itself, overwritten."""
-    gated, activated = call.arch.gated, None
+    gated = call.arch.gated
+    activated = None
     if call.spec.dora:
         activated = grad.new_empty(len(grad), down.in_features)
         glu(activated, saved.gate_up, activation, gated)

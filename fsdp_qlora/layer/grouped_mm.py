@@ -24,7 +24,8 @@ def cut_experts(
 ) -> list[tuple[range, FusedLinear, FusedLinear]]:
     """Cut the experts into ranges: [(range of experts, its part of gate_up, its part of down)]. The
     weights of a range are dequantized at once."""
-    n, ranges = gate_up.n_experts, []
+    n = gate_up.n_experts
+    ranges = []
     for i in range(n_ranges):
         experts = range(n * i // n_ranges, n * (i + 1) // n_ranges)
         parts = []
@@ -121,8 +122,10 @@ def add_expert_gradients(
     """Add the gradients of A and B of a chunk's experts to call.grad_adapter, from x [m, in], the
     gradient of d [m, n_lora] and the gradient of the outputs [m, out]. The caller must have
     multiplied a row's routing weight into x or into both gradients."""
-    chunk_experts, n = slice(chunk.experts.start, chunk.experts.stop), fused.n_experts
-    scaling, n_lora = call.spec.scaling, fused.n_lora
+    chunk_experts = slice(chunk.experts.start, chunk.experts.stop)
+    n = fused.n_experts
+    scaling = call.spec.scaling
+    n_lora = fused.n_lora
     grad_a = call.grad_adapter[fused.lora_a].view(n, n_lora, fused.in_features)[chunk_experts]
     grad_a.add_(grouped_outer(grad_d, x, chunk), alpha=scaling)
     d = grouped(x, expert_a(call, fused, chunk).transpose(1, 2), chunk) * scaling

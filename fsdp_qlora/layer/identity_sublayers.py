@@ -34,17 +34,17 @@ class NoMixerSublayer(_Identity):
     """An identity with the interface of MixerSublayer."""
 
     def forward(
-        self, call: LayerCall, x: Tensor, want_sum: bool = True
+        self, call: LayerCall, x: Tensor, wants_sum: bool = True
     ) -> tuple[Tensor, SavedMixer]:
         return x, SavedMixer()
 
     def backward(
         self, call: LayerCall, saved: SavedMixer, grad: Tensor, residual: Tensor,
-        needs_x: bool
+        wants_grad_x: bool
     ) -> Tensor:
         return residual
 
-    def recomputed_weights(self, want_sum: bool) -> int:
+    def recomputed_weights(self, wants_sum: bool) -> int:
         return 0
 
 

@@ -35,15 +35,15 @@ class ExpertLatent:
         saved.latent, saved.entry_lora_hidden = lora_matmul(call, self.entry, widen(x, self.entry))
 
     def leave(
-        self, call: LayerCall, saved: SavedMoE, summed: Tensor, want_output: bool
+        self, call: LayerCall, saved: SavedMoE, summed: Tensor, wants_output: bool
     ) -> Tensor | None:
         """Project the experts' sum [n, latent] to the output of `exit` [n, hidden]; None without
-        want_output."""
+        wants_output."""
         inputs = widen(summed, self.exit)
         fill_lora_hidden(call, self.exit, inputs)
         if self.exit.n_lora:
             saved.exit_inputs = inputs
-        return filled_matmul(call, self.exit, inputs) if want_output else None
+        return filled_matmul(call, self.exit, inputs) if wants_output else None
 
     def leave_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor

@@ -55,14 +55,15 @@ class LayerSpec(ParameterLayout):
     def live_bytes(self, plan: Plan, saves: Saves) -> int:
         """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
         and recomputed values."""
-        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
+        n = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
         mixer = self.mixer.live_bytes(plan, recomputed=saves != "all")
         mlp = self.mlp.live_bytes(plan, recomputed=saves in ("mid_residual", "input"))
         if saves == "input":  # mid_residual is recomputed first, and with it what the mixer needs
-            mlp += n * self.mixer.saved_values * item
+            mlp += n * self.mixer.saved_values * itemsize
         live = max(mixer, mlp)
         if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
-            live += n * self.mixer.arch.hidden_size * item
+            live += n * self.mixer.arch.hidden_size * itemsize
         return live
 
     @property
@@ -80,8 +81,8 @@ class LayerSpec(ParameterLayout):
         """Weights of the matmuls that a layer's backward computes again."""
         if saves == "all":
             return 0
-        want_sum = saves == "input" and not self.mixer.arch.parallel
-        weights = self.mixer.recomputed_weights(want_sum)
+        wants_sum = saves == "input" and not self.mixer.arch.parallel
+        weights = self.mixer.recomputed_weights(wants_sum)
         return weights if saves == "mlp" else weights + self.mlp.recomputed_weights
 
 
@@ -159,11 +160,11 @@ class DecoderLayer(LayerParameters):
     def forward(self, x: Tensor, batch: MicroBatch, *kv_in: Tensor) -> tuple[Tensor, ...]:
         """Return the layer's output; if the layer shares its keys and values, also these, [tokens,
         heads, head_dim]. `kv_in`: the keys and values of its kv_source."""
-        # is_grad_enabled() is passed because it is always False inside LayerFunction.forward(), and
-        # needs_input_grad does not tell an evaluation from training. The adapter is an argument so
-        # that autograd asks for its gradient.
-        return LayerFunction.apply(
-            x, self.adapter, self, batch, torch.is_grad_enabled(), *kv_in)
+        # asked here because inside LayerFunction.forward() it is always False, and needs_input_grad
+        # does not tell an evaluation from training
+        is_evaluation = not torch.is_grad_enabled()
+        # the adapter is an argument so that autograd asks for its gradient
+        return LayerFunction.apply(x, self.adapter, self, batch, is_evaluation, *kv_in)
 
 
 @dataclasses.dataclass
@@ -196,13 +197,15 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, batch: MicroBatch,
-        is_training: bool, *kv_in: Tensor
+        is_evaluation: bool, *kv_in: Tensor
     ) -> tuple[Tensor, ...]:
         # ctx.saved, not save_for_backward(): backward must be able to free each tensor as soon as
         # it has used it, and offloaded tensors are keys of the store here
-        ctx.layer, ctx.batch, x = layer, batch, x.detach()
+        ctx.layer = layer
+        ctx.batch = batch
+        x = x.detach()
         ctx.kv_in = tuple(part.detach() for part in kv_in)
-        call = LayerCall(layer, batch, ctx.kv_in, evaluation=not is_training)
+        call = LayerCall(layer, batch, ctx.kv_in, is_evaluation=is_evaluation)
         put = batch.store.put
         mixer, mlp = layer.spec.mixer, layer.spec.mlp
         if layer.saves == "all":
@@ -227,8 +230,11 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *grad_kv_out: Tensor) -> tuple[Tensor | None, ...]:
         layer, batch, saved = ctx.layer, ctx.batch, ctx.saved
-        call, take = LayerCall(layer, batch, ctx.kv_in, backward=True), batch.store.take
-        ctx.saved, ctx.kv_in, call.grad_kv_out = None, (), grad_kv_out
+        call = LayerCall(layer, batch, ctx.kv_in, is_backward=True)
+        take = batch.store.take
+        ctx.saved = None
+        ctx.kv_in = ()
+        call.grad_kv_out = grad_kv_out
         mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
         grad = call.scaled(grad)
         if layer.saves == "all":
@@ -243,10 +249,10 @@ class LayerFunction(torch.autograd.Function):
                     call, mid_residual, grad, saved.routing_choice)
                 del mid_residual
             (x,) = take(saved.x)  # copied back while the MLP ran
-            mixer_saved = mixer.forward(call, x, want_sum=False)[1]
+            mixer_saved = mixer.forward(call, x, wants_sum=False)[1]
         else:
             (x,) = take(saved.x)
-            mid_residual, mixer_saved = mixer.forward(call, x, want_sum=not parallel)
+            mid_residual, mixer_saved = mixer.forward(call, x, wants_sum=not parallel)
             call.dequantized.clear()  # room for the MLP's weights
             grad_mid_residual = mlp.recomputed_backward(
                 call, x if parallel else mid_residual, grad, saved.routing_choice)
@@ -254,6 +260,6 @@ class LayerFunction(torch.autograd.Function):
         # in a parallel layer the mixer gets the gradient of the layer's sum, and grad_mid_residual
         # already includes the gradient of x through the MLP
         upstream = grad if parallel else grad_mid_residual
-        needs_x = ctx.needs_input_grad[0]
-        grad_x = mixer.backward(call, mixer_saved, upstream, grad_mid_residual, needs_x)
+        wants_grad_x = ctx.needs_input_grad[0]
+        grad_x = mixer.backward(call, mixer_saved, upstream, grad_mid_residual, wants_grad_x)
         return grad_x, call.grad_adapter, None, None, None, *call.grad_kv_in

@@ -132,7 +132,8 @@ def fuse_linears(
     `vectors` is {name: (slice, shape)} of the layer's norms and biases. With n_experts, the linears
     belong to that many experts, one after the other, and all have adapters or none has.
     """
-    rank, n_in = config.lora_rank, linears[0].in_features
+    rank = config.lora_rank
+    n_in = linears[0].in_features
     with_adapter = [linear for linear in linears if linear.name in adapted]
     n_lora = rank * len(with_adapter) // max(1, n_experts)
     n_adapted = sum(linear.out_features for linear in with_adapter)
@@ -144,7 +145,8 @@ def fuse_linears(
     placed: list[LinearSlices] = []
     outputs = column = b_row = 0
     for linear in linears:
-        n_out, adapter = linear.out_features, dict[str, Any]()
+        n_out = linear.out_features
+        adapter = dict[str, Any]()
         if linear in with_adapter:
             first_column = column % n_lora  # starts at 0 for each expert, see n_experts
             adapter = {"lora_slice": slice(first_column, first_column + rank),

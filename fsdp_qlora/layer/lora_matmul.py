@@ -45,18 +45,15 @@ def fill_lora_hidden(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Non
                 out=lora_hidden[:, : fused.n_lora])
 
 
-def copy_lora_hidden(fused: FusedLinear, inputs: Tensor) -> Tensor:
-    """Return a copy of what fill_lora_hidden() has written: d and its padding, [n, padded_lora],
-    which backward reads in addition to x."""
-    return inputs[:, fused.in_features :].clone()
-
-
-def lora_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs [n, out] of linears with their adapters, and copy_lora_hidden(), for
-    lora_matmul_backward(). Fills the last columns of inputs [n, width]."""
+def lora_matmul(
+    call: LayerCall, fused: FusedLinear, inputs: Tensor, wants_output: bool = True
+) -> tuple[Tensor | Any, Tensor]:
+    """Return the outputs [n, out] of linears with their adapters, None without wants_output; and
+    LoRA's hidden values, a copy of d and its padding [n, padded_lora], for lora_matmul_backward().
+    Fills the last columns of inputs [n, width]."""
     fill_lora_hidden(call, fused, inputs)
-    out = filled_matmul(call, fused, inputs)
-    return out, copy_lora_hidden(fused, inputs)
+    out = filled_matmul(call, fused, inputs) if wants_output else None
+    return out, inputs[:, fused.in_features :].clone()
 
 
 def filled_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
@@ -79,31 +76,34 @@ def _matmul_of_split(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Ten
     if not call.spec.dora or not fused.adapted:
         return F.linear(inputs, weight, bias)
     factor, _ = dora_factors(call, fused, weight)
-    return scale_columns(inputs @ weight.t(), factor, bias, evaluation=call.evaluation)
+    return scale_columns(inputs @ weight.t(), factor, bias, is_evaluation=call.is_evaluation)
 
 
 def lora_matmul_backward(
     call: LayerCall, fused: FusedLinear, lora_hidden: Tensor, grad: Tensor, x: Tensor,
-    needs_x: bool = True
+    wants_grad_x: bool = True
 ) -> Tensor | Any:
-    """Return the gradient of x [n, in], None without needs_x, from `grad`, the gradient of the
+    """Return the gradient of x [n, in], None without wants_grad_x, from `grad`, the gradient of the
     outputs [n, out]. Adds the gradients of A, of B and of DoRA's magnitudes to call.grad_adapter.
     `lora_hidden`: lora_matmul()'s second result."""
-    grad_x, grad_d = input_gradients(call, fused, lora_hidden, grad, x, needs_x)
+    grad_x, grad_d = input_gradients(call, fused, lora_hidden, grad, x, wants_grad_x)
     add_a_gradient(call, fused, x, grad_d)
     return grad_x
 
 
 def input_gradients(
     call: LayerCall, fused: FusedLinear, lora_hidden: Tensor, grad: Tensor, x: Tensor | None,
-    needs_x: bool = True
+    wants_grad_x: bool = True
 ) -> tuple[Tensor | Any, Tensor]:
     """The first half of lora_matmul_backward(), for an x that is recomputed after it; only DoRA
     reads x here. Returns the gradients of x and of d [n, n_lora], and adds those of B and of DoRA's
     magnitudes to call.grad_adapter; the second half is add_a_gradient()."""
-    n_in, spec, grad_inputs = fused.in_features, call.spec, None
+    n_in = fused.in_features
+    spec = call.spec
+    grad_inputs = None
     for split in fused.splits:
-        weight, part = call.weight(split), grad[:, split.outputs]
+        weight = call.weight(split)
+        part = grad[:, split.outputs]
         if spec.dora and split.adapted:
             # y = c u + bias with c = m / norm; like PEFT, treat the norm as a constant
             factor, norm = dora_factors(call, split, weight)
@@ -112,7 +112,7 @@ def input_gradients(
             for linear in split.adapted:
                 call.grad_adapter[linear.magnitude] += sums[split.local_outputs(linear)]
             part = scale_columns(part, factor, None)
-        used = weight if needs_x else weight[:, n_in:]
+        used = weight if wants_grad_x else weight[:, n_in:]
         if grad_inputs is not None:
             grad_inputs.addmm_(part, used)
         elif part.is_cuda:
@@ -125,10 +125,10 @@ def input_gradients(
             outputs = split.local_outputs(linear)
             grad_b += fp32_matmul(part[:, outputs].t(), lora_hidden[:, linear.lora_slice])
     assert grad_inputs is not None, "there is a split"
-    grad_x, grad_d = grad_inputs.split([n_in * needs_x, fused.width - n_in], 1)
+    grad_x, grad_d = grad_inputs.split([n_in * wants_grad_x, fused.width - n_in], 1)
     grad_d = grad_d[:, : fused.n_lora]
-    if not needs_x or not fused.n_lora:
-        return grad_x if needs_x else None, grad_d
+    if not wants_grad_x or not fused.n_lora:
+        return grad_x if wants_grad_x else None, grad_d
     a = call.adapter[fused.lora_a].view(-1, n_in)  # [n_lora, in]
     if spec.dropout:
         from_d = spec.scaling * (grad_d @ a)
@@ -153,11 +153,14 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
     A.T) + s^2 B.(B A A.T).
     """
     a = call.adapter[fused.lora_a].view(-1, fused.in_features)
-    w_a, scaling = fp32_matmul(weight[:, : fused.in_features], a.t()), call.spec.scaling
-    a, norm = a.float(), torch.ones(fused.out_features, device=weight.device)
+    w_a = fp32_matmul(weight[:, : fused.in_features], a.t())
+    scaling = call.spec.scaling
+    a = a.float()
+    norm = torch.ones(fused.out_features, device=weight.device)
     factor = norm.clone()
     for linear in fused.adapted:
-        a_linear, outputs = a[linear.lora_slice], fused.local_outputs(linear)
+        a_linear = a[linear.lora_slice]
+        outputs = fused.local_outputs(linear)
         b_linear = call.adapter[linear.lora_b].view(-1, fused.lora_rank).float()
         cross = (b_linear * w_a[outputs, linear.lora_slice]).sum(1)
         square = (b_linear @ (a_linear @ a_linear.t()) * b_linear).sum(1)

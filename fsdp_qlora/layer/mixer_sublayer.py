@@ -15,8 +15,7 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import (
-    copy_lora_hidden, fill_lora_hidden, lora_matmul, lora_matmul_backward, widen)
+from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import (
     add_residual, branch_gradient, norm_gradient, norm_padded, weight_bytes)
 from fsdp_qlora.layer.saved import SavedMixer, SavedMixing
@@ -106,11 +105,11 @@ class MixerSublayer:
         return tuple(fused for _, mixer in self.paths for fused in mixer.fused_linears)
 
     def forward(
-        self, call: LayerCall, x: Tensor, want_sum: bool = True
+        self, call: LayerCall, x: Tensor, wants_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMixer]:
-        """Return x + the branch [tokens, hidden], None without want_sum; and what backward() needs.
-        """
-        arch, saved = self.arch, SavedMixer(x=x)
+        """Return x + the branch [tokens, hidden], None without wants_sum; and the SavedMixer."""
+        arch = self.arch
+        saved = SavedMixer(x=x)
         inputs = norm_padded(call, arch.attention_norm, x, self.in_proj)
         projected, saved.lora_hidden = lora_matmul(call, self.in_proj, inputs)
         del inputs  # backward makes them again, by a pass over x
@@ -119,28 +118,26 @@ class MixerSublayer:
             self.paths, projected.split(widths, 1))]
         del projected
         # the post norm's backward also reads the branch
-        needs_branch, branch = want_sum or arch.attention_post_norm is not None, None
+        needs_branch = wants_sum or arch.attention_post_norm is not None
+        branch = None
         for (fused, mixer), part in zip(self.paths, saved.mixers):
             out_inputs = widen(mixer.forward(call, part), fused)
-            if needs_branch:
-                added, part.out_lora_hidden = lora_matmul(call, fused, out_inputs)
-                branch = added if branch is None else branch.add_(added)
-            else:
-                fill_lora_hidden(call, fused, out_inputs)
-                part.out_lora_hidden = copy_lora_hidden(fused, out_inputs)
+            added, part.out_lora_hidden = lora_matmul(call, fused, out_inputs, needs_branch)
+            branch = added if branch is None else branch.add_(added)
         out, saved.branch = None, None
         if branch is not None:
             out, saved.branch = add_residual(
-                call, x, branch, arch.attention_post_norm, ATTENTION_SITE, want_sum)
+                call, x, branch, arch.attention_post_norm, ATTENTION_SITE, wants_sum)
         return out, saved
 
     def backward(
         self, call: LayerCall, saved: SavedMixer, grad: Tensor, residual: Tensor,
-        needs_x: bool
+        wants_grad_x: bool
     ) -> Tensor | None:
-        """Return `residual` + the gradient of x through this sublayer; None without needs_x. `grad`
-        is the gradient of forward()'s sum."""
-        arch, grads = self.arch, []
+        """Return `residual` + the gradient of x through this sublayer; None without wants_grad_x.
+        `grad` is the gradient of forward()'s sum."""
+        arch = self.arch
+        grads = []
         upstream = branch_gradient(
             call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         saved.branch = None
@@ -155,8 +152,8 @@ class MixerSublayer:
         inputs = norm_padded(call, arch.attention_norm, saved.x, self.in_proj)
         inputs = inputs[:, : self.in_proj.in_features]
         grad = lora_matmul_backward(
-            call, self.in_proj, saved.lora_hidden, grad, inputs, needs_x)
-        if not needs_x:
+            call, self.in_proj, saved.lora_hidden, grad, inputs, wants_grad_x)
+        if not wants_grad_x:
             return None
         return norm_gradient(call, arch.attention_norm, saved.x, grad, residual)
 
@@ -181,12 +178,12 @@ class MixerSublayer:
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """Peak bytes of backward(), besides what is saved."""
-        item = getattr(torch, plan.compute_dtype).itemsize
+        itemsize = plan.dtype.itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
         dequantized = self.fused_linears if reuse_dequantized else (self.in_proj, *self.between)
-        weights = [weight_bytes(fused, item, reuse_dequantized) for fused in dequantized]
+        weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in dequantized]
         others = sum(weights) if reuse_dequantized else max(weights)
-        value_bytes = plan.micro_batch_tokens * item
+        value_bytes = plan.micro_batch_tokens * itemsize
         mixing = (self.saved_values - self.arch.hidden_size if recomputed else 0) * value_bytes
         mixing += sum(mixer.live_bytes(plan) for _, mixer in self.paths)
         # the gradient of in_proj's outputs; its inputs, and their gradient
@@ -194,10 +191,10 @@ class MixerSublayer:
         residuals = 2 * self.arch.hidden_size * value_bytes  # gradients: of x and of the sum
         return residuals + max(mixing, projecting) + others
 
-    def recomputed_weights(self, want_sum: bool) -> int:
+    def recomputed_weights(self, wants_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""
         always = sum(fused.n_weights for fused in (self.in_proj, *self.between))
-        return always + want_sum * sum(out.n_weights for out, _ in self.paths)
+        return always + wants_sum * sum(out.n_weights for out, _ in self.paths)
 
     @property
     def elementwise_values(self) -> int:

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.attention import document_attention, explicit_bytes
-from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
+from fsdp_qlora.kernels.elementwise import elementwise, norm_backward
 from fsdp_qlora.kernels.heads import rotate
 from fsdp_qlora.layer.attention_mixer import (
     all_heads, attend_by_groups, groups_backward, kernel_values)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
+from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.plan import Plan
@@ -56,7 +57,8 @@ class MLAMixer:
         saved.kv_latent = kv_latent if self.q_b else kv_latent.clone()
         key_value, saved.kv_lora_hidden = self._heads(call, self.kv_b, self.mla.kv_norm, kv_latent)
         heads = latent_heads(query, key_value, rotary_key, *call.batch.ropes[self.rope], self.arch,
-                             kernel_value_width(call.batch, self.arch), evaluation=call.evaluation)
+                             kernel_value_width(call.batch, self.arch),
+                             is_evaluation=call.is_evaluation)
         del query, key_value, kv_latent, rotary_key
         saved.groups = attend_by_groups(call, self.arch, None, heads)
         return self.recompute_output(call, saved)
@@ -80,27 +82,20 @@ class MLAMixer:
                                          saved.kv_lora_hidden, key_value)
         return torch.cat([query, kv_latent, rotary_key], 1)
 
-    def _normed(self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor) -> Tensor:
-        """Return a new tensor [n, fused.width] with the norm of a latent [n, rank] in its first
-        columns."""
-        inputs = latent.new_empty(len(latent), fused.width)
-        normalize(inputs[:, : fused.in_features], latent, call.vector(norm), None, self.arch.norm,
-                  self.mla.norm_eps, evaluation=call.evaluation)
-        return inputs
-
     def _heads(
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return lora_matmul() of `fused` for the norm of a latent."""
-        return lora_matmul(call, fused, self._normed(call, fused, norm, latent))
+        inputs = norm_padded(call, norm, latent, fused, self.mla.norm_eps)
+        return lora_matmul(call, fused, inputs)
 
     def _heads_backward(
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor, lora_hidden: Tensor,
         grad: Tensor
     ) -> Tensor:
         """Return the gradient of the latent, from the gradient of _heads()'s outputs."""
-        normed = self._normed(call, fused, norm, latent)[:, : fused.in_features]
-        grad = lora_matmul_backward(call, fused, lora_hidden, grad, normed)
+        inputs = norm_padded(call, norm, latent, fused, self.mla.norm_eps)[:, : fused.in_features]
+        grad = lora_matmul_backward(call, fused, lora_hidden, grad, inputs)
         return norm_backward(
             latent, grad, None, call.vector(norm), self.arch.norm, self.mla.norm_eps)
 
@@ -138,15 +133,16 @@ class MLAMixer:
         return 15 * ((self.mla.q_rank or 0) + self.mla.kv_rank) + 8 * self.query_width
 
     def live_bytes(self, plan: Plan) -> int:
-        item, others = getattr(torch, plan.compute_dtype).itemsize, 0
+        itemsize = plan.dtype.itemsize
+        others = 0
         # the gradients of query, key, value and attention's output, and of the tensors that these
         # heads are made from
         values = 4 * self.query_width + self.query_width + self.kv_b.out_features
-        values += kernel_values(self.arch, plan.micro_batch_tokens * item)
+        values += kernel_values(self.arch, plan.micro_batch_tokens * itemsize)
         if plan.plain_attention:
             values += 4 * self.query_width
             others = explicit_bytes(self.arch, None, plan.micro_batch_tokens)
-        return values * plan.micro_batch_tokens * item + others
+        return values * plan.micro_batch_tokens * itemsize + others
 
 
 def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
@@ -166,7 +162,8 @@ def latent_heads(
     padded with 0, from the linears' outputs: `query` [n, heads * (nope + rope)], `key_value` [n,
     heads * (nope + value)] and `rotary_key` [n, rope]. For cos, sin and temperature see
     rope_tables()."""
-    mla, dtype = arch.mla, query.dtype
+    mla = arch.mla
+    dtype = query.dtype
     assert mla, "the layer has latent attention"
     query, key_value = (x.unflatten(1, (arch.n_heads, -1)) for x in (query, key_value))
     nope, turned = query.split([mla.nope, mla.rope], 2)
@@ -187,7 +184,8 @@ def latent_heads_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of latent_heads()'s first three arguments, from the gradients of its
     results."""
-    mla, dtype = arch.mla, query.dtype
+    mla = arch.mla
+    dtype = query.dtype
     assert mla, "the layer has latent attention"
     query = query.float() if temperature is None else query.float() * temperature[:, None, None]
     nope, turned = query.split([mla.nope, mla.rope], 2)

@@ -51,11 +51,13 @@ class MLPSublayer:
         return self.gate_up, self.down, *(self.per_layer.fused_linears if self.per_layer else ())
 
     def forward(
-        self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor, want_sum: bool = True
+        self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
+        wants_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMLP]:
         """Return mid_residual + MLP(norm(mlp_input)) for the tokens call.tokens, after `per_layer`
-        if there is one, None without want_sum; and what backward() needs."""
-        arch, saved = self.arch, SavedMLP(mlp_input=mlp_input)
+        if there is one, None without wants_sum; and what backward() needs."""
+        arch = self.arch
+        saved = SavedMLP(mlp_input=mlp_input)
         inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.gate_up)
         saved.gate_up, saved.lora_hidden = lora_matmul(call, self.gate_up, inputs)
         saved.inputs = inputs if call.is_backward else None
@@ -63,11 +65,11 @@ class MLPSublayer:
         activated = activate(call, saved, self.down, self.activation(call))
         out, saved.branch, saved.down_lora_hidden = matmul_and_add_residual(
             call, mid_residual, self.down, activated, MLP_SITE, arch.mlp_post_norm,
-            want_sum or self.per_layer is not None)
+            wants_sum or self.per_layer is not None)
         del activated
         if self.per_layer:
             assert out is not None, "the gate needs the sum"
-            out = self.per_layer.forward(call, out, saved, want_sum)
+            out = self.per_layer.forward(call, out, saved, wants_sum)
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ class MLPSublayer:
         for tokens in token_slices(len(mlp_input), self.slice_tokens):
             call.tokens = tokens
             mid_residual = mlp_input[tokens] if self.per_layer else None
-            saved = self.forward(call, mid_residual, mlp_input[tokens], want_sum=False)[1]
+            saved = self.forward(call, mid_residual, mlp_input[tokens], wants_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))
             del saved  # before the next slice allocates its own
         call.tokens = slice(None)
@@ -132,7 +134,8 @@ class MLPSublayer:
     @property
     def saved_values(self) -> int:
         """Values saved for backward, if nothing is recomputed."""
-        hidden, arch = self.arch.hidden_size, self.arch
+        hidden = self.arch.hidden_size
+        arch = self.arch
         values = self.gate_up.out_features + self.gate_up.padded_lora + self.down.padded_lora
         values += hidden * (not arch.parallel)  # a parallel layer's x is counted with the mixer
         values += self.per_layer.saved_values if self.per_layer else 0
@@ -141,22 +144,24 @@ class MLPSublayer:
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """Peak bytes of backward(), besides what is saved."""
         hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
-        n_tokens, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
+        n_tokens = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
         n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
-        up_weights, down_weights = (weight_bytes(x, item, reuse_dequantized) for x in (up, down))
+        up_weights = weight_bytes(up, itemsize, reuse_dequantized)
+        down_weights = weight_bytes(down, itemsize, reuse_dequantized)
         # first the gradient of glu()'s result, with down's weight; then the gradient of the inputs
-        first = n * (down.width + hidden) * item + down_weights
-        second = n * up.width * (2 - recomputed) * item + up_weights
+        first = n * (down.width + hidden) * itemsize + down_weights
+        second = n * up.width * (2 - recomputed) * itemsize + up_weights
         if reuse_dequantized:
             first, second = first + up_weights, second + down_weights
-        third = self.per_layer.live_bytes(n, item, reuse_dequantized) if self.per_layer else 0
+        third = self.per_layer.live_bytes(n, itemsize, reuse_dequantized) if self.per_layer else 0
         total = max(first, second, third)
-        total += 2 * n_tokens * hidden * item  # gradients: of the sum, and of finished slices
+        total += 2 * n_tokens * hidden * itemsize  # gradients: of the sum, and of finished slices
         if recomputed:
             padded_lora = up.padded_lora + down.padded_lora
-            total += n * (up.out_features + up.width + padded_lora) * item
-            total += n * self.per_layer.saved_values * item if self.per_layer else 0
+            total += n * (up.out_features + up.width + padded_lora) * itemsize
+            total += n * self.per_layer.saved_values * itemsize if self.per_layer else 0
         return total
 
     @property

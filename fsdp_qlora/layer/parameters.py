@@ -91,7 +91,7 @@ class LayerParameters(nn.Module):
             n = math.ceil(n / multiple) * multiple
             return nn.Parameter(make(n, device="meta"), requires_grad=trained)
 
-        dtype = getattr(torch, plan.compute_dtype)
+        dtype = plan.dtype
         # this rank's shard while the model loads; gathered by FSDP2's hooks while the layer runs
         self.packed_weights = parameter(spec.n_blocks, 1, functools.partial(
             FourBitBlocks.zeros, n_scales=spec.n_scales))

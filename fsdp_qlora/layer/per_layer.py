@@ -47,17 +47,18 @@ class PerLayerGate:
         return self.arch.per_layer.norm
 
     def forward(
-        self, call: LayerCall, x: Tensor, saved: SavedPerLayer, want_sum: bool
+        self, call: LayerCall, x: Tensor, saved: SavedPerLayer, wants_sum: bool
     ) -> Tensor | None:
-        """Return the sum, None without want_sum. Adds to `saved` what backward() needs."""
-        inputs, saved.per_layer_x = widen(x, self.gate), x
+        """Return the sum, None without wants_sum. Adds to `saved` what backward() needs."""
+        inputs = widen(x, self.gate)
+        saved.per_layer_x = x
         saved.per_layer_gates, saved.per_layer_gate_lora_hidden = lora_matmul(
             call, self.gate, inputs)
         activated = x.new_empty(len(x), self.out.width)
         self._activate(call, saved, activated[:, : self.out.in_features])
         # uses the MLP's dropout site: no family with this gate has dropout of its own
         out, saved.per_layer_branch, saved.per_layer_out_lora_hidden = matmul_and_add_residual(
-            call, x, self.out, activated, MLP_SITE, self.norm, want_sum)
+            call, x, self.out, activated, MLP_SITE, self.norm, wants_sum)
         return out
 
     def backward(self, call: LayerCall, saved: SavedPerLayer, grad: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class PerLayerGate:
 
     def _activate(self, call: LayerCall, saved: SavedPerLayer, out: Tensor) -> None:
         gate_inputs(out, saved.per_layer_gates, call.layer_input, self.arch.activation,
-                    evaluation=call.evaluation)
+                    is_evaluation=call.is_evaluation)
 
     # ---- what it costs, for the planner ----
 
@@ -86,11 +87,11 @@ class PerLayerGate:
         padded_lora = sum(fused.padded_lora for fused in self.fused_linears)
         return 2 * self.arch.hidden_size + self.gate.out_features + padded_lora
 
-    def live_bytes(self, n: int, item: int, reuse_dequantized: bool) -> int:
+    def live_bytes(self, n: int, itemsize: int, reuse_dequantized: bool) -> int:
         """Peak bytes of backward() for n tokens, besides what is saved."""
         values = 2 * self.arch.hidden_size + 2 * self.out.width + self.gate.width
-        weights = [weight_bytes(fused, item, reuse_dequantized) for fused in self.fused_linears]
-        return n * values * item + sum(weights)
+        weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in self.fused_linears]
+        return n * values * itemsize + sum(weights)
 
     @property
     def n_weights(self) -> int:

@@ -12,26 +12,30 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import norm_backward, normalize
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import copy_lora_hidden, fill_lora_hidden, lora_matmul, widen
+from fsdp_qlora.layer.lora_matmul import lora_matmul, widen
 from fsdp_qlora.layer.saved import SavedMLPInput
 
 
-def norm_padded(call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear) -> Tensor:
+def norm_padded(
+    call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear, eps: float | None = None
+) -> Tensor:
     """Return the norm of x [n, in], or x itself if `name` is None, in the first columns of a new
-    tensor [n, fused.width], with room for LoRA's columns."""
+    tensor [n, fused.width], with room for LoRA's columns. `eps`: None: arch.norm_eps."""
     if name is None:
         return widen(x, fused)
-    arch, inputs = call.arch, x.new_empty(len(x), fused.width)
+    inputs = x.new_empty(len(x), fused.width)
     normalize(inputs[:, : fused.in_features], x, call.vector(name), call.vector(name, "bias"),
-              arch.norm, arch.norm_eps, evaluation=call.evaluation)
+              call.arch.norm, call.arch.norm_eps if eps is None else eps,
+              is_evaluation=call.is_evaluation)
     return inputs
 
 
 def apply_norm(call: LayerCall, name: str, x: Tensor) -> Tensor:
     """Return the norm of x [n, hidden]."""
-    arch, out = call.arch, torch.empty_like(x)
+    arch = call.arch
+    out = torch.empty_like(x)
     normalize(out, x, call.vector(name), call.vector(name, "bias"), arch.norm, arch.norm_eps,
-              evaluation=call.evaluation)
+              is_evaluation=call.is_evaluation)
     return out
 
 
@@ -57,33 +61,32 @@ def norm_gradient(
 
 def matmul_and_add_residual(
     call: LayerCall, x: Tensor | None, fused: FusedLinear, inputs: Tensor, site: int,
-    post_norm: str | None, want_sum: bool
+    post_norm: str | None, wants_sum: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return add_residual() of the matmul of `inputs`, and LoRA's hidden values as lora_matmul()
     does. The matmul is skipped if neither the sum nor the norm's backward needs it."""
-    if not (want_sum or post_norm):
-        fill_lora_hidden(call, fused, inputs)
-        return None, None, copy_lora_hidden(fused, inputs)
-    branch, lora_hidden = lora_matmul(call, fused, inputs)
-    return *add_residual(call, x, branch, post_norm, site, want_sum), lora_hidden
+    branch, lora_hidden = lora_matmul(call, fused, inputs, wants_sum or post_norm is not None)
+    if branch is None:
+        return None, None, lora_hidden
+    return *add_residual(call, x, branch, post_norm, site, wants_sum), lora_hidden
 
 
 def add_residual(
     call: LayerCall, x: Tensor | None, branch: Tensor, post_norm: str | None, site: int,
-    want_sum: bool
+    wants_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Apply the model's own dropout to the branch, and add it to x. Returns x + multiplier *
-    norm(branch), None without want_sum; and the branch after dropout, which the norm's backward
+    norm(branch), None without wants_sum; and the branch after dropout, which the norm's backward
     reads, None if it was added without a norm."""
     arch = call.arch
     added = branch = call.drop(branch, arch.residual_dropout, site)
-    if not want_sum:
+    if not wants_sum:
         return None, branch
     assert x is not None, "the sum needs it"
     if post_norm:
         added = torch.empty_like(branch)
         normalize(added, branch, call.vector(post_norm), call.vector(post_norm, "bias"),
-                  arch.norm, arch.post_norm_eps, evaluation=call.evaluation)
+                  arch.norm, arch.post_norm_eps, is_evaluation=call.is_evaluation)
     out = torch.add(x, added, alpha=arch.residual_multiplier)
     return out, branch if post_norm else None
 
@@ -101,7 +104,7 @@ def branch_gradient(
     return call.drop(grad, arch.residual_dropout, site)
 
 
-def weight_bytes(fused: FusedLinear, item: int, reuse_dequantized: bool) -> int:
+def weight_bytes(fused: FusedLinear, itemsize: int, reuse_dequantized: bool) -> int:
     """Return the bytes of a FusedLinear's dequantized weights that are alive at once."""
     sizes = [split.out_features for split in fused.splits]
-    return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * item
+    return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * itemsize

@@ -17,6 +17,9 @@ from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.pretrained.architecture import MoE
 
 
+BALANCE = "load_balancing_loss", "busiest_expert"  # keys in metrics.jsonl, see add_balance()
+
+
 class RoutingChoice(NamedTuple):
     """The decisions of a router that a recomputation must repeat."""
 
@@ -45,10 +48,10 @@ class Routing:
 
 
 def route(
-    call: LayerCall, x: Tensor, choice: RoutingChoice | None = None, needs_bounds: bool = False
+    call: LayerCall, x: Tensor, choice: RoutingChoice | None = None, wants_bounds: bool = False
 ) -> Routing:
     """Return the Routing of x [n, hidden]. `choice`: the choice of an earlier Routing of the same
-    tokens. With needs_bounds this waits for the GPU, unless `choice` has the bounds. With
+    tokens. With wants_bounds this waits for the GPU, unless `choice` has the bounds. With
     ExpertNorms, x is not normed."""
     moe: MoE = call.arch.moe
     tensors = call.layer.small_tensors
@@ -78,7 +81,7 @@ def route(
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
     slots = torch.empty_like(order)
     slots[order] = torch.arange(len(order), device=x.device)
-    if bounds is None and needs_bounds:
+    if bounds is None and wants_bounds:
         bounds = [0, *ends.tolist()]
     return Routing(scores, chosen, weights, order // moe.top_k, experts, slots.view_as(chosen),
                    weights.flatten()[order], ends, bounds)
@@ -103,9 +106,6 @@ def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
     if not moe.expert_scale:
         return moe.scale
     return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
-
-
-BALANCE = "load_balancing_loss", "busiest_expert"  # keys in metrics.jsonl
 
 
 def add_balance(layer: LayerParameters, routing: Routing, n_unpadded: Tensor) -> None:
@@ -154,7 +154,8 @@ def chosen_weights(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the weights of the chosen experts before scaling, fp32 [n, k]; their scores; and the
     sum [n, 1] by which the scores are divided, None if they are not. `dtype`: the model's."""
-    picked, total = scores.gather(1, chosen), None
+    picked = scores.gather(1, chosen)
+    total = None
     if moe.normalized:
         total = picked.sum(-1, keepdim=True) + moe.sum_eps
         if moe.rounded_scores:

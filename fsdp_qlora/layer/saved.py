@@ -108,8 +108,8 @@ class SavedMoE(SavedMLPInput):
     expert_output: Tensor = None  # [n, hidden], the experts' output, before a norm of their own
     # for the shared expert
     shared: SavedGatedMLP | None = None
-    shared_output: Tensor = None  # its output, before a norm of its own
-    shared_out: Tensor = None  # its output, before the factor of its gate
+    shared_before_norm: Tensor = None  # its output, before a norm of its own
+    shared_before_gate: Tensor = None  # its output, before the factor of its gate
     shared_factor: Tensor = None
     # for the latent space, see ExpertLatent
     latent: Tensor = None

@@ -46,8 +46,8 @@ class Adapter:
         self.model, self.token_ids, self.initial_rows = model, token_ids, initial_rows
         self.arch, self.layers, self.group = model.arch, model.layers, model.group
         self.group_rank, self.group_size = model.group_rank, model.group_size
-        rank = model.layers[0].spec.fused_linears[0].lora_rank
-        self.expert_parts = expert_parts(self.arch, rank)  # the ones that PEFT's files stack
+        lora_rank = model.layers[0].spec.fused_linears[0].lora_rank
+        self.expert_parts = expert_parts(self.arch, lora_rank)  # the ones that PEFT's files stack
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         n_rows = initial_rows.numel()
         self.n_row_weights = math.ceil(n_rows / STATE_BLOCK) * STATE_BLOCK  # padded

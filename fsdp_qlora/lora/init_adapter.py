@@ -22,7 +22,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
 
 
-# settings of adapter_config.json: the flags that give the same
+# {setting of adapter_config.json: the flag that sets it}
 SETTING_FLAGS = {"r": "--lora_rank", "lora_alpha": "--lora_alpha", "use_dora": "--adapter",
                  "use_rslora": "--adapter", "trainable_token_indices": "--trainable_tokens"}
 

@@ -55,7 +55,7 @@ def fill_added_rows(model: ModelParameters, table: Tensor) -> Tensor:
 
 
 def describe(tokens: Sequence[TrainableToken], untrained: Collection[int]) -> None:
-    """Log which tokens are trained, and how those begin that the model does not know."""
+    """Log which tokens are trained, and how the rows of tokens unknown to the model begin."""
     new = [token.text for token in tokens if token.old_ids]
     blank = [token.text for token in tokens
              if not (token.old_ids or token.old_ids is None and token.id not in untrained)]

@@ -45,14 +45,14 @@ def layer_names(
     return {peft_name(arch, i, *part): where for part, where in spec.adapter_parts().items()}
 
 
-def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, kind: str,
+def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, adapter_type: str,
                parts_of_experts: Parts) -> list[FilePart]:
     """Return the FileParts of A, B and DoRA's magnitudes of a Linear's adapter. `parts_of_experts`:
     the result of expert_parts()."""
     n_out, n_in = linear.out_features, linear.in_features
     shapes: dict[str, tuple[int, ...]] = {
         "lora_A.weight": (rank, n_in), "lora_B.weight": (n_out, rank)}
-    shapes |= {"lora_magnitude_vector": (n_out,)} if kind == "dora" else {}
+    shapes |= {"lora_magnitude_vector": (n_out,)} if adapter_type == "dora" else {}
     names = {peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
     return [parts_of_experts.get(name, FilePart(name, shape)) for name, shape in names.items()]
 
@@ -84,13 +84,14 @@ def token_row_settings(arch: Architecture, ids: Sequence[int]) -> dict[str, list
 
 
 def lora_settings(
-    arch: Architecture, rank: int, alpha: int, kind: str, adapted: Collection[str], **others: Any
+    arch: Architecture, rank: int, alpha: int, adapter_type: str, adapted: Collection[str],
+    **others: Any
 ) -> LoraConfig:
     """Return PEFT's LoraConfig with the settings that determine the meaning of an adapter's values,
-    and `others`. `kind`: a value of --adapter; `adapted`: names of linears in the layer."""
+    and `others`. `adapter_type`: a value of --adapter; `adapted`: names of linears in the layer."""
     return LoraConfig(
-        r=rank, lora_alpha=alpha, use_rslora=kind == "rslora", use_dora=kind == "dora",
-        **expert_settings(arch, rank, alpha, adapted), **others)
+        r=rank, lora_alpha=alpha, use_rslora=adapter_type == "rslora",
+        use_dora=adapter_type == "dora", **expert_settings(arch, rank, alpha, adapted), **others)
 
 
 def expert_settings(arch: Architecture, rank: int, alpha: int,

@@ -40,7 +40,7 @@ class ContextGroup:
 NOT_SHARED = ContextGroup()
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A part of a document. Tokens are numbered through the whole micro-batch."""
 
     document_start: int  # first token of the document
@@ -48,14 +48,15 @@ class Piece(NamedTuple):
     stop: int
 
 
-def cut_documents(lengths: Sequence[int], n: int) -> list[list[Piece]]:
+def cut_documents(lengths: Sequence[int], n: int) -> list[list[DocumentPiece]]:
     """Return the pieces of each of n ranks, in order. `lengths`: of documents laid end to end. All
     ranks get the same number of tokens, so the sum of the lengths must be a multiple of n."""
-    pieces: list[list[Piece]] = [[] for _ in range(n)]
+    pieces: list[list[DocumentPiece]] = [[] for _ in range(n)]
     n_tokens, start = [0] * n, 0  # tokens of each rank so far
     for length in lengths:
         sizes, spare = [length // (2 * n)] * (2 * n), [2] * n
-        for _ in range(length % (2 * n)):  # to the rank with the fewest tokens, at most two to each
+        # each remaining token goes to the rank with the fewest tokens, at most two to one rank
+        for _ in range(length % (2 * n)):
             rank = min((r for r in range(n) if spare[r]), key=lambda r: n_tokens[r])
             spare[rank] -= 1
             # its front piece gets the first one, its back piece the second
@@ -67,7 +68,7 @@ def cut_documents(lengths: Sequence[int], n: int) -> list[list[Piece]]:
             if size and own and own[-1].document_start == document and own[-1].stop == start:
                 own[-1] = own[-1]._replace(stop=start + size)  # the two in the middle touch
             elif size:
-                own.append(Piece(document, start, start + size))
+                own.append(DocumentPiece(document, start, start + size))
             start += size
     assert len(set(n_tokens)) == 1, f"unequal shares: {n_tokens}"
     return pieces
@@ -78,7 +79,7 @@ class ContextShard:
     """This rank's part of a micro-batch."""
 
     context: ContextGroup
-    pieces: list[list[Piece]]  # of each rank of the group
+    pieces: list[list[DocumentPiece]]  # of each rank of the group
     tokens: Tensor  # int64 [own tokens], their places in the whole micro-batch, ascending
     dropout_seeds: Tensor | None = None  # int64 [own tokens]
     _exchanges: dict[int | None, KeyExchange] = dataclasses.field(default_factory=dict)
@@ -90,9 +91,9 @@ class ContextShard:
     def gather_keys(
         self, key: Tensor, value: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Segments]:
-        """Return, of each rank's keys and values [own tokens, heads, head_dim], those that this
-        rank's queries see, and the Segments of both. All ranks of the group must call this, and its
-        backward."""
+        """Return the keys and the values that this rank's queries see, and the Segments of queries
+        and keys. `key` and `value` are this rank's own, [own tokens, heads, head_dim]. All ranks of
+        the group must call this, and its backward."""
         if window not in self._exchanges:
             self._exchanges[window] = KeyExchange.make(self, window)
         exchange = self._exchanges[window]
@@ -116,7 +117,7 @@ def has_long_pieces(length: int, n: int) -> bool:
     return n == 1 or length >= n * LONG_SHARE
 
 
-def tokens_of(pieces: Sequence[Piece]) -> Tensor:
+def tokens_of(pieces: Sequence[DocumentPiece]) -> Tensor:
     """Return the tokens of some pieces, int64."""
     return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
 
@@ -160,7 +161,7 @@ class KeyExchange:
                    [len(part) for part in received], key_at.to(device), segments)
 
 
-def first_key(piece: Piece, window: int | None) -> int:
+def first_key(piece: DocumentPiece, window: int | None) -> int:
     """Return the first token whose key a piece's first query sees."""
     return max(piece.document_start, piece.start - window + 1) if window else piece.document_start
 

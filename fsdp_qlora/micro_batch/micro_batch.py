@@ -28,7 +28,8 @@ class MicroBatch:
     labels: torch.Tensor  # int64 [n], tokens whose loss is computed, padded with IGNORE
     label_positions: torch.Tensor  # int64 [n], the token before each of `labels`, padded with 0
     # int64 [sums + 1]: where in `labels` the tokens of each document begin and end. If the loss
-    # also reads prompts: those of its answer, then those of its prompt. Same length on all ranks
+    # also reads prompts: first the tokens of its answer, then the tokens of its prompt. All ranks
+    # have the same number of sums
     loss_bounds: torch.Tensor
     dropout_seeds: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
     answers: Answers | None  # answers of all ranks in this micro-step; None: --loss sft
@@ -39,7 +40,7 @@ class MicroBatch:
     store: ActivationStore  # where layers put what they save
     ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
     layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
-    segments: Segments | None = None  # what attention reads of it; None: see context_shard
+    segments: Segments | None = None  # the keys that attention reads; None: see context_shard
     chunks: torch.Tensor | None = None  # see chunk_table(); None: no mixer has a state
     context_shard: ContextShard | None = None  # this rank's part; None: it has all
 

@@ -12,15 +12,15 @@ from torch import Tensor
 @dataclasses.dataclass
 class Segments:
     """Queries and keys laid end to end in segments, in flash-attn's terms. The last query of a
-    segment sees all its keys, the one before it all but the last, and so on; with a window only the
-    last keys of these.
+    segment sees all its keys, the one before it all but the last, and so on. With a window each
+    query sees only the last of these keys.
 
     A segment is a document, which has as many keys as queries. With context parallelism it is a
     piece of a document, with the keys of the document up to the end of the piece.
     """
 
-    cu_seqlens_q: Tensor  # int32 [segments + 1], where their queries begin and end
-    cu_seqlens_k: Tensor  # int32 [segments + 1], the same of their keys
+    cu_seqlens_q: Tensor  # int32 [segments + 1], where the queries of segments begin and end
+    cu_seqlens_k: Tensor  # int32 [segments + 1], where their keys begin and end
     lengths_q: tuple[int, ...]
     lengths_k: tuple[int, ...]
     max_seqlen_q: int  # upper bound of lengths_q

@@ -33,7 +33,9 @@ class Graphs:
         self, model: Model, compute_loss: Callable[[Model, MicroBatch], tuple[Tensor, Tensor]]
     ) -> None:
         """`compute_loss(model, micro_batch)` returns the loss and the sums of a micro-batch."""
-        self.model, self.compute_loss, self.pool = model, compute_loss, None
+        self.model = model
+        self.compute_loss = compute_loss
+        self.pool = None
         # {shape of a micro-batch: its graph}; None: no graph for this shape yet
         self.captured: dict[tuple, Captured | None] = {}
 

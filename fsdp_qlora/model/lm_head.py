@@ -20,7 +20,6 @@ from fsdp_qlora.layer.lora_matmul import fp32_matmul
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.embedding import CHUNK_BYTES
 from fsdp_qlora.model.parameters import ModelParameters
-from fsdp_qlora.ranks import all_gather
 
 
 def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tensor:
@@ -39,17 +38,16 @@ def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
     """Return the most probable next token after each of the normed `states` [n, hidden], int64 [n].
     All ranks of the group must call this, with the same states."""
     top, best = logits_of_states(model, states).max(-1)
-    if model.group_size == 1:
-        return best
-    top, best = (all_gather(x, model.group) for x in (top, best + model.own_rows.start))
+    top, best = model.gather(top), model.gather(best + model.own_rows.start)
     return best.gather(0, top.argmax(0)[None])[0]
 
 
-def final_norm(model: ModelParameters, x: Tensor, evaluation: bool = False) -> Tensor:
+def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -> Tensor:
     """Return the final norm of the last layer's outputs x [n, hidden]."""
-    out, arch = torch.empty_like(x), model.arch
+    out = torch.empty_like(x)
+    arch = model.arch
     normalize(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
-              evaluation=evaluation, any_rows=not evaluation)
+              is_evaluation=is_evaluation, any_rows=not is_evaluation)
     return out
 
 
@@ -100,10 +98,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: ModelParameters, batch: MicroBatch,
                 head_rows: Tensor | None = None) -> Tensor:
-        arch, weight, shards = model.arch, model.head, model.group_size
-
-        def gather(tensor: Tensor) -> Tensor:
-            return all_gather(tensor, model.group) if shards > 1 else tensor[None]
+        arch = model.arch
+        weight = model.head
+        shards = model.group_size
 
         def scatter(whole: Tensor) -> Tensor:
             """Return this rank's tokens of the sum over ranks of [tokens of all ranks, width]."""
@@ -114,30 +111,31 @@ class LinearCrossEntropy(torch.autograd.Function):
             return own
 
         logits_args = arch.logits_multiplier, arch.logits_softcap
-        evaluation = not ctx.needs_input_grad[0]
+        is_evaluation = not ctx.needs_input_grad[0]
         token_losses = torch.empty(len(batch.labels), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
-        all_labels = gather(batch.labels)  # [shards, n], negative where padded
-        trained = None if evaluation or head_rows is None else model.token_rows
+        all_labels = model.gather(batch.labels)  # [shards, n], negative where padded
+        trained = None if is_evaluation or head_rows is None else model.token_rows
         if trained:  # the gradients of the logits of trained rows
             ctx.grad_logits = x.new_empty(len(batch.labels), len(trained.ids))
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
             part = x[batch.label_positions[chunk]]
             logits = F.linear(
-                gather(final_norm(model, part)).flatten(0, 1), weight, model.head_bias)
+                model.gather(final_norm(model, part)).flatten(0, 1), weight, model.head_bias)
             labels = all_labels[:, chunk].flatten()
-            absent, own_labels = labels < 0, labels - model.own_rows.start
+            absent = labels < 0
+            own_labels = labels - model.own_rows.start
             is_own = (own_labels >= 0) & (own_labels < len(weight)) & ~absent
             own_labels = own_labels.where(is_own, -1)
             statistics = logits_statistics(logits, own_labels, *logits_args, any_rows=True)
-            statistics = gather(statistics)
+            statistics = model.gather(statistics)
             top, total, label_logit = statistics.unbind(1)  # each [shards, n]
             global_top = top.amax(0)
             log_sum = global_top + ((top - global_top).exp() * total).sum(0).log()
             losses = (log_sum - label_logit.sum(0)).masked_fill(absent, 0)
             token_losses[chunk] = losses.view(shards, -1)[model.group_rank]
-            if evaluation:
+            if is_evaluation:
                 continue
             grad = logits_gradient(
                 logits, log_sum, own_labels, absent, *logits_args, any_rows=True)

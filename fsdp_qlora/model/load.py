@@ -31,7 +31,6 @@ from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
-from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.formats import (
     NF4_PARTS, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.pretrained.reader import (
@@ -40,7 +39,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
 from fsdp_qlora.quant.nf4 import dynamic_map
-from fsdp_qlora.ranks import all_gather, is_rank_0, raise_on_all_ranks
+from fsdp_qlora.ranks import is_rank_0, raise_on_all_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +51,30 @@ class Loaded:
     n_parameters: int
 
 
-def load_model(model: Model, base: Path, model_config: transformers.PretrainedConfig,
+def load_model(model: Model, weights_dir: Path, model_config: transformers.PretrainedConfig,
                config: Config) -> Loaded:
-    """Load this rank's part of all frozen weights from the files in `base`. Raises ValueError if
-    one is not finite. All ranks must call this."""
+    """Load this rank's part of all frozen weights from the files in weights_dir. Raises ValueError
+    if one is not finite. All ranks must call this."""
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
-    arch, device, nf4_states = model.arch, model.device, {}
-    dtype = getattr(torch, config.compute_dtype)
+    arch = model.arch
+    device = model.device
+    nf4_states = {}
+    dtype = model.plan.dtype
     if config.random_weights:
         names = tensor_names(arch, {})
     else:
         with raise_on_all_ranks():
-            files = weight_files(base)
+            files = weight_files(weights_dir)
             names = tensor_names(arch, files)
             nf4_states = check_files(files, names, model_config, config.compute_dtype)
     requests = weight_requests(model, names, nf4_states)
     n_before = rows_before(requests)
     shares = {r.name: (r.rows, n_before[r.name]) for r in requests}
-    n_bytes, memory_before, started, finite, sums = 0, host_memory(), time.monotonic(), {}, {}
+    n_bytes = 0
+    memory_before = host_memory()
+    started = time.monotonic()
+    finite = {}
+    sums = {}
     reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
               else WeightReader(files, requests, device))
 
@@ -91,11 +96,10 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
             raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
                              " damaged? Fetch it again")
     dist.all_reduce(totals := torch.stack(list(sums.values())))
-    model.frequencies = [
-        (f.to(device), factor) for f, factor in
-        (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
+    model.set_frequencies(model_config, config.max_seq_len)
     torch.cuda.empty_cache()  # training needs blocks of other sizes than loading
-    seconds, grown = time.monotonic() - started, (host_memory()[1] - memory_before[0]) / 2**30
+    seconds = time.monotonic() - started
+    grown = (host_memory()[1] - memory_before[0]) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
     log(f"base model loaded in {seconds:.1f} s")
     log_each_rank("base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f}"
@@ -113,7 +117,7 @@ def fill_model(
     tensor, flat; each tensor is read once, in the order of weight_requests(), except that MXFP4
     comes first in a layer. `nf4_states` is check_files()'s result. All ranks of model.group must
     call this."""
-    plan, device, dtype = model.plan, model.device, getattr(torch, model.plan.compute_dtype)
+    plan, device, dtype = model.plan, model.device, model.plan.dtype
 
     def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
         rows = read(name).view(-1, width).to(device, dtype)
@@ -161,7 +165,7 @@ def fill_layer(
     """Set layer i's 4-bit weights, written into `shard`, FourBitBlocks of zeros on the device; its
     norms and biases; and its small tensors, such as the experts' router. All ranks of model.group
     must call this."""
-    device, dtype = shard.device, getattr(torch, model.plan.compute_dtype)
+    device, dtype = shard.device, model.plan.dtype
     layer: DecoderLayer = model.layers[i]
     own_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
                    for own in own_blocks(layer, model.group_rank)]
@@ -208,7 +212,7 @@ def quantize(
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
             shard.packed[own.local].view(-1)[: codes.numel()] = codes.view(-1)
             absmax[own.local] = state.absmax
-    all_absmax = all_gather(absmax, model.group).view(-1) if model.group_size > 1 else absmax
+    all_absmax = model.gather(absmax).view(-1)
     for own, name in own_linears:
         if name not in nf4_states:
             # a tensor of its own, because the rounding of a sum depends on where a tensor begins

@@ -37,11 +37,12 @@ class Model(ModelParameters):
         if wants_loss:
             head_rows = self.token_rows.rows[-1] if self.token_rows else None
             return LinearCrossEntropy.apply(x, self, batch, head_rows)
-        return final_norm(self, x, evaluation=True)
+        return final_norm(self, x, is_evaluation=True)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the last layer's output [tokens, hidden]."""
-        x, dropout = embed(self, batch.input_ids), self.arch.embedding_dropout
+        x = embed(self, batch.input_ids)
+        dropout = self.arch.embedding_dropout
         if self.arch.per_layer:
             batch.layer_inputs = per_layer_inputs(self, batch.input_ids, x)
         if dropout and batch.dropout_seeds is not None:
@@ -70,7 +71,8 @@ def measure_weight_norms(model: Model) -> None:
                     weight = dequantize(layer, fused, no_adapter)[:, : fused.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     for linear in fused.adapted:
-                        name, row_norms = linear.name, norms[linear.outputs]
+                        name = linear.name
+                        row_norms = norms[linear.outputs]
                         if not row_norms.all():  # PEFT would compute NaN, too
                             raise RunError(
                                 f"--adapter dora: row {int(row_norms.argmin())} of {name} in"

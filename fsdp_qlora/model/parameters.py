@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 from fsdp_qlora.kernels.attention import Kernels
@@ -20,6 +21,8 @@ from fsdp_qlora.micro_batch.offload import make_store
 from fsdp_qlora.model.token_rows import TokenRows
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.rope import rope_frequencies
+from fsdp_qlora.ranks import all_gather
 
 
 class ModelParameters(nn.Module):
@@ -41,7 +44,7 @@ class ModelParameters(nn.Module):
     per_layer_table: Tensor
     per_layer_projection: Tensor
     per_layer_norm: Tensor
-    frequencies: list[tuple[Tensor, float]]  # one for each of arch.ropes, see rope_frequencies()
+    frequencies: list[tuple[Tensor, float]]  # one for each of arch.ropes, by set_frequencies()
     token_rows: TokenRows | None = None  # set by Adapter, if there are trainable tokens
 
     def __init__(
@@ -65,6 +68,20 @@ class ModelParameters(nn.Module):
         self.embedding = self.norm = self.norm_bias = self.head = self.frequencies = None
         self.head_bias: Tensor | None = None  # of own_rows; None: the lm_head has no bias
         self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
+
+    def set_frequencies(
+        self, model_config: transformers.PretrainedConfig, max_seq_len: int
+    ) -> None:
+        """Set `frequencies`, for texts of at most max_seq_len tokens."""
+        self.frequencies = []
+        for rope in self.arch.ropes:
+            inverse, factor = rope_frequencies(rope, self.arch, max_seq_len, model_config)
+            self.frequencies.append((inverse.to(self.device), factor))
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return [ranks, *shape], the tensors [*shape] of the ranks that share this copy of the
+        model. All ranks of the group must call this."""
+        return all_gather(own, self.group) if self.group_size > 1 else own[None]
 
     def write_token_rows(self) -> None:
         """Copy the trained rows of --trainable_tokens into the tables."""

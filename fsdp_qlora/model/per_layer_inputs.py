@@ -23,7 +23,7 @@ def per_layer_inputs(model: ModelParameters, ids: Tensor, embeddings: Tensor) ->
     looked_up.mul_(torch.tensor(record.size**0.5, dtype=looked_up.dtype))
     projected = embeddings @ model.per_layer_projection.t()
     return add_inputs(projected.unflatten(1, shape), looked_up.unflatten(1, shape),
-                      model.per_layer_norm, arch, evaluation=not torch.is_grad_enabled())
+                      model.per_layer_norm, arch, is_evaluation=not torch.is_grad_enabled())
 
 
 @elementwise

@@ -118,7 +118,8 @@ class DocumentSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sums: torch.Tensor) -> tuple[torch.Tensor, None]:
-        bounds, n = ctx.batch.loss_bounds, len(ctx.batch.labels)
+        bounds = ctx.batch.loss_bounds
+        n = len(ctx.batch.labels)
         numbers = torch.arange(n, device=grad_sums.device)
         sum_of = torch.searchsorted(bounds, numbers, right=True) - 1  # each token's sum
         # padding is after the last sum: its gradient does not matter, LinearCrossEntropy ignores it
@@ -137,37 +138,37 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Confi
     those of this rank's tokens. All ranks must call this."""
     assert batch.answers, "there are no preference rows"
     # every rank computes all rows of the micro-batch; autograd stops at the documents of others
-    kind = LOSSES[config.loss]
+    loss_record = LOSSES[config.loss]
     document_losses = gather_documents(sum_documents(token_losses, batch), context_size)
-    answers = read_answers(batch.answers, document_losses, kind)
-    losses, rewards = kind.function(answers, config)
+    answers = read_answers(batch.answers, document_losses, loss_record)
+    losses, rewards = loss_record.function(answers, config)
     is_row = batch.answers.n_trainable_tokens[:, 0] > 0
     losses = losses.where(is_row, 0)
     assert answers.logps is not None, "read_answers() has set it"
     rewards, logps = rewards.detach(), answers.logps.detach()
     good, bad = (which & is_row[:, None] for which in (answers.desirable, ~answers.desirable))
-    if kind.is_unpaired:
+    if loss_record.is_unpaired:
         above = rewards - config.beta * answers.kl
         is_right = torch.where(answers.desirable, above > 0, above < 0)[:, 0]
     else:
         is_right = rewards[:, 0] > rewards[:, 1]
     sums = [losses.detach().sum(), (rewards * good).sum(), (rewards * bad).sum(),
             (is_right & is_row).sum().double(), (logps * good).sum(), (logps * bad).sum()]
-    if kind.is_unpaired:
+    if loss_record.is_unpaired:
         sums.append(answers.kl * is_row.sum())
     # divided, because every rank has these sums over all rows, not over its own only
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 
-def read_answers(answers: Answers, sums: torch.Tensor, kind: Loss) -> Answers:
+def read_answers(answers: Answers, sums: torch.Tensor, loss_record: Loss) -> Answers:
     """Return the Answers with the log-probabilities of all ranks' documents, from the losses that
     gather_documents() returned."""
-    if kind.trains_prompt:
+    if loss_record.trains_prompt:
         sums, prompts = sums.view(-1, 2).unbind(1)
         answers = dataclasses.replace(answers, prompt_losses=prompts[answers.documents])
     n_trainable_tokens = answers.n_trainable_tokens.clamp(min=1)  # 0 in padding
     logps = -sums[answers.documents]
-    if kind.per_token:
+    if loss_record.per_token:
         logps = logps / n_trainable_tokens
     return dataclasses.replace(answers, n_trainable_tokens=n_trainable_tokens, logps=logps)
 

@@ -50,7 +50,8 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
     because LayerParameters pads its parameters to shards of one size.
     """
     n = len(local_part(layer.packed_weights))
-    first, own = shard * n, []
+    first = shard * n
+    own = []
     for linear in layer.spec.linears:
         whole = linear.blocks
         start, stop = (min(max(i, whole.start), whole.stop) for i in (first, first + n))
@@ -70,7 +71,8 @@ def weight_requests(
     requests = [Request(names.embedding, table, stored_rows)]
     if arch.per_layer:
         linear = arch.per_layer.projection_linear(arch.hidden_size, arch.n_layers)
-        name, shape = names.of_model(linear.name), (linear.out_features, linear.in_features)
+        name = names.of_model(linear.name)
+        shape = (linear.out_features, linear.in_features)
         requests.append(Request(names.of_model(arch.per_layer.table),
                                 (arch.vocab_size, linear.out_features), model.own_rows))
         requests += whole_requests(name, shape, name in nf4_states)
@@ -106,7 +108,8 @@ def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool)
         return [Request(key, (n_out, width), own.rows, names.sources.get(key))
                 for key, width in widths.items()]
     if in_nf4:
-        n_bytes, half = n_out * n_in // 2, BLOCK // 2
+        n_bytes = n_out * n_in // 2
+        half = BLOCK // 2
         packed = range(blocks.start * half, min(blocks.stop * half, n_bytes))
         n_blocks = own.linear.blocks.stop - own.linear.blocks.start
         return [

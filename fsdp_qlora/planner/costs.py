@@ -8,8 +8,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import torch
-
 from fsdp_qlora.kernels.recurrence import mixer_with_state
 from fsdp_qlora.layer.attention_mixer import n_head_groups
 from fsdp_qlora.layer.layer import LayerSpec
@@ -81,14 +79,16 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
 
 def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...]) -> Plan:
     """Return the plan with its `memory` and `host_bytes`."""
-    item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
-    layers, value_bytes = count_layers(specs), plan.micro_batch_tokens * item
+    shards = plan.shard_group_size
+    itemsize = plan.dtype.itemsize
+    layers = count_layers(specs)
+    value_bytes = plan.micro_batch_tokens * itemsize
     adapter = layers.adapter * 4  # bytes of one layer's adapter in fp32
-    table = arch.vocab_size * arch.hidden_size * item / shards
+    table = arch.vocab_size * arch.hidden_size * itemsize / shards
     # values of all layers' own inputs for a token, see PerLayerInputs
     layer_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
     # bytes of the tables that no matmul reads, which can be in host memory
-    looked_up = table * (not arch.tied) + arch.vocab_size * layer_inputs * item / shards
+    looked_up = table * (not arch.tied) + arch.vocab_size * layer_inputs * itemsize / shards
     saved = saved_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
     # besides x and its gradient: a chunk of logits, its gradient, and a quarter more. If that is
@@ -96,16 +96,16 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     # in fp32 with rows of x
     n_rows = min(plan.micro_batch_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
     n_logits = n_rows * arch.vocab_size
-    logits_bytes = 2.5 * item * n_logits
+    logits_bytes = 2.5 * itemsize * n_logits
     if not plan.fused:
-        both_bytes = (2 * item + 4) * (n_logits + n_rows * arch.hidden_size)
-        logits_bytes = max(20 * n_logits, both_bytes + 4 * table / item)
+        both_bytes = (2 * itemsize + 4) * (n_logits + n_rows * arch.hidden_size)
+        logits_bytes = max(20 * n_logits, both_bytes + 4 * table / itemsize)
     head = 2 * arch.hidden_size * value_bytes + logits_bytes
     row_weights = plan.token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
-        + (layers.vectors / shards + layers.small + layer_inputs * arch.hidden_size) * item
+        + (layers.vectors / shards + layers.small + layer_inputs * arch.hidden_size) * itemsize
         + 4 * layers.nested,
         "adapter and gradients": 2 * plan.n_layers * adapter / shards + 8 * row_weights,
         "optimizer's state": plan.state_bytes * (
@@ -117,7 +117,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         "live layer or head": head if plan.graphs else max(live, head),
         # FSDP2 copies it for the sum over ranks
         "one layer's adapter gradient": adapter * (3 if plan.uses_fsdp else 1),
-        "gathered weights": gathered_bytes(plan, layers, item),
+        "gathered weights": gathered_bytes(plan, layers, itemsize),
         "keys and values of other ranks": exchanged_bytes(plan, arch, value_bytes),
         "DoRA": dora_bytes(plan, specs)}
     if plan.graphs:  # besides the memory above, which evaluations need
@@ -192,13 +192,13 @@ def exchanged_bytes(plan: Plan, arch: Architecture, value_bytes: int) -> float:
     return (kept_whole + kept + max(kernel, exchange) / n_groups) * value_bytes
 
 
-def gathered_bytes(plan: Plan, layers: LayerTotals, item: int) -> int:
+def gathered_bytes(plan: Plan, layers: LayerTotals, itemsize: int) -> int:
     """Return the bytes of weights that FSDP2 has gathered, and of adapters in the compute dtype."""
-    one = layers.adapter * item
+    one = layers.adapter * itemsize
     every = plan.n_layers * one
     if plan.uses_fsdp:
-        one += layers.largest_nf4 + layers.largest_vectors * item
-        every += layers.nf4_bytes + layers.vectors * item
+        one += layers.largest_nf4 + layers.largest_vectors * itemsize
+        every += layers.nf4_bytes + layers.vectors * itemsize
         if not plan.reshard_after_forward:
             return every + one  # all layers stay until their backward, and one more
     return 2 * one  # a layer and the next one
@@ -210,12 +210,13 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
     if not specs[0].dora:
         return 0
     widths = [fused.out_features for spec in specs for fused in spec.fused_linears]
-    n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
+    n = plan.micro_batch_tokens
+    itemsize = plan.dtype.itemsize
     if plan.saves(plan.n_layers - 1) in ("mid_residual", "input"):
         # every layer's MLP runs in slices of tokens
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
-    return 4 * sum(widths) + (item + 8) * n * max(widths)
+    return 4 * sum(widths) + (itemsize + 8) * n * max(widths)
 
 
 def predict_time(
@@ -305,62 +306,105 @@ def layer_seconds(
     mean_document_tokens: float,
 ) -> LayerSeconds:
     """Return the LayerSeconds of the mean of all layers."""
-    item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
     n_layers = arch.n_layers
-    weights, active_weights = layers.weights / n_layers, layers.active_weights / n_layers
-    again = (plan.recomputed - plan.n_mlp_saved) / n_layers  # fraction that is recomputed whole
-    weights_again = (again * layers.recomputed_weights[plan.saves(0)]
-                     + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
-    flops = 2 * n * (2 * active_weights + weights_again)
+    compute = compute_seconds(plan, arch, layers, machine, mean_document_tokens)
+    active_weights = layers.active_weights / n_layers
+    forward = compute * active_weights / (
+        2 * active_weights + weights_again(plan, layers, n_layers))
+    shards = plan.shard_group_size
+    gathered = layers.nf4_bytes / n_layers + layers.adapter * plan.dtype.itemsize
+    gathers = gathered * (shards - 1) / shards / machine.link
+    # each way: activations go to the host in forward and come back in backward; weights come twice
+    copies = plan.offload_params * gathered / shards
+    value_bytes = plan.micro_batch_tokens * plan.dtype.itemsize
+    copies += plan.offload_activations * saved_bytes(plan, layers, value_bytes)[0] / n_layers
+    return LayerSeconds(
+        compute=compute, forward=forward,
+        gathers=gathers * (2 if plan.reshard_after_forward else 1), copies=copies / machine.host,
+        launches=n_launches(plan, arch, machine) * machine.launch,
+        waits=wait_seconds(plan, arch, machine))
+
+
+def recomputed_whole(plan: Plan, n_layers: int) -> float:
+    """Return the fraction of the layers that backward recomputes whole."""
+    return (plan.recomputed - plan.n_mlp_saved) / n_layers
+
+
+def weights_again(plan: Plan, layers: LayerTotals, n_layers: int) -> float:
+    """Return the number of a mean layer's weights that backward multiplies by once more."""
+    again = recomputed_whole(plan, n_layers)
+    return (again * layers.recomputed_weights[plan.saves(0)]
+            + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
+
+
+def compute_seconds(
+    plan: Plan, arch: Architecture, layers: LayerTotals, machine: Machine,
+    mean_document_tokens: float,
+) -> float:
+    """Return the predicted time of a mean layer's matmuls and memory traffic, in both passes."""
+    n, n_layers = plan.micro_batch_tokens, arch.n_layers
+    active_weights = layers.active_weights / n_layers
+    flops = 2 * n * (2 * active_weights + weights_again(plan, layers, n_layers))
     context = min(n * plan.context_parallel_size, mean_document_tokens)
     passes = FIT.attention_passes + plan.recomputed / n_layers  # a recomputed layer's forward
     attention_flops = 2 * n * passes * context * layers.mean_query_width
     attention_speed = min(FIT.sustained * machine.flops,
                           FIT.varlen_flops if plan.varlen_attention else FIT.fixed_len_flops)
+    moved = moved_bytes(plan, arch, layers, context)
+    return (flops / (FIT.sustained * machine.flops) + attention_flops / attention_speed
+            + moved / machine.bandwidth)
+
+
+def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: float) -> float:
+    """Return the bytes that a mean layer reads and writes, besides those of matmuls. `context`:
+    tokens of a mean document."""
+    n, n_layers, itemsize = plan.micro_batch_tokens, arch.n_layers, plan.dtype.itemsize
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
     share = FIT.held_dequantized_again if plan.reuse_dequantized else FIT.dequantized_again
-    uses = 2 * weights + again * share * active_weights
-    moved = (uses * (0.5 + item) / FIT.dequantizing
-             + n * layers.elementwise_values / n_layers * item)
+    uses = 2 * (layers.weights / n_layers) + (
+        recomputed_whole(plan, n_layers) * share * (layers.active_weights / n_layers))
+    moved = (uses * (0.5 + itemsize) / FIT.dequantizing
+             + n * layers.elementwise_values / n_layers * itemsize)
     if plan.plain_attention:
         score_bytes = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
         moved += n * context * arch.n_heads * score_bytes
-    routed, waits = sum(arch.layer_routed) / n_layers, 0.0
     if arch.moe and plan.expert_ranges > 1:  # the experts' rows are copied
+        routed = sum(arch.layer_routed) / n_layers
         width = arch.expert_gate_up[0].in_features
-        moved += routed * FIT.range_copies * n * arch.moe.top_k * width * item
+        moved += routed * FIT.range_copies * n * arch.moe.top_k * width * itemsize
+    return moved
+
+
+def wait_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
+    """Return how long a mean layer waits for the GPU, and for other ranks' keys and values."""
+    again, routed = recomputed_whole(plan, arch.n_layers), sum(arch.layer_routed) / arch.n_layers
+    waits = 0.0
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
-    compute = (flops / (FIT.sustained * machine.flops) + attention_flops / attention_speed
-               + moved / machine.bandwidth)
     # keys and values go to the ranks that need them, again where they are recomputed, and back
-    exchanged = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads) * n * item
-    waits += (2 + again) * (plan.context_parallel_size - 1) * exchanged / machine.link
-    gathered, shards = layers.nf4_bytes / n_layers + layers.adapter * item, plan.shard_group_size
-    gathers = gathered * (shards - 1) / shards / machine.link
-    # each way: activations go to the host in forward and come back in backward; weights come twice
-    copies = plan.offload_params * gathered / shards
-    copies += plan.offload_activations * saved_bytes(plan, layers, n * item)[0] / n_layers
-    forward = compute * active_weights / (2 * active_weights + weights_again)
+    kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
+    exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
+    return waits + (2 + again) * (plan.context_parallel_size - 1) * exchanged / machine.link
+
+
+def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
+    """Return the CPU's time for the kernels of a mean layer, in units of Machine.launch."""
+    again, routed = recomputed_whole(plan, arch.n_layers), sum(arch.layer_routed) / arch.n_layers
     range_launches = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp
                 + routed * (FIT.routed_launches + range_launches * plan.expert_ranges))
     if mixer := mixer_with_state(arch):
-        share = sum(arch.mixers.get(name or "") is mixer for name in arch.layer_mixer) / n_layers
-        launches += FIT.recurrence_launches * share
+        n_mixers = sum(arch.mixers.get(name or "") is mixer for name in arch.layer_mixer)
+        launches += FIT.recurrence_launches * (n_mixers / arch.n_layers)
     if arch.moe and machine.why_no_grouped:  # 2 matmuls in forward, 2 in backward
         launches += routed * FIT.expert_launches * (4 + 2 * again) * arch.moe.n_experts
-    return LayerSeconds(
-        compute=compute, forward=forward,
-        gathers=gathers * (2 if plan.reshard_after_forward else 1), copies=copies / machine.host,
-        launches=launches * machine.launch, waits=waits)
+    return launches
 
 
 def head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return the predicted time of the lm_head and the loss for one micro-batch."""
-    item = getattr(torch, plan.compute_dtype).itemsize
     logits = plan.micro_batch_tokens * arch.vocab_size
     speed = FIT.sustained * machine.flops
     return (FIT.head_flops * logits * arch.hidden_size / speed
-            + FIT.logits_passes * logits * item / machine.bandwidth)
+            + FIT.logits_passes * logits * plan.dtype.itemsize / machine.bandwidth)

@@ -22,7 +22,7 @@ class GPUSpec(NamedTuple):
     groups: bool = False  # True if torch has grouped matmuls for it, see why_no_grouped_mm()
 
 
-GPU_SPECS = {  # of one size the slowest first
+GPU_SPECS = {  # among GPUs of one size, the slowest comes first
     "4060": GPUSpec(8, 7.4, 30, 272, 16, 16),
     "3060": GPUSpec(12, 11.2, 25, 360, 32, 32),
     "4060Ti": GPUSpec(16, 15, 44, 288, 16, 16),
@@ -53,9 +53,9 @@ def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
     key = names.get(re.sub(r"nvidia|geforce|rtx|[\s_-]", "", name))
     if not key or count and not 1 <= int(count) <= 1024:
         raise ValueError(f"--plan_for {text}: expected a number of GPUs and one of"
-                         f" {', '.join(GPU_SPECS)}, as 4x4090, or the memory of one of them, as"
-                         " 2x24GB. For other GPUs use one that is as fast, with their memory by"
-                         " --memory_limit_gib")
+                         f" {', '.join(GPU_SPECS)}, such as 4x4090, or the memory of one of them,"
+                         " such as 2x24GB. For other GPUs use one that is as fast, with their"
+                         " memory by --memory_limit_gib")
     return int(count or 1), key, GPU_SPECS[key]
 
 

@@ -152,11 +152,12 @@ def refuse_misleading(directory: Path, config: Config, model_config: PreTrainedC
                          " the merged model: set it to null")
 
 
-def base_digest(base: Path) -> str:
+def base_digest(directory: Path) -> str:
     """Return the SHA-256 of the base model: of config.json, and of the name, dtype, shape and some
     bytes of each tensor."""
-    sha = hashlib.sha256((base / "config.json").read_bytes())
-    tensors = sorted(weight_files(base).items(), key=lambda tensor: (tensor[1].path, tensor[0]))
+    sha = hashlib.sha256((directory / "config.json").read_bytes())
+    files = weight_files(directory)
+    tensors = sorted(files.items(), key=lambda tensor: (tensor[1].path, tensor[0]))
     for path, file_tensors in itertools.groupby(tensors, lambda tensor: tensor[1].path):
         with path.open("rb") as file:
             for name, (_, dtype, shape, start, stop) in file_tensors:

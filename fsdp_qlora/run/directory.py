@@ -178,7 +178,7 @@ def flags_of(user_config: Config) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
+def describe_run(run: Run, user_config: Config, weights_dir: Path, loaded: Loaded,
                  template_date: str, versions: dict[str, str]) -> None:
     """Write train_config.json, which has everything that a merge needs. Rank 0 only.
 
@@ -200,7 +200,8 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
         "config": dataclasses.asdict(config),
         **run.digests,
         "plan": dataclasses.asdict(run.plan),
-        "base_model": str(base.resolve()) if Path(config.model or base).is_dir() else config.model,
+        "base_model": (str(weights_dir.resolve())
+                       if Path(config.model or weights_dir).is_dir() else config.model),
         "quantization": {
             **QUANTIZATION,
             "quantized_from_dtype": config.compute_dtype,

@@ -160,7 +160,7 @@ def log_examples(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int =
     for row in range(0, len(rows), math.ceil(len(rows) / n)):
         which, first = f"example {row + 1:,}" if row else "first example", row * rows.n_answers
         names = [", chosen", ", rejected"] if rows.n_answers == 2 else [""]
-        if rows.kind.is_unpaired:
+        if rows.loss_record.is_unpaired:
             names = [" (good)" if rows.desirable[first] else " (bad)"]
         for i, name in enumerate(names):
             log(f"{which}{name}: {show_document(*rows.tokens(first + i), tokenizer)!r}")

@@ -35,7 +35,6 @@ from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.describe import describe_model
-from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
@@ -191,8 +190,7 @@ def plain_model(
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
-    model.frequencies = [
-        rope_frequencies(rope, arch, max_seq_len, model_config) for rope in arch.ropes]
+    model.set_frequencies(model_config, max_seq_len)
     return model
 
 

@@ -61,9 +61,9 @@ def document_losses(model: Model, rows: Rows) -> torch.Tensor:
 def values_of_all(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
     """Return the fields of Answers that depend on all of these Rows (a step's or an evaluation's),
     if the loss reads any. `batches` yields the Rows a few at a time. All ranks must call this."""
-    if rows.kind.is_unpaired:
+    if rows.loss_record.is_unpaired:
         return {"kl": estimate_kl(model, batches, len(rows))}
-    if rows.kind.trains_prompt:
+    if rows.loss_record.trains_prompt:
         n_tokens = int(rows.n_labels()[rows.desirable].sum())
         return {"rows_per_token": torch.tensor(
             len(rows) / n_tokens, dtype=torch.float64, device=model.device)}

@@ -34,7 +34,7 @@ SAVE_SECONDS = 60  # between two saves of an incomplete file
 def ensure_reference(run: Run) -> None:
     """Set `reference` of the run's rows: from the file in its directory and, for rows that the file
     lacks, computed by the model with the adapter from before step 1. All ranks must call this."""
-    if not run.rows.kind.has_reference:
+    if not run.rows.loss_record.has_reference:
         return
     steps = range(1, run.config.max_steps + 1)
     drawn = torch.cat([run.source.indices(step) for step in steps]).unique()

@@ -16,7 +16,7 @@ from fsdp_qlora.data.chat import closing_tokens
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.log import log
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.ranks import all_gather, raise_on_all_ranks
+from fsdp_qlora.ranks import raise_on_all_ranks
 from fsdp_qlora.run.base_model import BaseModel
 
 
@@ -34,12 +34,11 @@ def untrained_rows(model: Model) -> dict[int, str]:
     def gather(own: torch.Tensor) -> torch.Tensor:
         """Return [vocabulary, ..] on the CPU from every rank's own rows [rows, ..]."""
         own = F.pad(own, (0, 0) * (own.dim() - 1) + (0, size - len(own)))
-        return (all_gather(own, model.group).flatten(0, 1) if model.group_size > 1 else own)[
-            :vocab_size].cpu()
+        return model.gather(own).flatten(0, 1)[:vocab_size].cpu()
 
     parts = head.split(max(1, VALUES_AT_ONCE // head.shape[1]))
     total = sum(part.float().sum(0) for part in parts)
-    mean = (all_gather(total, model.group).sum(0) if model.group_size > 1 else total) / vocab_size
+    mean = model.gather(total).sum(0) / vocab_size
     norms = gather(torch.cat([part.float().norm(dim=1) for part in parts]))
     distances = gather(torch.cat([(part.float() - mean).norm(dim=1) for part in parts]))
     # the first 16 bytes of a row differ from those of all other rows, unless both are untrained
