@@ -14,6 +14,7 @@ from short_runs import PEAK, adapter_of, make_base, make_peft_adapters, runs_of
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.lora.adapter import optimizer_state_bytes
+from fsdp_qlora.run.checkpoints import check_room
 from train_fsdp_qlora import make_optimizer, optimizer_step
 
 SCHEDULED = ["--max_steps", 5, "--warmup_fraction", 0.4, "--batch_size", 1, "--lr_schedule"]
@@ -108,3 +109,14 @@ def test_optimizer_is_bitsandbytes_paged_adamw_in_8_bits(blocks):
     assert optimizer_state_bytes(make_optimizer, config) == 0  # in GPU memory that must be there
     if DEVICE == "cuda" and blocks > 3:
         assert is_managed(state["state1"].data_ptr())
+
+
+@pytest.mark.parametrize("make, state_bytes", [
+    (make_optimizer, 2 * (1 + 4 / 256)),  # two states of 8 bits, with an fp32 scale per 256
+    (lambda weights, config: torch.optim.AdamW([weights]), 8)])  # fmt: skip
+def test_room_on_the_disk_is_that_of_the_optimizers_own_state(make, state_bytes, tmp_path):
+    """The adapter and four checkpoints: two, the best one, and the one that is being written."""
+    n = 10**15
+    gib = (4 * n + 4 * (n * (4 + state_bytes) + 2**20)) / 2**30
+    with pytest.raises(ValueError, match=f"needs {gib:.2f} GiB for the adapter and checkpoints"):
+        check_room(Config(keep_checkpoints=2), tmp_path, n, make)

@@ -100,12 +100,14 @@ def log_progress() -> Callable[[int], None]:
     """Return a function count(n), to be called after n more rows are encoded; it logs their number
     every few seconds. There is no bar, because tqdm shows none in a log or on a terminal of unknown
     size."""
-    n_rows, started = 0, time.monotonic()
+    n_rows = 0
+    started = time.monotonic()
     said = started
 
     def count(more: int) -> None:
         nonlocal n_rows, said
-        n_rows, now = n_rows + more, time.monotonic()
+        n_rows += more
+        now = time.monotonic()
         if now - said >= PROGRESS_SECONDS:
             said = now
             log(f"tokenizing: {n_rows:,} rows, {now - started:.0f} s")

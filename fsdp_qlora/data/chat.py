@@ -153,7 +153,8 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     if re.search(r"\{%-?\s*generation\b", template):
         marks = marked_spans(messages, options, template, tokenizer)
     elif at is None and (closed := close_reasoning(messages[-1], prompt, text, template)):
-        at, text = len(prompt), prompt + closed
+        at = len(prompt)
+        text = prompt + closed
         notes.append("answers continue the reasoning that the generation prompt opens; where a row"
                      " has none, it is empty")
     if at is None:
@@ -202,7 +203,8 @@ def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> Answe
 
 def close_answer(text: str, prompt: str, content: str, eos: str, traits: Traits) -> Answer:
     """Return the Answer of a template without marks: the part of the text after the prompt."""
-    notes, opened = [], text.rpartition(eos)[2]
+    notes = []
+    opened = text.rpartition(eos)[2]
     if not traits.has_prompt and opened.strip() and prompt.endswith(opened):
         text = text.removesuffix(opened)  # Cohere's template always appends the generation prompt
     elif not traits.has_prompt and text[len(prompt) :].partition(content or "\n")[0].strip():

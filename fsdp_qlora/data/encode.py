@@ -47,9 +47,11 @@ ENCODED = {  # {column that encode_pieces() yields for each document: its type}
 def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.RecordBatch]:
     """Yield pyarrow RecordBatches of the columns ENCODED, of BATCH documents each. The last one is
     empty, so that there is at least one."""
-    documents, is_last = encode_pieces(pieces, **settings), False
+    documents = encode_pieces(pieces, **settings)
+    is_last = False
     while not is_last:
-        batch, columns = list(itertools.islice(documents, BATCH)), {}
+        batch = list(itertools.islice(documents, BATCH))
+        columns = {}
         is_last = not batch
         ends = np.cumsum([0, *(document["length"] for document in batch)], dtype=np.int32)
         for name, kind in ENCODED.items():
@@ -215,7 +217,8 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenize
     offsets are trimmed, as in Llama 3, a token of spaces alone seems to have no text at all."""
     if "trim_offsets=True" not in str(tokenizer.backend_tokenizer.post_processor):
         return tokenizer
-    whole, text = copy.copy(tokenizer), tokenizer.backend_tokenizer.to_str()
+    whole = copy.copy(tokenizer)
+    text = tokenizer.backend_tokenizer.to_str()
     whole._tokenizer = Tokenizer.from_str(
         text.replace('"trim_offsets":true', '"trim_offsets":false'))
     return whole
@@ -224,7 +227,8 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenize
 def without_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """Return a copy of the tokenizer that puts nothing before a text that continues another.
     SentencePiece tokenizers such as Llama 2's and Mistral's put a space before every text."""
-    further, whole = copy.copy(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
+    further = copy.copy(tokenizer)
+    whole = json.loads(tokenizer.backend_tokenizer.to_str())
 
     def change(step: Any) -> Any:
         """Return a normalizer or pre-tokenizer that puts nothing before a text; None if it did only

@@ -339,7 +339,8 @@ def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
                          " with a --chat_template if the model has none")
     if form == COMPLETION:
         return text_of(row, "prompt"), text_of(row, "completion")
-    asked, answer = question_of(row, form), text_of(row, form[1])
+    asked = question_of(row, form)
+    answer = text_of(row, form[1])
     system = [text_of(row, "system")] if "system" in row else []
     if form in QUESTIONS:
         return "\n\n".join([*system, *asked.values()]) + "\n", answer
@@ -371,7 +372,8 @@ def turns_of(history: list[Any]) -> list[tuple[str, str]]:
 
 def join_segments(segments: list[Any]) -> Part:
     """Return the Part of consecutive texts, each in the loss or not, that make up a document."""
-    text, spans = "", []
+    text = ""
+    spans = []
     for segment in segments:
         if not isinstance(segment, dict) or segment.get("label") not in (False, True):
             raise ValueError("a segment must be an object with text and label (true or false)")
@@ -465,7 +467,8 @@ def checked_ids(row: dict[str, Any]) -> Ids:
     padding and are removed."""
     row = {"labels": row["input_ids"], **row}
     for key, values in row.items():
-        is_mask, allowed = key.endswith(("mask", "masks")), {IGNORE} if key == "labels" else set()
+        is_mask = key.endswith(("mask", "masks"))
+        allowed = {IGNORE} if key == "labels" else set()
         if not isinstance(values, list) or not all(
             value in (0, 1) if is_mask else
             type(value) is int and (0 <= value < 2**31 or value in allowed) for value in values

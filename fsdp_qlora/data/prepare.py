@@ -202,7 +202,8 @@ def describe_count(rows: Rows, n: int) -> str:
 def describe_left_out(table: pyarrow.Table) -> str:
     """Return text on how many rows of read_table() are left out, and why: the five commonest
     reasons, each with the first such row."""
-    counts, parts = counts_of(table["left_out"]), []
+    counts = counts_of(table["left_out"])
+    parts = []
     counts.pop("", None)
     for reason in sorted(counts, key=lambda reason: counts[reason], reverse=True)[:5]:
         first = table["where"][table["left_out"].index(reason).as_py()]

@@ -137,7 +137,8 @@ class Rows:
         """Return int64 [documents], with one number for documents that were made from one example
         or that are equal, token for token."""
         _, same = self.digests.unique(return_inverse=True)
-        groups, before = self.example_ids, None
+        groups = self.example_ids
+        before = None
         while before is None or not torch.equal(groups, before):
             before = groups
             # each part gets the lowest number of its documents

@@ -319,7 +319,8 @@ def open_table(source: str, path: Path, options: dict[str, str], content: str | 
     id. `content`: the digest of a file or directory; None for a Hub id."""
     import datasets
 
-    split, is_from_hub = options.get("split", "train"), False
+    split = options.get("split", "train")
+    is_from_hub = False
     try:
         if saved_kind(path):
             # a data set saved with_format("torch") would return tensors
@@ -379,7 +380,8 @@ def only_errors_of_datasets() -> Iterator[None]:
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from datasets.utils.logging import CRITICAL, get_verbosity, set_verbosity
 
-    level, had_bars = get_verbosity(), not are_progress_bars_disabled()
+    level = get_verbosity()
+    had_bars = not are_progress_bars_disabled()
     set_verbosity(CRITICAL)
     disable_progress_bars()
     try:

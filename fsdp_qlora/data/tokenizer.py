@@ -228,7 +228,8 @@ def keep_template(directory: Path, template: str | dict[str, str] | None) -> Non
     """Make `template`, one text or several by name, the only one in a directory that was written.
     Readers differ in where they look first: transformers in chat_template.jinja, its processors in
     chat_template.json, llama.cpp's converter in tokenizer_config.json."""
-    jinja, named = directory / "chat_template.jinja", directory / "additional_chat_templates"
+    jinja = directory / "chat_template.jinja"
+    named = directory / "additional_chat_templates"
     with_template = {}
     for path in (directory / name for name in TEMPLATE_FILES):
         if "chat_template" in (settings := read_json(path, {})):
@@ -253,7 +254,8 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Make AutoTokenizer load the tokens of `tokenizer` from a directory that was written and that
     has the base's tokenizer_config.json. Unless the class named there does so, name
     PreTrainedTokenizerFast, which does in all versions."""
-    path, version = directory / "tokenizer_config.json", transformers.__version__
+    path = directory / "tokenizer_config.json"
+    version = transformers.__version__
     settings = read_json(path, {})
     named = settings.get("tokenizer_class")
     if named == PLAIN_CLASS and not (directory / "config.json").is_file():

@@ -32,7 +32,8 @@ def add_trainable_tokens(
     A new token of the form <|..|> is special: texts for people leave it out, and it can end an
     answer. The others stay in such texts, as <tool_call> must.
     """
-    known, old_ids = tokenizer.get_vocab(), dict[str, tuple[int, ...]]()
+    known = tokenizer.get_vocab()
+    old_ids = dict[str, tuple[int, ...]]()
     for text in texts:
         if text not in known:
             ids = plain_tokens(tokenizer, text)

@@ -258,7 +258,8 @@ def reference_results(
     """Return results() computed by transformers, one document at a time, with the adapter added to
     the `weights` of read_weights(). The adapter's gradient is autograd's. `names`: see
     read_weights()."""
-    adapters, adapted = [], {}
+    adapters = []
+    adapted = {}
     for i, layer in enumerate(model.layers):
         adapters.append(layer.adapter.detach().clone().requires_grad_())
         for linear in layer.spec.linears:

@@ -66,7 +66,8 @@ def why_worse(losses: Sequence[float]) -> str:
     if n < 2:
         return ""
     first, last = losses[0], losses[-min(n - 1, max(3, round(LAST * n))):]
-    mean, margin = sum(last) / len(last), max(SLIGHT, abs(first) * max(MARGIN, 1 / n))
+    mean = sum(last) / len(last)
+    margin = max(SLIGHT, abs(first) * max(MARGIN, 1 / n))
     n_above = sum(loss > first for loss in last)
     if mean <= first + margin or n_above < 0.9 * len(last):
         return ""

@@ -84,7 +84,8 @@ def merge_command(directory: Path, script: Path) -> str:
     """Return the command that merges the adapter of a run of `script`."""
     merge = script.with_name("merge_adapters.py")
     merge = os.path.relpath(merge) if merge.is_file() else merge.name  # `script` was copied alone
-    on_path, python = shutil.which("python"), os.path.relpath(sys.executable)
+    on_path = shutil.which("python")
+    python = os.path.relpath(sys.executable)
     python = sys.executable if python.startswith("..") else python
     if on_path and Path(on_path).parent == Path(sys.executable).parent:
         python = "python"

@@ -36,9 +36,11 @@ def sample_answers(model: Model, tokenizer: PreTrainedTokenizerFast | None, rows
     tokens; [] if the run was asked to stop, or if samples were not requested and would take too
     long. `pace`: rank 0's seconds per step so far; None: not known yet. All ranks must call this.
     """
-    n, budget = config.eval_samples, math.inf
+    n = config.eval_samples
+    budget = math.inf
     if n is None:
-        n, budget = N_SAMPLES, SHARE * (pace or 0) * (config.eval_every or config.max_steps or 1)
+        n = N_SAMPLES
+        budget = SHARE * (pace or 0) * (config.eval_every or config.max_steps or 1)
     if not (n and rows and tokenizer):
         return []
     # each rank computes whole prompts, with context parallelism too
