@@ -169,7 +169,7 @@ def open_run(args: argparse.Namespace) -> tuple[TrainedRun, MergeBase, dict[str,
         return open_peft_run(adapter_dir, args.base_model)
     run = read_run(adapter_dir)
     base = read_base(args.base_model or run.base_model, run.quantization)
-    add_rows(base, run.token_ids)
+    add_token_rows(base, run.token_ids)
     check_base(base, run, args.allow_other_base)
     if args.allow_other_base:
         base.sums = {}  # else read_base_weight() would refuse what training has not read
@@ -211,7 +211,7 @@ def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
         sums=quantization["tensor_sums"])
 
 
-def add_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
+def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
     """Give the merged model's embedding and lm_head rows for the tokens whose rows were trained."""
     if token_ids:
         base.token_ids = token_ids

@@ -27,7 +27,7 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     FSDP units, what is gathered when, offloading     load_and_shard(), fsdp_policy()
     micro-batches, the loss                           micro_batches(), rows_loss()
     optimizer, schedule                               train(), learning_rate()
-    evaluation                                        evaluate()
+    evaluation, and how often                         evaluate(), end of train()
     metrics: wandb, a file                            log_step(), and train() for eval_loss
     what is saved                                     save_adapter()
     several machines                                  nothing: torchrun --nnodes on each, with the

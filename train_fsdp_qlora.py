@@ -93,7 +93,7 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.search import agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.ranks import (
-    RunError, all_gather, check_same, is_rank_0, n_cores, on_rank_0, raise_on_all_ranks)
+    RunEnd, all_gather, check_same, is_rank_0, n_cores, on_rank_0, raise_on_all_ranks)
 from fsdp_qlora.run import checkpoints
 from fsdp_qlora.run.directory import describe_run, open_output, save_tokenizer
 from fsdp_qlora.run.flags import parse_flags
@@ -110,7 +110,7 @@ from fsdp_qlora.run.status import ACTIONS, Status, watch_process
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.training.divergence import stop_if_diverged
 from fsdp_qlora.training.evaluation import (
-    evaluation_batches, evaluation_micro_batches, set_values, values_of_all)
+    evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
 from fsdp_qlora.training.finish import finish_run, stop_run
 from fsdp_qlora.training.reference import ensure_reference
 from fsdp_qlora.training.samples import sample_answers
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 finetune(config, device, status)
             code = 0
-        except RunError as e:
+        except RunEnd as e:
             code = status.stop_together(e)
             with contextlib.suppress(RuntimeError):  # another rank may have left alone
                 dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
@@ -158,11 +158,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def finetune(user_config: Config, device: torch.device, status: Status) -> None:
-    """Run the whole job: flags in, saved adapter out. All ranks must call this."""
+    """Run the whole job: flags in, saved adapter out. All ranks must call this.
+
+    `user_config` has the flags as they were typed; below, `flags` has also what follows from them
+    alone, and `config` what follows from model and rows.
+    """
     # 1. Agree on flags, source and versions, and on one output directory
     check_same(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
     is_dry = user_config.max_steps == 0  # flags and config have a whole run's steps instead of 0
-    flags = agree_on_flags(user_config)  # user_config, with what follows from it alone
+    flags = agree_on_flags(user_config)
     with open_output(flags, user_config, status) as (directory, is_complete):
         if is_complete:
             return
@@ -170,7 +174,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         # 2. The model, the rows and all flags, but no weights yet: what is wrong is found early
         limit = limit_memory(flags, device)
         job = prepare(flags, directory, status, is_dry)
-        config, base = job.config, job.base  # config: flags, with what follows from model and rows
+        config, base = job.config, job.base
 
         # 3. The step from which the run resumes, that of its latest checkpoint; 0: a new run
         start_step = find_start(job, directory, status, is_dry)
@@ -185,7 +189,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         if not config.random_weights:
             on_rank_0(compare_with_transformers, base.config, config.model)
         if is_dry:  # ends all ranks together, as an error would, but with code 0
-            raise RunError(f"--max_steps 0: nothing was trained; {describe_steps(config)}", 0)
+            raise RunEnd(f"--max_steps 0: nothing was trained; {describe_steps(config)}", 0)
 
         # 5. The model, built on meta, sharded by FSDP2; each rank loads its shard in NF4
         mesh = make_mesh(plan.shard_group_size, device)
@@ -547,14 +551,14 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
     sums = []
     # what the loss needs of all rows of the step: KTO's KL estimate, by one more forward; ORPO's
     # weights of tokens
-    global_values = values_of_all(run.model, rows, [rows])
+    global_values = global_loss_values(run.model, rows, [rows])
     while micro_batches:
         micro_batch = micro_batches.pop(0)  # not a for loop: frees each one's memory after use
-        set_values(micro_batch, global_values)
+        set_global_values(micro_batch, global_values)
         if plan.uses_fsdp and plan.shard_group_size < dist.get_world_size():
             # copies of the model sum their gradients once per step, not once per micro-batch
             run.model.set_requires_all_reduce(not micro_batches)
-        sums.append(forward_backward(run, micro_batch, 1 / rows.num_items_in_batch))
+        sums.append(forward_backward(run, micro_batch, 1 / rows.loss_divisor))
     return sum(sums, start=torch.zeros_like(sums[0]))
 
 
@@ -582,7 +586,12 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
                  config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of one micro-batch, summed over its tokens or preference rows; and this
     rank's share of the sums from which the mean metrics are computed, fp64 [k], the loss first. All
-    ranks must call this."""
+    ranks must call this.
+
+    The names of the sums, in this order, are METRICS in model/preference_loss.py. What the sums are
+    divided by is Rows.loss_divisor. With plan.graphs this function is captured: it must not wait
+    for the GPU, nor read a Python value that changes between steps.
+    """
     token_losses = model(micro_batch)  # cross-entropy of each token in the loss, fp64 [tokens]
     if config.loss != "sft":
         return preference_loss(token_losses, micro_batch, config, model.context.size)
@@ -629,11 +638,11 @@ def evaluate(run: Run) -> Record | None:
     rows = run.eval_rows
     n_seen = 0
     batches = functools.partial(evaluation_batches, rows, run.config.batch_size, run.status)
-    global_values = values_of_all(run.model, rows, (batch for _, batch in batches()))
+    global_values = global_loss_values(run.model, rows, (batch for _, batch in batches()))
     for _, batch in batches():
         n_seen += len(batch)
         for micro_batch, _ in evaluation_micro_batches(run.model, batch):
-            set_values(micro_batch, global_values)
+            set_global_values(micro_batch, global_values)
             sums += compute_loss(run.model, micro_batch, run.config)[1]
     reshard_all(run.model)
     if n_seen < len(rows):
@@ -715,7 +724,7 @@ def train(run: Run) -> list[Record]:
 def evaluate_and_save(run: Run, writer: MetricsWriter | None, step: int,
                       action: str | None) -> None:
     """Do what is due after `step`, and the requested `action` of ACTIONS: evaluate, save a
-    checkpoint, end the run by RunError. All ranks must call this."""
+    checkpoint, end the run by RunEnd. All ranks must call this."""
     config = run.config
     progress = run.progress
     is_last = step == config.max_steps
@@ -758,7 +767,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     try:
         on_rank_0(checkpoints.write_checkpoint, run, step, weights, optimizer_state, merge_check,
                   causes=checkpoints.DISK_ERRORS)
-    except RunError as e:
+    except RunEnd as e:
         run.save_due = clock() + RETRY_SECONDS
         log(f"warning: could not save {name}: {e}. If training continues, the next attempt is in"
             f" {RETRY_SECONDS} s")

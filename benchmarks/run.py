@@ -258,6 +258,8 @@ GROUPS = {
               ("-1gpu-offload", 1, f"{ALL} {OFFLOAD}"),
               ("-1gpu-offload-auto", 1, f"{OFFLOAD} --memory_limit_gib 7.7"),
           )),
+        *(case(f"qwen3-14b20{name}", "qwen3-14b", 2, 2048, 9, flags, gpus=1, layers=20)
+          for name, flags in (("", NONE), ("-all", ALL), ("-offload", f"{ALL} {OFFLOAD}"))),
     ],
     "chat": [  # 32 chat rows have some 9,600 tokens
         case("8b-fixed", "llama-3-8b", 4, 2048, 12, at_once=0),

@@ -55,7 +55,7 @@ def gather_objects(value: Any) -> list[Any]:
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
 
 
-class RunError(Exception):
+class RunEnd(Exception):
     """Ends the run on all ranks together, so that no rank waits for another: an error, or a
     requested stop. `code`: the exit code; None: EXITS of the phase."""
 
@@ -66,7 +66,7 @@ class RunError(Exception):
 
 @contextlib.contextmanager
 def raise_on_all_ranks(causes: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """If the `with` body fails on one rank, all ranks raise RunError with that rank's error.
+    """If the `with` body fails on one rank, all ranks raise RunEnd with that rank's error.
 
     The body must not use collectives. `causes` are the errors that may have a cause outside of this
     code; by default nearly all, because libraries raise all kinds of errors for what a user can
@@ -86,7 +86,7 @@ def raise_on_all_ranks(causes: tuple[type[Exception], ...] = (Exception,)) -> It
             code = EXIT_OUT_OF_MEMORY
     failed = [pair for pair in gather_objects((error, code)) if pair[0]]
     if failed:
-        raise RunError(*failed[0])
+        raise RunEnd(*failed[0])
 
 
 def on_rank_0(function: Callable[..., Any], *args: Any,
@@ -99,7 +99,7 @@ def on_rank_0(function: Callable[..., Any], *args: Any,
 
 
 def check_same(config: Config, script: Path, versions: dict[str, str]) -> None:
-    """Raise RunError unless every rank runs the same source, versions {library: version} and flags.
+    """Raise RunEnd unless every rank runs the same source, versions {library: version} and flags.
     All ranks must call this."""
     facts = [(f"runs source with SHA-256 {source_digest(script)}",
               f"another version of {script.name}, copy one to all nodes")]
@@ -111,4 +111,4 @@ def check_same(config: Config, script: Path, versions: dict[str, str]) -> None:
     for other, other_facts in others:
         for (fact, remedy), (other_fact, _) in zip(first_facts, other_facts):
             if other_fact != fact:
-                raise RunError(f"{other} {other_fact}, {first} {fact}: {remedy}")
+                raise RunEnd(f"{other} {other_fact}, {first} {fact}: {remedy}")

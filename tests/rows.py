@@ -14,7 +14,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.prepare import prepare_rows
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.ranks import RunEnd
 
 SPECIAL = ("<|im_start|> <|im_end|> <|start|> <|channel|> <|message|> <|end|> <|return|> <|call|>"
            " <|user|> <|assistant|> <|system|>").split()  # fmt: skip
@@ -56,7 +56,7 @@ def prepare(sources, tokenizer, max_seq_len=1024, day="2020-01-31", columns=()):
 
 
 def refusal(sources, tokenizer, **settings):
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(RunEnd) as caught:
         prepare(sources, tokenizer, **settings)
     return str(caught.value)
 

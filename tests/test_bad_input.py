@@ -21,7 +21,7 @@ from fsdp_qlora.files import digest, read_json, text_digest
 from fsdp_qlora.kernels import elementwise
 from fsdp_qlora.micro_batch import offload
 from fsdp_qlora.pretrained.hub import read_model_config
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import base_model
 from fsdp_qlora.run.directory import open_output
 from fsdp_qlora.run.resolve import resolve_max_seq_len
@@ -622,16 +622,16 @@ def test_start_that_fails_leaves_what_was_there(start, model, tmp_path):
     refused(DATA, start(model, dataset=missing, output_dir=tmp_path / "mine"), missing)
     assert (tmp_path / "mine" / "notes").read_text() == "x"
     config = Config(output_dir=str(tmp_path / "runs" / "one"))
-    with (watch_process() as status, one_process(), pytest.raises(RunError),
+    with (watch_process() as status, one_process(), pytest.raises(RunEnd),
           open_output(config, config, status) as (directory, _)):  # fmt: skip
         beside = directory.parent / "two"
         beside.mkdir()
-        raise RunError("this one fails")
+        raise RunEnd("this one fails")
     assert beside.is_dir() and not directory.exists()
-    with (watch_process() as status, one_process(), pytest.raises(RunError),
+    with (watch_process() as status, one_process(), pytest.raises(RunEnd),
           open_output(config, config, status) as (directory, _)):  # fmt: skip
         (directory / "notes").write_text("put there meanwhile")
-        raise RunError("this one fails")
+        raise RunEnd("this one fails")
     assert [path.name for path in directory.iterdir()] == ["notes"]
 
 

@@ -28,7 +28,7 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.files import text_digest
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import metrics
 from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, read_checkpoint
 from fsdp_qlora.run.metrics import describe_time
@@ -449,7 +449,7 @@ def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
         seen.append(kept_out.sha256())
     assert seen[0] == seen[1] != seen[2]
     for fraction in "1.0", "0.001", "0", "2", "-1":
-        with pytest.raises(RunError, match=f"--eval_dataset {fraction}: is .* of 40 rows"):
+        with pytest.raises(RunEnd, match=f"--eval_dataset {fraction}: is .* of 40 rows"):
             parts(eval_dataset=(fraction,))
 
 

@@ -27,7 +27,7 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.tools import openai_calls
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.startup_log import log_examples
 
 
@@ -937,7 +937,7 @@ def test_column_that_no_row_has_ends_the_run(tokenizer, tmp_path):
     ):  # fmt: skip
         config = Config(dataset=(str(train),), eval_dataset=tuple(map(str, eval_dataset)),
                         columns=tuple(columns), max_seq_len=64)
-        expected = (pytest.raises(RunError, match=f"--columns {fault}: no row has the key") if fault
+        expected = (pytest.raises(RunEnd, match=f"--columns {fault}: no row has the key") if fault
                     else contextlib.nullcontext())  # fmt: skip
         with one_process(), expected:
             prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2020-01-31")

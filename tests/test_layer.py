@@ -56,7 +56,7 @@ from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import tensor_names
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.training import compare_with_transformers as check
 from fsdp_qlora.training.compare_with_transformers import (
@@ -409,7 +409,7 @@ def test_dora_is_refused_where_a_row_of_a_weight_is_0():
     pair = Pair("llama", adapter="dora")
     pair.tensors["model.layers.1.mlp.up_proj.weight"][3] = 0
     with pytest.raises(
-        RunError, match="row 3 of mlp.up_proj in layer 1 is all 0, .*: use --adapter l"
+        RunEnd, match="row 3 of mlp.up_proj in layer 1 is all 0, .*: use --adapter l"
     ):
         measure_weight_norms(pair.make())
 

@@ -24,7 +24,7 @@ from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, FourBitBlocks
 from fsdp_qlora.quant.nf4 import mxfp4_values
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.training import compare_with_transformers as check
 from fsdp_qlora.training.compare_with_transformers import (
     plain_model, random_adapter, random_reference, read_weights)
@@ -217,5 +217,5 @@ def test_model_that_cannot_be_in_mxfp4_is_refused(name, words, tmp_path):
     config = TINY[name](320)
     config.intermediate_size, config.quantization_config = 96, IN_MXFP4
     config.save_pretrained(tmp_path)
-    with pytest.raises((ValueError, RunError), match=words):
+    with pytest.raises((ValueError, RunEnd), match=words):
         read_config(tmp_path)

@@ -37,7 +37,7 @@ from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sources import RefusedRow, find_pieces
 from fsdp_qlora.micro_batch.micro_batch import Answers
 from fsdp_qlora.model.preference_loss import LOSSES, Loss, preference_loss
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.status import Status
 from fsdp_qlora.training import evaluation, reference
 from fsdp_qlora.training.reference import read_reference, tensor_digest, write_reference
@@ -329,7 +329,7 @@ def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypa
     monkeypatch.setattr(evaluation, "reshard_all", lambda model: None)
     run = types.SimpleNamespace(device="cpu", model=None)
     batches = (rows.select(torch.arange(4)[part]) for part in (slice(2), slice(2, 4)))
-    assert evaluation.values_of_all(run, rows, batches) == {"kl": value}
+    assert evaluation.global_loss_values(run, rows, batches) == {"kl": value}
 
 
 def log_sigmoid(x):
@@ -991,7 +991,7 @@ def test_rows_of_another_loss_or_label_are_other_rows(tokenizer, tmp_path):
     with one_process():
         rows, *_ = prepare_rows(*settings, loss="kto")
         assert rows.digests[0] != rows.digests[1]
-        with pytest.raises(RunError, match="or train on such rows with --loss kto"):
+        with pytest.raises(RunEnd, match="or train on such rows with --loss kto"):
             prepare_rows(*settings, loss="dpo")
 
 

@@ -35,7 +35,7 @@ from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.log import log
 from fsdp_qlora.model.preference_loss import LOSSES
-from fsdp_qlora.ranks import RunError, raise_on_all_ranks
+from fsdp_qlora.ranks import RunEnd, raise_on_all_ranks
 
 
 def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast | None,
@@ -67,12 +67,12 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
         renamed |= also
     for column in config.columns or ():
         if (key := column.split("=")[0]) not in renamed:
-            raise RunError(f"--columns {column}: no row has the key {key}")
+            raise RunEnd(f"--columns {column}: no row has the key {key}")
     if fraction is not None:
         rows, eval_rows = hold_out(rows, fraction, config)
     n_good = int(rows.desirable.sum())
     if rows.loss_record.is_unpaired and n_good in (0, len(rows)):
-        raise RunError(f"--loss {config.loss} needs good and bad answers, but {n_good:,} of"
+        raise RunEnd(f"--loss {config.loss} needs good and bad answers, but {n_good:,} of"
                        f" {len(rows):,} rows have label true. For good answers alone use --loss"
                        " sft")
     return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
@@ -117,7 +117,7 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     n = round(fraction * len(ids)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()
     if not 0 < n < len(ids) or len(values) > 1:
-        raise RunError(f"--eval_dataset {' '.join(values)}: is {n} of {len(ids)} rows; must be"
+        raise RunEnd(f"--eval_dataset {' '.join(values)}: is {n} of {len(ids)} rows; must be"
                        " one fraction between 0 and 1, or files")
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(config.seed))
     held_out = torch.isin(groups[:: rows.n_answers], ids[order[:n]])

@@ -68,7 +68,7 @@ class Rows:
         return len(self.starts) // self.n_answers
 
     @property
-    def num_items_in_batch(self) -> int:
+    def loss_divisor(self) -> int:
         """Divisor of the summed loss of these Rows: the number of tokens in the loss, or of rows.
         """
         return int(self.n_trainable_tokens.sum()) if self.loss == "sft" else len(self)

@@ -85,7 +85,7 @@ class ContextShard:
     _exchanges: dict[int | None, KeyExchange] = dataclasses.field(default_factory=dict)
 
     def to(self, device: torch.device, dropout_seeds: Tensor | None) -> ContextShard:
-        """Return a copy on `device`, with the dropout keys of its tokens."""
+        """Return a copy on `device`, with the dropout seeds of its tokens."""
         return ContextShard(self.context, self.pieces, self.tokens.to(device), dropout_seeds)
 
     def gather_keys(

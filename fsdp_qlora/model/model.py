@@ -24,7 +24,7 @@ from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.quant.blocks import FourBitBlocks
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.ranks import RunEnd
 
 
 class Model(ModelParameters):
@@ -61,7 +61,7 @@ class Model(ModelParameters):
 
 @torch.no_grad()
 def measure_weight_norms(model: Model) -> None:
-    """Compute, for DoRA, the norms of the rows of all adapted weights, fp32. Raises RunError if a
+    """Compute, for DoRA, the norms of the rows of all adapted weights, fp32. Raises RunEnd if a
     row is 0. All ranks must call this."""
     for layer in model.layers:
         with gathered(layer):
@@ -74,7 +74,7 @@ def measure_weight_norms(model: Model) -> None:
                         name = linear.name
                         row_norms = norms[linear.outputs]
                         if not row_norms.all():  # PEFT would compute NaN, too
-                            raise RunError(
+                            raise RunEnd(
                                 f"--adapter dora: row {int(row_norms.argmin())} of {name} in"
                                 f" layer {layer.index} is all 0, and DoRA divides by its norm: use"
                                 " --adapter lora, or leave this linear out of --target_modules")

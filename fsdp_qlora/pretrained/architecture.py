@@ -1,6 +1,6 @@
 """Records that describe a model: Family, Architecture, LayerKind, Linear.
 
-families.py has the table of families, config.py makes a record of a config.json, layer/linears.py
+families.py has the table of families, describe.py makes a record of a config.json, layer/linears.py
 says where a layer's values are.
 """
 

@@ -1,6 +1,6 @@
 """FAMILIES: how each supported model type differs from Llama.
 
-To add a family whose parts are known, add one record to FAMILIES. config.py makes an Architecture
+To add a family whose parts are known, add one record to FAMILIES. describe.py makes an Architecture
 of it and a config.json.
 """
 

@@ -31,7 +31,7 @@ from fsdp_qlora.lora.adapter import (
     TOKEN_ROWS, Adapter, MakeOptimizer, probe_optimizer, sharded_state)
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES, write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
-from fsdp_qlora.ranks import RunError, gather_objects
+from fsdp_qlora.ranks import RunEnd, gather_objects
 from fsdp_qlora.run.directory import MERGE_CHECK_FILE, RESULTS
 from fsdp_qlora.run.state import Progress, Run
 
@@ -296,7 +296,7 @@ def agree_on_digests(config: Config, rows: Rows, eval_rows: Rows | None,
             if other[key] != digests[key]:
                 value = as_json(vars(config)[flag])
                 value = " ".join(value) if isinstance(value, list) else value
-                raise RunError(f"--{flag} {value}: not the same on all nodes", EXITS["data"])
+                raise RunEnd(f"--{flag} {value}: not the same on all nodes", EXITS["data"])
     return digests
 
 

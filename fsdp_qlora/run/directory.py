@@ -27,7 +27,7 @@ from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_files import ADAPTER_FILES
 from fsdp_qlora.model.load import Loaded
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
-from fsdp_qlora.ranks import RunError, is_rank_0, on_rank_0, raise_on_all_ranks, this_rank
+from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks, this_rank
 from fsdp_qlora.run.base_model import BaseModel
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status
@@ -45,7 +45,7 @@ QUANTIZATION = {"quant_type": "nf4", "blocksize": BLOCK, "double_quant": True,
 def open_output(config: Config, user_config: Config, status: Status) -> Iterator[tuple[Path, bool]]:
     """Yield the output directory, locked, and whether the run in it is complete; log both.
 
-    If the run ends by a RunError before train_config.json is written, everything that this start
+    If the run ends by a RunEnd before train_config.json is written, everything that this start
     has made is removed again, and nothing else. All ranks must call this and must see the
     directory.
     """
@@ -73,7 +73,7 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
             f"{directory} is already complete; nothing to do. To train further: --init_adapter"
             f" {directory} and a new --output_dir")
         yield directory, is_complete
-    except RunError:
+    except RunEnd:
         is_begun = status.phase in ("saving", "training")
         if is_rank_0() and made and not (is_begun or status.has_lost_directory()):
             for name in ("status.json", *["demo"] * (not config.model), ".lock"):

@@ -1,16 +1,16 @@
 """Signals, step timeout, exit codes and status.json: how a run ends.
 
-What all ranks know of is a RunError, with which main() ends them together. What happens to one rank
+What all ranks know of is a RunEnd, with which main() ends them together. What happens to one rank
 alone goes to Status.end_alone(), and torchrun ends the others. The watching thread cannot wait for
 the main thread: it calls Status.leave().
 
     phase: flags -> model -> data -> checkpoint -> model -> saving -> training -> saving -> exit 0
 
-    main thread        a RunError, on all ranks         stop_together()   its code, or the phase's
+    main thread        a RunEnd, on all ranks         stop_together()   its code, or the phase's
                        any other error, of this rank    end_alone()       8, 70, or 75: LOST
     watching thread    a signal, or torchrun ends:
                          before training, or a second   leave()           75
-                         the first in training          stop_reason: RunError after the step
+                         the first in training          stop_reason: RunEnd after the step
                        another process ends             leave()           75
                        the deadline is over             leave_frozen()    9
 
@@ -46,7 +46,7 @@ from fsdp_qlora.files import open_own, read_json
 from fsdp_qlora.log import print_error, tell_torchrun
 from fsdp_qlora.memory import memory_gib
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.ranks import RunError, is_rank_0, this_rank
+from fsdp_qlora.ranks import RunEnd, is_rank_0, this_rank
 
 
 ACTIONS = (None, "save", "stop")  # that a rank can request of all; the last has precedence
@@ -136,7 +136,7 @@ class Status:
             self.stop_reason = LOST_DIRECTORY
             raise OSError(LOST_DIRECTORY)
 
-    def stop_together(self, stop: RunError) -> int:
+    def stop_together(self, stop: RunEnd) -> int:
         """Print and record why all ranks end. Returns the exit code."""
         code, self.is_ending = EXITS[self.phase] if stop.code is None else stop.code, True
         if is_rank_0():

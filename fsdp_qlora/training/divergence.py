@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from fsdp_qlora.exit_codes import EXIT_DIVERGED
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.state import Progress, Run
 
 PATIENCE = 50  # steps after the warm-up in which the loss must fall below the first step's loss
@@ -41,7 +41,7 @@ def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progr
 
 
 def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
-    """Raise RunError if the run has diverged, before the update. All ranks must call this."""
+    """Raise RunEnd if the run has diverged, before the update. All ranks must call this."""
     warmup = run.config.warmup_fraction * run.config.max_steps
     why = why_diverged(step, loss, norm, warmup, run.progress, run.adapter.largest,
                        saturates=run.config.loss != "sft")
@@ -52,7 +52,7 @@ def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
         advice += f"; with it, {run.status.how_to_resume} from {run.status.checkpoint}"
     if step == 1:
         advice = "nothing was trained yet. Try --compute_dtype float32, or is the model damaged?"
-    raise RunError(f"step {step}: {why}; {advice}", EXIT_DIVERGED)
+    raise RunEnd(f"step {step}: {why}; {advice}", EXIT_DIVERGED)
 
 
 def why_worse(losses: Sequence[float]) -> str:

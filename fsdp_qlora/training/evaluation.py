@@ -1,7 +1,5 @@
-"""Losses of rows without training on them: no dropout, no gradients.
-
-values_of_all() is what the loss of a micro-batch needs to know of all rows of its step or
-evaluation.
+"""Losses without gradients or dropout, and what the loss of a micro-batch needs to know of all rows
+of its step or evaluation: global_loss_values().
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def document_losses(model: Model, rows: Rows) -> torch.Tensor:
     return losses
 
 
-def values_of_all(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
+def global_loss_values(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
     """Return the fields of Answers that depend on all of these Rows (a step's or an evaluation's),
     if the loss reads any. `batches` yields the Rows a few at a time. All ranks must call this."""
     if rows.loss_record.is_unpaired:
@@ -70,8 +68,8 @@ def values_of_all(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str
     return {}
 
 
-def set_values(micro_batch: MicroBatch, values: dict[str, Any]) -> None:
-    """Give the answers of a micro-batch, if it has any, the result of values_of_all()."""
+def set_global_values(micro_batch: MicroBatch, values: dict[str, Any]) -> None:
+    """Give the answers of a micro-batch, if it has any, the result of global_loss_values()."""
     if micro_batch.answers:
         micro_batch.answers = dataclasses.replace(micro_batch.answers, **values)
 

@@ -13,7 +13,7 @@ from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.log import log
 from fsdp_qlora.memory import log_memory
-from fsdp_qlora.ranks import RunError, gather_objects, on_rank_0
+from fsdp_qlora.ranks import RunEnd, gather_objects, on_rank_0
 from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, save_adapter
 from fsdp_qlora.run.metrics import losses_of
 from fsdp_qlora.run.state import Run
@@ -27,13 +27,13 @@ def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
     why = next(filter(None, gather_objects(run.status.stop_reason)))
     has_trained = run.status.longest_step > 0  # since this start
     if was_cut_short and not has_trained and why.startswith("--max_minutes"):
-        raise RunError(f"{why} before the evaluation after step {step} was done,"
+        raise RunEnd(f"{why} before the evaluation after step {step} was done,"
                        " and the next start would end there, too. Use more minutes, or evaluate"
                        " fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.states(run.model), causes=DISK_ERRORS)
-    raise RunError(f"{why}, after step {step}; {what_is_saved(run, step)}", EXIT_RESUMABLE)
+    raise RunEnd(f"{why}, after step {step}; {what_is_saved(run, step)}", EXIT_RESUMABLE)
 
 
 def what_is_saved(run: Run, step: int) -> str:

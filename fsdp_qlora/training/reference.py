@@ -22,7 +22,7 @@ from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
-from fsdp_qlora.ranks import RunError, gather_objects, is_rank_0, on_rank_0
+from fsdp_qlora.ranks import RunEnd, gather_objects, is_rank_0, on_rank_0
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 
@@ -75,7 +75,7 @@ def compute_missing(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     started = saved = time.monotonic()
     if run.saved_step:  # a resumed run has more rows now, or has lost its file
         if why := on_rank_0(why_no_start, run):
-            raise RunError(why, EXITS["checkpoint"])
+            raise RunEnd(why, EXITS["checkpoint"])
         weights = run.adapter.weights.data.clone()
         run.adapter.initialize(run.config)
     is_first = True  # else a run that is always stopped at once would never make progress
@@ -95,7 +95,7 @@ def compute_missing(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     if is_rank_0():
         write_reference(run, references)
     if why := next(filter(None, gather_objects(run.status.stop_reason)), None):
-        raise RunError(f"{why}, before the reference was complete; the part computed so far is in"
+        raise RunEnd(f"{why}, before the reference was complete; the part computed so far is in"
                        f" {REFERENCE_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
     log(f"reference: done in {time.monotonic() - started:.1f} s")
 

@@ -50,7 +50,7 @@ def mean_metrics(sums: Sequence[float], rows: Rows, prefix: str = "") -> dict[st
     """Return {name of a metric: its mean}, from the sums of compute_loss() over all of these Rows.
     With KTO, the means over good or over bad answers are left out if there are none."""
     n_good = int(rows.desirable.sum())
-    counts = {"all": rows.num_items_in_batch, "good": n_good, "bad": len(rows.desirable) - n_good}
+    counts = {"all": rows.loss_divisor, "good": n_good, "bad": len(rows.desirable) - n_good}
     means = {prefix + name: total / counts[answers]
              for (name, answers), total in zip(METRICS.items(), sums) if counts[answers]}
     chosen, rejected = (means.get(f"{prefix}rewards/{answer}") for answer in ("chosen", "rejected"))

@@ -55,7 +55,7 @@ def untrained_rows(model: Model) -> dict[int, str]:
 
 
 def check_untrained_tokens(model: Model, rows: Rows, base: BaseModel) -> dict[int, str]:
-    """Return untrained_rows(), {} if there is no text. Raises RunError if a token that ends answers
+    """Return untrained_rows(), {} if there is no text. Raises RunEnd if a token that ends answers
     in training has a row of zeros in the lm_head, and logs the other tokens in the loss that the
     lm_head has never learned; except for those of --trainable_tokens. All ranks must call this."""
     if not (tokenizer := base.tokenizer):
