@@ -264,7 +264,7 @@ def test_ratio_is_to_the_fastest_peer():
 def test_unknown_peers_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         bench.main(words)
-    assert "gemma4, minimal have trl-ddp, trl-ddp-liger" in capsys.readouterr().err
+    assert "gemma4, minimal, long have trl-ddp, trl-ddp-liger" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -846,7 +846,7 @@ def test_adapter_of_some_linears_is_merged_into_what_peft_trained(
             assert torch.equal(value, wanted[name]), name
             n_nf4 += not torch.equal(value, stored[name])
     assert n_nf4 >= 12 and stored.keys() == {bare_name(name) for name in found}
-    assert ("linears outside the text model, as" in text) == (not is_whole)
+    assert ("linears outside the text model, such as" in text) == (not is_whole)
 
 
 TREE = ast.parse(SCRIPT.read_text())
