@@ -110,18 +110,29 @@ def test_pieces_equal_plain_torch(heads, kv_heads, lengths_q, lengths_k):
         assert (got - want).norm() < 1e-6 * want.norm()
 
 
-@pytest.mark.parametrize("shared_by, lengths, is_one_by_one", [
-    (2, [8192], True), (2, [8193], True), (2, [8190], False), (4, [16_384, 16_384], True),
-    (4, [8192], False), (2, [8192, 9000], True), (2, [8192, 30], False),
-    (1, [30, 30], True), (1, [30, 31], False)])  # fmt: skip
-def test_long_pieces_run_one_by_one(shared_by, lengths, is_one_by_one):
+def kernel_of(lengths, micro_step, context):
+    """Which kernel the first micro-batch of a micro-step takes, of rows of these lengths."""
     plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=sum(lengths))
     model = types.SimpleNamespace(device=torch.device("cpu"), plan=plan, store=None,
                                   kernels=Kernels({"full": "one by one"}, {"full": "in one call"}))
     rows = rows_of([([1] * n, [1] * n) for n in lengths])
-    context = ContextGroup(shared_by, 0, 0, 1)
-    batch = make_micro_batch(rows, [list(range(len(lengths)))], 0, None, model, context)
-    assert batch.kernels["full"] == ("one by one" if is_one_by_one else "in one call")
+    return make_micro_batch(rows, micro_step, 0, None, model, context).kernels["full"]
+
+
+@pytest.mark.parametrize("shared_by, lengths, is_one_by_one", [
+    (2, [8192], True), (2, [8193], False), (2, [8190], False), (4, [16_384, 16_384], True),
+    (4, [8192], False), (2, [8192, 9000], True), (2, [8192, 30], False),
+    (1, [30, 30], True), (1, [30, 31], False)])  # fmt: skip
+def test_long_pieces_run_one_by_one(shared_by, lengths, is_one_by_one):
+    kernel = kernel_of(lengths, [[*range(len(lengths))]], ContextGroup(shared_by, 0, 0, 1))
+    assert kernel == ("one by one" if is_one_by_one else "in one call")
+
+
+@pytest.mark.parametrize("other, is_one_by_one", [(8192, True), (8196, False), (8448, True)])
+def test_padding_of_very_short_pieces_runs_in_one_call(other, is_one_by_one):
+    """The micro-batch is padded to as many tokens as another group's."""
+    kernel = kernel_of([8192, other], [[0], [1]], ContextGroup(2, 0, 0, 2))
+    assert kernel == ("one by one" if is_one_by_one else "in one call")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context import (
-    NOT_SHARED, ContextGroup, has_long_pieces, make_context_shard)
+    LEAST_PIECE, NOT_SHARED, ContextGroup, has_long_pieces, make_context_shard)
 from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
 from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.model.model import Model
@@ -156,9 +156,10 @@ def make_micro_batch(rows: Rows, micro_step: list[list[int]], index: int,
     if context.size > 1:
         shard = make_context_shard(lengths, context)
         tensors |= own_tensors(tensors, shard.tokens)
-        # attention of one piece after the other, of any lengths
-        shortest = min(lengths[: len(documents)], default=0)  # the padding's documents may be short
-        is_fixed_len = has_long_pieces(shortest, context.size)
+        # attention of one piece after the other, of any lengths; the padding's may be short
+        shortest = min(lengths[: len(documents)], default=0)
+        is_fixed_len = (has_long_pieces(shortest, context.size)
+                        and min(lengths) >= 2 * context.size * LEAST_PIECE)
     n_own = len(tensors["labels"])
     assert n_labels >= n_own, f"{n_own} labels, and room for {n_labels}"
     padding = (0, n_labels - n_own)

@@ -24,6 +24,7 @@ from fsdp_qlora.micro_batch.segments import Segments
 # tokens of a row on each rank, for which ranks share micro-batches without being told to: with
 # fewer, exchanging keys takes longer than --offload_activations
 LONG_SHARE = 4096
+LEAST_PIECE = 64  # tokens; piece_attention() has not been tried with shorter ones on a GPU
 
 
 @dataclasses.dataclass(frozen=True)
