@@ -14,24 +14,29 @@ loop. The model comes from transformers, the 4-bit linears from bitsandbytes, th
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.3-70B-Instruct \
         --dataset rows.jsonl --output_dir adapter --offload --micro_batch_size 2
 
+It trains dense text models of transformers (Llama, Qwen3, Gemma 3, ...), but no mixture of experts.
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. Without torchrun the file runs as one process, so with
 --offload a 70B trains on one 24 GB GPU. Without a GPU the file runs on the CPU.
 
-    to change                                         edit
-    columns of the data set                           check_example(), encode(), read_rows()
-    flags                                             parse_args(), check_args()
-    which linears have LoRA, dropout                  build_model()
-    what else is trainable                            load_module(), check_model(), save_adapter()
-    attention, activation checkpointing               choose_attention(), build_model()
-    FSDP units, what is gathered when, offloading     load_and_shard(), fsdp_policy()
-    micro-batches, the loss                           micro_batches(), rows_loss()
-    optimizer, schedule                               train(), learning_rate()
-    evaluation, and how often                         evaluate(), end of train()
-    metrics: wandb, a file                            log_step(), and train() for eval_loss
-    what is saved                                     save_adapter()
-    several machines                                  nothing: torchrun --nnodes on each, with the
-                                                      model and data there; rank 0's has the adapter
+    to change                                     edit
+    flags                                         parse_args(), check_args()
+    which linears have LoRA, dropout              build_model()
+    what else is trainable                        load_module(), check_model(), save_adapter()
+    attention, activation checkpointing           choose_attention(), build_model()
+    FSDP units, what is gathered when             shard_layer(), load_and_shard()
+    offloading, HSDP                              fsdp_policy()
+    micro-batches, the loss                       micro_batches(), rows_loss()
+    optimizer, schedule                           train(), learning_rate()
+    evaluation, and how often                     evaluate(), end of train()
+    metrics: wandb, a file                        log_step(), end of train()
+    what is saved                                 save_adapter()
+    columns of the data set                       encode()
+    weight of an answer or a token                Row, make_row(), read_rows(),
+                                                  count_loss_tokens(), rows_loss()
+
+On several machines run torchrun with --nnodes, --rdzv_backend c10d and --rdzv_endpoint on each of
+them, with the model and the data there. The machine of rank 0 gets the adapter.
 
 To use the adapter, load the model in NF4, as it was trained, and then the adapter:
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
@@ -61,7 +66,7 @@ import warnings
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 # less fragmentation of GPU memory; torch reads this once, when it is imported
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -84,21 +89,29 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
 
-# transformers renames gradient checkpointing to activation checkpointing, and PEFT still uses the
-# old name
+# transformers 6 drops the old names of activation checkpointing, which PEFT still uses, and which
+# build_model() uses for transformers 5.20
 warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
 
 DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
 # FSDP2 before torch 2.13 cannot shard integers, so four NF4 codes are stored as one bf16 number.
-# Copying such numbers can corrupt them: read shard_layer() before you change a dtype
+# Copying such numbers can corrupt them: read shard_layer() before you change a dtype. If you need
+# no older torch, torch.uint8 works here, too, and nothing can corrupt it
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 SEED = 0  # for the order of the rows and the initial LoRA
 MAX_GRAD_NORM = 1.0
 WARMUP_FRACTION = 0.03  # fraction of all steps
-LOSS_CHUNK = 1024  # tokens whose logits are in fp32 at once: 0.5 GiB for a vocabulary of 128k
+# tokens whose loss is computed at once, in fp32: 0.5 GiB for each copy of their logits, if the
+# vocabulary has 128k tokens
+LOSS_CHUNK = 1024
 IGNORE_INDEX = -100  # target where the next token is not in the loss
-# token ids [tokens], and targets [tokens]: targets[i] is ids[i + 1], or IGNORE_INDEX
-Row = tuple[Tensor, Tensor]
+
+
+class Row(NamedTuple):
+    """The tokens of a text, or of an answer and all messages before it."""
+
+    ids: Tensor  # [tokens]
+    targets: Tensor  # [tokens]: targets[i] is ids[i + 1], or IGNORE_INDEX
 
 
 def main() -> None:
@@ -108,7 +121,9 @@ def main() -> None:
     model_dir = find_model(args)
     # not AutoTokenizer: this class reads tokenizer.json as it is, whatever class the model names
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
-    eval_rows, train_rows = split_rows(read_rows(args, tokenizer), args)
+    n_needed = args.max_steps * args.batch_size if args.max_steps else math.inf
+    train_rows = rows_of_all_steps(read_rows(args.dataset, args, tokenizer, n_needed), args)
+    eval_rows = read_rows(args.eval_dataset, args, tokenizer) if args.eval_dataset else []
     model = build_model(args, model_dir, device)
     load_and_shard(model, args, model_dir, device)
     check_model(model)
@@ -123,7 +138,9 @@ def parse_args() -> Namespace:
     parser.add_argument("--model", required=True, help="Hub id, or directory of safetensors")
     parser.add_argument("--dataset", required=True, help="JSONL file with messages or text")
     parser.add_argument("--output_dir", required=True, help="where the adapter goes")
-    parser.add_argument("--max_steps", type=int, default=100, help="optimizer steps")
+    parser.add_argument("--eval_dataset", help="JSONL file like --dataset, to evaluate")
+    parser.add_argument("--num_epochs", type=float, default=1.0, help="passes over the data")
+    parser.add_argument("--max_steps", type=int, help="optimizer steps, in place of --num_epochs")
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
@@ -132,11 +149,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
-                        help="evaluate, and save the adapter over the last one, after every so"
-                        " many optimizer steps and after the last")
-    parser.add_argument("--eval_rows", type=int, default=0,
-                        help="number of rows, the first ones of the data set, that are held out"
-                        " for evaluation: shuffle a sorted file first")
+                        help="save the adapter, over the last one, and evaluate, after every so"
+                        " many optimizer steps and after the last; no run can continue from it")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--lora_rank", type=int, default=16, help="rank of the adapter")
     parser.add_argument("--lora_alpha", type=int, default=32,
@@ -163,15 +177,11 @@ def init_distributed() -> torch.device:
 
 
 def check_args(args: Namespace) -> None:
-    for name in ("max_steps", "batch_size", "micro_batch_size", "max_seq_len", "save_every",
-                 "learning_rate", "lora_rank", "lora_alpha"):
+    for name in ("num_epochs", "max_steps", "batch_size", "micro_batch_size", "max_seq_len",
+                 "save_every", "learning_rate", "lora_rank", "lora_alpha"):
         value = getattr(args, name)
-        if not value > 0:
+        if value is not None and not value > 0:
             fail(f"--{name} {value}: must be above 0")
-    if args.batch_size % dist.get_world_size():
-        fail(f"--batch_size {args.batch_size} is not a multiple of {dist.get_world_size()} GPUs")
-    if args.eval_rows < 0 or args.eval_rows % dist.get_world_size():
-        fail(f"--eval_rows {args.eval_rows} is not 0 or a multiple of {dist.get_world_size()} GPUs")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fail now, not after training
     if Path(args.output_dir, "adapter_model.safetensors").exists():
         fail(f"--output_dir {args.output_dir}: already has an adapter")
@@ -207,170 +217,6 @@ def find_model(args: Namespace) -> Path:
     return model_dir
 
 
-# ---- Data ---------------------------------------------------------------------------------------
-
-
-class BadExample(ValueError):
-    """A line of the data set that this file does not handle."""
-
-
-def read_rows(args: Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
-    """Return the rows of all lines, cut at --max_seq_len, that have a token in the loss. Every rank
-    has all of them."""
-    if not Path(args.dataset).is_file():
-        fail(f"--dataset {args.dataset}: no such file")
-    rows: list[Row] = []
-    columns: set[str] = set()
-    n_cut = n_dropped = 0
-    # as bytes: str.splitlines() also splits at characters such as U+2028
-    for number, line in enumerate(Path(args.dataset).read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            example = json.loads(line)
-            encoded = encode(example, tokenizer)
-        except (json.JSONDecodeError, UnicodeDecodeError, BadExample, TemplateError) as error:
-            fail(f"--dataset {args.dataset}, line {number}: {type(error).__name__}: {error}")
-        except Exception as error:  # perhaps a mistake in an edit: keep the traceback
-            raise RuntimeError(f"--dataset {args.dataset}, line {number}") from error
-        columns |= set(example)
-        n_dropped += not encoded  # a conversation without an answer
-        for ids, targets in encoded:
-            is_cut = len(ids) > args.max_seq_len
-            # cloned, so that the memory of the rest is freed
-            ids, targets = ids[: args.max_seq_len].clone(), targets[: args.max_seq_len].clone()
-            targets[-1] = IGNORE_INDEX  # as if the row ended here
-            if (targets != IGNORE_INDEX).any():
-                rows.append((ids, targets))
-                n_cut += is_cut
-            else:
-                n_dropped += 1  # a prompt that fills --max_seq_len
-    if not rows:
-        fail(f"--dataset {args.dataset}: no token to train on")
-    ignored = ", ".join(sorted(columns - {"text", "messages"})) or "none"
-    log(f"data: {len(rows):,} rows, {n_cut:,} of them cut at --max_seq_len; {n_dropped:,} more have"
-        f" no answer within it and are left out; ignored columns: {ignored}")
-    ids, targets = rows[0]
-    log(f"first row: {tokenizer.decode(ids)[:500]!r}; of it in the loss:"
-        f" {tokenizer.decode(targets[targets != IGNORE_INDEX])[:500]!r}")
-    return rows
-
-
-def split_rows(rows: list[Row], args: Namespace) -> tuple[list[Row], list[Row]]:
-    """Return the rows to evaluate, and those of all steps: references to the other rows for as many
-    epochs as the steps need, each epoch in an order of its own."""
-    eval_rows, rows = rows[: args.eval_rows], rows[args.eval_rows :]
-    if not rows:
-        fail(f"--eval_rows {args.eval_rows}: leaves no row to train on")
-    n_epochs = args.max_steps * args.batch_size / len(rows)
-    log(f"training: {args.max_steps:,} steps, {n_epochs:.2f} epochs")
-    all_rows: list[Row] = []
-    for epoch in range(math.ceil(n_epochs)):
-        all_rows += random.Random(SEED + epoch).sample(rows, len(rows))
-    return eval_rows, all_rows
-
-
-def check_example(example: dict[str, Any]) -> None:
-    """Raise BadExample for what this file does not handle. Other columns are ignored."""
-    if not isinstance(example, dict):
-        raise BadExample(f"expected an object, not {str(example)[:80]}")
-    if ("text" in example) == ("messages" in example):
-        raise BadExample(f"expected either text or messages, not {', '.join(example)}")
-    for key in ("system", "tools", "documents", "chat_template_kwargs", "completion", "chosen",
-                "rejected", "weight", "train"):
-        if example.get(key) not in (None, "", [], {}):
-            raise BadExample(f"{key!r} would change the training, and this file does not handle it")
-    if "text" in example and not isinstance(example["text"], str):
-        raise BadExample(f"expected a string as text, not {str(example['text'])[:80]}")
-    messages = example.get("messages", [])
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise BadExample(f"expected a list of messages, not {str(messages)[:80]}")
-    for message in messages:
-        if set(message) != {"role", "content"}:
-            raise BadExample(f"expected a message of role and content, not of {', '.join(message)}")
-        if not isinstance(message["content"], str):
-            raise BadExample(f"expected a string as content, not {str(message['content'])[:80]}")
-        if message["role"] not in ("system", "user", "assistant"):
-            raise BadExample(f"expected system, user or assistant, not {message['role']!r}")
-        if message["role"] == "assistant" and not message["content"].strip():
-            raise BadExample("an answer is empty")
-
-
-def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]:
-    """Tokenize a line of the data set. Returns the row of its text, or a row for each answer of its
-    conversation.
-
-    Each answer follows exactly the prompt that a server renders for the messages before it. Each
-    answer is a row of its own that repeats these messages, because a template may change an answer
-    that other messages follow: Qwen3's drops its reasoning. The price: the first messages of a long
-    conversation are computed once for each answer.
-    """
-    check_example(example)
-    if "text" in example:
-        return [make_row(tokenizer(example["text"] + (tokenizer.eos_token or ""))["input_ids"], 0)]
-    if not tokenizer.chat_template:
-        raise BadExample("messages need a chat template, and this model has none: name its instruct"
-                         " model, or write text")
-    messages = example["messages"]
-    # from 1: a first message that is an answer has no prompt, and is not trained
-    return [encode_answer(messages[:i], messages[i], tokenizer)
-            for i in range(1, len(messages)) if messages[i]["role"] == "assistant"]
-
-
-def encode_answer(
-    prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
-) -> Row:
-    """Return the row of a prompt, which is not in the loss, and its answer."""
-    prompt, answer_text = render_answer(prompt_messages, answer, tokenizer)
-    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    ids = tokenizer(prompt + answer_text, add_special_tokens=False)["input_ids"]
-    if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross from the prompt into the answer
-        # only here, because a SentencePiece tokenizer may add a space before answer_text
-        ids = prompt_ids + tokenizer(answer_text, add_special_tokens=False)["input_ids"]
-    return make_row(ids, len(prompt_ids))
-
-
-def render_answer(
-    prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
-) -> tuple[str, str]:
-    """Return a prompt as a server renders it, and the answer as the model will write it: up to and
-    including its end-of-turn token. Raises BadExample if the chat template does not fit."""
-    prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
-    text = render([*prompt_messages, answer], tokenizer)
-    if not text.startswith(prompt):
-        raise BadExample(f"the chat template's prompt ends with {prompt[-40:]!r}, but the text with"
-                         " the answer does not continue it")
-    answer_text = text.removeprefix(prompt)
-    # render() does not check reasoning, which templates may drop from earlier answers. This
-    # answer's is trained, so it must be there
-    reasoning = answer["content"].rpartition("</think>")[0].removeprefix("<think>").strip()
-    if reasoning not in answer_text:
-        raise BadExample(f"the chat template leaves out the reasoning {reasoning[:40]!r}")
-    special_tokens = tuple(
-        token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    if answer_text.rstrip().endswith(special_tokens):
-        return prompt, answer_text.rstrip()  # the template ends a turn with "\n" after its token
-    return prompt, answer_text + (tokenizer.eos_token or "")  # GLM's leaves the last turn open
-
-
-def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: bool) -> str:
-    """Return the messages as text by the chat template. Raises BadExample if the text lacks the
-    content of a message."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    for message in messages:
-        content = message["content"].rpartition("</think>")[2]  # templates may drop reasoning
-        if content.strip() not in text:
-            raise BadExample(f"the chat template leaves out {content[:40]!r}")
-    return text
-
-
-def make_row(ids: list[int], n_prompt: int) -> Row:
-    """Return the row of these tokens, the first `n_prompt` of which are not in the loss."""
-    labels = [IGNORE_INDEX] * n_prompt + ids[n_prompt:]
-    targets = (labels + [IGNORE_INDEX])[1:]  # position i predicts token i + 1
-    return torch.tensor(ids), torch.tensor(targets)
-
-
 # ---- Model: built on meta, read and quantized layer by layer, sharded ---------------------------
 
 # Glossary:
@@ -404,7 +250,8 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     model.requires_grad_(False)
     model.name_or_path = args.model  # for adapter_config.json
     model.is_loaded_in_4bit = True  # or PEFT would use its LoRA layer for plain linears
-    # target_modules may name fewer linears, but at least one in each layer: see shard_layer()
+    # LoRA on fewer linears: [name for name in linears if ".self_attn." in name]; but at least one
+    # in each layer, as shard_layer() explains. Dropout: lora_dropout=0.05
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
@@ -523,7 +370,11 @@ def load_module(
             # to() quantizes, and leaves the scales in module.quant_state, where forward finds them
             weight = bnb.nn.Params4bit(value, module=module, **NF4_KWARGS).to(device)
         else:
-            # frozen; what is to be trained: nn.Parameter(value.float()), in fp32 as LoRA is
+            # frozen. What is to be trained is in fp32, as LoRA is. Norms, for example:
+            #     if "norm" in name:
+            #         weight = nn.Parameter(value.float())
+            #         module.register_forward_hook(lambda module, args, out: out.to(DTYPE))
+            # Without the hook the activations of Llama and Qwen3 would be fp32, too
             weight = nn.Parameter(value, requires_grad=False)
         setattr(module, key, weight)
 
@@ -541,6 +392,9 @@ def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
 
     With `offload` the shards wait in host memory. The scales of NF4 are not parameters, so FSDP2
     neither shards nor offloads them: each GPU always has all of them, 1 GiB for a 70B.
+
+    For HSDP (each machine has the whole model) add "mesh": dist.init_device_mesh("cuda",
+    (n_machines, n_gpus_of_each), mesh_dim_names=("replicate", "shard")), and edit clip_gradient().
     """
     offload_policy = OffloadPolicy()
     if offload:
@@ -558,7 +412,8 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     unit has several dtypes, FSDP2 gathers it as bytes, and all codes arrive as they were.
 
     So keep LoRA on every layer, and keep it in fp32: no param_dtype in the policy, no
-    model.bfloat16(). If a change breaks this, the comparison below stops the run.
+    model.bfloat16(). If a change breaks this, the comparison below stops a run on several GPUs
+    while it loads; nothing looks again later.
     """
     linears = [module for module in layer.modules() if isinstance(module, bnb.nn.Linear4bit)]
     before = [linear.weight.view(torch.uint8).clone() for linear in linears]
@@ -583,7 +438,7 @@ def check_model(model: PeftModel) -> None:
         raise RuntimeError(
             f"{len(trained)} tensors are trainable, but LoRA on {len(adapted)} linears has"
             f" {2 * len(adapted)}; to train more on purpose, edit check_model(), and"
-            " save_adapter(), because PEFT saves LoRA alone")
+            " save_adapter()")
     shards = [p.to_local() for p in model.parameters()]
     log(f"model: {sum(p.numel() for p in trained.values()):,} trainable parameters;"
         f" {sum(p.nbytes for p in shards) / 2**30:.2f} GiB of the model per rank, on"
@@ -600,12 +455,13 @@ def train(
     """Run the training loop on the rows of all steps, in this order. All ranks must call this."""
     # bitsandbytes cannot step DTensors, so it steps this rank's shards as plain parameters. They
     # share the model's memory; with --offload they are copies on the GPU, copied back below.
-    # Element-wise optimizers only: Muon and Adafactor need whole matrices
+    # torch.optim.AdamW(shards) would do, too, but Muon and Adafactor need whole matrices
     dtensors = [p for p in model.parameters()
                 if p.requires_grad and p.to_local().numel()]  # with many ranks a shard can be empty
     shards = [nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in dtensors]
     optimizer = bnb.optim.PagedAdamW8bit(shards, weight_decay=0.0)
-    for step in range(1, args.max_steps + 1):
+    n_steps = len(train_rows) // args.batch_size
+    for step in range(1, n_steps + 1):
         started = time.perf_counter()
         batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
         n_loss_tokens = count_loss_tokens(batch)
@@ -613,7 +469,8 @@ def train(
         for micro_batch in micro_batches(batch, args):
             loss = rows_loss(model, micro_batch, device) / n_loss_tokens
             # here FSDP2 gathers each layer again, sums its gradients over the ranks
-            # (reduce-scatter), and adds this rank's shard of the sum to dtensor.grad
+            # (reduce-scatter), and adds this rank's shard of the sum to dtensor.grad. To sum them
+            # only in the last micro-batch would save little: LoRA is small beside what is gathered
             loss.backward()
             step_loss += loss.detach()
 
@@ -623,7 +480,7 @@ def train(
         norm = clip_gradient(shards)
         stop_if_diverged(step, step_loss, norm)
 
-        lr = learning_rate(step, args.max_steps, peak=args.learning_rate)
+        lr = learning_rate(step, n_steps, peak=args.learning_rate)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -633,27 +490,30 @@ def train(
         model.zero_grad()  # the DTensors' gradients
         optimizer.zero_grad()  # and the shards', which would use memory during the next step
 
-        n_tokens = sum(len(ids) for ids, _ in batch)
+        n_tokens = sum(len(row.ids) for row in batch)
         speed = n_tokens / (time.perf_counter() - started) / dist.get_world_size()
-        log_step(step, args.max_steps, step_loss, lr, norm, speed)
-        if step % args.save_every == 0 or step == args.max_steps:
-            if eval_rows:
-                log(f"step {step}: eval_loss {evaluate(model, eval_rows, args, device):.4f}")
+        log_step(step, n_steps, step_loss, lr, norm, speed)
+        if step % args.save_every == 0 or step == n_steps:
             save_adapter(model, args, model_dir, device)
             log(f"step {step}: adapter saved in {args.output_dir}")
+            if eval_rows:
+                eval_loss = evaluate(model, eval_rows, args, device)
+                log(f"step {step}: eval_loss {eval_loss:.4f}")
 
 
 def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     """Yield this rank's rows of a step, as many at once as fit, the longest first.
 
     Rows of similar length go together, because they are padded to the longest. Row i goes to rank
-    i % world_size. All ranks must yield equally often, because each forward is a collective: so
-    len(batch) must be a multiple of world_size, which check_args() ensures.
+    i % world_size. All ranks must yield equally often, because each forward is a collective, so
+    rows without a loss are added until the ranks have equally many.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch = sorted(batch, key=lambda row: len(row[0]))
+    batch = sorted(batch, key=lambda row: len(row.ids))
+    no_loss = Row(batch[0].ids, torch.full_like(batch[0].targets, IGNORE_INDEX))
+    batch = [no_loss] * (-len(batch) % world_size) + batch
     while batch:
-        longest = len(batch[-1][0])
+        longest = len(batch[-1].ids)
         # at least micro_batch_size rows, because no row is longer than max_seq_len
         n_rows = args.micro_batch_size * args.max_seq_len // longest * world_size
         yield batch[-n_rows:][rank::world_size]
@@ -661,7 +521,7 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
 
 
 def count_loss_tokens(rows: list[Row]) -> int:
-    return sum(int((targets != IGNORE_INDEX).sum()) for _, targets in rows)
+    return sum(int((row.targets != IGNORE_INDEX).sum()) for row in rows)
 
 
 def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor:
@@ -671,9 +531,10 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
     the loss ignores the padding.
     """
-    ids = pad_sequence([ids for ids, _ in rows], batch_first=True).to(device)  # [rows, tokens]
+    ids = pad_sequence([row.ids for row in rows], batch_first=True)  # [rows, tokens]
     targets = pad_sequence(
-        [targets for _, targets in rows], batch_first=True, padding_value=IGNORE_INDEX).to(device)
+        [row.targets for row in rows], batch_first=True, padding_value=IGNORE_INDEX)
+    ids, targets = ids.to(device), targets.to(device)
     # autocast for LoRA, which is in fp32; autocast's cache would add a bf16 copy of the adapter
     with torch.autocast(device.type, DTYPE, cache_enabled=False):
         # [rows, tokens, vocabulary] in bf16. With the default flags and a vocabulary of 128k the
@@ -710,7 +571,9 @@ def evaluate(
     for micro_batch in micro_batches(eval_rows, args):
         loss += rows_loss(model, micro_batch, device)
     model.train()
-    model.reshard()  # the last unit, which otherwise stays gathered until the next backward
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # some would stay gathered until the next backward
     dist.all_reduce(loss)
     return loss.item() / count_loss_tokens(eval_rows)
 
@@ -719,7 +582,9 @@ def clip_gradient(shards: list[nn.Parameter]) -> Tensor:
     """Scale the gradient down to MAX_GRAD_NORM. Returns its norm before clipping, over all ranks.
     All ranks must call this."""
     norm = nn.utils.get_total_norm([shard.grad for shard in shards]).square()
-    dist.all_reduce(norm)  # shards are disjoint, so their squared norms add up
+    # shards are disjoint, so their squared norms add up. With HSDP each machine adds all of them:
+    # divide the sum by the number of machines
+    dist.all_reduce(norm)
     norm.sqrt_()
     nn.utils.clip_grads_with_norm_(shards, MAX_GRAD_NORM, norm)
     return norm
@@ -736,22 +601,24 @@ def stop_if_diverged(step: int, loss: Tensor, norm: Tensor) -> None:
     fail(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}: {advice}")
 
 
-def learning_rate(step: int, max_steps: int, peak: float) -> float:
-    """Return the learning rate of step 1..max_steps: linear warm-up, then cosine decay."""
-    n_warmup = max(1, round(WARMUP_FRACTION * max_steps))
-    progress = max(0, step - n_warmup) / (max_steps + 1 - n_warmup)
+def learning_rate(step: int, n_steps: int, peak: float) -> float:
+    """Return the learning rate of step 1..n_steps: linear warm-up (none below 50 steps), then
+    cosine decay."""
+    n_warmup = max(1, round(WARMUP_FRACTION * n_steps))
+    progress = max(0, step - n_warmup) / (n_steps + 1 - n_warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return peak * min(1, step / n_warmup) * cosine
 
 
 def log_step(
-    step: int, max_steps: int, loss: Tensor, lr: float, norm: Tensor, speed: float
+    step: int, n_steps: int, loss: Tensor, lr: float, norm: Tensor, speed: float
 ) -> None:
-    """Print a step's metrics. `speed`: tokens per second per rank."""
+    """Print a step's metrics. `speed`: tokens per second per rank. All ranks call this; for wandb:
+    if dist.get_rank() == 0: wandb.log({"loss": loss.item()}, step=step)"""
     worker, memory = "process", ""
     if loss.is_cuda:
         worker, memory = "GPU", f" | {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"
-    log(f"step {step:{len(str(max_steps))}}/{max_steps} | loss {loss:7.4f} | lr {lr:.1e} |"
+    log(f"step {step:{len(str(n_steps))}}/{n_steps} | loss {loss:7.4f} | lr {lr:.1e} |"
         f" grad_norm {norm:6.3f} | {speed:6,.0f} tok/s/{worker}{memory}")
 
 
@@ -770,6 +637,8 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
     if dist.get_rank() != 0:
         return
     partial_dir = Path(args.output_dir, "partial")
+    # PEFT saves LoRA alone. If you train more, write it by safetensors.torch.save_file() to another
+    # file, which load_state_dict(..., strict=False) gives to the model that PeftModel wraps later
     model.save_pretrained(partial_dir, state_dict=state_dict, save_embedding_layers=False)
     # copied, because tokenizer.save_pretrained() would write its own version of these files
     for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
@@ -778,6 +647,168 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
     for path in partial_dir.iterdir():
         path.replace(Path(args.output_dir, path.name))
     partial_dir.rmdir()
+
+
+# ---- Data ---------------------------------------------------------------------------------------
+
+
+class BadExample(ValueError):
+    """A line of the data set that this file does not handle."""
+
+
+def read_rows(
+    path: str, args: Namespace, tokenizer: PreTrainedTokenizerFast, n_needed: float = math.inf
+) -> list[Row]:
+    """Return the rows of a data set, cut at --max_seq_len, that have a token in the loss. Lines are
+    read in random order until there are `n_needed` rows. Every rank returns the same rows."""
+    if not Path(path).is_file():
+        fail(f"{path}: no such file")
+    # as bytes: str.splitlines() also splits at characters such as U+2028
+    lines = list(enumerate(Path(path).read_bytes().splitlines(), start=1))
+    random.Random(SEED).shuffle(lines)
+    rows: list[Row] = []
+    columns: set[str] = set()
+    n_read = n_cut = n_dropped = 0
+    for number, line in lines:
+        if len(rows) >= n_needed:
+            break  # an answer takes milliseconds
+        n_read += 1
+        if not line.strip():
+            continue
+        try:
+            example = json.loads(line)
+            encoded = encode(example, tokenizer)
+        except (json.JSONDecodeError, UnicodeDecodeError, BadExample, TemplateError) as error:
+            fail(f"{path}, line {number}: {type(error).__name__}: {error}")
+        except Exception as error:  # perhaps a mistake in an edit: keep the traceback
+            raise RuntimeError(f"{path}, line {number}") from error
+        columns |= set(example)
+        n_dropped += not encoded  # a conversation without an answer
+        for ids, targets in encoded:
+            # cloned, so that the memory of the rest is freed
+            row = Row(ids[: args.max_seq_len].clone(), targets[: args.max_seq_len].clone())
+            row.targets[-1] = IGNORE_INDEX  # as if the row ended here
+            if (row.targets != IGNORE_INDEX).any():
+                rows.append(row)
+                n_cut += len(ids) > args.max_seq_len
+            else:
+                n_dropped += 1  # a prompt that fills --max_seq_len
+    if not rows:
+        fail(f"{path}: no token to train on")
+    log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines with the columns"
+        f" {', '.join(sorted(columns))}; {n_cut:,} rows are cut at --max_seq_len; {n_dropped:,}"
+        " more have no answer within it and are left out")
+    ids, targets = rows[0]
+    log(f"first row: {tokenizer.decode(ids)[:500]!r}; of it in the loss:"
+        f" {tokenizer.decode(targets[targets != IGNORE_INDEX])[:500]!r}")
+    return rows
+
+
+def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
+    """Return the rows of all steps, --batch_size of them for each step, as references to `rows`.
+    Each epoch is in an order of its own."""
+    n_steps = args.max_steps or max(1, round(args.num_epochs * len(rows) / args.batch_size))
+    n_rows = n_steps * args.batch_size
+    log(f"training: {n_steps:,} steps, {n_rows / len(rows):.2f} epochs of these rows")
+    all_rows: list[Row] = []
+    for epoch in range(math.ceil(n_rows / len(rows))):
+        all_rows += random.Random(SEED + epoch).sample(rows, len(rows))
+    return all_rows[:n_rows]
+
+
+def check_example(example: dict[str, Any]) -> None:
+    """Raise BadExample for what this file does not handle. Other columns are ignored."""
+    if ("text" in example) == ("messages" in example):
+        raise BadExample(f"expected either text or messages, not {', '.join(example)}")
+    for key in ("system", "tools", "documents", "chat_template_kwargs", "completion", "chosen",
+                "rejected", "weight", "train"):
+        if example.get(key) not in (None, "", [], {}):
+            raise BadExample(f"{key!r} would change the training, and this file does not handle it")
+    for message in example.get("messages", []):
+        if set(message) != {"role", "content"}:
+            raise BadExample(f"expected a message of role and content, not of {', '.join(message)}")
+        if not isinstance(message["content"], str):
+            raise BadExample(f"expected a string as content, not {str(message['content'])[:80]}")
+        if message["role"] not in ("system", "user", "assistant"):
+            raise BadExample(f"expected system, user or assistant, not {message['role']!r}")
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise BadExample("an answer is empty")
+
+
+def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]:
+    """Tokenize a line of the data set. Returns the row of its text, or a row for each answer of its
+    conversation.
+
+    Each answer follows exactly the prompt that a server renders for the messages before it. Each
+    answer is a row of its own that repeats these messages, because a template may change an answer
+    that other messages follow: Qwen3's drops its reasoning. The price: the first messages of a long
+    conversation are computed once for each answer.
+    """
+    # other columns: example = {"messages": [{"role": "user", "content": example["prompt"]}, ...]}
+    check_example(example)
+    if "text" in example:
+        return [make_row(tokenizer(example["text"] + (tokenizer.eos_token or ""))["input_ids"], 0)]
+    if not tokenizer.chat_template:
+        raise BadExample("messages need a chat template, and this model has none: name its instruct"
+                         " model, or write text")
+    messages = example["messages"]
+    # from 1: a first message that is an answer has no prompt, and is not trained
+    return [encode_answer(messages[:i], messages[i], tokenizer)
+            for i in range(1, len(messages)) if messages[i]["role"] == "assistant"]
+
+
+def encode_answer(
+    prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
+) -> Row:
+    """Return the row of a prompt, which is not in the loss, and its answer."""
+    prompt, answer_text = render_answer(prompt_messages, answer, tokenizer)
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(prompt + answer_text, add_special_tokens=False)["input_ids"]
+    if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross from the prompt into the answer
+        # only here, because a SentencePiece tokenizer may add a space before answer_text
+        ids = prompt_ids + tokenizer(answer_text, add_special_tokens=False)["input_ids"]
+    return make_row(ids, len(prompt_ids))
+
+
+def render_answer(
+    prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
+) -> tuple[str, str]:
+    """Return a prompt as a server renders it, and the answer as the model will write it: up to and
+    including its end-of-turn token. Raises BadExample if the chat template does not fit."""
+    prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
+    text = render([*prompt_messages, answer], tokenizer)
+    if not text.startswith(prompt):
+        raise BadExample(f"the chat template's prompt ends with {prompt[-40:]!r}, but the text with"
+                         " the answer does not continue it")
+    answer_text = text.removeprefix(prompt)
+    # render() does not check reasoning, which templates may drop from earlier answers. This
+    # answer's is trained, so it must be there
+    reasoning = answer["content"].rpartition("</think>")[0].removeprefix("<think>").strip()
+    if reasoning not in answer_text:
+        raise BadExample(f"the chat template leaves out the reasoning {reasoning[:40]!r}")
+    special_tokens = tuple(
+        token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    if answer_text.rstrip().endswith(special_tokens):
+        return prompt, answer_text.rstrip()  # the template ends a turn with "\n" after its token
+    return prompt, answer_text + (tokenizer.eos_token or "")  # GLM's leaves the last turn open
+
+
+def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: bool) -> str:
+    """Return the messages as text by the chat template. Raises BadExample if the text lacks the
+    content of a message."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    for message in messages:
+        content = message["content"].rpartition("</think>")[2]  # templates may drop reasoning
+        if content.strip() not in text:
+            raise BadExample(f"the chat template leaves out {content[:40]!r}")
+    return text
+
+
+def make_row(ids: list[int], n_prompt: int) -> Row:
+    """Return the row of these tokens, the first `n_prompt` of which are not in the loss."""
+    labels = [IGNORE_INDEX] * n_prompt + ids[n_prompt:]
+    targets = (labels + [IGNORE_INDEX])[1:]  # position i predicts token i + 1
+    return Row(torch.tensor(ids), torch.tensor(targets))
 
 
 if __name__ == "__main__":

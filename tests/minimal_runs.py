@@ -2,7 +2,9 @@
 worker.py. The script is its own; what is put around its functions looks, or is a fault, or says
 how it is to compute."""
 
+import ast
 import contextlib
+import functools
 import io
 import shutil
 import sys
@@ -73,7 +75,7 @@ def looking_at_losses(seen):
 
     def look(model, rows, device):
         loss = rows_loss(model, rows, device)
-        n = sum(target != script.IGNORE_INDEX for _, targets in rows for target in targets)
+        n = script.count_loss_tokens(rows)
         if loss.requires_grad:  # not an evaluation
             mine.append(torch.stack([loss.detach().double(), loss.new_tensor(n).double()]))
         return loss
@@ -194,6 +196,49 @@ def killed_while_saving():
     return [(script, "save_adapter", save)]
 
 
+EDITS = {  # as its comments and its docstring tell a user to edit it: text before, text after
+    "HSDP": [
+        ('"mp_policy": MixedPrecisionPolicy()}', '"mp_policy": MixedPrecisionPolicy(), "mesh":'
+         ' dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))}'),
+        ("    norm.sqrt_()", "    norm /= 2\n    norm.sqrt_()")],
+    "layers stay gathered": [
+        ("layer, reshard_after_forward=True", "layer, reshard_after_forward=False")],
+    "norms": [
+        ("            weight = nn.Parameter(value, requires_grad=False)",
+         "            weight = nn.Parameter(value, requires_grad=False)\n"
+         '            if "norm" in name:\n'
+         "                weight = nn.Parameter(value.float())\n"
+         "                module.register_forward_hook(lambda module, args, out: out.to(DTYPE))"),
+        ("    if len(trained) != 2 * len(adapted) or not all", "    if False and all")],
+    "columns": [
+        ("    check_example(example)\n    if",
+         '    example = {"messages": [{"role": "user", "content": example["prompt"]},'
+         ' {"role": "assistant", "content": example["response"]}]}\n'
+         "    check_example(example)\n    if")],
+    "attention only": [
+        ("target_modules=list(linears),", "target_modules=[name for name in linears"
+         ' if ".self_attn." in name], lora_dropout=0.05,')],
+    "AdamW": [("bnb.optim.PagedAdamW8bit(", "torch.optim.AdamW(")],
+}  # fmt: skip
+
+
+def edited(name):
+    """The functions of the script that an entry of EDITS changes."""
+    source = Path(script.__file__).read_text()
+    functions = {node.name: node for node in ast.parse(source).body
+                 if isinstance(node, ast.FunctionDef)}  # fmt: skip
+    changed = {}
+    for old, new in EDITS[name]:
+        (name, text), = [(name, text) for name, node in functions.items()
+                         if old in (text := ast.get_source_segment(source, node))]  # fmt: skip
+        changed[name] = changed.get(name, text).replace(old, new)
+    found = {}
+    for text in changed.values():
+        exec(text, vars(script), found)  # its globals are the script's
+    return [(script, name, function) for name, function in found.items()]
+
+
 PATCHES = {patch.__name__: patch for patch in (
     in_fp32, one_by_one, lora_in_bf16, copies_as_on_cuda, norm_is_trained, norm_is_not_read,
     evaluated_first, killed_while_saving)}
+PATCHES |= {f"edit: {name}": functools.partial(edited, name) for name in EDITS}
