@@ -201,8 +201,10 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
         ('"mp_policy": MixedPrecisionPolicy()}', '"mp_policy": MixedPrecisionPolicy(), "mesh":'
          ' dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))}'),
         ("    norm.sqrt_()", "    norm /= 2\n    norm.sqrt_()")],
-    "layers stay gathered": [
-        ("layer, reshard_after_forward=True", "layer, reshard_after_forward=False")],
+    "layers stay gathered": [  # by an evaluation, too, until the next backward
+        ("layer, reshard_after_forward=True", "layer, reshard_after_forward=False"),
+        ("            save_adapter(", "            evaluate(model, eval_rows, args, device)\n"
+         "            save_adapter(")],
     "norms": [
         ("            weight = nn.Parameter(value, requires_grad=False)",
          "            weight = nn.Parameter(value, requires_grad=False)\n"
