@@ -440,7 +440,7 @@ def test_attention_with_saved_results_does_not_run_again(
         loss.backward()
         if n_saved:
             assert n_forward == len(calls)
-            assert n_forward == n_layers * n_groups * (len(lengths) if one_by_one else 1)
+            assert n_forward == n_layers * n_groups * len(lengths)
         elif one_by_one:  # what would run again is seen; SDPA itself is not
             assert len(calls) == 2 * n_forward
         calls.clear()
@@ -1179,7 +1179,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(batch=micro_batch, layer=layer, saves_attention=False)
-    (got,) = attend(call, arch, mixer.window, (None, None, None), (0, 1))
+    got, _ = attend(call, arch, mixer.window, (None, None, None), (0, 1))
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (

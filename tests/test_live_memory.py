@@ -99,7 +99,8 @@ def kernel_gradients(grad, query, key, value, *_):
 def kernels_can_be_resumed(monkeypatch):
     """torch's kernels by the shapes of what CountedAttention saves and makes."""
     def forward(query, *_):
-        return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        n, heads, _ = query.shape
+        return torch.empty_like(query), query.new_empty(1, heads, n, 1, dtype=torch.float32)
 
     monkeypatch.setattr(pieces, "attend_forward", forward)
     monkeypatch.setattr(pieces, "attend_backward", kernel_gradients)
@@ -259,11 +260,11 @@ def measure(arch, layout, index, plan, with_backward=True):
     forward and backward; with x and, at the peak, the gradient of what the layer returns."""
     n, hidden = plan.micro_batch_tokens, arch.hidden_size
     dtype = plan.dtype
+    # one long document needs more than two, if its attention is resumed
+    lengths = (n,) if plan.n_attention_saved else (n // 2, n // 2)
     with shapes_alone(plan):
         layer, micro_batch = (
-            fake_layer(arch, layout, index, plan),
-            fake_micro_batch(arch, plan, (n // 2, n // 2)),
-        )
+            fake_layer(arch, layout, index, plan), fake_micro_batch(arch, plan, lengths))
         with Storages() as storages:
             x = torch.empty(n, hidden, dtype=dtype).requires_grad_()
             out, *_ = layer(x, micro_batch)
