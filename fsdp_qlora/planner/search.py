@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -133,26 +133,24 @@ def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
     can_save_mlp = (config.offload_activations and config.recompute == "auto"
                     and not arch.moe and not arch.parallel)
     varlen_attention = workload.varlen_attention(context_size)
-    # eighths of the recomputed layers that save attention's results: none or all; if no more layers
-    # can be recomputed, any number
-    eighths = range(9 if can_save_attention(search) and not varlen_attention else 1)
+    saves_attention = can_save_attention(search) and not varlen_attention
     for shards, micro_batch_tokens, n in itertools.product(groups, sizes, counts):
         if shard_range(arch.vocab_size, shards - 1, shards):  # else a process has no rows of it
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
             mlp_counts = range(n + 1) if can_save_mlp and n == arch.n_layers else (0,)
-            for reshard, (mid_residual, reuse), n_mlp_saved, eighth, n_ranges in itertools.product(
-                reshards, recompute_options if n else recompute_options[-1:], mlp_counts,
-                eighths if n == counts[-1] else eighths[::8], ranges
+            n_saved = saved_counts(n, mlp_counts, saves_attention, in_part=n == counts[-1])
+            for reshard, (mid_residual, reuse), (n_mlp, n_attention), n_ranges in itertools.product(
+                reshards, recompute_options if n else recompute_options[-1:], n_saved, ranges
             ):
-                if mid_residual and eighth:  # attention's results are worth more
+                if mid_residual and n_attention:  # attention's results are worth more
                     continue
                 plan = Plan(
                     config.compute_dtype, arch.n_layers, shards, reshard, micro_batch_tokens, n,
                     save_mid_residual=mid_residual, reuse_dequantized=reuse,
                     offload_activations=config.offload_activations,
-                    offload_params=config.offload_params, n_mlp_saved=n_mlp_saved,
-                    n_attention_saved=(n - n_mlp_saved) * eighth // 8,
-                    expert_ranges=n_ranges, plain_attention=workload.plain_attention,
+                    offload_params=config.offload_params, n_mlp_saved=n_mlp,
+                    n_attention_saved=n_attention, expert_ranges=n_ranges,
+                    plain_attention=workload.plain_attention,
                     plain_recurrence=workload.plain_recurrence,
                     fused=workload.device.type == "cuda", state_bytes=workload.state_bytes,
                     context_parallel_size=context_size,
@@ -168,6 +166,17 @@ def can_save_attention(search: Search) -> bool:
     return (workload.resumable_attention and workload.mean_document_tokens >= LONG_DOCUMENT
             and not arch.parallel and set(arch.kv_sources) == {None}
             and all(spec.mixer.attention_values for spec in search.specs))
+
+
+def saved_counts(
+    n: int, mlp_counts: Iterable[int], saves_attention: bool, in_part: bool
+) -> Iterator[tuple[int, int]]:
+    """Yield (n_mlp_saved, n_attention_saved) of n recomputed layers. With saves_attention, none or
+    all layers that do not save what their MLP needs save attention's results; with `in_part`, also
+    some eighths of the layers, if none saves what its MLP needs, which is worth less."""
+    for n_mlp in mlp_counts:
+        eighths = range(0, 9, 1 if in_part and not n_mlp else 8) if saves_attention else (0,)
+        yield from ((n_mlp, (n - n_mlp) * eighth // 8) for eighth in eighths)
 
 
 def choose_plan(
