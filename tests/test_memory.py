@@ -18,12 +18,14 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import ShuffledRows, make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels
+from fsdp_qlora.kernels.attention import (
+    ATTENTION_TYPES, Kernels, batched_attention, document_attention)
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import FRAGMENTATION, Plan
+from fsdp_qlora.planner import search
 from fsdp_qlora.planner.costs import FIT, count_layers, layer_seconds, predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
@@ -469,11 +471,25 @@ def test_parallel_layers_and_short_rows_save_no_results_of_attention():
     workload = Workload(8192, 8192, 8192, 8192.0, False, 1, torch.device("cuda"),
                         resumable_attention=True)  # fmt: skip
     for parallel in False, True:
-        search = Search(config, dataclasses.replace(arch, parallel=parallel), layouts, workload,
-                        80 * GIB, H200)
-        assert can_save_attention(search) != parallel
+        changed = dataclasses.replace(arch, parallel=parallel)
+        assert can_save_attention(
+            Search(config, changed, layouts, workload, 80 * GIB, H200)) != parallel
     shorter = dataclasses.replace(workload, mean_document_tokens=8191)
     assert not can_save_attention(Search(config, arch, layouts, shorter, 80 * GIB, H200))
+
+
+@pytest.mark.parametrize("n, kernel, tried", [
+    (8192, batched_attention, True), (8191, batched_attention, False),
+    (8192, document_attention, False)])  # fmt: skip
+def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkeypatch):
+    config, arch, layouts = shapes_of("llama-3-8b", 1, max_steps=2, batch_size=2)
+    rows, workloads = rows_of([(list(range(n)),) * 2] * 2), []
+    monkeypatch.setattr(search, "choose_plan", lambda *args: (
+        workloads.append(args[3]), predicted(arch, layouts))[1])
+    with one_process():
+        agree_on_plan(config, arch, layouts, ShuffledRows(rows, config), None, 0,
+                      torch.device("cpu"), Kernels({"full": kernel}, {"full": kernel}))
+    assert [workload.resumable_attention for workload in workloads] == [tried]
 
 
 def test_offloaded_results_of_attention_are_on_the_gpu_for_two_layers():
