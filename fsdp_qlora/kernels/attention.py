@@ -211,13 +211,14 @@ def architectures_by_attention_type(arch: Architecture) -> dict[str, Architectur
     return architectures
 
 
-# cuDNN's from Hopper on: what they compute, resumable_attention() can compute, too
+# the kernels that are cuDNN's from Hopper on, as resumable_attention() is
 RESUMABLE = batched_attention, piece_attention
 
 
 def can_resume(kernels: Kernels, arch: Architecture, device: torch.device) -> bool:
-    """Return True if layers can save the results of attention, and resume it from them: if all
-    attention is full and by kernels that are RESUMABLE, and if it matches document_attention()."""
+    """Return True if layers can save the results of attention, from which backward resumes it: if
+    all attention is full and by a kernel that is RESUMABLE, and if a trial gives what
+    document_attention() gives."""
     if [*architectures_by_attention_type(arch)] != ["full"] \
             or kernels.fixed_len["full"] not in RESUMABLE \
             or device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
@@ -234,8 +235,8 @@ def can_resume(kernels: Kernels, arch: Architecture, device: torch.device) -> bo
 
     if kernel_matches(resumed, arch, "full", device):
         return True
-    log("warning: slow path, recomputed layers run all of attention again: resuming it from saved"
-        " results failed a trial on this GPU")
+    log("warning: slow path, recomputed layers run attention's forward again: a trial to resume it"
+        " from saved results failed on this GPU")
     return False
 
 

@@ -6,8 +6,6 @@ documents whose results a layer saves.
     queries | # # # # | #  |           one call of a kernel. To join the results, each is weighted
             | # # # # | ## |           by its share of the sum of exp(score).
             +---------+----+
-
-From its saved results attention is resumed: then a kernel runs in backward alone.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ def piece_attention(
 
 def resumable_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None,
-    saved: Sequence[Tensor] = ()
+    known: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
     """Return piece_attention() [n, heads, head_dim], and the logsumexp of each query's scores.
-    `saved`: these two results, if they are known."""
-    out, lse = PieceAttention.apply(query, key, value, segments, scale, saved)
+    `known`: these two results, if they were saved; then a kernel runs in backward alone."""
+    out, lse = PieceAttention.apply(query, key, value, segments, scale, known)
     return out, lse
 
 
@@ -46,9 +44,9 @@ class PieceAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments,
-        scale: float | None, saved: Sequence[Tensor]
+        scale: float | None, known: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        out, lse = saved or attend_to_pieces(query, key, value, segments, scale)
+        out, lse = known or attend_to_pieces(query, key, value, segments, scale)
         out = out.detach()  # else autograd would change the caller's tensor
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mark_non_differentiable(lse)

@@ -168,12 +168,12 @@ def attend_by_groups(
     results = call.attention_results
     n_groups = n_head_groups(arch, query[:, 0, 0].numel() * query.itemsize)
     for i, group in enumerate(zip(*(part.chunk(n_groups, 1) for part in heads))):
-        saved = results[2 * i : 2 * i + 2]
+        known = results[2 * i : 2 * i + 2]  # none in forward
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             leaves = [part.detach().requires_grad_() for part in group]
-            attended, lse = attend(call, arch, window, leaves, (i, n_groups), saved)
+            attended, lse = attend(call, arch, window, leaves, (i, n_groups), known)
         groups.append(HeadGroup(leaves, attended))
-        if lse is not None and not saved:  # in forward
+        if lse is not None and not known:
             results += [attended.detach(), lse]
     return groups
 
@@ -196,12 +196,12 @@ def all_heads(parts: Sequence[Tensor]) -> Tensor:
 
 def attend(
     call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
-    group: tuple[int, int], saved: Sequence[Tensor] = ()
+    group: tuple[int, int], known: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor | None]:
     """Return causal attention within each document of the micro-batch, [n, heads, width of a
     value]; and its logsumexps, if the layer saves them. `window`: number of keys that a query sees;
     None: all. `heads`: query, key and value of the i-th of n groups, with `group` = (i, n).
-    `saved`: the results, if they are known."""
+    `known`: these results, if the layer has saved them."""
     query, key, value = heads
     batch = call.batch
     attention_type = "window" if window else "full"
@@ -219,5 +219,5 @@ def attend(
         sinks = sinks.chunk(group[1])[group[0]]
     assert segments, "of the micro-batch or of the keys gathered for it"
     if call.saves_attention and kernel in RESUMABLE:
-        return resumable_attention(query, key, value, segments, arch.attention_scale, saved)
+        return resumable_attention(query, key, value, segments, arch.attention_scale, known)
     return kernel(query, key, value, sinks, segments, arch, window, call.layer.index), None
