@@ -12,7 +12,7 @@ import torch
 
 
 # what a layer saves for backward, see LayerFunction
-Saves = Literal["all", "mlp", "mid_residual", "input"]
+Saves = Literal["all", "mlp", "attention", "mid_residual", "input"]
 SAVES: tuple[Saves, ...] = get_args(Saves)
 
 # fraction of the GPU's memory lost to fragmentation: with 22.5 GiB a plan of 21.4 GiB ran, one of
@@ -35,6 +35,7 @@ class Plan:
     offload_activations: bool
     offload_params: bool
     n_mlp_saved: int = 0  # recomputed layers, the last ones, that save what their MLP needs
+    n_attention_saved: int = 0  # the last ones before those, that save the results of attention
     expert_ranges: int = 1  # number of ranges in which experts are dequantized, one after the other
     varlen_attention: bool = False  # one call for all documents, of any lengths, or short pieces
     plain_attention: bool = False  # a layer's attention runs in plain torch
@@ -79,6 +80,8 @@ class Plan:
             return "all"
         if index >= self.recomputed - self.n_mlp_saved:
             return "mlp"
+        if index >= self.recomputed - self.n_mlp_saved - self.n_attention_saved:
+            return "attention"
         return "mid_residual" if self.save_mid_residual else "input"
 
     @property
@@ -88,7 +91,7 @@ class Plan:
         weights, and otherwise keeping the most activations and weights."""
         return (self.shard_group_size, self.micro_batch_tokens, self.recomputed - self.n_mlp_saved,
                 self.expert_ranges, not self.reshard_after_forward, not self.save_mid_residual,
-                not self.reuse_dequantized)
+                not self.reuse_dequantized, -self.n_attention_saved)
 
     def fits(self, limit: float, spare: float = FRAGMENTATION) -> bool:
         """Return True if the plan leaves this fraction of `limit` bytes free; a limit of 0 means

@@ -147,7 +147,10 @@ FAMILIES = {  # what attention, or what a token's place decides, differs in
     "phi3_longrope": [], "qwen3_moe": [], "deepseek_v3": ["--recompute", "all"],
     "attention_dropout": [], "windowed_dropout": []}  # fmt: skip
 LOSSES = "dpo", "orpo", "kto"
-PIECES = {"pieces": "qwen3", "latent_pieces": "deepseek_v3"}  # of rows of one length, one by one
+# of rows of one length, one by one; the last ones save the results of attention
+PIECES = {"pieces": "qwen3", "latent_pieces": "deepseek_v3", "saved_pieces": "qwen3",
+          "saved_latent_pieces": "deepseek_v3"}  # fmt: skip
+SAVES_ATTENTION = {"n_attention_saved": 1}  # in the last layer, after those that save x
 # whose parts others have, by `make test-slow`
 RARE = "qwen3", "gemma3_text", "qwen3_moe", "attention_dropout", "orpo"
 CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
@@ -202,6 +205,8 @@ def runs(tmp_path_factory, tiny_model, run_jobs, request):
                      f"{loss}.jsonl", "--eval_every", "1"] for loss in LOSSES}  # fmt: skip
 
     cases |= {name: [kind, "--dataset", "one_length.jsonl"] for name, kind in PIECES.items()}
+    for name in "saved_pieces", "saved_latent_pieces":
+        cases[name] += ["--recompute", "all", "--offload_activations"]
 
     def work(n, name):
         if n not in done:
@@ -213,7 +218,8 @@ def runs(tmp_path_factory, tiny_model, run_jobs, request):
             run_jobs(n, [
                 {"argv": ["--model", *argv, *FLAGS, *shared, "--output_dir", f"{n}-{case}"],
                  # 2 ranks exchange one key head at a time
-                 "group_bytes": 1 if n == 2 else 2**27, "pieces": case in PIECES}
+                 "group_bytes": 1 if n == 2 else 2**27, "pieces": case in PIECES,
+                 "plan": SAVES_ATTENTION if case.startswith("saved") else {}}
                 for case, argv in cases.items() if case in selected], cwd=base)  # fmt: skip
         return base / f"{n}-{name}"
 

@@ -29,11 +29,12 @@ from conftest import segments_of
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.kernels import recurrence
-from fsdp_qlora.kernels.attention import document_attention
+from fsdp_qlora.kernels import pieces, recurrence
+from fsdp_qlora.kernels.attention import Kernels, batched_attention, document_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
+from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.layer import attention_mixer, autograd_mixers, linears, mixer_sublayer, mlp
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.experts import MoESublayer
@@ -77,6 +78,8 @@ SAVED = {
     "middle, sliced, held": ("mid_residual", True, SLICED),
     "x, sliced": ("input", False, SLICED),
     "x, held": ("input", True, 4096),
+    "attention": ("attention", False, 4096),
+    "attention, sliced, held": ("attention", True, SLICED),
 }
 QUICK = "all", "x, sliced"  # in each run of the tests; of these families all
 WHOLE = "llama", "gemma3", "cohere", "qwen3_moe", "gpt_oss"
@@ -88,7 +91,9 @@ def make_plan(n_layers, saves="all", reuse_dequantized=False, compute_dtype="flo
         compute_dtype=compute_dtype, n_layers=n_layers, shard_group_size=1,
         reshard_after_forward=True, micro_batch_tokens=sum(LENGTHS),
         recomputed=0 if saves == "all" else n_layers, save_mid_residual=saves == "mid_residual",
-        n_mlp_saved=n_layers if saves == "mlp" else 0, reuse_dequantized=reuse_dequantized,
+        n_mlp_saved=n_layers if saves == "mlp" else 0,
+        n_attention_saved=n_layers if saves == "attention" else 0,
+        reuse_dequantized=reuse_dequantized,
         offload_activations=False, offload_params=False,
     )  # fmt: skip
 
@@ -104,14 +109,24 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     """The house's model of this process alone, from transformers' tensors; adapters are zero."""
     plan = plan or make_plan(arch.n_layers)
     _, adapted = resolve_adapter(arch, config, "test")
-    model = Model(arch, make_layer_specs(arch, adapted, config), plan, check.plain_kernels(arch),
-                  torch.device("cpu"))
+    kernels = (resumable_kernels if plan.n_attention_saved else check.plain_kernels)(arch)
+    model = Model(
+        arch, make_layer_specs(arch, adapted, config), plan, kernels, torch.device("cpu"))
     names = tensor_names(arch, tensors)  # the only process reads all rows
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
     model.set_frequencies(model_config, max(LENGTHS))
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
     return model
+
+
+def resumable_kernels(arch):
+    """Kernels whose results layers can save, and plain torch for what these do not compute."""
+    plain = check.plain_kernels(arch)
+    if arch.attention_softcap or arch.sinks:
+        return plain
+    return Kernels(*(plain.varlen | dict.fromkeys(("full", "within"), kernel)
+                     for kernel in (batched_attention, piece_attention)))
 
 
 def adapter_values(model, values):
@@ -356,6 +371,92 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
                     == predict_memory(plan, pair.arch, layouts).host_bytes > 0)
     first, *others = got.values()
     assert first.norm() > 0 and all(torch.equal(first, other) for other in others)
+
+
+def test_what_is_offloaded_may_become_more():
+    """As where an earlier micro-batch's attention kernel could not be resumed."""
+    store = OffloadedActivations(2, 1, 8, torch.device("cpu"))
+    x, more = torch.arange(8.0), torch.ones(8, 2)
+    store.put(x), store.put(x), store.take(1), store.take(0)
+    for tensors in ([x, more], [x, more]):
+        store.put(*tensors)
+    assert torch.equal(store.take(1)[1], more) and torch.equal(store.take(0)[1], more)
+
+
+DOCUMENTS = (9,), (5, 3), (4, 4, 4), LENGTHS  # lengths in micro-batches of two kernels
+
+
+def with_saved_attention(pair, n_saved, on_host=False):
+    """A model all of whose layers are recomputed, so many of them with attention's results."""
+    n_layers = pair.arch.n_layers
+    plan = dataclasses.replace(make_plan(n_layers, "input"), n_attention_saved=n_saved,
+                               offload_activations=on_host)
+    model = pair.make(plan)
+    adapter_values(model, pair.values)
+    model.kernels, model.store = resumable_kernels(pair.arch), make_store(plan, model.device)
+    return model
+
+
+@pytest.mark.parametrize("group_bytes", [2**27, 1])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu", "qwen3_moe", "gemma4_e"])
+def test_gradients_are_the_same_with_saved_results_of_attention(name, group_bytes, monkeypatch):
+    """Of no layers, of the last one, of all; on the host, too, and with one key head at a time."""
+    monkeypatch.setattr(attention_mixer, "GROUP_BYTES", group_bytes)
+    pair, got = pair_and_expected(name)[0], []
+    n_layers, item = pair.arch.n_layers, 4
+    for n_saved, on_host in itertools.product((0, 1, n_layers), (False, True)):
+        model = with_saved_attention(pair, n_saved, on_host)
+        for lengths in DOCUMENTS:
+            model(micro_batch_of(pair.ids[: sum(lengths)].split(lengths), model)).sum().backward()
+        got.append(torch.cat([layer.adapter.grad for layer in model.layers]))
+        if on_host and name in ("llama", "youtu"):  # no window, for which nothing is saved
+            assert not model.store.on_device
+            pinned = sum(buffer.nbytes for buffer in model.store.buffers.values())
+            specs = tuple(layer.spec for layer in model.layers)
+            # in bf16, for which the plan counts, a logsumexp is two values; here it is one
+            n_logsumexps = max(0, n_saved - 1) * pair.arch.n_heads * sum(LENGTHS)
+            want = predict_memory(model.plan, pair.arch, specs).host_bytes
+            assert pinned == want - item * n_logsumexps > 0
+    first, *others = got
+    assert first.norm() > 0 and all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("lengths", DOCUMENTS)
+@pytest.mark.parametrize("name, group_bytes, n_groups", [
+    ("llama", 2**27, 1), ("llama", 1, 2), ("glm4", 1, 2), ("youtu", 2**27, 1)])  # fmt: skip
+def test_attention_with_saved_results_does_not_run_again(
+    name, group_bytes, n_groups, lengths, monkeypatch
+):
+    monkeypatch.setattr(attention_mixer, "GROUP_BYTES", group_bytes)
+    calls, forward = [], pieces.attend_forward
+    monkeypatch.setattr(
+        pieces, "attend_forward", lambda *args: (calls.append(args), forward(*args))[1])
+    pair = pair_and_expected(name)[0]
+    n_layers, one_by_one = pair.arch.n_layers, len({*lengths}) > 1
+    for n_saved in n_layers, 0:
+        model = with_saved_attention(pair, n_saved)
+        loss = model(micro_batch_of(pair.ids[: sum(lengths)].split(lengths), model)).sum()
+        n_forward = len(calls)
+        loss.backward()
+        if n_saved:
+            assert n_forward == len(calls)
+            assert n_forward == n_layers * n_groups * len(lengths)
+        elif one_by_one:  # what would run again is seen; SDPA itself is not
+            assert len(calls) == 2 * n_forward
+        calls.clear()
+
+
+def test_evaluation_saves_no_results_of_attention(monkeypatch):
+    """It runs the kernel that it would run without."""
+    pair, seen = pair_and_expected("llama")[0], []
+    monkeypatch.setattr(attention_mixer, "resumable_attention", lambda *args: (
+        seen.append(args), pieces.resumable_attention(*args))[1])
+    model = with_saved_attention(pair, pair.arch.n_layers)
+    with torch.no_grad():
+        model(micro_batch_of([pair.ids[:9]], model))
+    assert not seen
+    model(micro_batch_of([pair.ids[:9]], model)).sum().backward()
+    assert len(seen) == 2 * pair.arch.n_layers
 
 
 def test_slices_of_tokens_are_all_of_them():
@@ -1077,8 +1178,8 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
         longest=n, segments=segments, context_shard=None, kernels=kernels)  # fmt: skip
     mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
-    call = types.SimpleNamespace(batch=micro_batch, layer=layer)
-    got = attend(call, arch, mixer.window, (None, None, None), (0, 1))
+    call = types.SimpleNamespace(batch=micro_batch, layer=layer, saves_attention=False)
+    got, _ = attend(call, arch, mixer.window, (None, None, None), (0, 1))
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (

@@ -17,7 +17,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_qlora.kernels.attention import ATTENTION_TYPES, document_attention
+from fsdp_qlora.kernels import pieces
+from fsdp_qlora.kernels.attention import (
+    ATTENTION_TYPES, batched_attention, document_attention)
 from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
@@ -80,13 +82,28 @@ class CountedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value = ctx.saved_tensors[:3]
-        made = [torch.empty_like(grad), torch.empty_like(query, dtype=torch.float32)]
-        if key.shape[1] < query.shape[1]:  # gradients of keys and values for each query head
-            made += [torch.empty_like(query), torch.empty_like(grad)]
-        grads = [torch.empty_like(x) for x in (query, key, value)]
-        del made
-        return tuple(grads)
+        grad = torch.empty_like(grad)  # contiguous
+        return kernel_gradients(grad, *ctx.saved_tensors[:3])
+
+
+def kernel_gradients(grad, query, key, value, *_):
+    made = [torch.empty_like(query, dtype=torch.float32)]
+    if key.shape[1] < query.shape[1]:  # gradients of keys and values for each query head
+        made += [torch.empty_like(query), torch.empty_like(grad)]
+    grads = [torch.empty_like(x) for x in (query, key, value)]
+    del made
+    return tuple(grads)
+
+
+@pytest.fixture
+def kernels_can_be_resumed(monkeypatch):
+    """torch's kernels by the shapes of what CountedAttention saves and makes."""
+    def forward(query, *_):
+        n, heads, _ = query.shape
+        return torch.empty_like(query), query.new_empty(1, heads, n, 1, dtype=torch.float32)
+
+    monkeypatch.setattr(pieces, "attend_forward", forward)
+    monkeypatch.setattr(pieces, "attend_backward", kernel_gradients)
 
 
 class CountedRule(torch.autograd.Function):
@@ -159,6 +176,8 @@ def counted_kernels(arch, plan):
         ATTENTION_TYPES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
     if plan.plain_attention:
         kernels = dict.fromkeys(ATTENTION_TYPES, document_attention)
+    if plan.n_attention_saved:
+        kernels = dict.fromkeys(ATTENTION_TYPES, batched_attention)
     if mixer := mixer_with_state(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         kernels["recurrence"] = lambda *args: counted.apply(*args[:5])
@@ -241,11 +260,11 @@ def measure(arch, layout, index, plan, with_backward=True):
     forward and backward; with x and, at the peak, the gradient of what the layer returns."""
     n, hidden = plan.micro_batch_tokens, arch.hidden_size
     dtype = plan.dtype
+    # one long document needs more than two, if its attention is resumed
+    lengths = (n,) if plan.n_attention_saved else (n // 2, n // 2)
     with shapes_alone(plan):
         layer, micro_batch = (
-            fake_layer(arch, layout, index, plan),
-            fake_micro_batch(arch, plan, (n // 2, n // 2)),
-        )
+            fake_layer(arch, layout, index, plan), fake_micro_batch(arch, plan, lengths))
         with Storages() as storages:
             x = torch.empty(n, hidden, dtype=dtype).requires_grad_()
             out, *_ = layer(x, micro_batch)
@@ -271,7 +290,8 @@ def plan_of(arch, saves, **settings):
     """One whose layers all keep that."""
     n = arch.n_layers
     of_layers = {"recomputed": n * (saves != "all"), "save_mid_residual": saves == "mid_residual",
-                 "n_mlp_saved": n * (saves == "mlp"), "micro_batch_tokens": 2048}
+                 "n_mlp_saved": n * (saves == "mlp"),
+                 "n_attention_saved": n * (saves == "attention"), "micro_batch_tokens": 2048}
     return Plan(**{**PLAN, "n_layers": n, **of_layers, **settings})
 
 
@@ -315,11 +335,11 @@ SHARED = {"lora_rank": 128, "target_modules": (
     *((name, NOTHING) for name in KINDS), ("glm-4.5-air", SHARED), ("nemotron-3-super", AROUND),
     ("falcon-h1-plain", NOTHING)])  # fmt: skip
 def test_plan_counts_what_layers_of_real_sizes_keep(
-    name, flags, kernels_make_shapes_alone, monkeypatch
+    name, flags, kernels_make_shapes_alone, kernels_can_be_resumed, monkeypatch
 ):
     """To the byte for each token; beside these a layer keeps some numbers of each expert."""
     arch, layouts = layers_of(name, monkeypatch, **flags)
-    for (i, layout), saves in itertools.product(layouts.items(), ("all", "input")):
+    for (i, layout), saves in itertools.product(layouts.items(), ("all", "input", "attention")):
         if arch.kv_sources[i] is None:  # else it reads what another layer has
             plan = plan_of(arch, saves)
             got, want = (x[0] for x in (
@@ -332,6 +352,11 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("llama-3-8b", 0, "all", NOTHING, 0.967),
     ("llama-3-8b", 0, "mid_residual", NOTHING, 0.964),
     ("llama-3-8b", 0, "input", HELD, 0.952),
+    ("llama-3-8b", 0, "attention", NOTHING, 0.967),
+    ("llama-3-8b", 0, "attention", HELD, 0.952),
+    ("llama-3-8b", 0, "attention", {"micro_batch_tokens": 32768}, 0.983),  # two groups of heads
+    ("glm-4.7-flash", 1, "attention", RANGES, 0.970),
+    ("qwen3-30b-a3b", 0, "attention", NOTHING, 0.993),
     ("gemma-2-27b", 1, "input", NOTHING, 0.981),
     ("gemma-2-27b", 1, "all", PLAIN_ATTENTION, 0.741),
     ("gemma-4-e4b", 0, "all", NOTHING, 0.940),
@@ -379,7 +404,8 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("glm-4.5-air", 1, "all", NARROW | SHARED, 0.895),
 ])  # fmt: skip
 def test_plan_is_no_less_than_a_layers_peak(
-    name, index, saves, settings, share, kernels_make_shapes_alone, monkeypatch
+    name, index, saves, settings, share, kernels_make_shapes_alone, kernels_can_be_resumed,
+    monkeypatch
 ):
     """`share`: what a layer takes of what is planned. It is less than 1 where the plan counts the
     most that a kernel may need, or counts tensors that are not there at the same time."""

@@ -18,17 +18,19 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import ShuffledRows, make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels
+from fsdp_qlora.kernels.attention import (
+    ATTENTION_TYPES, Kernels, batched_attention, document_attention)
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import FRAGMENTATION, Plan
+from fsdp_qlora.planner import search
 from fsdp_qlora.planner.costs import FIT, count_layers, layer_seconds, predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
-    DoesNotFit, Search, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs,
-    why_no_capture)
+    DoesNotFit, Search, Workload, agree_on_plan, can_save_attention, choose_plan, possible_plans,
+    use_graphs, why_no_capture)
 from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.hub import read_model_config
@@ -192,13 +194,15 @@ def predicted(arch, layouts, **settings):
 
 def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, longest=2048,
            shortest=None, tied=False, uneven=True, device="cuda", host_gib=64,
+           resumable_attention=False,
            **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     workload = Workload(
         tokens=gpus * rows * longest, longest=longest, longest_row=longest,
         mean_document_tokens=longest, uneven=uneven, shortest=shortest or longest,
-        world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture)  # fmt: skip
+        world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture,
+        resumable_attention=resumable_attention)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
                        int(limit_gib * GIB),
                        dataclasses.replace(machine, host_bytes=host_gib * GIB))  # fmt: skip
@@ -427,6 +431,92 @@ def test_recomputed_layers_keep_more_where_memory_allows():
     assert not kept(22.5, offload_activations=True, host_gib=16)[0]
     plan = choose("llama-3-8b", 80, recompute="none", shard_group_size=2)
     assert not plan.save_mid_residual and not plan.reuse_dequantized
+
+
+LONG_ROWS = {"gpus": 1, "rows": 1, "uneven": False, "resumable_attention": True}
+
+
+@pytest.mark.parametrize("name, longest, settings, saves", [
+    ("llama-3-8b", 131_072, {}, "attention"),
+    ("llama-3-8b", 131_072, {"resumable_attention": False}, "mid_residual"),
+    ("llama-3-8b", 131_072, {"uneven": True}, "mid_residual"),  # another kernel
+    ("llama-3-8b", 131_072, {"host_gib": 40}, "input"),  # which pins no more than x
+    ("llama-3-8b", 16_384, {}, "attention"),
+    ("llama-3-8b", 4096, {}, "mid_residual"),  # attention is short there
+    ("llama-3-8b", 2048, {}, "mid_residual"),
+    ("glm-4.7-flash", 65_536, {}, "attention"),
+    ("qwen3.5-9b", 65_536, {}, "mid_residual"),  # not all layers have attention
+    ("gemma-4-e4b", 65_536, {}, "mid_residual"),  # some have another's keys and values
+])  # fmt: skip
+def test_results_of_attention_are_saved_where_that_is_faster(name, longest, settings, saves):
+    flags = {"recompute": "all", "offload_activations": True, "host_gib": 250, **LONG_ROWS}
+    plan = choose(name, 140, longest=longest, **{**flags, **settings})
+    assert {plan.saves(i) for i in range(plan.n_layers)} == {saves}
+
+
+def test_results_of_attention_are_saved_as_far_as_host_memory_allows():
+    """At most half of what is free is pinned for speed alone; 1 GiB of x and as much of results."""
+    flags = {"recompute": "all", "offload_activations": True, "longest": 131_072, **LONG_ROWS}
+    plans = [choose("llama-3-8b", 77, host_gib=gib, **flags) for gib in (64, 100, 120, 250)]
+    counts = [plan.n_attention_saved for plan in plans]
+    assert counts == sorted(counts) and counts[0] == 0 < counts[1] < counts[2] < counts[3] == 32
+    for plan, less in zip(plans[1:], plans):
+        assert plan.token_seconds < less.token_seconds
+        assert plan.host_bytes / GIB - less.host_bytes / GIB == pytest.approx(
+            (plan.n_attention_saved - less.n_attention_saved) * (1 + 2**-6), abs=1.1)
+
+
+def test_parallel_layers_and_short_rows_save_no_results_of_attention():
+    config, arch, layouts = shapes_of("llama-3-8b")
+    workload = Workload(8192, 8192, 8192, 8192.0, False, 1, torch.device("cuda"),
+                        resumable_attention=True)  # fmt: skip
+    for parallel in False, True:
+        changed = dataclasses.replace(arch, parallel=parallel)
+        assert can_save_attention(
+            Search(config, changed, layouts, workload, 80 * GIB, H200)) != parallel
+    shorter = dataclasses.replace(workload, mean_document_tokens=8191)
+    assert not can_save_attention(Search(config, arch, layouts, shorter, 80 * GIB, H200))
+
+
+@pytest.mark.parametrize("n, kernel, tried", [
+    (8192, batched_attention, True), (8191, batched_attention, False),
+    (8192, document_attention, False)])  # fmt: skip
+def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkeypatch):
+    config, arch, layouts = shapes_of("llama-3-8b", 1, max_steps=2, batch_size=2)
+    rows, workloads = rows_of([(list(range(n)),) * 2] * 2), []
+    monkeypatch.setattr(search, "choose_plan", lambda *args: (
+        workloads.append(args[3]), predicted(arch, layouts))[1])
+    with one_process():
+        agree_on_plan(config, arch, layouts, ShuffledRows(rows, config), None, 0,
+                      torch.device("cpu"), Kernels({"full": kernel}, {"full": kernel}))
+    assert [workload.resumable_attention for workload in workloads] == [tried]
+
+
+def test_offloaded_results_of_attention_are_on_the_gpu_for_two_layers():
+    """For the one that is recomputed, and for the one before it, which is fetched."""
+    _, arch, layouts = shapes_of("llama-3-8b")
+    plan = predicted(arch, layouts, recomputed=32, n_attention_saved=32, offload_activations=True)
+    of_layer = 4096 * (2 * 4096 * 2 + 32 * 4)  # x, attention's output, and logsumexps in fp32
+    assert plan.memory["kept by recomputed layers"] == 2 * of_layer
+    assert plan.host_bytes == 31 * of_layer
+    first = predicted(arch, layouts, recomputed=32, n_attention_saved=8, offload_activations=True)
+    assert first.memory["kept by recomputed layers"] == 2 * of_layer
+    assert first.host_bytes == 31 * 4096 * 4096 * 2 + 7 * (of_layer - 4096 * 4096 * 2)
+
+
+def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
+    """Instead of the kernel's forward, 2 of 9 parts of its work, it computes the out projection."""
+    _, arch, layouts = shapes_of("llama-3-8b")
+    seconds = {}
+    for saved in ({}, {"save_mid_residual": True}, {"n_attention_saved": 32}):
+        plan = predicted(arch, layouts, recomputed=32, micro_batch_tokens=65_536, **saved)
+        seconds[tuple(saved)] = layer_seconds(
+            plan, arch, count_layers(layouts), H200, 65_536).compute
+    of_input, of_sum, of_attention = seconds.values()
+    kernel = 2 * 65_536**2 * 4096 / min(FIT.fixed_len_flops, FIT.sustained * H200.flops)
+    projection = 2 * 65_536 * 4096**2 / (FIT.sustained * H200.flops)
+    assert of_input - of_attention == pytest.approx(kernel)
+    assert of_sum - of_attention == pytest.approx(kernel - projection)
 
 
 def test_copies_with_small_bins_are_preferred_where_gathers_cost_more():

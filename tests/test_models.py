@@ -15,10 +15,10 @@ from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.kernels import attention
+from fsdp_qlora.kernels import attention, pieces
 from fsdp_qlora.kernels.attention import (
-    architectures_by_attention_type, batched_attention, document_attention, kernel_matches,
-    varlen_attention)
+    Kernels, architectures_by_attention_type, batched_attention, can_resume, document_attention,
+    kernel_matches, varlen_attention)
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import SinkAttention
@@ -274,6 +274,27 @@ def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
         wide = dataclasses.replace(arch, head_dim=head_dim)
         for kernel in batched_attention, piece_attention:
             assert kernel_matches(kernel, wide, "full", torch.device("cpu")) == works
+
+
+def test_no_results_are_saved_where_attention_cannot_be_resumed(monkeypatch, capsys):
+    """Wherever it fails, as with a torch that has no such kernel; and where it is only wrong."""
+    arch, cpu = describe_model(TINY["granite"](320)), torch.device("cpu")
+    windowed = describe_model(TINY["mistral"](320))
+
+    def can_be_resumed(kernel=batched_attention, arch=arch):
+        by_type = dict.fromkeys(attention.ATTENTION_TYPES, kernel)
+        return can_resume(Kernels(by_type, by_type), arch, cpu)
+
+    assert can_be_resumed() and can_be_resumed(piece_attention)
+    assert not can_be_resumed(document_attention) and not can_be_resumed(arch=windowed)
+    assert not capsys.readouterr().out
+    backward = pieces.attend_backward
+    for fails in (lambda *_: torch.ops.aten.no_such_kernel(), lambda *_: torch.ops.aten.mm(1),
+                  lambda q, *_: torch.empty(2) @ torch.empty(3),
+                  lambda *args: [2 * grad for grad in backward(*args)]):  # fmt: skip
+        monkeypatch.setattr(pieces, "attend_backward", fails)
+        assert not can_be_resumed()
+        assert "warning: slow path, recomputed layers run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("length", [13, 64, 256])

@@ -1,4 +1,5 @@
-"""Attention of long pieces of documents, as context parallelism has them, by cuDNN.
+"""Attention of long pieces of documents by cuDNN: as context parallelism has them, and of whole
+documents whose results a layer saves.
 
     keys:     before    own            A piece's queries see all keys before it, a rectangle, and of
             +---------+----+           its own keys those up to their own, a causal square. Each is
@@ -9,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,17 @@ def piece_attention(
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Attention of a few long segments, one after the other, without windows and sinks."""
-    out: Tensor = PieceAttention.apply(query, key, value, segments, arch.attention_scale)
-    return out
+    return resumable_attention(query, key, value, segments, arch.attention_scale)[0]
+
+
+def resumable_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None,
+    known: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor]:
+    """Return piece_attention() [n, heads, head_dim], and the logsumexp of each query's scores.
+    `known`: these two results, if they were saved; then a kernel runs in backward alone."""
+    out, lse = PieceAttention.apply(query, key, value, segments, scale, known)
+    return out, lse
 
 
 class PieceAttention(torch.autograd.Function):
@@ -34,35 +44,50 @@ class PieceAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments,
-        scale: float | None
-    ) -> Tensor:
-        out = query.new_empty(*query.shape[:2], value.shape[2])
-        sums = []
-        for queries, parts in parts_of(segments):
-            results = [attend_forward(query[queries], key[keys], value[keys], causal, scale)
-                       for keys, causal in parts]
-            out[queries], lse = join(*results) if len(results) > 1 else results[0]
-            sums.append(lse)
-            del results  # before the next piece
-        ctx.save_for_backward(query, key, value, out, *sums)
+        scale: float | None, known: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = known or attend_to_pieces(query, key, value, segments, scale)
+        out = out.detach()  # else autograd would change the caller's tensor
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.mark_non_differentiable(lse)
         ctx.segments, ctx.scale = segments, scale
-        return out
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """A kernel's backward computes the weights of keys from their scores and lse, and from out
         the term that is subtracted from the weights' gradients. Here it gets the lse and the out of
         attention to all keys, so its results are parts of the gradients of that attention."""
-        query, key, value, out, *sums = ctx.saved_tensors
-        grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (query, key, value))
+        query, key, value, out, lse = ctx.saved_tensors
         grad = grad.contiguous()  # like `out`, see batched_attention()
-        for (queries, parts), lse in zip(parts_of(ctx.segments), sums, strict=True):
-            for keys, causal in parts:
-                of_queries, grad_key[keys], grad_value[keys] = attend_backward(
-                    grad[queries], query[queries], key[keys], value[keys], out[queries], lse,
-                    causal, ctx.scale)
-                grad_query[queries] += of_queries
-        return grad_query, grad_key, grad_value, None, None
+
+        def gradients(queries: slice, keys: slice, causal: bool) -> list[Tensor]:
+            return attend_backward(
+                grad[queries], query[queries], key[keys], value[keys], out[queries],
+                lse[:, :, queries].contiguous(), causal, ctx.scale)
+
+        calls = [(queries, *part) for queries, parts in parts_of(ctx.segments) for part in parts]
+        if len(calls) == 1:  # of a whole document: nothing to add up
+            return *gradients(*calls[0]), None, None, None
+        grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (query, key, value))
+        for queries, keys, causal in calls:
+            of_queries, grad_key[keys], grad_value[keys] = gradients(queries, keys, causal)
+            grad_query[queries] += of_queries
+        return grad_query, grad_key, grad_value, None, None, None
+
+
+def attend_to_pieces(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return resumable_attention()'s results."""
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    lse = query.new_empty(1, query.shape[1], len(query), 1, dtype=torch.float32)
+    for queries, parts in parts_of(segments):
+        results = [attend_forward(query[queries], key[keys], value[keys], causal, scale)
+                   for keys, causal in parts]
+        out[queries], lse[:, :, queries] = join(*results) if len(results) > 1 else results[0]
+        del results  # before the next piece
+    return out, lse
 
 
 def parts_of(segments: Segments) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:

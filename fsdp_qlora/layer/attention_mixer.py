@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.attention import explicit_bytes
+from fsdp_qlora.kernels.attention import RESUMABLE, explicit_bytes
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rotate_backward, rotate_forward, split_heads, split_projected)
+from fsdp_qlora.kernels.pieces import resumable_attention
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import HeadGroup, SavedAttention
 from fsdp_qlora.plan import Plan
@@ -118,9 +119,12 @@ class AttentionMixer:
 
     @property
     def saved_values(self) -> int:
-        arch = self.arch
-        values = self._qkv_width + self.query_width + 2 * arch.n_heads  # the kernel's sums, fp32
+        values = self._qkv_width + self.attention_values
         return values + self.projected_width * self.saves_projected
+
+    @property
+    def attention_values(self) -> int:
+        return self.query_width + 2 * self.arch.n_heads  # the logsumexps are in fp32
 
     def live_bytes(self, plan: Plan) -> int:
         itemsize = plan.dtype.itemsize
@@ -161,11 +165,16 @@ def attend_by_groups(
     """Run attend() on query, key and value [n, heads, head_dim], a group of heads at a time."""
     query = heads[0]
     groups = []
+    results = call.attention_results
     n_groups = n_head_groups(arch, query[:, 0, 0].numel() * query.itemsize)
     for i, group in enumerate(zip(*(part.chunk(n_groups, 1) for part in heads))):
+        known = results[2 * i : 2 * i + 2]  # none in forward
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             leaves = [part.detach().requires_grad_() for part in group]
-            groups.append(HeadGroup(leaves, attend(call, arch, window, leaves, (i, n_groups))))
+            attended, lse = attend(call, arch, window, leaves, (i, n_groups), known)
+        groups.append(HeadGroup(leaves, attended))
+        if lse is not None and not known:
+            results += [attended.detach(), lse]
     return groups
 
 
@@ -187,11 +196,12 @@ def all_heads(parts: Sequence[Tensor]) -> Tensor:
 
 def attend(
     call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
-    group: tuple[int, int]
-) -> Tensor:
-    """Causal attention within each document of the micro-batch, [n, heads, width of a value].
-    `window`: number of keys that a query sees; None: all. `heads`: query, key and value of the i-th
-    of n groups, with `group` = (i, n)."""
+    group: tuple[int, int], known: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor | None]:
+    """Return causal attention within each document of the micro-batch, [n, heads, width of a
+    value]; and its logsumexps, if the layer saves them. `window`: number of keys that a query sees;
+    None: all. `heads`: query, key and value of the i-th of n groups, with `group` = (i, n).
+    `known`: these results, if the layer has saved them."""
     query, key, value = heads
     batch = call.batch
     attention_type = "window" if window else "full"
@@ -207,4 +217,7 @@ def attend(
     sinks = call.layer.small_tensors.get("self_attn.sinks")
     if sinks is not None:
         sinks = sinks.chunk(group[1])[group[0]]
-    return kernel(query, key, value, sinks, segments, arch, window, call.layer.index)
+    assert segments, "of the micro-batch or of the keys gathered for it"
+    if call.saves_attention and kernel in RESUMABLE:
+        return resumable_attention(query, key, value, segments, arch.attention_scale, known)
+    return kernel(query, key, value, sinks, segments, arch, window, call.layer.index), None

@@ -63,7 +63,7 @@ class AutogradMixer:
 
     # ---- what it costs, for the planner ----
 
-    query_width = 0
+    query_width = attention_values = 0
 
     @property
     def saved_values(self) -> int:

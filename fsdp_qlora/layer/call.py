@@ -34,12 +34,15 @@ class LayerCall:
         self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
         self.grad_kv_out: tuple[Tensor, ...] = ()  # from those layers
         self.grad_kv_in: tuple[Tensor, ...] = ()  # for the kv_source
+        self.saves_attention = layer.saves == "attention" and not is_evaluation
+        # for each group of heads the two results of resumable_attention(): in forward to be saved,
+        # in backward those saved; none if the micro-batch's kernel is not RESUMABLE
+        self.attention_results: list[Tensor] = []
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         # weights to use twice: a recomputed layer's backward first runs forward() again
         self.dequantized: dict[FusedLinear, Tensor] = {}
         self.reuses_dequantized = (
-            is_backward and layer.plan.reuse_dequantized
-            and layer.saves in ("mid_residual", "input"))
+            is_backward and layer.plan.reuse_dequantized and layer.saves not in ("all", "mlp"))
         if is_backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 

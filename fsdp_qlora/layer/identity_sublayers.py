@@ -23,7 +23,7 @@ class _Identity:
     arch: Architecture
 
     fused_linears: tuple[FusedLinear, ...] = dataclasses.field(default=(), init=False)
-    saved_values = elementwise_values = query_width = choice_values = 0
+    saved_values = elementwise_values = query_width = attention_values = choice_values = 0
     active_weights, matmul_speed = 0, 1
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:

@@ -50,7 +50,8 @@ class LayerSpec(ParameterLayout):
             return self.mixer.saved_values + self.mlp.saved_values
         if saves == "mlp":
             return hidden + self.mlp.saved_values
-        return (2 * hidden if saves == "mid_residual" else hidden) + self.mlp.choice_values
+        more = {"mid_residual": hidden, "attention": self.mixer.attention_values}
+        return hidden + more.get(saves, 0) + self.mlp.choice_values
 
     def live_bytes(self, plan: Plan, saves: Saves) -> int:
         """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
@@ -58,10 +59,13 @@ class LayerSpec(ParameterLayout):
         n = plan.micro_batch_tokens
         itemsize = plan.dtype.itemsize
         mixer = self.mixer.live_bytes(plan, recomputed=saves != "all")
-        mlp = self.mlp.live_bytes(plan, recomputed=saves in ("mid_residual", "input"))
-        if saves == "input":  # mid_residual is recomputed first, and with it what the mixer needs
+        mlp = self.mlp.live_bytes(plan, recomputed=saves not in ("all", "mlp"))
+        if saves in ("input", "attention"):
+            # mid_residual is recomputed first, and with it what the mixer needs
             mlp += n * self.mixer.saved_values * itemsize
         live = max(mixer, mlp)
+        if saves == "attention":  # its results are among the saved ones, too
+            live -= n * self.mixer.attention_values * itemsize
         if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
             live += n * self.mixer.arch.hidden_size * itemsize
         return live
@@ -81,7 +85,7 @@ class LayerSpec(ParameterLayout):
         """Weights of the matmuls that a layer's backward computes again."""
         if saves == "all":
             return 0
-        wants_sum = saves == "input" and not self.mixer.arch.parallel
+        wants_sum = saves in ("input", "attention") and not self.mixer.arch.parallel
         weights = self.mixer.recomputed_weights(wants_sum)
         return weights if saves == "mlp" else weights + self.mlp.recomputed_weights
 
@@ -171,7 +175,7 @@ class DecoderLayer(LayerParameters):
 class SavedLayer:
     """What a layer saves for backward, see LayerFunction; the rest is None."""
 
-    x: Any = None  # key of the store, see its put()
+    x: Any = None  # key of the store, see its put(); "attention": with the results of attention
     mid_residual: Any = None  # key of the store
     mixer: SavedMixer | None = None
     mlp: SavedMLP | SavedMoE | None = None
@@ -184,10 +188,10 @@ class LayerFunction(torch.autograd.Function):
     mixer, after which the sum is `mid_residual`, then the MLP.
 
     layer.saves is what is saved for backward: "all"; "mlp": x and what the MLP needs;
-    "mid_residual": x and mid_residual; "input": x. The rest is recomputed, except the choice of
-    experts. A parallel layer, whose MLP reads x, saves "all" or "input". A layer with experts never
-    saves "mlp". Backward reads the parameters from the layer, where FSDP2 has gathered them again
-    by then.
+    "mid_residual": x and mid_residual; "attention": x and the results of attention, which is then
+    resumed; "input": x. The rest is recomputed, except the choice of experts. A parallel layer,
+    whose MLP reads x, saves "all" or "input". A layer with experts never saves "mlp". Backward
+    reads the parameters from the layer, where FSDP2 has gathered them again by then.
 
     Keys and values that later layers read are outputs of this function and inputs of theirs, so
     that autograd sums their gradients. They stay on the GPU, and no layer recomputes those of
@@ -215,8 +219,13 @@ class LayerFunction(torch.autograd.Function):
             ctx.saved = SavedLayer(mixer=mixer_saved, mlp=mlp_saved)
             return call.scaled(out), *call.kv_out
         # put() returns a key for take(); they move activations to the host and back, if offloaded
-        ctx.saved = saved = SavedLayer(x=put(x))  # copied while the mixer runs
+        ctx.saved = saved = SavedLayer()
+        if layer.saves != "attention":
+            saved.x = put(x)  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
+        if layer.saves == "attention":  # in one put(), because backward needs both at once
+            saved.x = put(x, *call.attention_results)
+            call.attention_results.clear()  # the store frees them
         if layer.saves == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
             saved.offloaded_mlp = put_record(batch.store, mlp_saved)
@@ -251,8 +260,10 @@ class LayerFunction(torch.autograd.Function):
             (x,) = take(saved.x)  # copied back while the MLP ran
             mixer_saved = mixer.forward(call, x, wants_sum=False)[1]
         else:
-            (x,) = take(saved.x)
+            x, *call.attention_results = take(saved.x)
+            saved.x = None  # each group of heads frees its results
             mid_residual, mixer_saved = mixer.forward(call, x, wants_sum=not parallel)
+            call.attention_results.clear()
             call.dequantized.clear()  # room for the MLP's weights
             grad_mid_residual = mlp.recomputed_backward(
                 call, x if parallel else mid_residual, grad, saved.routing_choice)

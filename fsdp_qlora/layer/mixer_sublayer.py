@@ -67,6 +67,11 @@ class TokenMixer(Protocol):
         """Values saved for backward, if nothing is recomputed."""
 
     @property
+    def attention_values(self) -> int:
+        """Values of the results of attention, its output and its logsumexps; 0 without attention.
+        """
+
+    @property
     def elementwise_values(self) -> int:
         """Values whose reading or writing takes as long as the mixer's elementwise work, forward
         and backward."""
@@ -175,6 +180,11 @@ class MixerSublayer:
     def query_width(self) -> int:
         """Width of the queries, see TokenMixer."""
         return sum(mixer.query_width for _, mixer in self.paths)
+
+    @property
+    def attention_values(self) -> int:
+        """Values of the results of attention, see TokenMixer."""
+        return sum(mixer.attention_values for _, mixer in self.paths)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """Peak bytes of backward(), besides what is saved."""

@@ -120,11 +120,15 @@ class MLAMixer:
 
     @property
     def saved_values(self) -> int:
-        """Latents and LoRA's hidden values; query, key, value and the kernel's output, each as wide
-        as the queries; the kernel's sums, fp32."""
+        """Latents and LoRA's hidden values; query, key and value, each as wide as the queries; the
+        results of attention."""
         latents = self.projected_width if self.saves_projected else self.mla.kv_rank
         padded_lora = sum(fused.padded_lora for fused in self.fused_linears)
-        return latents + padded_lora + 4 * self.query_width + 2 * self.arch.n_heads
+        return latents + padded_lora + 3 * self.query_width + self.attention_values
+
+    @property
+    def attention_values(self) -> int:
+        return self.query_width + 2 * self.arch.n_heads  # the logsumexps are in fp32
 
     @property
     def elementwise_values(self) -> int:

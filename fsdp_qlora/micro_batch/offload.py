@@ -104,16 +104,19 @@ class OffloadedActivations:
         return [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
 
     def put(self, *tensors: Tensor) -> Any:
-        """Save tensors of all tokens of a micro-batch, [tokens, ..]. Returns the key for take()."""
+        """Save tensors of all tokens of a micro-batch, the first one [tokens, ..]. Returns the key
+        for take()."""
         self.release(keep=1)
         i, self.next_put = self.next_put, (self.next_put + 1) % self.n_puts
         if i == self.n_puts - 1:
             self.on_device[i] = tensors, None
             return i
         self.shapes[i] = [(t.shape, t.dtype, t.nbytes) for t in tensors]
-        if i not in self.buffers:  # for the longest micro-batch
-            token_bytes = sum(t.nbytes for t in tensors) // len(tensors[0])
-            self.buffers[i] = pinned_empty(token_bytes * self.micro_batch_tokens, self.device)
+        token_bytes = sum(t.nbytes for t in tensors) // len(tensors[0])
+        n_bytes = token_bytes * self.micro_batch_tokens  # for the longest micro-batch
+        # a layer may save more of a later micro-batch, with another attention kernel
+        if i not in self.buffers or len(self.buffers[i]) < n_bytes:
+            self.buffers[i] = pinned_empty(n_bytes, self.device)
         self.offloading.append((tensors, self.copy(self.views(i), tensors)))
         return i
 
@@ -152,5 +155,6 @@ def make_store(plan: Plan, device: torch.device) -> ActivationStore:
     """
     if not plan.offload_activations or not plan.recomputed:
         return DeviceActivations()
-    n_puts = sum(1 if plan.saves(i) == "input" else 2 for i in range(plan.recomputed))
+    n_puts = sum(2 if plan.saves(i) in ("mid_residual", "mlp") else 1
+                 for i in range(plan.recomputed))
     return OffloadedActivations(n_puts, plan.n_fetched_ahead, plan.micro_batch_tokens, device)

@@ -41,6 +41,7 @@ class LayerTotals:
     # weights of slow matmuls do not count more, because Fit was fitted without that
     recomputed_weights: dict[Saves, float]
     mlp_values: int  # values per token that the MLP of a layer saves, at most
+    attention_values: int  # values per token of a layer's results of attention, at most
     # values of a token's queries in a layer, mean over the layers; those of wide heads count more
     mean_query_width: float
     elementwise_values: int  # values per token that elementwise work reads or writes
@@ -70,6 +71,7 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
             saves: sum(spec.recomputed_weights(saves) for spec in specs)
             for saves in SAVES},
         mlp_values=max(spec.mlp.saved_values for spec in specs),
+        attention_values=max(spec.mixer.attention_values for spec in specs),
         mean_query_width=sum(
             x.mixer.query_width * (FIT.wide_heads if x.mixer.arch.head_dim > 256 else 1)
             for x in specs) / len(specs),
@@ -124,7 +126,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
     host = looked_up * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
     if plan.offload_activations:  # all but the last put(), which stays on the GPU
-        last = layers.mlp_values if plan.n_mlp_saved else arch.hidden_size
+        last = put_values(plan.saves(plan.recomputed - 1), layers, arch.hidden_size)
         host += max(0, saved[0] - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
@@ -144,8 +146,16 @@ def saved_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int,
         return (values[stop] - values[start]) * value_bytes
 
     first_mlp = plan.recomputed - plan.n_mlp_saved
-    recomputed = bytes_of_layers(0, first_mlp) + bytes_of_layers(first_mlp, plan.recomputed)
+    bounds = 0, first_mlp - plan.n_attention_saved, first_mlp, plan.recomputed
+    recomputed = sum(bytes_of_layers(*ends) for ends in itertools.pairwise(bounds))
     return recomputed, bytes_of_layers(plan.recomputed, plan.n_layers)
+
+
+def put_values(saves: Saves, layers: LayerTotals, hidden: int) -> int:
+    """Return the values per token of a layer's last put(), see LayerFunction."""
+    if saves == "mlp":
+        return layers.mlp_values
+    return hidden + layers.attention_values * (saves == "attention")
 
 
 def activation_peak(
@@ -156,12 +166,14 @@ def activation_peak(
     same layer.saves are adjacent, and backward frees what the other layers save first."""
     recomputed, others = saved_bytes(plan, layers, value_bytes)
     peaks = []
-    for saves in {plan.saves(i) for i in (0, max(0, plan.recomputed - 1), plan.n_layers - 1)}:
+    stops = 1, plan.recomputed - plan.n_mlp_saved, plan.recomputed, plan.n_layers
+    for saves in {plan.saves(max(0, stop - 1)) for stop in stops}:
         live = max(spec.live_bytes(plan, saves) for spec in layers.kinds)
         on_gpu = recomputed
-        if plan.offload_activations:  # x, and the puts that are fetched ahead
-            ahead = layers.mlp_values if saves == "mlp" else hidden
-            on_gpu = min(recomputed, value_bytes * (hidden + plan.n_fetched_ahead * ahead))
+        if plan.offload_activations:  # the mixer's put, and those that are fetched ahead
+            put = put_values(saves, layers, hidden)
+            of_mixer = hidden if saves == "mlp" else put
+            on_gpu = min(recomputed, value_bytes * (of_mixer + plan.n_fetched_ahead * put))
         peaks.append((on_gpu, others if saves == "all" else 0, live))
     return max(peaks, key=sum)
 
@@ -212,7 +224,7 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
     widths = [fused.out_features for spec in specs for fused in spec.fused_linears]
     n = plan.micro_batch_tokens
     itemsize = plan.dtype.itemsize
-    if plan.saves(plan.n_layers - 1) in ("mid_residual", "input"):
+    if plan.saves(plan.n_layers - 1) not in ("all", "mlp"):
         # every layer's MLP runs in slices of tokens
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
@@ -346,7 +358,8 @@ def compute_seconds(
     active_weights = layers.active_weights / n_layers
     flops = 2 * n * (2 * active_weights + weights_again(plan, layers, n_layers))
     context = min(n * plan.context_parallel_size, mean_document_tokens)
-    passes = FIT.attention_passes + plan.recomputed / n_layers  # a recomputed layer's forward
+    # a recomputed layer's forward, unless it is resumed
+    passes = FIT.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
     attention_flops = 2 * n * passes * context * layers.mean_query_width
     attention_speed = min(FIT.sustained * machine.flops,
                           FIT.varlen_flops if plan.varlen_attention else FIT.fixed_len_flops)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import RowSource, round_up
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.kernels.attention import Kernels, document_attention
+from fsdp_qlora.kernels.attention import Kernels, can_resume, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.layer import LayerSpec
 from fsdp_qlora.micro_batch.context import LONG_SHARE, has_long_pieces
@@ -37,6 +37,9 @@ from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 # fractions of the memory that a plan must, and should, leave free, FRAGMENTATION included
 MIN_FREE, GOOD_FREE = 0.07, 0.1
 MUCH_FASTER = 0.8  # fraction of a step's time, for which ranks share micro-batches
+# tokens of a mean document, from which attention's results may be saved: its forward then takes
+# longer than the matmul that saving mid_residual saves. With 8,192 an 8B is 2 % faster, predicted
+LONG_DOCUMENT = 8192
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
 HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 
@@ -57,6 +60,7 @@ class Workload:
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
     state_bytes: float = 0.0  # see Plan
     shortest: int = 0  # tokens of the shortest document that is trained
+    resumable_attention: bool = False  # see can_resume()
 
     def varlen_attention(self, context_size: int) -> bool:
         """Return Plan.varlen_attention, as make_micro_batch() decides it."""
@@ -128,25 +132,51 @@ def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
     # if all layers are recomputed, they can also save what their MLP needs, in host memory
     can_save_mlp = (config.offload_activations and config.recompute == "auto"
                     and not arch.moe and not arch.parallel)
+    varlen_attention = workload.varlen_attention(context_size)
+    saves_attention = can_save_attention(search) and not varlen_attention
     for shards, micro_batch_tokens, n in itertools.product(groups, sizes, counts):
         if shard_range(arch.vocab_size, shards - 1, shards):  # else a process has no rows of it
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
             mlp_counts = range(n + 1) if can_save_mlp and n == arch.n_layers else (0,)
-            for reshard, (mid_residual, reuse), n_mlp_saved, n_ranges in itertools.product(
-                reshards, recompute_options if n else recompute_options[-1:], mlp_counts, ranges
+            n_saved = saved_counts(n, mlp_counts, saves_attention, in_part=n == counts[-1])
+            for reshard, (mid_residual, reuse), (n_mlp, n_attention), n_ranges in itertools.product(
+                reshards, recompute_options if n else recompute_options[-1:], n_saved, ranges
             ):
+                if mid_residual and n_attention:  # attention's results are worth more
+                    continue
                 plan = Plan(
                     config.compute_dtype, arch.n_layers, shards, reshard, micro_batch_tokens, n,
                     save_mid_residual=mid_residual, reuse_dequantized=reuse,
                     offload_activations=config.offload_activations,
-                    offload_params=config.offload_params, n_mlp_saved=n_mlp_saved,
-                    expert_ranges=n_ranges, plain_attention=workload.plain_attention,
+                    offload_params=config.offload_params, n_mlp_saved=n_mlp,
+                    n_attention_saved=n_attention, expert_ranges=n_ranges,
+                    plain_attention=workload.plain_attention,
                     plain_recurrence=workload.plain_recurrence,
                     fused=workload.device.type == "cuda", state_bytes=workload.state_bytes,
                     context_parallel_size=context_size,
                     token_rows=len(config.trainable_tokens or ()) * arch.n_tables,
-                    varlen_attention=workload.varlen_attention(context_size))
+                    varlen_attention=varlen_attention)
                 yield search.predict_memory(plan)
+
+
+def can_save_attention(search: Search) -> bool:
+    """Return True if recomputed layers may save the results of attention. A parallel layer may not,
+    and no layer that has another one's keys."""
+    workload, arch = search.workload, search.arch
+    return (workload.resumable_attention and workload.mean_document_tokens >= LONG_DOCUMENT
+            and not arch.parallel and set(arch.kv_sources) == {None}
+            and all(spec.mixer.attention_values for spec in search.specs))
+
+
+def saved_counts(
+    n: int, mlp_counts: Iterable[int], saves_attention: bool, in_part: bool
+) -> Iterator[tuple[int, int]]:
+    """Yield (n_mlp_saved, n_attention_saved) of n recomputed layers. With saves_attention, none or
+    all layers that do not save what their MLP needs save attention's results; with `in_part`, also
+    some eighths of the layers, if none saves what its MLP needs, which is worth less."""
+    for n_mlp in mlp_counts:
+        eighths = range(0, 9, 1 if in_part and not n_mlp else 8) if saves_attention else (0,)
+        yield from ((n_mlp, (n - n_mlp) * eighth // 8) for eighth in eighths)
 
 
 def choose_plan(
@@ -364,7 +394,7 @@ def longest_of_rows(rows: Rows) -> int:
 def describe_workload(
     config: Config, source: RowSource, eval_rows: Rows | None, world_size: int,
     device: torch.device, why_no_capture: str, plain_attention: bool = False,
-    state_bytes: float = 0.0, plain_recurrence: bool = False,
+    state_bytes: float = 0.0, plain_recurrence: bool = False, resumable_attention: bool = False,
 ) -> Workload:
     """Return the Workload of a run on the rows of this source."""
     rows = source.rows
@@ -377,7 +407,7 @@ def describe_workload(
     return Workload(
         tokens, longest, longest_row, float(rows.lengths.float().mean()), uneven, world_size,
         device, plain_attention, plain_recurrence, why_no_capture, state_bytes,
-        shortest=int(rows.lengths.min()))
+        shortest=int(rows.lengths.min()), resumable_attention=resumable_attention)
 
 
 def why_no_capture(
@@ -411,6 +441,9 @@ def agree_on_plan(
         config, source, eval_rows, dist.get_world_size(), device,
         why_no_capture(arch, machine, plain, plain_recurrence), plain, state_bytes,
         plain_recurrence)
+    if workload.mean_document_tokens >= LONG_DOCUMENT:
+        workload = dataclasses.replace(
+            workload, resumable_attention=can_resume(kernels, arch, device))
     with raise_on_all_ranks():
         plan = choose_plan(config, arch, specs, workload, limit, machine)
     # free host memory differs between nodes, so all ranks use rank 0's plan

@@ -12,11 +12,13 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import ShuffledRows
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
+from fsdp_qlora.kernels.attention import architectures_by_attention_type
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.planner.gpu_specs import HOST_GIB, gpu_machine, parse_gpus
+from fsdp_qlora.planner.gpu_specs import HOST_GIB, GPUSpec, gpu_machine, parse_gpus
 from fsdp_qlora.planner.search import choose_plan, describe_workload, why_no_capture
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import open_model
@@ -44,6 +46,13 @@ def answer_plan_for(user_config: Config, state_bytes: float, status: Status) -> 
         log_plan_elsewhere(user_config, *plan_elsewhere(config, state_bytes, rows, eval_rows))
 
 
+def expects_resumable(gpu: GPUSpec, arch: Architecture) -> bool:
+    """Return what can_resume() is expected to return on this GPU."""
+    return (gpu.cudnn and [*architectures_by_attention_type(arch)] == ["full"]
+            and not (arch.attention_softcap or arch.sinks or arch.attention_dropout)
+            and all(heads.dim <= 128 for heads in arch.layer_heads))
+
+
 def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None = None,
                    eval_rows: Rows | None = None) -> tuple[Config, Plan, int]:
     """Return the Config with --max_seq_len filled in, the plan of a run on the GPUs that --plan_for
@@ -60,5 +69,6 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     specs = make_layer_specs(arch, adapted, config)
     source = ShuffledRows(rows or random_rows(arch.vocab_size, config), config)
     workload = describe_workload(config, source, eval_rows, world_size, torch.device("cuda"),
-                                 why_no_capture(arch, machine), state_bytes=state_bytes)
+                                 why_no_capture(arch, machine), state_bytes=state_bytes,
+                                 resumable_attention=expects_resumable(gpu, arch))
     return config, choose_plan(config, arch, specs, workload, limit, machine), limit

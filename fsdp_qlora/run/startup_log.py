@@ -113,6 +113,7 @@ def log_plan(
     details = {
         "checkpointed layers save the residual stream after attention":
             plan.recomputed and plan.save_mid_residual,
+        f"{plan.n_attention_saved} of them save the results of attention": plan.n_attention_saved,
         f"{plan.n_mlp_saved} of them save the activations of their MLP": plan.n_mlp_saved,
         "dequantized weights are reused in backward": plan.reuse_dequantized,
         "no resharding after forward": not plan.reshard_after_forward,
