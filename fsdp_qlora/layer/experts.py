@@ -27,16 +27,21 @@ from fsdp_qlora.layer.grouped_mm import (
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
+from fsdp_qlora.layer.mlp import each_slice, joined, token_slices
 from fsdp_qlora.layer.residual import (
     add_residual, apply_norm, branch_gradient, norm_gradient, norm_padded,
     saved_or_recomputed_inputs)
-from fsdp_qlora.layer.router import Routing, RoutingChoice, add_balance, route, route_backward
+from fsdp_qlora.layer.router import (
+    Routing, RoutingChoice, add_balance, count_experts, route, route_backward)
 from fsdp_qlora.layer.saved import SavedGatedMLP, SavedMoE
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits, MoE
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200
+# tokens of recomputed experts at once. Each slice dequantizes all experts three times: of gpt-oss-20b
+# that takes 3 ms of about 130 on an H100 (counted), and the planner does not count it again
+EXPERT_SLICE_TOKENS = 65536
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +55,7 @@ class MoESublayer:
     expert_gate_up: FusedLinear  # all experts, one after the other
     expert_down: FusedLinear
     limits: Limits
+    slice_tokens: int = dataclasses.field(default_factory=lambda: EXPERT_SLICE_TOKENS)
 
     @property
     def moe(self) -> MoE:
@@ -79,12 +85,21 @@ class MoESublayer:
         return self.fused_linears[0]
 
     def forward(
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
+    ) -> tuple[Tensor, SavedMoE]:
+        """Return mid_residual + MLP(norm(mlp_input)), and what backward() needs."""
+        out, saved = self._forward_slice(call, mid_residual, mlp_input)
+        if not call.is_evaluation:
+            add_balance(call.layer, [count_experts(saved.routing, call.batch.n_unpadded)])
+        return out, saved
+
+    def _forward_slice(
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
         wants_sum: bool = True, routing_choice: RoutingChoice | None = None,
         save_gate_ups: bool = True
     ) -> tuple[Tensor | Any, SavedMoE]:
-        """Return mid_residual + MLP(norm(mlp_input)), None without wants_sum, and what backward()
-        needs.
+        """forward() for the tokens call.tokens, without add_balance(). The sum is None without
+        wants_sum.
 
         When forward() is recomputed, `routing_choice` is that of the first time, so that a tie is
         not decided another way. Without save_gate_ups, backward() computes the experts' gate and up
@@ -100,8 +115,6 @@ class MoESublayer:
         wants_bounds = call.layer.plan.expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
         saved.routing = route(call, mlp_input if norms else x, routing_choice, wants_bounds)
-        if not (call.is_backward or call.is_evaluation):
-            add_balance(call.layer, saved.routing, call.batch.n_unpadded)
         needs_branch = wants_sum or arch.mlp_post_norm is not None
         if self.latent:
             self.latent.enter(call, saved, x)
@@ -171,21 +184,37 @@ class MoESublayer:
 
     def forward_to_recompute(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
-    ) -> tuple[Tensor, RoutingChoice]:
-        """Return forward()'s sum, and the choice for recomputed_backward(). Nothing else is saved.
-        """
-        # not in slices of tokens as in MLPSublayer: each slice would dequantize all experts
-        out, saved = self.forward(call, mid_residual, mlp_input, save_gate_ups=False)
-        return out, saved.routing.choice
+    ) -> tuple[Tensor, list[RoutingChoice]]:
+        """Return forward()'s sum for all tokens, computed a slice at a time; and each slice's choice
+        for recomputed_backward(). Nothing else is saved."""
+        sums, choices, counts = [], [], []
+        for tokens in each_slice(call, len(mid_residual), self.slice_tokens):
+            out, saved = self._forward_slice(
+                call, mid_residual[tokens], mlp_input[tokens], save_gate_ups=False)
+            sums.append(out)
+            choices.append(saved.routing.choice)
+            if not call.is_evaluation:
+                n_unpadded = call.batch.n_unpadded - tokens.start
+                counts.append(count_experts(saved.routing, n_unpadded))
+            del out, saved  # before the next slice allocates its own
+        if counts:
+            add_balance(call.layer, counts)
+        return joined(sums), choices
 
     def recomputed_backward(
-        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choice: RoutingChoice
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor,
+        routing_choices: list[RoutingChoice]
     ) -> Tensor:
-        """backward() after computing forward() again."""
-        saved = self.forward(call, None, mlp_input, False, routing_choice, save_gate_ups=False)[1]
-        grad = self.backward(call, saved, grad)
+        """backward() for all tokens, a slice at a time, after computing forward() again."""
+        grads = []
+        slices = each_slice(call, len(mlp_input), self.slice_tokens)
+        for tokens, choice in zip(slices, routing_choices, strict=True):
+            saved = self._forward_slice(
+                call, None, mlp_input[tokens], False, choice, save_gate_ups=False)[1]
+            grads.append(self.backward(call, saved, grad[tokens]))
+            del saved
         call.dequantized.clear()
-        return grad
+        return joined(grads)
 
     # ---- the experts ----
 
