@@ -39,8 +39,8 @@ from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200
-# tokens of recomputed experts at once. Each slice dequantizes all experts three times: of gpt-oss-20b
-# that takes 3 ms of about 130 on an H100 (counted), and the planner does not count it again
+# tokens of recomputed experts at once. Each slice dequantizes all experts three times: those of
+# gpt-oss-20b in 3 of about 100 ms on an H100 (counted), so predict_time() counts one slice alone
 EXPERT_SLICE_TOKENS = 65536
 
 
@@ -185,8 +185,8 @@ class MoESublayer:
     def forward_to_recompute(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, list[RoutingChoice]]:
-        """Return forward()'s sum for all tokens, computed a slice at a time; and each slice's choice
-        for recomputed_backward(). Nothing else is saved."""
+        """Return forward()'s sum for all tokens, computed a slice at a time; and each slice's
+        choice for recomputed_backward(). Nothing else is saved."""
         sums, choices, counts = [], [], []
         for tokens in each_slice(call, len(mid_residual), self.slice_tokens):
             out, saved = self._forward_slice(
@@ -319,15 +319,16 @@ class MoESublayer:
             grad_gate_up = self._glu_backward_(grad_activated, weights, gate_up)
             activated = grad_activated  # overwritten by _glu_backward_()
             if grad_d is not None:
-                weighted = activated * weights[:, None].to(activated.dtype)
-                add_expert_gradients(call, self.expert_down, weighted, grad_d, upstream, chunk)
+                add_expert_gradients(  # no name holds an argument until the next chunk
+                    call, self.expert_down, activated * weights[:, None].to(activated.dtype),
+                    grad_d, upstream, chunk)
             del grad_activated, activated, upstream, gate_up
             rows = grouped(grad_gate_up, chunk.gate_up, chunk)
             rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
             if grad_d is not None:
-                inputs = x[routing.token[chunk.rows]]
                 add_expert_gradients(
-                    call, self.expert_gate_up, inputs, grad_d, grad_gate_up, chunk)
+                    call, self.expert_gate_up, x[routing.token[chunk.rows]], grad_d, grad_gate_up,
+                    chunk)
             grad_rows = put_rows(grad_rows, rows, chunk, n_rows)
             del grad_gate_up, rows, chunk
         x = None
@@ -443,9 +444,9 @@ class MoESublayer:
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """Peak bytes of backward(), besides what is saved."""
-        n = plan.micro_batch_tokens
-        itemsize = plan.dtype.itemsize
-        hidden, moe = self.arch.hidden_size, self.moe
+        n_tokens, itemsize = plan.micro_batch_tokens, plan.dtype.itemsize
+        n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
+        arch, hidden, moe = self.arch, self.arch.hidden_size, self.moe
         width = self.expert_gate_up.in_features  # hidden size or latent size
         rows = n * moe.top_k
         up = self.expert_gate_up
@@ -458,11 +459,25 @@ class MoESublayer:
             adapter_values = 3 * moe.n_experts * up.n_lora * width
         row_values += self._gate_up_size * (recomputed + bool(moe.clamp))
         chunk_values = math.ceil((rows * row_values + adapter_values) / plan.expert_ranges)
-        if recomputed and self.shared_gate_up and self.shared_down:
-            chunk_values += n * (self.shared_gate_up.out_features + self.shared_down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
-        values = rows * width * (plan.expert_ranges > 1) + chunk_values + weights + 3 * n * hidden
+        # the gradient of the branch, where it is not that of the sum
+        n_upstream = bool(arch.mlp_post_norm) or arch.residual_multiplier != 1
+        # first the experts, beside the gradient of the sum and their inputs, if these are needed
+        n_inputs = recomputed or up.n_lora > 0
+        first = chunk_values + weights + n * hidden * (1 + n_inputs + n_upstream)
+        if plan.expert_ranges > 1:  # and the rows' gradients: beside what a range has at its end,
+            # or beside what the next one has, when a part of the saved gate and up is gone
+            gone = 0 if recomputed else min(self._gate_up_size, row_values - up.width)
+            first += max(0, rows * width - rows * gone // plan.expert_ranges)
+        # then the gradient of their inputs beside that of the rows, or beside the shared expert's
+        shared_width = self.shared_down.width + hidden if self.shared_down else 0
+        second = max(rows * width, n * shared_width) + n * hidden * (3 + recomputed + n_upstream)
+        values = max(first, second if recomputed else second - rows * self._gate_up_size)
+        if recomputed and self.shared_gate_up and self.shared_down:
+            values += n * (self.shared_gate_up.out_features + self.shared_down.width)
+        if n < n_tokens:  # gradients: of the sum and of finished slices, which are joined at last
+            values = max(values + 2 * (n_tokens - n) * hidden, 3 * n_tokens * hidden)
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
             values += n * hidden * (2 + 2 * recomputed + bool(up.n_lora))
         if self._sum_factor != 1:  # the gradient of the sum before its factor
