@@ -466,9 +466,10 @@ class MoESublayer:
         # first the experts, beside the gradient of the sum and their inputs, if these are needed
         n_inputs = recomputed or up.n_lora > 0
         first = chunk_values + weights + n * hidden * (1 + n_inputs + n_upstream)
-        if plan.expert_ranges > 1:  # and the rows' gradients: beside what a range has at its end,
-            # or beside what the next one has, when a part of the saved gate and up is gone
-            gone = 0 if recomputed else min(self._gate_up_size, row_values - up.width)
+        if plan.expert_ranges > 1:  # and all rows' outputs in forward, their gradients in backward,
+            # when the first range's saved gate and up are gone
+            only_backward = row_values - up.width - down.width
+            gone = 0 if recomputed else min(self._gate_up_size, only_backward)
             first += max(0, rows * width - rows * gone // plan.expert_ranges)
         # then the gradient of their inputs beside that of the rows, or beside the shared expert's
         shared_width = self.shared_down.width + hidden if self.shared_down else 0
