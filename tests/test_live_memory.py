@@ -310,6 +310,7 @@ NOTHING, HELD = {}, {"reuse_dequantized": True}
 RANGES, NARROW = {"expert_ranges": 4}, {"expert_ranges": 16}
 PLAIN, PLAIN_ATTENTION = {"plain_recurrence": True}, {"plain_attention": True}
 LONG = {"plain_attention": True, "micro_batch_tokens": 8192}  # longer than a window
+SLICES = {"micro_batch_tokens": 131_200}  # three
 EXPERTS = {"target_modules": ("all-linear", "experts")}
 AROUND = {"target_modules": ("all-linear", "fc1_latent_proj", "fc2_latent_proj")}
 SHARED = {"lora_rank": 128, "target_modules": (
@@ -382,6 +383,14 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("nemotron-3-super", 1, "all", NARROW | AROUND, 0.919),
     ("nemotron-3-super", 1, "input", NARROW | AROUND, 0.893),
     ("glm-4.5-air", 1, "all", NARROW | SHARED, 0.895),
+    # experts in slices of at most 65,536 tokens
+    ("gpt-oss-20b", 0, "input", SLICES | {"micro_batch_tokens": 530_432}, 1.0),
+    ("gpt-oss-20b", 0, "input", SLICES | RANGES, 1.0),
+    ("gpt-oss-20b", 0, "mid_residual", SLICES, 1.0),
+    ("qwen3-30b-a3b", 0, "mid_residual", SLICES | EXPERTS, 0.986),
+    ("glm-4.5-air", 1, "input", SLICES | SHARED, 0.995),
+    ("gemma-4-26b-a4b", 0, "mid_residual", SLICES, 0.997),
+    ("nemotron-3-super", 1, "input", SLICES | AROUND, 0.945),
 ])  # fmt: skip
 def test_plan_is_no_less_than_a_layers_peak(
     name, index, saves, settings, share, kernels_make_shapes_alone, monkeypatch
