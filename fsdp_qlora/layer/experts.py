@@ -1,6 +1,7 @@
 """The MoE sublayer: routed experts and an optional shared one.
 
 Forward and backward, and what it costs. No token is dropped, however uneven the router is.
+Recomputed experts are computed a slice of tokens at a time, as in mlp.py, if there are many tokens.
 pretrained/families.py says which models have experts.
 """
 
