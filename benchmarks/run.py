@@ -394,6 +394,7 @@ GROUPS = {
         case("long-8b-80gb", "llama-3-8b", 1, 401_408, 2, RANK_32, gpus=1),
         case("long-l3-70b", "llama-3-70b", 1, 90_112, 2, RANK_32, gpus=1),
         case("long-gpt-oss-20b", "gpt-oss-20b", 1, 421_888, 2, OFFLOAD, gpus=1),
+        case("long-gpt-oss-20b-530k", "gpt-oss-20b", 1, 530_432, 2, f"{ALL} {RANK_32}", gpus=1),
         case("long-8b-32k", "llama-3-8b", 1, 32_768, 3, gpus=1),
         case("long-8b-131k", "llama-3-8b", 1, 131_072, 2, OFFLOAD, gpus=1),
         case("long-8b-131k-2gpus", "llama-3-8b", 0.5, 131_072, 2,

@@ -44,6 +44,7 @@ from fsdp_qlora.kernels.elementwise import (
     LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
     glu_weight_gradients)
 from fsdp_qlora.layer import experts, grouped_mm, router
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_files import write_adapter
@@ -331,12 +332,66 @@ def test_backward_repeats_forwards_choice(ranges, monkeypatch):
 
     def fickle(scores, moe):
         calls.append(scores)
-        return true(scores if len(calls) <= 4 else -scores, moe)
+        return true(scores if len(calls) <= 8 else -scores, moe)
 
     monkeypatch.setattr(router, "best_experts", fickle)
-    # results() looks twice at each of two layers: for the logits, then for loss and gradient
+    # results() looks twice at each of two layers: for the logits, then for loss and gradient; at
+    # two slices of tokens each
     assert worst("mixtral", True, monkeypatch, ranges=ranges) < BAR
-    assert len(calls) == 4
+    assert len(calls) == 8
+
+
+def sliced_results(layer, slice_tokens):
+    """{result: tensor} of the recomputed MoE sublayer of a layer for 61 tokens, the last 29 of them
+    padding, computed so many tokens at a time."""
+    sublayer = dataclasses.replace(layer.spec.mlp, slice_tokens=slice_tokens)
+    x, mlp_input, grad = (
+        torch.randn(61, layer.arch.hidden_size, generator=seed(n)) for n in range(3))
+    batch = types.SimpleNamespace(n_unpadded=torch.tensor([32]), dropout_seeds=torch.arange(61))
+    backward = LayerCall(layer, batch, is_backward=True)
+    layer.balance = None
+    with torch.no_grad():
+        evaluated = sublayer.forward_to_recompute(
+            LayerCall(layer, batch, is_evaluation=True), x, mlp_input)[0]
+        assert layer.balance is None
+        out, choices = sublayer.forward_to_recompute(LayerCall(layer, batch), x, mlp_input)
+        grad_input = sublayer.recomputed_backward(backward, mlp_input, grad, choices)
+    assert len(choices) == math.ceil(61 / slice_tokens) and not backward.dequantized
+    return {
+        "choice": torch.cat([choice.chosen for choice in choices]), "balance": layer.balance,
+        "evaluated": evaluated, "out": out, "gradient of the input": grad_input,
+        "gradient of the adapter": backward.grad_adapter}
+
+
+SLICED = [(name, "lora") for name in MIXTURES] + [("qwen2_moe", "dora"), ("afmoe", "dora")]
+
+
+@pytest.mark.parametrize("grouped", ["a loop", "torch's, in one range"])
+@pytest.mark.parametrize("name, kind", SLICED)
+def test_slices_of_tokens_give_what_all_tokens_give(name, kind, grouped, monkeypatch):
+    """With dropout, ranges of experts, and slices that are in part or wholly padding."""
+    if grouped != "a loop":
+        monkeypatch.setattr(check, "Plan", functools.partial(changed_plan, 1))
+        for module in experts, grouped_mm:
+            monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
+    small = shrunk_config(TINY[name](320))
+    arch, reference = describe_model(small), random_reference(small, seed())
+    model = plain_model(
+        small, dataclasses.replace(arch, residual_dropout=0.3), reference.state_dict(), 64, kind,
+        recompute=True)
+    with torch.no_grad():
+        random_adapter(model, seed(1))
+    layer = model.layers[arch.layer_routed.index(True)]
+    layer.spec = dataclasses.replace(layer.spec, dropout=0.5)
+    whole = sliced_results(layer, 61)
+    choice = whole.pop("choice")
+    for slice_tokens in 60, 16, 7:
+        got = sliced_results(layer, slice_tokens)
+        assert torch.equal(got.pop("choice"), choice)
+        assert torch.equal(got["balance"][1:], whole["balance"][1:])  # integers, and their quotient
+        for what, values in whole.items():
+            difference = (got[what] - values).norm()
+            assert difference <= 1e-6 * values.norm() > 0, (what, slice_tokens)
 
 
 # ---- adapters ----
@@ -754,7 +809,7 @@ def balance_of(layer, scores, chosen, n_unpadded):
     experts, order = chosen.flatten().sort(stable=True)
     ends = torch.bincount(experts, minlength=8).cumsum(0).int()
     routing = types.SimpleNamespace(scores=scores, ends=ends, token=order // 2)
-    router.add_balance(layer, routing, torch.tensor([n_unpadded]))
+    router.add_balance(layer, [router.count_experts(routing, torch.tensor([n_unpadded]))])
 
 
 def test_balance_of_experts_is_one_where_all_are_used_alike():

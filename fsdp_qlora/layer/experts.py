@@ -1,6 +1,7 @@
 """The MoE sublayer: routed experts and an optional shared one.
 
 Forward and backward, and what it costs. No token is dropped, however uneven the router is.
+Recomputed experts are computed a slice of tokens at a time, as in mlp.py, if there are many tokens.
 pretrained/families.py says which models have experts.
 """
 
@@ -27,16 +28,21 @@ from fsdp_qlora.layer.grouped_mm import (
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
+from fsdp_qlora.layer.mlp import each_slice, joined, token_slices
 from fsdp_qlora.layer.residual import (
     add_residual, apply_norm, branch_gradient, norm_gradient, norm_padded,
     saved_or_recomputed_inputs)
-from fsdp_qlora.layer.router import Routing, RoutingChoice, add_balance, route, route_backward
+from fsdp_qlora.layer.router import (
+    Routing, RoutingChoice, add_balance, count_experts, route, route_backward)
 from fsdp_qlora.layer.saved import SavedGatedMLP, SavedMoE
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits, MoE
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200
+# tokens of recomputed experts at once. Each slice dequantizes all experts three times: those of
+# gpt-oss-20b in 3 of about 100 ms on an H100 (counted), so predict_time() counts one slice alone
+EXPERT_SLICE_TOKENS = 65536
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +56,7 @@ class MoESublayer:
     expert_gate_up: FusedLinear  # all experts, one after the other
     expert_down: FusedLinear
     limits: Limits
+    slice_tokens: int = dataclasses.field(default_factory=lambda: EXPERT_SLICE_TOKENS)
 
     @property
     def moe(self) -> MoE:
@@ -79,12 +86,21 @@ class MoESublayer:
         return self.fused_linears[0]
 
     def forward(
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
+    ) -> tuple[Tensor, SavedMoE]:
+        """Return mid_residual + MLP(norm(mlp_input)), and what backward() needs."""
+        out, saved = self._forward_slice(call, mid_residual, mlp_input)
+        if not call.is_evaluation:
+            add_balance(call.layer, [count_experts(saved.routing, call.batch.n_unpadded)])
+        return out, saved
+
+    def _forward_slice(
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
         wants_sum: bool = True, routing_choice: RoutingChoice | None = None,
         save_gate_ups: bool = True
     ) -> tuple[Tensor | Any, SavedMoE]:
-        """Return mid_residual + MLP(norm(mlp_input)), None without wants_sum, and what backward()
-        needs.
+        """forward() for the tokens call.tokens, without add_balance(). The sum is None without
+        wants_sum.
 
         When forward() is recomputed, `routing_choice` is that of the first time, so that a tie is
         not decided another way. Without save_gate_ups, backward() computes the experts' gate and up
@@ -100,8 +116,6 @@ class MoESublayer:
         wants_bounds = call.layer.plan.expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
         saved.routing = route(call, mlp_input if norms else x, routing_choice, wants_bounds)
-        if not (call.is_backward or call.is_evaluation):
-            add_balance(call.layer, saved.routing, call.batch.n_unpadded)
         needs_branch = wants_sum or arch.mlp_post_norm is not None
         if self.latent:
             self.latent.enter(call, saved, x)
@@ -171,21 +185,37 @@ class MoESublayer:
 
     def forward_to_recompute(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
-    ) -> tuple[Tensor, RoutingChoice]:
-        """Return forward()'s sum, and the choice for recomputed_backward(). Nothing else is saved.
-        """
-        # not in slices of tokens as in MLPSublayer: each slice would dequantize all experts
-        out, saved = self.forward(call, mid_residual, mlp_input, save_gate_ups=False)
-        return out, saved.routing.choice
+    ) -> tuple[Tensor, list[RoutingChoice]]:
+        """Return forward()'s sum for all tokens, computed a slice at a time; and each slice's
+        choice for recomputed_backward(). Nothing else is saved."""
+        sums, choices, counts = [], [], []
+        for tokens in each_slice(call, len(mid_residual), self.slice_tokens):
+            out, saved = self._forward_slice(
+                call, mid_residual[tokens], mlp_input[tokens], save_gate_ups=False)
+            sums.append(out)
+            choices.append(saved.routing.choice)
+            if not call.is_evaluation:
+                n_unpadded = call.batch.n_unpadded - tokens.start
+                counts.append(count_experts(saved.routing, n_unpadded))
+            del out, saved  # before the next slice allocates its own
+        if counts:
+            add_balance(call.layer, counts)
+        return joined(sums), choices
 
     def recomputed_backward(
-        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choice: RoutingChoice
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor,
+        routing_choices: list[RoutingChoice]
     ) -> Tensor:
-        """backward() after computing forward() again."""
-        saved = self.forward(call, None, mlp_input, False, routing_choice, save_gate_ups=False)[1]
-        grad = self.backward(call, saved, grad)
+        """backward() for all tokens, a slice at a time, after computing forward() again."""
+        grads = []
+        slices = each_slice(call, len(mlp_input), self.slice_tokens)
+        for tokens, choice in zip(slices, routing_choices, strict=True):
+            saved = self._forward_slice(
+                call, None, mlp_input[tokens], False, choice, save_gate_ups=False)[1]
+            grads.append(self.backward(call, saved, grad[tokens]))
+            del saved
         call.dequantized.clear()
-        return grad
+        return joined(grads)
 
     # ---- the experts ----
 
@@ -290,15 +320,16 @@ class MoESublayer:
             grad_gate_up = self._glu_backward_(grad_activated, weights, gate_up)
             activated = grad_activated  # overwritten by _glu_backward_()
             if grad_d is not None:
-                weighted = activated * weights[:, None].to(activated.dtype)
-                add_expert_gradients(call, self.expert_down, weighted, grad_d, upstream, chunk)
+                add_expert_gradients(  # no name holds an argument until the next chunk
+                    call, self.expert_down, activated * weights[:, None].to(activated.dtype),
+                    grad_d, upstream, chunk)
             del grad_activated, activated, upstream, gate_up
             rows = grouped(grad_gate_up, chunk.gate_up, chunk)
             rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
             if grad_d is not None:
-                inputs = x[routing.token[chunk.rows]]
                 add_expert_gradients(
-                    call, self.expert_gate_up, inputs, grad_d, grad_gate_up, chunk)
+                    call, self.expert_gate_up, x[routing.token[chunk.rows]], grad_d, grad_gate_up,
+                    chunk)
             grad_rows = put_rows(grad_rows, rows, chunk, n_rows)
             del grad_gate_up, rows, chunk
         x = None
@@ -414,9 +445,9 @@ class MoESublayer:
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """Peak bytes of backward(), besides what is saved."""
-        n = plan.micro_batch_tokens
-        itemsize = plan.dtype.itemsize
-        hidden, moe = self.arch.hidden_size, self.moe
+        n_tokens, itemsize = plan.micro_batch_tokens, plan.dtype.itemsize
+        n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
+        arch, hidden, moe = self.arch, self.arch.hidden_size, self.moe
         width = self.expert_gate_up.in_features  # hidden size or latent size
         rows = n * moe.top_k
         up = self.expert_gate_up
@@ -429,11 +460,26 @@ class MoESublayer:
             adapter_values = 3 * moe.n_experts * up.n_lora * width
         row_values += self._gate_up_size * (recomputed + bool(moe.clamp))
         chunk_values = math.ceil((rows * row_values + adapter_values) / plan.expert_ranges)
-        if recomputed and self.shared_gate_up and self.shared_down:
-            chunk_values += n * (self.shared_gate_up.out_features + self.shared_down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
-        values = rows * width * (plan.expert_ranges > 1) + chunk_values + weights + 3 * n * hidden
+        # the gradient of the branch, where it is not that of the sum
+        n_upstream = bool(arch.mlp_post_norm) or arch.residual_multiplier != 1
+        # first the experts, beside the gradient of the sum and their inputs, if these are needed
+        n_inputs = recomputed or up.n_lora > 0
+        first = chunk_values + weights + n * hidden * (1 + n_inputs + n_upstream)
+        if plan.expert_ranges > 1:  # and all rows' outputs in forward, their gradients in backward,
+            # when the first range's saved gate and up are gone
+            only_backward = row_values - up.width - down.width
+            gone = 0 if recomputed else min(self._gate_up_size, only_backward)
+            first += max(0, rows * width - rows * gone // plan.expert_ranges)
+        # then the gradient of their inputs beside that of the rows, or beside the shared expert's
+        shared_width = self.shared_down.width + hidden if self.shared_down else 0
+        second = max(rows * width, n * shared_width) + n * hidden * (3 + recomputed + n_upstream)
+        values = max(first, second if recomputed else second - rows * self._gate_up_size)
+        if recomputed and self.shared_gate_up and self.shared_down:
+            values += n * (self.shared_gate_up.out_features + self.shared_down.width)
+        if n < n_tokens:  # gradients: of the sum and of finished slices, which are joined at last
+            values = max(values + 2 * (n_tokens - n) * hidden, 3 * n_tokens * hidden)
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
             values += n * hidden * (2 + 2 * recomputed + bool(up.n_lora))
         if self._sum_factor != 1:  # the gradient of the sum before its factor

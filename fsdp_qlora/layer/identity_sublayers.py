@@ -67,6 +67,6 @@ class NoMLPSublayer(_Identity):
         return mid_residual, None
 
     def recomputed_backward(
-        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choice: None
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choices: None
     ) -> Tensor:
         return grad

@@ -180,7 +180,7 @@ class SavedLayer:
     mixer: SavedMixer | None = None
     mlp: SavedMLP | SavedMoE | None = None
     offloaded_mlp: Callable[[], SavedMLP] | None = None  # takes the record from the store, once
-    routing_choice: RoutingChoice | None = None
+    routing_choices: list[RoutingChoice] | None = None  # one per slice of tokens
 
 
 class LayerFunction(torch.autograd.Function):
@@ -232,7 +232,7 @@ class LayerFunction(torch.autograd.Function):
             return call.scaled(out), *call.kv_out
         if layer.saves == "mid_residual":
             saved.mid_residual = put(mid_residual)
-        out, saved.routing_choice = mlp.forward_to_recompute(
+        out, saved.routing_choices = mlp.forward_to_recompute(
             call, mid_residual, x if layer.arch.parallel else mid_residual)
         return call.scaled(out), *call.kv_out
 
@@ -255,7 +255,7 @@ class LayerFunction(torch.autograd.Function):
             else:
                 (mid_residual,) = take(saved.mid_residual)
                 grad_mid_residual = mlp.recomputed_backward(
-                    call, mid_residual, grad, saved.routing_choice)
+                    call, mid_residual, grad, saved.routing_choices)
                 del mid_residual
             (x,) = take(saved.x)  # copied back while the MLP ran
             mixer_saved = mixer.forward(call, x, wants_sum=False)[1]
@@ -266,7 +266,7 @@ class LayerFunction(torch.autograd.Function):
             call.attention_results.clear()
             call.dequantized.clear()  # room for the MLP's weights
             grad_mid_residual = mlp.recomputed_backward(
-                call, x if parallel else mid_residual, grad, saved.routing_choice)
+                call, x if parallel else mid_residual, grad, saved.routing_choices)
             del mid_residual
         # in a parallel layer the mixer gets the gradient of the layer's sum, and grad_mid_residual
         # already includes the gradient of x through the MLP

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,26 +94,22 @@ class MLPSublayer:
         """Return forward()'s sum for all tokens, computed a slice at a time with nothing saved; and
         None, because an MLP without experts has no choice to repeat."""
         sums = []
-        for tokens in token_slices(len(mid_residual), self.slice_tokens):
-            call.tokens = tokens
+        for tokens in each_slice(call, len(mid_residual), self.slice_tokens):
             sums.append(self.forward(call, mid_residual[tokens], mlp_input[tokens])[0])
-        call.tokens = slice(None)
-        return torch.cat(sums), None
+        return joined(sums), None
 
     def recomputed_backward(
-        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choice: None
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choices: None
     ) -> Tensor:
         """backward() for all tokens, a slice at a time, after computing forward() again."""
         grads = []
-        for tokens in token_slices(len(mlp_input), self.slice_tokens):
-            call.tokens = tokens
+        for tokens in each_slice(call, len(mlp_input), self.slice_tokens):
             mid_residual = mlp_input[tokens] if self.per_layer else None
             saved = self.forward(call, mid_residual, mlp_input[tokens], wants_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))
             del saved  # before the next slice allocates its own
-        call.tokens = slice(None)
         call.dequantized.clear()
-        return torch.cat(grads)
+        return joined(grads)
 
     def activation(self, call: LayerCall) -> PairedActivation:
         """Return the activation for glu() and glu_backward_(): its name, with multipliers or a
@@ -186,3 +183,16 @@ def token_slices(n: int, most: int) -> list[slice]:
     """Cut n tokens into even slices of at most `most` each."""
     size = math.ceil(n / math.ceil(n / most))
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def each_slice(call: LayerCall, n: int, most: int) -> Iterator[slice]:
+    """Yield token_slices(n, most), each while call.tokens is that slice."""
+    for tokens in token_slices(n, most):
+        call.tokens = tokens
+        yield tokens
+    call.tokens = slice(None)
+
+
+def joined(slices: list[Tensor]) -> Tensor:
+    """Return the rows of all slices; of a single slice without a copy."""
+    return slices[0] if len(slices) == 1 else torch.cat(slices)

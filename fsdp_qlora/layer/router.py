@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,23 +108,31 @@ def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
     return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
 
 
-def add_balance(layer: LayerParameters, routing: Routing, n_unpadded: Tensor) -> None:
-    """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, which is 1 if all
-    experts get the same number of tokens; the busiest expert's share of the tokens, times the
-    number of experts; and 1, to count this micro-batch. Only its first n_unpadded tokens count,
-    int64 [1]; a micro-batch of padding alone adds 0. The numbers are logged only, not trained on.
-    """
-    n, n_experts = routing.scores.shape
+def count_experts(routing: Routing, n_unpadded: Tensor) -> Tensor:
+    """Return each expert's number of tokens and sum of scores, fp32 [2, experts], of the first
+    n_unpadded tokens, int64 [1], which may be more than there are, or negative."""
+    n = len(routing.scores)
     counted = torch.arange(n, device=n_unpadded.device) < n_unpadded
     rows_before = F.pad((routing.token < n_unpadded).cumsum(0), (1, 0))[routing.ends]
     tokens = rows_before.diff(prepend=rows_before.new_zeros(1))  # number of tokens of each expert
+    return torch.stack([tokens.float(), counted.float() @ routing.scores])
+
+
+def add_balance(layer: LayerParameters, counts: Sequence[Tensor]) -> None:
+    """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, which is 1 if all
+    experts get the same number of tokens; the busiest expert's share of the tokens, times the
+    number of experts; and 1, to count this micro-batch. `counts`: count_experts() of its slices of
+    tokens; a micro-batch of padding alone adds 0. The numbers are logged only, not trained on.
+    """
+    tokens, probabilities = torch.stack([*counts]).sum(0)
+    n_experts = len(tokens)
     shares = tokens / tokens.sum()
-    probabilities = counted.float() @ routing.scores
-    probabilities /= probabilities.sum()
+    probabilities = probabilities / probabilities.sum()
     sums = (shares * probabilities).sum() * n_experts, shares.max() * n_experts
     if layer.balance is None:
         layer.balance = torch.zeros(3, device=shares.device)
-    layer.balance += torch.stack([*sums, counted[0].float()]).nan_to_num()  # 0 / 0 without a token
+    is_counted = (tokens.sum() > 0).float()
+    layer.balance += torch.stack([*sums, is_counted]).nan_to_num()  # 0 / 0 without a token
 
 
 def take_balance(layers: Iterable[LayerParameters], device: torch.device) -> Tensor:

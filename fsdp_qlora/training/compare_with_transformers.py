@@ -26,6 +26,7 @@ from fsdp_qlora.errors import explain
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.dequantize import dequantize
+from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.model.fsdp import set_local
@@ -184,7 +185,7 @@ def plain_model(
     specs = make_layer_specs(arch, adapted if kind else (), config)
     if recompute:
         specs = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
-                 if isinstance(x.mlp, MLPSublayer) else x for x in specs]
+                 if isinstance(x.mlp, (MLPSublayer, MoESublayer)) else x for x in specs]
     model = Model(arch, specs, plan, plain_kernels(arch), torch.device("cpu"))
     names = tensor_names(arch, tensors)
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
