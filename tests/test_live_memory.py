@@ -361,8 +361,8 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("llama-3-8b", 0, "attention", NOTHING, 0.967),
     ("llama-3-8b", 0, "attention", HELD, 0.952),
     ("llama-3-8b", 0, "attention", {"micro_batch_tokens": 32768}, 0.983),  # two groups of heads
-    ("glm-4.7-flash", 1, "attention", RANGES, 0.970),
-    ("qwen3-30b-a3b", 0, "attention", NOTHING, 0.993),
+    ("glm-4.7-flash", 1, "attention", RANGES, 0.986),
+    ("qwen3-30b-a3b", 0, "attention", NOTHING, 0.999),
     ("gemma-2-27b", 1, "input", NOTHING, 0.981),
     ("gemma-2-27b", 1, "all", PLAIN_ATTENTION, 0.741),
     ("gemma-4-e4b", 0, "all", NOTHING, 0.940),
