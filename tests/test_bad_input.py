@@ -577,7 +577,7 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted(start, model, data, r
     code, out, err = start(model)
     assert code == 0, err
     (line,) = [line for line in out.splitlines() if line.startswith("data: ")]
-    assert ": 2 sequences, " in line and f"; {data}); 2 skipped: text is empty" in line
+    assert ": 2 rows, " in line and f"; {data}); 2 skipped: text is empty" in line
     assert all(f"({data} line {number})" in line for number in (3, 5, 6))
 
 

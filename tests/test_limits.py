@@ -27,7 +27,7 @@ from fsdp_qlora.data import cache
 from fsdp_qlora.data.encode import check_tokens
 from fsdp_qlora.data.prepare import cache_key, prepare_rows
 from fsdp_qlora.data.rows import columns_of
-from fsdp_qlora.data.sources import RefusedRow
+from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.files import digest
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
@@ -227,7 +227,7 @@ def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, mo
 def test_token_must_be_in_the_vocabulary(token, is_refused):
     for ids, labels in ((5, token), (5, token)), ((5, 6), (5, token)):
         error = check_tokens(columns_of(ids, labels, 8), 8, 98)
-        assert isinstance(error, RefusedRow) == is_refused and (error is None) != is_refused
+        assert isinstance(error, RefusedExample) == is_refused and (error is None) != is_refused
 
 
 @pytest.mark.parametrize("n", [7, 8, 9])

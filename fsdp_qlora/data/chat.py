@@ -1,6 +1,6 @@
 """Render a conversation with the chat template, and mark the spans of it that are in the loss.
 
-It uses template.py and tools.py; other forms of rows are in forms.py, tokens in encode.py.
+It uses template.py and tools.py; other forms of examples are in forms.py, tokens in encode.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_qlora.data.sources import RefusedRow
+from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, Traits, render, template_traits
 from fsdp_qlora.data.tools import openai_calls
 
@@ -57,8 +57,8 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
     document that ends with it.
     """
     if not tokenizer.chat_template:
-        raise RefusedRow("is a conversation, but the tokenizer has no chat template. Pass one with"
-                         " --chat_template, or use prompt and completion")
+        raise RefusedExample("is a conversation, but the tokenizer has no chat template. Pass one"
+                             " with --chat_template, or use prompt and completion")
     traits = template_traits(tokenizer, str(tokenizer.chat_template))
     cleaned = [clean_message(message, traits) for message in messages]
     messages = [message for message, _ in cleaned]
@@ -136,13 +136,13 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     Some templates open an answer differently from the prompt, such as those of thinking models for
     an answer without reasoning. Then the answer is rendered with the template's own switch that
     makes both agree. Without such a switch, the answer gets the reasoning, which may be empty, that
-    its prompt opens. Raises RefusedRow if they cannot agree.
+    its prompt opens. Raises RefusedExample if they cannot agree.
     """
     notes: list[str] = []
     prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
     text = checked_text(render(messages, tokenizer, **options), "the conversation")
     at = len(prompt) if text.startswith(prompt) else None
-    # a variable that the row itself sets stays as it is
+    # a variable that the example itself sets stays as it is
     switches = (switch for switch in traits.switches if not switch.keys() & options.keys())
     while at is None and (switch := next(switches, None)):
         if found := render_switched(messages, text, options | switch, tokenizer):
@@ -155,10 +155,10 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     elif at is None and (closed := close_reasoning(messages[-1], prompt, text, template)):
         at = len(prompt)
         text = prompt + closed
-        notes.append("answers continue the reasoning that the generation prompt opens; where a row"
-                     " has none, it is empty")
+        notes.append("answers continue the reasoning that the generation prompt opens; where an"
+                     " example has none, it is empty")
     if at is None:
-        raise RefusedRow(why_otherwise(prompt, text))
+        raise RefusedExample(why_otherwise(prompt, text))
     text, shift = prompt + text[at:], len(prompt) - at
     if marks:
         answer = marked_answer(text, prompt, [(a + shift, b + shift) for a, b in marks], traits)
@@ -190,10 +190,10 @@ def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> Answe
     What they enclose of the prompt is not in the loss."""
     spans = [(max(start, len(prompt)), end) for start, end in marks if end > len(prompt)]
     if not spans or (between := text[len(prompt) : spans[0][0]]):
-        raise RefusedRow("the chat template's {% generation %} marks leave out"
-                         f" {(between[:60] if spans else 'the answer')!r}, which follows the"
-                         " generation prompt, so the model would never learn to write it. Use"
-                         " another template with --chat_template")
+        raise RefusedExample("the chat template's {% generation %} marks leave out"
+                             f" {(between[:60] if spans else 'the answer')!r}, which follows the"
+                             " generation prompt, so the model would never learn to write it. Use"
+                             " another template with --chat_template")
     answer = Answer(text, text[: spans[-1][1]], len(prompt), spans, "", [])
     if not answer.document.rstrip().endswith(traits.special):
         answer.notes.append("no token that closes an answer is trained, because the template's {%"
@@ -249,8 +249,8 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
                 tokenizer: PreTrainedTokenizerFast) -> int | None:
     """Return where the last message begins in `text`, the rendering of all messages, if it rewrites
     earlier messages. `prompt`: the rendering of the earlier messages with the generation prompt.
-    None if `text` opens the message differently from the prompt. Raises RefusedRow if the message
-    is mixed with earlier ones."""
+    None if `text` opens the message differently from the prompt. Raises RefusedExample if the
+    message is mixed with earlier ones."""
     start = shared_length(prompt, text)
     before = render(messages[:-1], tokenizer, **options)
     n_before = shared_length(prompt, before)
@@ -266,8 +266,8 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
     at = start + n_same + (rest.index(prompt[-n_same:]) if n_same else 0)
     if n_same > len(prompt) - n_before and has_text(text[at:], content_of(messages[-1])):
         return at
-    raise RefusedRow(f"the chat template mixes message {len(messages)} with those before it, so its"
-                     " tokens cannot be separated")
+    raise RefusedExample(f"the chat template mixes message {len(messages)} with those before it, so"
+                         " its tokens cannot be separated")
 
 
 def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], template: str,
@@ -286,8 +286,8 @@ def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], templa
         new_blocks = [block for block in blocks if block[0] >= shared]
         new_blocks = new_blocks if new_blocks == blocks[len(old_blocks) :] else []
     if not new_blocks:
-        raise RefusedRow("the chat template has {% generation %} marks, but none for message"
-                         f" {len(messages)} alone")
+        raise RefusedExample("the chat template has {% generation %} marks, but none for message"
+                             f" {len(messages)} alone")
     return new_blocks
 
 
@@ -307,8 +307,8 @@ def clean_message(message: dict[str, Any], traits: Traits) -> tuple[dict[str, An
     if isinstance(content, list):
         for part in content:
             if isinstance(part, dict) and part.get("type", "text") != "text":
-                raise RefusedRow(f"has {part['type']!r} in the content of a message: only text is"
-                                 " trained; leave it out")
+                raise RefusedExample(f"has {part['type']!r} in the content of a message: only text"
+                                     " is trained; leave it out")
         texts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("the content of a message is not text")
@@ -330,8 +330,8 @@ def content_of(message: dict[str, Any]) -> str:
 
 def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str,
                    answer: str) -> None:
-    """Raise RefusedRow if the chat template leaves out a part of the row. `answer` is the part of
-    `text` that the last message became."""
+    """Raise RefusedExample if the chat template leaves out a part of the example. `answer` is the
+    part of `text` that the last message became."""
     wanted = [("tools", tool["function"]["name"], text) for tool in tools or ()]
     for i, message in enumerate(messages, 1):
         strings: list[tuple[str, Any]] = [(f"the content of message {i}", content_of(message))]
@@ -351,10 +351,10 @@ def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
     for what, string, rendered in wanted:
         if not has_text(rendered, str(string or "")):
             way_out = ("--columns tools=unused trains without them" if what == "tools" else
-                       "leave it out of the row")
-            raise RefusedRow(f"the chat template leaves out {what}; the roles are"
-                             f" {', '.join(message['role'] for message in messages)}: {way_out}, or"
-                             " name another template by --chat_template")
+                       "leave it out of the example")
+            raise RefusedExample(f"the chat template leaves out {what}; the roles are"
+                                 f" {', '.join(message['role'] for message in messages)}:"
+                                 f" {way_out}, or name another template by --chat_template")
 
 
 def has_text(rendered: str, text: str) -> bool:
