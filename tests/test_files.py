@@ -131,7 +131,8 @@ def test_table_is_read_whole_whatever_its_pieces(rows, monkeypatch, tokenizer, t
     assert [row for _, row in read[:-1]] == FLAT and read[-1][1]["prompt"] == "x"
     named = [where for where, _ in read]
     assert named == [f"{source} example {i}" for i in range(1, 10)]
-    assert f"; 1 skipped: null in completion ({source} example 9)" in prepare([source], tokenizer)[1]
+    _, line = prepare([source], tokenizer)
+    assert f"; 1 skipped: null in completion ({source} example 9)" in line
 
 
 LINES = {

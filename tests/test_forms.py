@@ -939,7 +939,8 @@ def test_column_that_no_row_has_ends_the_run(tokenizer, tmp_path):
     ):  # fmt: skip
         config = Config(dataset=(str(train),), eval_dataset=tuple(map(str, eval_dataset)),
                         columns=tuple(columns), max_seq_len=64)
-        expected = (pytest.raises(RunEnd, match=f"--columns {fault}: no example has the key") if fault
+        words = f"--columns {fault}: no example has the key"
+        expected = (pytest.raises(RunEnd, match=words) if fault
                     else contextlib.nullcontext())  # fmt: skip
         with one_process(), expected:
             prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2020-01-31")

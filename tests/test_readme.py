@@ -350,7 +350,7 @@ def test_metrics_are_documented(demo):
 
 
 def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
-    (table,) = tables("| keys of a row or a message | what to do |")
+    (table,) = tables("| keys of an example or a message | what to do |")
     refused = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
     assert sorted(refused) == sorted(REFUSED)
     keys = {*TRAINED, *OPTIONAL, *SYNONYMS, *(key for form in FORMS for key in form), *LABELS,
@@ -359,7 +359,7 @@ def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
 
 
 def example_rows():
-    """(the form's name, the row, whether it is one of preferences) of each table `form, row`."""
+    """(the form's name, the row, whether it is one of preferences) of each table `form, example`."""
     text, _, preferences = PAGES["data.md"].partition("\n## Preferences")
     for page, is_preference in (text, False), (preferences, True):
         for name, row in re.findall(r"^\| ([^|`]*) \| `(\{.*\})` \|$", page, re.M):
