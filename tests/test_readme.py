@@ -359,7 +359,8 @@ def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
 
 
 def example_rows():
-    """(the form's name, the row, whether it is one of preferences) of each table `form, example`."""
+    """(the form's name, the row, whether it is one of preferences) of each table `form, example`.
+    """
     text, _, preferences = PAGES["data.md"].partition("\n## Preferences")
     for page, is_preference in (text, False), (preferences, True):
         for name, row in re.findall(r"^\| ([^|`]*) \| `(\{.*\})` \|$", page, re.M):
