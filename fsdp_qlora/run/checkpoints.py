@@ -25,11 +25,13 @@ from safetensors.torch import load_file
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.exit_codes import EXITS
-from fsdp_qlora.files import as_json, digest, read_json, remove, sync_file, text_digest, write_whole
+from fsdp_qlora.files import (
+    ADAPTER_FILES, ADAPTER_WEIGHTS, as_json, digest, read_json, remove, sync_file, text_digest,
+    write_whole)
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.adapter import (
     TOKEN_ROWS, Adapter, MakeOptimizer, probe_optimizer, sharded_state)
-from fsdp_qlora.lora.peft_files import ADAPTER_FILES, write_adapter
+from fsdp_qlora.lora.peft_files import write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
 from fsdp_qlora.ranks import RunEnd, gather_objects
 from fsdp_qlora.run.directory import MERGE_CHECK_FILE, RESULTS
@@ -128,7 +130,7 @@ def load_checkpoint(path: Path, adapter: Adapter,
     state = optimizer.state[adapter.weights]
     if "step" in state:  # 1 by now, a number or a tensor: += keeps its type
         state["step"] += saved["step"] - 1
-    weights = unstack_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
+    weights = unstack_experts(load_file(path / ADAPTER_WEIGHTS), adapter.expert_parts)
     for i in range(len(adapter.layers)):
         adapter.set_layer(i, weights)
     adapter.set_token_rows(weights)
@@ -213,7 +215,7 @@ def step_to_resume(config: Config, directory: Path, digests: dict[str, str | Non
     saved_config = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
         raise ValueError(f"--resume must: {directory} has no complete checkpoint")
-    if not path and (directory / "adapter_model.safetensors").is_file():
+    if not path and (directory / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"--output_dir {directory} already contains a trained adapter, but no"
                          " checkpoint to resume from. Use another directory; --init_adapter can"
                          " start from it")

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
-from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.files import ADAPTER_WEIGHTS, digest, text_digest, write_whole
 from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.ranks import RunEnd, gather_objects, is_rank_0, on_rank_0
@@ -160,7 +160,7 @@ def write_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
 def identify_model(run: Run) -> dict[str, str]:
     """Return digests of the rows and the base model together, and of the adapter that the run
     begins with."""
-    adapter = Path(run.config.init_adapter or "") / "adapter_model.safetensors"
+    adapter = Path(run.config.init_adapter or "") / ADAPTER_WEIGHTS
     return {"content": text_digest(run.digests),
             "init_adapter": digest(adapter) if adapter.is_file() else "none"}
 
