@@ -71,34 +71,28 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
     """Yield {name: value}, see ENCODED, for each document of each example. An example that cannot
     be used yields one document, and so does a pair with an unusable answer."""
     examples, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
-
-    def renamed_in(example: Any) -> str:
-        return json.dumps(sorted(old_names & example.keys()) if type(example) is dict else [])
-
     tokenizers = both_tokenizers(tokenizer)
     while batch := list(itertools.islice(examples, BATCH)):
-        parsed = [(where, renamed_in(example), *try_example(example, tokenizer, new_names, loss))
-                  for where, example in batch]
-        tokens = tokenize([d for *_, documents, _ in parsed for d in documents], tokenizers)
-        for where, renamed, form_error, form, documents, desirable in parsed:
-            parts = [part for document in documents for part in document if isinstance(part, Part)]
-            is_plain = any(part.is_completion for part in parts)
-            kwargs = "\n".join(text for part in parts for _, text in part.answers)
+        parsed = [try_example(example, tokenizer, new_names, loss) for _, example in batch]
+        tokens = tokenize([d for found in parsed for d in found.documents], tokenizers)
+        for (where, example), found in zip(batch, parsed):
             encoded = [columns_of(*ids, max_seq_len, good)
-                       for good in desirable for ids in next(tokens)]
-            errors = [form_error or check_tokens(columns, max_seq_len, vocab_size)
+                       for good in found.desirable for ids in next(tokens)]
+            errors = [found.error or check_tokens(columns, max_seq_len, vocab_size)
                       for columns in encoded]
             if LOSSES[loss].n_answers == 2:
                 error = next(filter(None, errors), None) or check_pair(encoded, max_seq_len)
                 if error:  # one document stands for the whole pair
                     encoded, errors = encoded[:1], [error]
+            renamed = old_names & example.keys() if type(example) is dict else ()
             for i, (columns, error) in enumerate(zip(encoded, errors)):
                 why = (str(error) or type(error).__name__) if error else ""
-                form, why = printable(form), printable(why)
                 yield {**columns, "kept": not error, "refused": isinstance(error, RefusedExample),
-                       "is_first": i == 0, "form": form, "plain": is_plain and not error,
-                       "template_kwargs": kwargs if i == 0 else "", "renamed": renamed,
-                       "left_out": why, "where": where if error else ""}
+                       "is_first": i == 0, "form": printable(found.form),
+                       "plain": found.is_plain and not error,
+                       "template_kwargs": found.template_kwargs if i == 0 else "",
+                       "renamed": json.dumps(sorted(renamed)),
+                       "left_out": printable(why), "where": where if error else ""}
 
 
 def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | None:
@@ -111,19 +105,42 @@ def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | 
     return None
 
 
+class ParsedExample(NamedTuple):
+    """What an example contains, before it is tokenized. With an error: one document, empty."""
+
+    error: Exception | None
+    form: str  # with the keys that are ignored
+    documents: list[Document]
+    desirable: list[bool]  # is it a good answer? One for each document
+
+    @property
+    def parts(self) -> list[Part]:
+        """All Parts; none of an example that was tokens already."""
+        return [part for document in self.documents for part in document if isinstance(part, Part)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Is it a prompt and a completion in plain text?"""
+        return any(part.is_completion for part in self.parts)
+
+    @property
+    def template_kwargs(self) -> str:
+        """Variables of the chat template for its answers, a line each, see Rows.template_kwargs."""
+        return "\n".join(answer.template_kwargs for part in self.parts for answer in part.answers)
+
+
 def try_example(example: Any, tokenizer: PreTrainedTokenizerFast, new_names: Sequence[str],
-                loss: str) -> tuple[Exception | None, str, list[Document], list[bool]]:
-    """Return (error, form, documents, whether each is a good answer) of an example. With an error
-    there is one document, without tokens."""
+                loss: str) -> ParsedExample:
+    """Return the example parsed, or with the error that parsing it raised."""
     try:
         if loss != "sft":
-            return None, *parse_preference(example, tokenizer, new_names, loss)
+            return ParsedExample(None, *parse_preference(example, tokenizer, new_names, loss))
         form, documents = parse_example(example, tokenizer, new_names)
-        return None, form, documents, [True] * len(documents)
+        return ParsedExample(None, form, documents, [True] * len(documents))
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
         if isinstance(e.__context__, (MemoryError, OSError)):  # not the example's fault
             raise e.__context__
-        return e, "", [([], [])], [True]
+        return ParsedExample(e, "", [([], [])], [True])
 
 
 class Tokenizers(NamedTuple):
@@ -191,7 +208,7 @@ def with_answer_apart(document: Document) -> Document:
     return any other document unchanged."""
     if isinstance(document, list) and len(document[0].answers) == 1 and not document[0].continues:
         (part,) = document
-        return answer_apart(part, part.answers[0][0], part.spans(), len(part.text))
+        return answer_apart(part, part.answers[0].at, part.spans(), len(part.text))
     return document
 
 
@@ -206,7 +223,7 @@ def answer_apart(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
 def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:
     """Return a conversation without those of its answers that begin inside a token, and a document
     for each of these answers, up to its end."""
-    starts, trained = sorted(start for start, _ in part.answers), part.spans()
+    starts, trained = sorted(answer.at for answer in part.answers), part.spans()
     apart: list[Document] = []
     for start, next_start in zip(starts, [*starts[1:], len(part.text)]):
         token = bisect.bisect_right(offsets, start, key=lambda token: token[1])

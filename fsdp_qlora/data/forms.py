@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.chat import REASONING, Spans, checked_text, parse_chat
+from fsdp_qlora.data.chat import REASONING, AnswerStart, Spans, checked_text, parse_chat
 from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.tools import openai_tools, read_value
 
@@ -35,6 +35,9 @@ FORMS = {  # {keys of the form: optional keys}; an example has the first form wh
     **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
     **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *CHAT)),
     ("segments",): (), ("text",): ()}
+ANSWERS = {  # {key of a question: key of its answer in the first of FORMS that has this question}
+    asked: next(form[1] for form in FORMS if form[0] == asked)
+    for asked, _ in (COMPLETION, *INSTRUCTIONS, *QUESTIONS) if asked != "input"}
 SYNONYMS = {"functions": "tools", "system_prompt": "system", "context": "input", "article": "input"}
 LISTS = {"messages", "conversations", "segments", "input_ids", "history", "tools", *MASKS,
          "chat_template_kwargs"}  # may be JSON text
@@ -82,9 +85,9 @@ class Part(NamedTuple):
     may_begin: bool  # True: the tokenizer may put BOS before it
     must_end: bool = False  # True: EOS follows, if the text does not end with it
     is_completion: bool = False  # completion of a plain-text prompt, which this part may include
-    # see Conversation.answers: the document becomes several if a token would contain the end of a
-    # prompt and the beginning of its answer
-    answers: Sequence[tuple[int, str]] = ()
+    # of a conversation's answers in the loss: the document becomes several if a token would contain
+    # the end of a prompt and the beginning of its answer
+    answers: Sequence[AnswerStart] = ()
     continues: bool = False  # it follows another part: the tokenizer must not put a space before it
 
     def spans(self) -> Spans:
@@ -140,8 +143,8 @@ def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
             notes.append("not trained: the assistant's first message, which has no prompt")
         rendered, more_notes = parse_chat(messages, template_options(example), tokenizer)
         notes += more_notes
-        documents = [[Part(text, spans, may_begin=False, answers=answers)]
-                     for text, spans, answers in rendered]
+        documents = [[Part(one.text, one.spans, may_begin=False, answers=one.answers)]
+                     for one in rendered]
     return " and ".join(form) + (f" ({'; '.join(notes)})" if notes else ""), documents
 
 

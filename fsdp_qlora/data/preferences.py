@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import (
-    COMPLETION, Document, as_object, find_form, is_empty, parse_object, read_list_text,
+    ANSWERS, COMPLETION, Document, as_object, find_form, is_empty, parse_object, read_list_text,
     read_message)
 from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.model.preference_loss import LOSSES
@@ -19,8 +19,6 @@ from fsdp_qlora.model.preference_loss import LOSSES
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
          ("preferred_output", "non_preferred_output"))  # keys of the better and the worse answer
 LABELS = ("label", "kto_tag")
-ANSWERS = {"prompt": "completion", "instruction": "output", "question": "answer",
-           "query": "response"}  # {key of a question: key of its answer}, as in FORMS
 CONVERSATIONS = ("messages", "conversations")
 
 
@@ -94,7 +92,7 @@ def parse_labeled(example: dict[str, Any], label: str,
     form = None
     given = {key: value for key, value in example.items() if key != label}
     example = {key: value for key, value in given.items() if value is not None}
-    answered = next((key for key in (*ANSWERS.values(), "response") if key in example), None)
+    answered = next((key for key in ANSWERS.values() if key in example), None)
     if answered:
         (example,), form, _ = examples_of_answers(example, [example.pop(answered)])
         if form == COMPLETION != (form[0], answered) and isinstance(example["completion"], str):
