@@ -76,12 +76,12 @@ from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, we
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 from fsdp_qlora.quant.nf4 import mxfp4_values
+from fsdp_qlora.run.divergence import why_worse
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
 from fsdp_qlora.run.new_directory import new_directory
 from fsdp_qlora.run.peft_run import open_peft_run
 from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.training.compare_with_transformers import without_kernels
-from fsdp_qlora.training.divergence import why_worse
 
 LARGE_ERROR = 0.20  # fraction of the adapter's own effect: warn above this
 SMALL_EFFECT = 0.1  # fraction of the logits' norm: below this rounding to bf16 is too coarse

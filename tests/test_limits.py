@@ -35,13 +35,13 @@ from fsdp_qlora.planner.search import (
     DoesNotFit, Search, Workload, check_host, pick_plan, use_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.checkpoints import MUST_MATCH, MAY_CHANGE, step_to_resume, refuse_other_run
+from fsdp_qlora.run.divergence import why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.startup_log import log_startup
 from fsdp_qlora.run.state import Progress
 from fsdp_qlora.training import compare_with_transformers as check
 from fsdp_qlora.training import untrained_tokens
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
-from fsdp_qlora.training.divergence import why_diverged, why_worse
 from fsdp_qlora.training.untrained_tokens import ZERO_ROW, untrained_rows
 
 NAN = math.nan

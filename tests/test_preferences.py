@@ -994,7 +994,7 @@ def test_rows_of_another_loss_or_label_are_other_rows(tokenizer, tmp_path):
     with one_process():
         rows, *_ = prepare_rows(*settings, loss="kto")
         assert rows.digests[0] != rows.digests[1]
-        with pytest.raises(RunEnd, match="or train on such rows with --loss kto"):
+        with pytest.raises(RunEnd, match="or train on such examples with --loss kto"):
             prepare_rows(*settings, loss="dpo")
 
 
