@@ -99,8 +99,8 @@ LOSSES = {
     "orpo": Loss(orpo, has_reference=False, per_token=True, trains_prompt=True),
     "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), n_answers=1)}
 # {name in metrics.jsonl, which is TRL's: the answers that it averages over}. The sums have this
-# order: --loss sft has the first only, pairs have all but the last. training/step_stats.py makes the
-# means
+# order: --loss sft has the first only, pairs have all but the last. mean_metrics()
+# divides them, in training/step_stats.py
 METRICS = {
     "loss": "all", "rewards/chosen": "good", "rewards/rejected": "bad", "rewards/accuracies": "all",
     "logps/chosen": "good", "logps/rejected": "bad", "kl": "all"}
