@@ -143,7 +143,7 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Confi
     document_losses = gather_documents(sum_documents(token_losses, batch), context_size)
     answers = read_answers(batch.answers, document_losses, loss_record)
     losses, rewards = loss_record.function(answers, config)
-    is_row = batch.answers.n_trainable_tokens[:, 0] > 0
+    is_row = batch.answers.n_trainable_tokens[:, 0] > 0  # else padding
     losses = losses.where(is_row, 0)
     assert answers.logps is not None, "read_answers() has set it"
     rewards, logps = rewards.detach(), answers.logps.detach()
@@ -175,8 +175,8 @@ def read_answers(answers: Answers, sums: torch.Tensor, loss_record: Loss) -> Ans
 
 
 def gather_documents(document_losses: torch.Tensor, context_size: int) -> torch.Tensor:
-    """Return the losses [n] of every rank's documents, [ranks x n]; with context parallelism the
-    sums over each group's ranks, [groups x n]. Only this rank's own tokens have a gradient. All
+    """Return the sums of DocumentSums [n] of every rank, [ranks x n]; with context parallelism
+    added up over each group's ranks, [groups x n]. Only this rank's own tokens have a gradient. All
     ranks must call this."""
     if dist.get_world_size() == 1:
         return document_losses

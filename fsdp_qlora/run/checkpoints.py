@@ -212,6 +212,7 @@ def step_to_resume(config: Config, directory: Path, digests: dict[str, str | Non
     the flags that have changed. Raises ValueError if the run there has other flags, data or base
     model. Rank 0 only."""
     path, state = newest_checkpoint(directory)
+    # checkpoint.json has the keys of train_config.json that are compared
     saved_config = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
         raise ValueError(f"--resume must: {directory} has no complete checkpoint")
@@ -288,8 +289,8 @@ def set_aside(directory: Path, step: int) -> None:
 
 def agree_on_digests(config: Config, rows: Rows, eval_rows: Rows | None,
                      base_sha256: str) -> dict[str, str | None]:
-    """Return the digests of rows and base model, which must be the same on all ranks and when
-    resuming. All ranks must call this."""
+    """Return {key in train_config.json: SHA-256} of rows and base model, which must be the same on
+    all ranks and when resuming. All ranks must call this."""
     digests = {"data_sha256": rows.sha256(), "base_sha256": base_sha256,
                "eval_sha256": eval_rows.sha256() if eval_rows else None}
     flags = {"data_sha256": "dataset", "base_sha256": "model", "eval_sha256": "eval_dataset"}
