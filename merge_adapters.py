@@ -59,9 +59,9 @@ from tqdm import tqdm
 from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.errors import explain
-from fsdp_qlora.files import read_json, sync_file
+from fsdp_qlora.files import ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, sync_file
 from fsdp_qlora.log import print_error
-from fsdp_qlora.lora.peft_files import ADAPTER_FILES, LinearAdapter, open_linear_adapters
+from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
     FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
     token_row_settings)
@@ -76,12 +76,12 @@ from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, we
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 from fsdp_qlora.quant.nf4 import mxfp4_values
+from fsdp_qlora.run.divergence import why_worse
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
 from fsdp_qlora.run.new_directory import new_directory
 from fsdp_qlora.run.peft_run import open_peft_run
 from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.training.compare_with_transformers import without_kernels
-from fsdp_qlora.training.divergence import why_worse
 
 LARGE_ERROR = 0.20  # fraction of the adapter's own effect: warn above this
 SMALL_EFFECT = 0.1  # fraction of the logits' norm: below this rounding to bf16 is too coarse
@@ -138,7 +138,7 @@ def merge(args: argparse.Namespace) -> None:
     """Run the whole job: flags in, merged model out."""
     adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
     transformers.utils.logging.disable_progress_bar()
-    adapter_file = adapter_dir / ADAPTER_FILES[1]
+    adapter_file = adapter_dir / ADAPTER_WEIGHTS
     # a training run may replace the file meanwhile; a missing one is reported when it is read
     stat_before = adapter_file.stat() if adapter_file.is_file() else None
     run, base, adapter = open_run(args)

@@ -96,6 +96,8 @@ from fsdp_qlora.ranks import (
     RunEnd, all_gather, check_same, is_rank_0, n_cores, on_rank_0, raise_on_all_ranks)
 from fsdp_qlora.run import checkpoints
 from fsdp_qlora.run.directory import describe_run, open_output, save_tokenizer
+from fsdp_qlora.run.divergence import stop_if_diverged
+from fsdp_qlora.run.finish import finish_run, stop_run
 from fsdp_qlora.run.flags import parse_flags
 from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.run.metrics import MetricsWriter, draw_losses, log_evaluation, log_speed
@@ -108,10 +110,8 @@ from fsdp_qlora.run.startup_log import (
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import ACTIONS, Status, watch_process
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
-from fsdp_qlora.training.divergence import stop_if_diverged
 from fsdp_qlora.training.evaluation import (
     evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
-from fsdp_qlora.training.finish import finish_run, stop_run
 from fsdp_qlora.training.reference import ensure_reference
 from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics

@@ -48,7 +48,7 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(ROOT))
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.encode import both_tokenizers, tokenize
-from fsdp_qlora.data.forms import parse_row
+from fsdp_qlora.data.forms import parse_example
 from fsdp_qlora.data.packing import step_rows
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.tokenizer import load_tokenizer
@@ -143,7 +143,7 @@ def encode(path, model):
     """A file's Rows, as the script makes them."""
     tokenizer = load_tokenizer(model, Config())
     rows = map(json.loads, path.read_text().splitlines())
-    documents = [d for row in rows for d in parse_row(row, tokenizer)[1]]
+    documents = [d for row in rows for d in parse_example(row, tokenizer)[1]]
     found = tokenize(documents, both_tokenizers(tokenizer))
     return rows_of([ids for of_document in found for ids in of_document])
 

@@ -40,8 +40,8 @@ class Config:
     columns: tuple[str, ...] | None = flag(
         None, "rename keys of the data, OLD=NEW, such as context=input")
     max_seq_len: int | None = flag(
-        None, "maximum sequence length in tokens; longer sequences are truncated (default: 2048,"
-        " or the model's limit if lower)", on_resume="refused")
+        None, "maximum length of a row in tokens, of a pair that of each answer; longer ones are"
+        " truncated (default: 2048, or the model's limit if lower)", on_resume="refused")
     chat_template: str | None = flag(
         None, "chat template: a Jinja file, or JSON like chat_template.json (default: the"
         " tokenizer's)")
@@ -70,8 +70,8 @@ class Config:
     undesirable_weight: float = flag(
         1.0, "kto only: loss weight of bad answers", on_resume="refused")
     batch_size: int = flag(
-        16, "sequences per optimizer step, over all GPUs (pairs, for a loss of pairs); gradient"
-        " accumulation is automatic", on_resume="refused")
+        16, "rows (tokenized examples; pairs, for a loss of pairs) per optimizer step, over all"
+        " GPUs; gradient accumulation is automatic", on_resume="refused")
     num_epochs: float = flag(1.0, "number of passes over the data; ignored with --max_steps")
     max_steps: int | None = flag(
         None, "number of optimizer steps; 0: a dry run, which reads and checks all but the weights"
@@ -132,7 +132,7 @@ class Config:
         None, "start from this adapter (of a run of this script, or saved by PEFT)",
         on_resume="refused")
     micro_batch_tokens: int | None = flag(
-        None, "tokens per GPU in one forward and backward, at least the longest sequence (default:"
+        None, "tokens per GPU in one forward and backward, at least the longest row (default:"
         " the fastest that fits)")
     shard_group_size: int | None = flag(
         None, "number of GPUs that share one sharded copy of the model; 1: a full copy on each"
@@ -157,7 +157,7 @@ class Config:
     host_memory_gib: float | None = flag(
         None, "for --plan_for: free host memory per GPU, in GiB (default: 120)")
     attn: str | None = flag(
-        None, "attention implementation (default: sdpa for equal-length sequences on Hopper or"
+        None, "attention implementation (default: sdpa for equal-length rows on Hopper or"
         " newer; else flash_attention_2 if installed, else sdpa)",
         choices=("flash_attention_2", "sdpa"))
     compute_dtype: str = flag(

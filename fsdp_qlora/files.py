@@ -1,4 +1,4 @@
-"""Atomic file writes and file digests."""
+"""Atomic file writes, file digests, and the names of an adapter's files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+# the files of an adapter, by PEFT's names
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
 def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -542,14 +542,15 @@ def test_other_number_of_layers_is_refused(start, model):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", ["no rows"]),
-        ("\n\r\n", ["no rows"]),
-        ('{"text"\n\n{"text"\n', ["none of its 2 rows", "2 skipped", "not JSON", "line 1"]),
+        ("", ["no examples"]),
+        ("\n\r\n", ["no examples"]),
+        ('{"text"\n\n{"text"\n', ["none of its 2 examples", "2 skipped", "not JSON", "line 1"]),
         ('{"text": "a"}\n{"question": "a"}\n', ["line 2", "question", "prompt and completion"]),
-        ('\n{"prompt": 3, "completion": "a"}\n', ["none of its 1 rows", "line 2", "prompt is int"]),
-        ('{"text": ["a"]}\n', ["none of its 1 rows", "line 1", "text is list"]),
-        ('{"text": ""}\n{"text": ""}\n', ["none of its 2 rows", "text is empty"]),
-        (json.dumps({"prompt": "a " * 99, "completion": "b"}), ["none of its 1 rows"]),
+        ('\n{"prompt": 3, "completion": "a"}\n',
+         ["none of its 1 examples", "line 2", "prompt is int"]),
+        ('{"text": ["a"]}\n', ["none of its 1 examples", "line 1", "text is list"]),
+        ('{"text": ""}\n{"text": ""}\n', ["none of its 2 examples", "text is empty"]),
+        (json.dumps({"prompt": "a " * 99, "completion": "b"}), ["none of its 1 examples"]),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', ["line 1", "no assistant message"]),
         ('{"message": [{"role": "user"}]}\n', ["has message", "--columns message=messages"]),
         ('{"question": "", "answer": "a"}\n', ["1 skipped: question is blank: nothing is asked"]),
@@ -577,7 +578,7 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted(start, model, data, r
     code, out, err = start(model)
     assert code == 0, err
     (line,) = [line for line in out.splitlines() if line.startswith("data: ")]
-    assert ": 2 sequences, " in line and f"; {data}); 2 skipped: text is empty" in line
+    assert ": 2 rows, " in line and f"; {data}); 2 skipped: text is empty" in line
     assert all(f"({data} line {number})" in line for number in (3, 5, 6))
 
 

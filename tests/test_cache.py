@@ -218,7 +218,7 @@ def test_log_says_how_many_rows_are_encoded(n_cores, tokenizer, tmp_path, monkey
     monkeypatch.setattr(cache, "n_cores", lambda: n_cores)
     monkeypatch.setattr(cache, "PROGRESS_SECONDS", 0)
     prepare(paths, tokenizer)
-    found = re.findall(r"^tokenizing: ([\d,]+) rows, \d+ s$", capsys.readouterr().out, re.M)
+    found = re.findall(r"^tokenizing: ([\d,]+) documents, \d+ s$", capsys.readouterr().out, re.M)
     counts = [int(n.replace(",", "")) for n in found]
     assert counts == sorted(counts) and counts[0] == 256 and counts[-1] == 1200
     monkeypatch.undo()

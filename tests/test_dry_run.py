@@ -42,12 +42,12 @@ def test_dry_run_shows_what_a_run_would_train_and_leaves_nothing(base, run_main,
         "--model", tmp_path / "model", "--dataset", base / "rows.jsonl", "--batch_size", 2,
         "--num_epochs", 2, "--max_steps", 0, "--output_dir", tmp_path / "run")
     assert code == 0, err
-    assert "data: 12 sequences, " in out and f"(12 messages; {base}/rows.jsonl)" in out
+    assert "data: 12 rows, " in out and f"(12 messages; {base}/rows.jsonl)" in out
     assert "each of 16 answers is trained after the prompt that the template makes" in out
-    shown = re.findall(r"^(first example|example \d+): '\[masked: ", out, re.M)
-    assert shown == ["first example", "example 4", "example 7", "example 10"]
+    shown = re.findall(r"^(first row|row \d+): '\[masked: ", out, re.M)
+    assert shown == ["first row", "row 4", "row 7", "row 10"]
     assert "]The answer is 7.</s>" in out and "plan: " in out
-    assert err.splitlines()[-1].endswith("nothing was trained; the run has 12 steps of 2 sequences")
+    assert err.splitlines()[-1].endswith("nothing was trained; the run has 12 steps of 2 rows")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -80,10 +80,10 @@ def test_plan_for_other_cards_is_for_the_rows_of_the_data_set(base, run_main):
     assert code == 0, err
     code, short, err = run_main(*flags, "--dataset", base / "rows.jsonl", "--eval_dataset", 0.5)
     assert code == 0, err
-    assert "data: 12 sequences, " in short and "(12 messages; " in short and "eval data: " in short
+    assert "data: 12 rows, " in short and "(12 messages; " in short and "eval data: " in short
     micro_batches = [int(re.search("micro-batches of up to ([0-9,]+)", out)[1].replace(",", ""))
             for out in (full, short)]
-    assert micro_batches[1] < micro_batches[0] and ": 16 sequences per step, " in short
+    assert micro_batches[1] < micro_batches[0] and ": 16 rows per step, " in short
 
 
 # ------------------------------------------------------------------------------------------------

@@ -282,7 +282,7 @@ def test_best_evaluations_checkpoint_is_saved_and_said(base, runs, read_metrics)
     assert "warning: --learning_rate 0.1 is very high" in out
     rows = read_rows(base / "rows.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
     longest = max(len(ids) for ids, _ in rows)
-    assert re.search(rf"\ntraining: 3 steps of \d+ sequences, .* epochs; the longest has {longest}"
+    assert re.search(rf"\ntraining: 3 steps of \d+ rows, .* epochs; the longest has {longest}"
                      " tokens; ", out)  # fmt: skip
     found, best, saved = evaluations(read_metrics(directory)), math.inf, []
     assert [record["step"] for record in found] == [0, 1, 2, 3]
@@ -377,7 +377,7 @@ def test_fraction_of_the_rows_is_not_trained_on(base, runs, read_metrics):
     directory, out = runs(1, "fraction")
     rows = read_rows(base / "many.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
     n_trainable_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in rows)
-    assert "eval data: 4 sequences held out of the training data\n" in out
+    assert "eval data: 4 rows held out of the training data\n" in out
     records = read_metrics(directory)
     assert [record["step"] for record in evaluations(records)] == [0, 4, 8, 9]
     # 36 rows in 9 steps of 4: one epoch
@@ -449,7 +449,7 @@ def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
         seen.append(kept_out.sha256())
     assert seen[0] == seen[1] != seen[2]
     for fraction in "1.0", "0.001", "0", "2", "-1":
-        with pytest.raises(RunEnd, match=f"--eval_dataset {fraction}: is .* of 40 rows"):
+        with pytest.raises(RunEnd, match=f"--eval_dataset {fraction}: is .* of 40 examples"):
             parts(eval_dataset=(fraction,))
 
 

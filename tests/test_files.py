@@ -111,7 +111,7 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
         (tmp_path / name).mkdir()
         sources = write_kind(kind, tmp_path / name, rows)
         found, line = prepare(sources, tokenizer)
-        assert line.startswith(f"{len(want)} sequence") and "skipped" not in line
+        assert line.startswith(f"{len(want)} row") and "skipped" not in line
         assert len(found) == len(want)
         for i, one in enumerate(want):
             ids, labels = (t.tolist() for t in found.tokens(i))
@@ -123,15 +123,16 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 100])
 def test_table_is_read_whole_whatever_its_pieces(rows, monkeypatch, tokenizer, tmp_path):
-    monkeypatch.setattr(sources, "PIECE_ROWS", rows)
+    monkeypatch.setattr(sources, "PIECE_EXAMPLES", rows)
     (source,) = write_kind("saved Dataset", tmp_path, [*FLAT, {"prompt": "x", "completion": None}])
     pieces, _ = sources.find_pieces(str(source))
     assert len(pieces) == -(-9 // rows)
     read = list(sources.read_pieces(pieces))
     assert [row for _, row in read[:-1]] == FLAT and read[-1][1]["prompt"] == "x"
     named = [where for where, _ in read]
-    assert named == [f"{source} row {i}" for i in range(1, 10)]
-    assert f"; 1 skipped: null in completion ({source} row 9)" in prepare([source], tokenizer)[1]
+    assert named == [f"{source} example {i}" for i in range(1, 10)]
+    _, line = prepare([source], tokenizer)
+    assert f"; 1 skipped: null in completion ({source} example 9)" in line
 
 
 LINES = {
@@ -305,7 +306,7 @@ def test_row_of_an_array_is_named(tokenizer, tmp_path):
     path = tmp_path / "data.json"
     path.write_text(json.dumps([{"text": "fine"}, {"text": 5}], indent=1))
     _, line = prepare([path], tokenizer)
-    assert f"({path} row 2)" in line
+    assert f"({path} example 2)" in line
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,7 @@ def test_row_of_an_array_is_named(tokenizer, tmp_path):
         ("nothing,split=test", "no file in it ends in"),
         ("saved,name=large", "options after a comma are for Hub ids"),
         ("saved,split=test", "has no split test, only train. Choose with ,split=NAME"),
-        ("empty.jsonl", "has no rows"),
+        ("empty.jsonl", "has no examples"),
         ("broken.json", "is not JSON"),
         ("broken.parquet", "broken.parquet"),
         ("data.html", "neither a Hub id"),
@@ -566,7 +567,7 @@ def test_name_of_a_file_is_taken_as_it_is(name, tokenizer, tmp_path):
 
 @pytest.mark.parametrize(
     "name, content, words",
-    [("bad.json", b"[1,", "bad.json row 1: is not JSON"),
+    [("bad.json", b"[1,", "bad.json example 1: is not JSON"),
      ("bad.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9], "bad.jsonl.gz line ")],
     ids=["array", "torn"],
 )  # fmt: skip
@@ -592,7 +593,7 @@ def test_all_rows_that_are_left_out_are_counted(tokenizer, tmp_path):
     latin = [f'{{"text": "{"x" * n}ä"}}'.encode("latin-1") for n in (1, 3)]
     path.write_bytes(b"\n".join([*map(str.encode, lines), *latin]))
     _, line = prepare([path], tokenizer)
-    assert line.startswith("1 sequence, ") and "(1 text; " in line
+    assert line.startswith("1 row, ") and "(1 text; " in line
     assert f"; 4 skipped: is not JSON: Invalid control character at ({path} line 2)" in line
     latin = "is not UTF-8 (perhaps cp1252): save the file as UTF-8"
     assert f"; 2 skipped: {latin} ({path} line 12)" in line

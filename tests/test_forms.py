@@ -25,10 +25,10 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data import encode, forms
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.prepare import prepare_data
-from fsdp_qlora.data.sources import RefusedRow
+from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.ranks import RunEnd
-from fsdp_qlora.run.startup_log import log_examples
+from fsdp_qlora.run.startup_log import log_rows
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def sentencepiece(kind):
 
 def first_row(rows, tokenizer, capsys):
     capsys.readouterr()
-    log_examples(rows, tokenizer)
+    log_rows(rows, tokenizer)
     (line,) = capsys.readouterr().out.splitlines()
     return line
 
@@ -282,7 +282,7 @@ def test_first_row_in_the_log_shows_what_is_trained_whatever_its_length(
     assert line.endswith(
         "<|im_start|>assistant\\n]The answer is 7.<|im_end|>[masked: \\n<|im_start|>user\\n"
         "And 2 times 2?<|im_end|>\\n<|im_start|>assistant\\n]It is 4.<|im_end|>'")
-    assert line.startswith("first example: '[masked: <|im_start|>")
+    assert line.startswith("first row: '[masked: <|im_start|>")
     assert (" tokens .. " in line) == (n_tools > 0) and len(line) < 600
 
 
@@ -303,8 +303,8 @@ def test_first_row_in_the_log_shows_the_space_that_an_answer_begins_with(tmp_pat
     tokenizer, prompt = sentencepiece("llama 2"), "3 and 4"
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": " 7."}])
     rows, _ = prepare([path], tokenizer)
-    log_examples(rows, tokenizer)
-    assert f"first example: '[masked: {prompt}] 7." in capsys.readouterr().out
+    log_rows(rows, tokenizer)
+    assert f"first row: '[masked: {prompt}] 7." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("template", ["$A", "<s> $A </s>"])
@@ -413,7 +413,7 @@ def test_several_forms_in_one_file_train_together(tokenizer, run_main, tiny_mode
     code, out, err = run_main(*flags, "--output_dir", tmp_path / "run", "--report_to", "none")
     assert code == 0, err
     (line,) = re.findall("^data: .*", out, re.M)
-    assert f": {len(rows)} sequences, " in line and "skipped" not in line
+    assert f": {len(rows)} rows, " in line and "skipped" not in line
     for form in (
         "2 text", "4 prompt and completion", "5 messages", "6 instruction and output",
         "4 conversations", "1 question and answer", "1 text (ignored: id, source)",
@@ -551,7 +551,7 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
     assert found.lengths.tolist() == [12, 2] and "; 1 truncated to 12 tokens" in line
     assert "1 skipped: nothing to train on within its first 12 tokens" in line and "line 2" in line
     assert prepare([path], tokenizer, max_seq_len=2)[0].lengths.tolist() == [2]
-    assert "none of its 3 rows can be trained on" in refusal([path], tokenizer, max_seq_len=1)
+    assert "none of its 3 examples can be trained on" in refusal([path], tokenizer, max_seq_len=1)
     ids, labels = (t.tolist() for t in found.tokens(0))
     assert tokenizer.decode(ids) == "aaaaaaaabbbb" and labels == [IGNORE] * 8 + ids[8:]
 
@@ -623,12 +623,13 @@ LIKELY = {  # keys that no form has: (row, what is advised, the form that comes 
 @pytest.mark.parametrize("name", LIKELY)
 def test_advice_on_keys_helps_when_it_is_followed(name, tokenizer):
     row, advice, form = LIKELY[name]
-    with pytest.raises(RefusedRow, match="Use the keys of a supported form: messages; ") as caught:
-        forms.parse_row(row, tokenizer)
+    words = "Use the keys of a supported form: messages; "
+    with pytest.raises(RefusedExample, match=words) as caught:
+        forms.parse_example(row, tokenizer)
     said = str(caught.value).partition(" --columns renames keys, for instance: --columns ")[2]
     assert said == advice
     if advice:
-        found, (document,) = forms.parse_row(row, tokenizer, shlex.split(said))
+        found, (document,) = forms.parse_example(row, tokenizer, shlex.split(said))
         assert found == form and document
 
 
@@ -649,14 +650,14 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
         for value in ("x", False) if key in forms.REFUSED else ("x",):
             if forms.SYNONYMS.get(key, key) in taken and (form, key) != ("prompt", "system"):
                 continue  # see the forms above, and below
-            with pytest.raises(RefusedRow, match=rf"^has {key}"):
-                forms.parse_row({**row, key: value}, tokenizer)
+            with pytest.raises(RefusedExample, match=rf"^has {key}"):
+                forms.parse_example({**row, key: value}, tokenizer)
     for key in forms.REFUSED:  # also in a message; empty it asks for nothing
         talk = [ASKED[0], {**ASKED[1], key: "x"}]
-        with pytest.raises(RefusedRow, match=f"^has {key}: .*leave it out"):
-            forms.parse_row({"messages": talk}, tokenizer)
-        assert forms.parse_row({**row, key: []}, tokenizer)[1]
-        renamed, _ = forms.parse_row({**row, key: "x"}, tokenizer, [f"{key}=unused"])
+        with pytest.raises(RefusedExample, match=f"^has {key}: .*leave it out"):
+            forms.parse_example({"messages": talk}, tokenizer)
+        assert forms.parse_example({**row, key: []}, tokenizer)[1]
+        renamed, _ = forms.parse_example({**row, key: "x"}, tokenizer, [f"{key}=unused"])
         assert renamed.endswith("(ignored: unused)")
 
 
@@ -678,8 +679,8 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
          "variables", "tools"],
 )  # fmt: skip
 def test_what_would_not_be_trained_ends_the_run(row, words, tokenizer):
-    with pytest.raises(RefusedRow, match=words):
-        forms.parse_row(row, tokenizer)
+    with pytest.raises(RefusedExample, match=words):
+        forms.parse_example(row, tokenizer)
 
 
 def test_masks_beside_ids_are_obeyed(tokenizer, tmp_path):
@@ -689,7 +690,7 @@ def test_masks_beside_ids_are_obeyed(tokenizer, tmp_path):
         (one,) = encode_row(row, tokenizer, tmp_path)
         assert one["input_ids"].tolist() == [5, 6, 7]
         assert one["labels"].tolist() == [IGNORE, IGNORE, 7]
-    _, ((_, labels),) = forms.parse_row(
+    _, ((_, labels),) = forms.parse_example(
         {"input_ids": [5, 6], "labels": "[5, 6]", "completion_mask": [0, 1]}, tokenizer)
     assert labels == [IGNORE, 6]
 
@@ -748,8 +749,8 @@ def test_of_several_forms_the_upper_one_in_the_table_is_taken(tokenizer):
         for keys in [*upper, *lower], [*lower, *upper]:
             first = next(form for form in ORDER if {*form} <= {*keys})
             assert forms.find_form(dict.fromkeys(keys, "x")) == tuple(first)
-    form, (document,) = forms.parse_row({"text": "x", "conversations": SHAREGPT_TALK,
-                                         "messages": ASKED, **NO_INPUT}, tokenizer)
+    form, (document,) = forms.parse_example({"text": "x", "conversations": SHAREGPT_TALK,
+                                             "messages": ASKED, **NO_INPUT}, tokenizer)
     assert form == "messages (ignored: text, conversations, instruction, output)"
     assert [document[0].text[slice(*span)] for span in document[0].trained] == [
         "The answer is 7.<|im_end|>"]  # fmt: skip
@@ -792,9 +793,9 @@ WINS = {
 def test_what_is_empty_gives_way_in_any_order(name, tokenizer):
     row, want, columns = WINS[name]
     tokenizer.chat_template = TEMPLATES["tools"]
-    _, documents = forms.parse_row(want, tokenizer)
+    _, documents = forms.parse_example(want, tokenizer)
     for keys in row, [*row][::-1]:
-        found = forms.parse_row({key: row[key] for key in keys}, tokenizer, columns)[1]
+        found = forms.parse_example({key: row[key] for key in keys}, tokenizer, columns)[1]
         assert found == documents
 
 
@@ -808,8 +809,8 @@ def test_what_is_empty_gives_way_in_any_order(name, tokenizer):
 ], ids=["input", "synonyms", "system", "tools", "columns", "two columns"])  # fmt: skip
 def test_two_values_for_one_thing_end_the_run_in_any_order(row, columns, words, tokenizer):
     for keys in row, [*row][::-1]:
-        with pytest.raises(RefusedRow, match=words):
-            forms.parse_row({key: row[key] for key in keys}, tokenizer, columns)
+        with pytest.raises(RefusedExample, match=words):
+            forms.parse_example({key: row[key] for key in keys}, tokenizer, columns)
 
 
 def test_an_answer_is_trained_if_all_its_flags_say_so(tokenizer):
@@ -821,7 +822,7 @@ def test_an_answer_is_trained_if_all_its_flags_say_so(tokenizer):
                      {"weight": 1, key: False}):  # fmt: skip
             assert forms.read_message({**ASKED[1], **pair})["train"] is False
     answers = [{**ASKED[1], "weight": 0}, *AGAIN]
-    _, (document,) = forms.parse_row({"prompt": ASKED[:1], "completion": answers}, tokenizer)
+    _, (document,) = forms.parse_example({"prompt": ASKED[:1], "completion": answers}, tokenizer)
     assert [document[0].text[slice(*span)] for span in document[0].trained] == [
         "It is 4.<|im_end|>"]  # fmt: skip
 
@@ -829,25 +830,25 @@ def test_an_answer_is_trained_if_all_its_flags_say_so(tokenizer):
 def test_other_names_in_a_message_give_way_and_are_named(tokenizer):
     talk = [{"role": "user", "from": "gpt", "value": "y", "content": "What is 3 plus 4?"},
             {"from": "human", "role": "assistant", "content": "The answer is 7."}]
-    form, documents = forms.parse_row({"messages": talk}, tokenizer)
+    form, documents = forms.parse_example({"messages": talk}, tokenizer)
     assert form == "messages (ignored in messages: from, value)"
-    assert documents == forms.parse_row({"messages": ASKED}, tokenizer)[1]
+    assert documents == forms.parse_example({"messages": ASKED}, tokenizer)[1]
 
 
 def test_reasoning_beside_reasoning_in_the_content_is_all_trained(tokenizer):
     """As a template that takes both renders it; else the row is refused."""
     answer = says("assistant", "<think>by hand</think>It is 7.", reasoning_content="so")
     tokenizer.chat_template = TEMPLATES["tools"]
-    _, (document,) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+    _, (document,) = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
     assert [document[0].text[slice(*span)] for span in document[0].trained] == [
         "<think>so</think><think>by hand</think>It is 7.<|im_end|>"]  # fmt: skip
     tokenizer.chat_template = TEMPLATES["drops reasoning"]
-    with pytest.raises(RefusedRow, match="leaves out reasoning_content of message 2"):
-        forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+    with pytest.raises(RefusedExample, match="leaves out reasoning_content of message 2"):
+        forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
 
 
 def test_greeting_of_the_assistant_is_said_not_to_be_trained(tokenizer):
-    form, (document,) = forms.parse_row(
+    form, (document,) = forms.parse_example(
         {"messages": [says("assistant", "Hello."), *ASKED]}, tokenizer)
     assert "(not trained: the assistant's first message" in form
     (part,) = document
@@ -864,13 +865,13 @@ def test_variables_of_a_row_are_given_to_the_template(tokenizer, tmp_path):
 def test_calls_and_tools_of_other_frameworks_are_openais(tokenizer):
     call = {"name": "add", "arguments": {"a": 3}}
     tokenizer.chat_template = TEMPLATES["tools"]
-    want = forms.parse_row(
+    want = forms.parse_example(
         {"messages": [ASKED[0], {"role": "assistant", "tool_calls": [{"function": call}]}],
          "tools": [ADD]}, tokenizer)[1]
     asked = {"from": "human", "value": ASKED[0]["content"]}
     for more in {"functions": [ADD["function"]]}, {"tools": json.dumps([ADD["function"]])}:
         talk = [asked, {"from": "function_call", "value": json.dumps(call)}]
-        assert forms.parse_row({"conversations": talk, **more}, tokenizer)[1] == want
+        assert forms.parse_example({"conversations": talk, **more}, tokenizer)[1] == want
 
 
 @pytest.mark.parametrize("call", [
@@ -898,22 +899,23 @@ def test_arguments_of_a_call_that_differ_leave_the_row_out(call, tokenizer):
 @pytest.mark.parametrize("user, assistant", [
     ("Human", "Assistant"), ("USER", "AI"), (" user ", "Bot"), ("prompter", "GPT")])  # fmt: skip
 def test_roles_have_other_names(user, assistant, tokenizer):
-    want = forms.parse_row({"messages": ASKED}, tokenizer)
+    want = forms.parse_example({"messages": ASKED}, tokenizer)
     for role, content in ("role", "content"), ("from", "value"):
         talk = [{role: user, content: ASKED[0]["content"]},
                 {role: assistant, content: ASKED[1]["content"]}]  # fmt: skip
-        assert forms.parse_row({"messages": talk}, tokenizer) == want
+        assert forms.parse_example({"messages": talk}, tokenizer) == want
 
 
 def test_lists_may_be_text_as_python_prints_them(tokenizer):
     """As pandas writes them into a CSV."""
-    want = forms.parse_row({"messages": ASKED}, tokenizer)
-    assert forms.parse_row({"messages": str(ASKED), "tools": "None"}, tokenizer) == want
+    want = forms.parse_example({"messages": ASKED}, tokenizer)
+    assert forms.parse_example({"messages": str(ASKED), "tools": "None"}, tokenizer) == want
     lists = {"prompt": ASKED[:1], "completion": ASKED[1:]}
-    _, want = forms.parse_row(lists, tokenizer)
-    assert forms.parse_row({key: str(value) for key, value in lists.items()}, tokenizer)[1] == want
+    _, want = forms.parse_example(lists, tokenizer)
+    texts = {key: str(value) for key, value in lists.items()}
+    assert forms.parse_example(texts, tokenizer)[1] == want
     with pytest.raises(ValueError, match="messages is str"):
-        forms.parse_row({"messages": "[print('x')]"}, tokenizer)
+        forms.parse_example({"messages": "[print('x')]"}, tokenizer)
 
 
 def test_columns_are_renamed_before_the_form_is_found(tokenizer, tmp_path):
@@ -937,7 +939,8 @@ def test_column_that_no_row_has_ends_the_run(tokenizer, tmp_path):
     ):  # fmt: skip
         config = Config(dataset=(str(train),), eval_dataset=tuple(map(str, eval_dataset)),
                         columns=tuple(columns), max_seq_len=64)
-        expected = (pytest.raises(RunEnd, match=f"--columns {fault}: no row has the key") if fault
+        words = f"--columns {fault}: no example has the key"
+        expected = (pytest.raises(RunEnd, match=words) if fault
                     else contextlib.nullcontext())  # fmt: skip
         with one_process(), expected:
             prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2020-01-31")
@@ -945,16 +948,16 @@ def test_column_that_no_row_has_ends_the_run(tokenizer, tmp_path):
 
 def test_keys_of_messages_that_the_template_does_not_name_are_told(tokenizer):
     answer = ASKED[1] | {"wieght": 0, "mood": "good", "tool_calls": [], "train": True}
-    form, _ = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+    form, _ = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
     assert form == "messages (ignored in messages: wieght, mood)"
     talk = [ASKED[0], ASKED[1] | {"loss": False, "mood": "bad"}, ASKED[0], answer]
-    _, ((part,),) = forms.parse_row({"messages": talk}, tokenizer)
+    _, ((part,),) = forms.parse_example({"messages": talk}, tokenizer)
     assert len(part.trained) == 1
     tokenizer.chat_template = CHATML.replace("m.role }}", "m.role }}{{ m.mood }}")
     with pytest.raises(ValueError, match="prompt for an answer has 'assistant.n', but this"):
-        forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+        forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
     tokenizer.chat_template = CHATML.replace("m.content }}", "m.content }}{{ m.mood }}")
-    form, ((part,),) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+    form, ((part,),) = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
     assert form == "messages (ignored in messages: wieght)" and "7.good" in part.text
     # transformers gives it by all its names
     thought = [{"reasoning_content": "so", "train": False}]

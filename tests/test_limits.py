@@ -27,7 +27,7 @@ from fsdp_qlora.data import cache
 from fsdp_qlora.data.encode import check_tokens
 from fsdp_qlora.data.prepare import cache_key, prepare_rows
 from fsdp_qlora.data.rows import columns_of
-from fsdp_qlora.data.sources import RefusedRow
+from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.files import digest
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
@@ -35,13 +35,13 @@ from fsdp_qlora.planner.search import (
     DoesNotFit, Search, Workload, check_host, pick_plan, use_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.checkpoints import MUST_MATCH, MAY_CHANGE, step_to_resume, refuse_other_run
+from fsdp_qlora.run.divergence import why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.startup_log import log_startup
 from fsdp_qlora.run.state import Progress
 from fsdp_qlora.training import compare_with_transformers as check
 from fsdp_qlora.training import untrained_tokens
 from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
-from fsdp_qlora.training.divergence import why_diverged, why_worse
 from fsdp_qlora.training.untrained_tokens import ZERO_ROW, untrained_rows
 
 NAN = math.nan
@@ -227,7 +227,7 @@ def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, mo
 def test_token_must_be_in_the_vocabulary(token, is_refused):
     for ids, labels in ((5, token), (5, token)), ((5, 6), (5, token)):
         error = check_tokens(columns_of(ids, labels, 8), 8, 98)
-        assert isinstance(error, RefusedRow) == is_refused and (error is None) != is_refused
+        assert isinstance(error, RefusedExample) == is_refused and (error is None) != is_refused
 
 
 @pytest.mark.parametrize("n", [7, 8, 9])

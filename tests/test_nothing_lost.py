@@ -41,12 +41,12 @@ from fsdp_qlora.files import digest, read_json, sync_file, write_whole
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.run import checkpoints, status as lifecycle
 from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
+from fsdp_qlora.run.divergence import why_diverged
 from fsdp_qlora.run.new_directory import open_partial
 from fsdp_qlora.run.metrics import MetricsWriter
 from fsdp_qlora.run.state import Progress
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process
 from fsdp_qlora.training import evaluation
-from fsdp_qlora.training.divergence import why_diverged
 
 STEPS = 10
 TIMES = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "peak_memory_gib"}

@@ -478,5 +478,5 @@ def test_run_has_as_many_steps_as_its_epochs_take(run_main, tiny_model, tmp_path
     flags[flags.index(tmp_path / "run")] = tmp_path / "other"
     if epochs == "2":
         code, out, err = run_main(*flags, "--max_steps", 2)
-        assert code == 0 and "training: 2 steps of 4 sequences" in out, err
+        assert code == 0 and "training: 2 steps of 4 rows" in out, err
         assert ("the first step compiles kernels" in out) == torch.cuda.is_available()

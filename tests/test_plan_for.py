@@ -55,7 +55,7 @@ def test_answer_names_layout_memory_and_speed(run_main, directory, tmp_path, mon
     assert code == 0, err
     gib, limit, speed = answer(out)
     assert 19 < gib < limit == 22.5 and 150 < speed < 400
-    assert "plan for 2 x 4090 (from data sheets, not measured): 16 sequences of 2,048 tok" in out
+    assert "plan for 2 x 4090 (from data sheets, not measured): 16 rows of 2,048 tok" in out
     assert "plan: weights sharded over 2 GPUs; micro-batches" in out
     assert f": {gib} GiB per GPU" in line and f"predicted {speed} tok/s/GPU" in line
     assert list(tmp_path.iterdir()) == []

@@ -34,7 +34,7 @@ from fsdp_qlora.data.packing import ShuffledRows, pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.prepare import prepare_data, prepare_rows
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.data.sources import RefusedRow, find_pieces
+from fsdp_qlora.data.sources import RefusedExample, find_pieces
 from fsdp_qlora.micro_batch.micro_batch import Answers
 from fsdp_qlora.model.preference_loss import LOSSES, Loss, preference_loss
 from fsdp_qlora.ranks import RunEnd
@@ -662,7 +662,7 @@ def test_a_new_loss_is_one_function_and_its_record(
     argv = [*TRAIN, *data_flags("hinge"), "--loss", "hinge", "--output_dir", "hinge"]
     code, out, err = run_main(*argv, "--beta", 0.5)
     assert code == 0, err
-    assert "first example, rejected" in out
+    assert "first row, rejected" in out
     rows = read_metrics(base / "hinge")
     of_dpo = read_metrics(trained("dpo whole"))
     assert [row.keys() for row in rows] == [row.keys() for row in of_dpo]
@@ -817,12 +817,14 @@ JUDGED = {  # name: (row, (question, answer))
                                "kto_tag": False}, TALK[1]),
 }  # fmt: skip
 WRONG = {  # name: (loss, row, the type of the error, a part of its text)
-    "rows of SFT": ("dpo", {"prompt": "a", "completion": "b"}, RefusedRow, "with --loss sft"),
-    "judged rows": ("dpo", {"prompt": "a", "completion": "b", "label": True}, RefusedRow,
+    "rows of SFT": ("dpo", {"prompt": "a", "completion": "b"}, RefusedExample, "with --loss sft"),
+    "judged rows": ("dpo", {"prompt": "a", "completion": "b", "label": True}, RefusedExample,
                     "with --loss kto"),
-    "no label": ("kto", {"prompt": "a", "completion": "b"}, RefusedRow, "needs label"),
-    "no rejected": ("dpo", {"prompt": "a", "chosen": "b"}, RefusedRow, "chosen, but no rejected"),
-    "no chosen": ("kto", {"prompt": "a", "rejected": "b"}, RefusedRow, "rejected, but no chosen"),
+    "no label": ("kto", {"prompt": "a", "completion": "b"}, RefusedExample, "needs label"),
+    "no rejected": ("dpo", {"prompt": "a", "chosen": "b"}, RefusedExample,
+                    "chosen, but no rejected"),
+    "no chosen": ("kto", {"prompt": "a", "rejected": "b"}, RefusedExample,
+                  "rejected, but no chosen"),
     "null": ("dpo", {"prompt": "a", "chosen": "b", "rejected": None}, ValueError, "is null"),
     "the same": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, ValueError, "the same"),
     "the same conversation": ("dpo", {"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD]},
@@ -837,17 +839,18 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
                 "conversations must be a list of messages"),
     "no list, judged": ("kto", {"messages": QUESTION, "label": True}, ValueError,
                         "messages must be a list of messages"),
-    "a label": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, RefusedRow,
+    "a label": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True},
+                RefusedExample,
                 "--loss kto"),
     "kinds": ("dpo", {"prompt": "a", "chosen": "b", "rejected": [BAD]}, ValueError, "same kind"),
     "other prompt": ("dpo", {"prompt": "Hello", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
-                     RefusedRow, "not in the conversation"),
+                     RefusedExample, "not in the conversation"),
     "empty": ("dpo", {"prompt": "a", "chosen": "b", "rejected": " "}, ValueError, "empty"),
-    "words as labels": ("kto", {"prompt": "a", "completion": "b", "label": "good"}, RefusedRow,
+    "words as labels": ("kto", {"prompt": "a", "completion": "b", "label": "good"}, RefusedExample,
                         "label 'good', expected true or false"),
-    "a score as label": ("kto", {"prompt": "a", "completion": "b", "label": 0.5}, RefusedRow,
+    "a score as label": ("kto", {"prompt": "a", "completion": "b", "label": 0.5}, RefusedExample,
                          "expected true or false"),
-    "no question": ("dpo", {"problem": "a", "chosen": "b", "rejected": "c"}, RefusedRow,
+    "no question": ("dpo", {"problem": "a", "chosen": "b", "rejected": "c"}, RefusedExample,
                     "no prompt, only problem"),
     "a null prompt": ("dpo", {"prompt": None, "chosen": "b", "rejected": "c"}, ValueError,
                       "prompt is null"),
@@ -870,19 +873,19 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "a blank question": ("kto", {"question": "", "answer": "b", "label": True}, ValueError,
                          "question is blank: nothing is asked"),
     "a pair and a label": ("kto", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True},
-                           RefusedRow, "chosen and label: keep one .* --columns label=unused"),
+                           RefusedExample, "chosen and label: keep one .* --columns label=unused"),
     "two labels": ("kto", {"prompt": "a", "completion": "b", "label": True, "kto_tag": False},
-                   RefusedRow, "has label and kto_tag: keep one of them"),
+                   RefusedExample, "has label and kto_tag: keep one of them"),
     "two pairs": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "chosen_response": "d",
-                          "rejected_response": "e"}, RefusedRow,
+                          "rejected_response": "e"}, RefusedExample,
                   "has chosen and chosen_response: keep one of them"),
     "tools of OpenAI twice": ("dpo", {"input": {"messages": [ASKED], "tools": [{"name": "x"}]},
                                       "tools": [{"name": "y"}], "preferred_output": [GOOD],
-                                      "non_preferred_output": [BAD]}, RefusedRow,
+                                      "non_preferred_output": [BAD]}, RefusedExample,
                               "has tools and another one in input"),
     "tools of OpenAI beside its input": (
         "dpo", {"input": {"messages": [ASKED]}, "tools": [{"name": "get_day"}],
-                "preferred_output": [GOOD], "non_preferred_output": [BAD]}, RefusedRow,
+                "preferred_output": [GOOD], "non_preferred_output": [BAD]}, RefusedExample,
         "the chat template leaves out tools"),  # they were given to it
     "nobody answers": ("kto", {"messages": [ASKED, ASKED], "label": True}, ValueError, "train on"),
 }  # fmt: skip
@@ -991,7 +994,7 @@ def test_rows_of_another_loss_or_label_are_other_rows(tokenizer, tmp_path):
     with one_process():
         rows, *_ = prepare_rows(*settings, loss="kto")
         assert rows.digests[0] != rows.digests[1]
-        with pytest.raises(RunEnd, match="or train on such rows with --loss kto"):
+        with pytest.raises(RunEnd, match="or train on such examples with --loss kto"):
             prepare_rows(*settings, loss="dpo")
 
 
@@ -1052,7 +1055,7 @@ BAD_RUNS = {  # name: (flags, rows, what stderr says)
     "margin of dpo": (["--loss", "dpo", "--simpo_gamma", 1], [],
                       "applies to --loss simpo, not to dpo"),
     "all alike": (["--loss", "dpo"], [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3,
-                  "none of its 3 rows can be trained on: 3 skipped: both answers are the same"),
+                  "none of its 3 examples can be trained on: 3 skipped: both answers are the same"),
     "one answer": (["--loss", "ipo"], [{"prompt": "a", "chosen": "b"}], "but no rejected"),
     "sft of pairs": ([], [{"prompt": "a", "chosen": "b", "rejected": "c"}],
                      "pairs of answers need --loss dpo"),
@@ -1104,7 +1107,7 @@ def test_the_demo_learns_a_preference(run_main, tmp_path):
                               "--eval_dataset", 0.1, "--eval_every", 0,
                               "--output_dir", tmp_path / "run")  # fmt: skip
     assert code == 0, err
-    assert "first example, chosen: '[masked: What is" in out and "first example, rejected: " in out
+    assert "first row, chosen: '[masked: What is" in out and "first row, rejected: " in out
     assert ("reference: computing log-probs of 192 training pairs"
             " of 449 (the others are known, or no step uses them) and 63 evaluation pairs\n"
             ) in out  # fmt: skip

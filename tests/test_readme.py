@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 import merge_adapters
 from fsdp_qlora import exit_codes
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.encode import try_row
+from fsdp_qlora.data.encode import try_example
 from fsdp_qlora.data.forms import FORMS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
 from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.layer.router import BALANCE
@@ -350,7 +350,7 @@ def test_metrics_are_documented(demo):
 
 
 def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
-    (table,) = tables("| keys of a row or a message | what to do |")
+    (table,) = tables("| keys of an example or a message | what to do |")
     refused = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
     assert sorted(refused) == sorted(REFUSED)
     keys = {*TRAINED, *OPTIONAL, *SYNONYMS, *(key for form in FORMS for key in form), *LABELS,
@@ -359,7 +359,8 @@ def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
 
 
 def example_rows():
-    """(the form's name, the row, whether it is one of preferences) of each table `form, row`."""
+    """(the form's name, the row, whether it is one of preferences) of each table `form, example`.
+    """
     text, _, preferences = PAGES["data.md"].partition("\n## Preferences")
     for page, is_preference in (text, False), (preferences, True):
         for name, row in re.findall(r"^\| ([^|`]*) \| `(\{.*\})` \|$", page, re.M):
@@ -374,7 +375,7 @@ def test_example_rows_are_trained(name, row, is_preference, demo_directory):
     losses = [loss for loss, kind in LOSSES.items() if kind.function] if is_preference else ["sft"]
     is_unpaired = bool(row.keys() & {*LABELS})
     for loss in losses:
-        error, form, documents, _ = try_row(row, tokenizer, (), loss)
+        error, form, documents, _ = try_example(row, tokenizer, (), loss)
         if is_unpaired and loss != "kto":
             assert isinstance(error, ValueError)
             continue
@@ -502,7 +503,7 @@ def test_log_has_the_form_shown(demo):
         assert [form(line) for line in shown[-n:]] == real[-n:]
         at = 0
         for line in dict.fromkeys(map(form, shown)):  # the real log has one step
-            if (kind := line.partition(": ")[0]) in ("first example", "sample"):
+            if (kind := line.partition(": ")[0]) in ("first row", "sample"):
                 at = next(i for i in range(at, len(real)) if real[i].startswith(f"{kind}: "))
             else:
                 at = real.index(line, at)

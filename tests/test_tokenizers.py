@@ -361,7 +361,7 @@ def test_run_trains_and_saves_the_tokens_of_the_file(run_main, model, tmp_path):
     assert code == 0, err
     assert "saved as PreTrainedTokenizerFast, because GPT2TokenizerFast of transformers" in out
     want = [[*own.encode(line).ids, 2] for line in lines]  # and EOS
-    assert f"data: {len(lines)} sequences, {sum(map(len, want)):,} tokens, " in out
+    assert f"data: {len(lines)} rows, {sum(map(len, want)):,} tokens, " in out
     rows = json.loads((tmp_path / "run" / "train_config.json").read_text())["probe_input_ids"]
     assert rows and all(row in want for row in rows)
     for name in "merged", "merged-by-the-run":
@@ -485,8 +485,8 @@ def test_vocabulary_that_names_no_eos_ends_the_start(tmp_path, capsys):
     ("llama3", False, [0], 'puts <|begin|> before each text; "add_bos_token": false'),
     ("llama3", False, [0, 5], 'puts <|begin|> before each text; "add_bos_token": false'),
     ("llama3", True, [0], ""), ("llama3", None, [0], ""), ("llama3", False, [5], ""),
-    ("gpt2", True, [5], 'puts no <|end|> before a text, so rows of plain text have none; "add_bo'),
-    ("gpt2", True, [0, 5], 'puts no <|end|> before a text, so rows of plain text have none'),
+    ("gpt2", True, [5], 'puts no <|end|> before a text, so plain text has none; "add_bo'),
+    ("gpt2", True, [0, 5], 'puts no <|end|> before a text, so plain text has none'),
     ("gpt2", True, [0], ""), ("gpt2", False, [5], ""), ("gpt2", None, [5], "")])  # fmt: skip
 def test_bos_that_the_settings_want_otherwise_is_said(
         kind, wanted, first_ids, words, tmp_path, capsys):  # fmt: skip

@@ -1,7 +1,7 @@
 """A table that all cores compute once, cached as Arrow files with digests.
 
 Only what was written whole is found again, and its digests are checked before use. encode.py says
-what the table has, prepare.py what becomes of it.
+what the table has, an entry for each document; prepare.py what becomes of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdp_qlora.ranks import n_cores
 
 TOLD = ValueError, OSError, MemoryError  # errors that a child process passes on to its parent
 PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last
-PROGRESS_SECONDS = 5  # between two log lines about how many rows are encoded
+PROGRESS_SECONDS = 5  # between two log lines about how many documents are encoded
 MakeBatches = Callable[..., Iterator[pyarrow.RecordBatch]]  # see write_table()
 
 
@@ -97,27 +97,27 @@ def write_files(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
 
 
 def log_progress() -> Callable[[int], None]:
-    """Return a function count(n), to be called after n more rows are encoded; it logs their number
-    every few seconds. There is no bar, because tqdm shows none in a log or on a terminal of unknown
-    size."""
-    n_rows = 0
+    """Return a function count(n), to be called after n more documents are encoded; it logs their
+    number every few seconds. There is no bar, because tqdm shows none in a log or on a terminal of
+    unknown size."""
+    n_documents = 0
     started = time.monotonic()
     said = started
 
     def count(more: int) -> None:
-        nonlocal n_rows, said
-        n_rows += more
+        nonlocal n_documents, said
+        n_documents += more
         now = time.monotonic()
         if now - said >= PROGRESS_SECONDS:
             said = now
-            log(f"tokenizing: {n_rows:,} rows, {now - started:.0f} s")
+            log(f"tokenizing: {n_documents:,} documents, {now - started:.0f} s")
 
     return count
 
 
 def write_part(path: Path, make_batches: MakeBatches, pieces: list[Piece], settings: dict[str, Any],
                count: Callable[[int], object]) -> str:
-    """Write one file; calls count(n) after n more rows. Returns its SHA-256."""
+    """Write one file; calls count(n) after n more documents. Returns its SHA-256."""
     batches = make_batches(pieces, **settings)
     first = next(batches)
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, first.schema) as out:
@@ -150,11 +150,12 @@ def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dic
                 except (EOFError, OSError):
                     process.join()
                     number = signal.Signals(abs(process.exitcode or 0))
-                    raise ValueError(f"a process that tokenizes rows was killed by {number.name}:"
-                                     " the kernel does that where host memory runs out")
-                if kind == "rows":
+                    raise ValueError("a process that tokenizes examples was killed by"
+                                     f" {number.name}: the kernel does that where host memory runs"
+                                     " out")
+                if kind == "written":
                     count(value)
-                elif kind == "written":
+                elif kind == "done":
                     digests[name] = value
                     running.pop(pipe)
                     process.join()
@@ -169,8 +170,8 @@ def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dic
 
 def tell_of_part(pipe: Connection, path: Path, make_batches: MakeBatches, pieces: list[Piece],
                  settings: dict[str, Any]) -> None:
-    """Run write_part() in a process of its own. Sends its parent ("rows", n more) and at the end
-    ("written", SHA-256), or (kind, text) of an error."""
+    """Run write_part() in a process of its own. Sends its parent ("written", n more documents) and
+    at the end ("done", SHA-256), or (kind, text) of an error."""
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
         signal.signal(number, signal.SIG_IGN)  # the parent handles a job's signals and ends this
 
@@ -178,8 +179,8 @@ def tell_of_part(pipe: Connection, path: Path, make_batches: MakeBatches, pieces
         pipe.send_bytes(json.dumps(message).encode())
 
     try:
-        sha = write_part(path, make_batches, pieces, settings, lambda n: tell("rows", n))
-        message = "written", sha
+        sha = write_part(path, make_batches, pieces, settings, lambda n: tell("written", n))
+        message = "done", sha
     except Exception as e:
         kind = next((k for k in TOLD if isinstance(e, k)), None)
         message = (kind.__name__, str(e)) if kind else ("", f"{type(e).__name__}: {e}")

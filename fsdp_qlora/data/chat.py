@@ -1,6 +1,6 @@
 """Render a conversation with the chat template, and mark the spans of it that are in the loss.
 
-It uses template.py and tools.py; other forms of rows are in forms.py, tokens in encode.py.
+It uses template.py and tools.py; other forms of examples are in forms.py, tokens in encode.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_qlora.data.sources import RefusedRow
+from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, Traits, render, template_traits
 from fsdp_qlora.data.tools import openai_calls
 
@@ -23,29 +23,34 @@ Spans = list[tuple[int, int]]  # parts of a text, in characters: [(start, end)]
 REASONING = "reasoning_content", "reasoning", "thinking"  # message keys with the same meaning
 
 
-class Conversation(NamedTuple):
+class AnswerStart(NamedTuple):
+    """Where an answer in the loss begins, and how its prompt, the text before it, is rendered."""
+
+    at: int  # in characters of the document's text
+    template_kwargs: str  # the template's variables as JSON, see Rows.template_kwargs
+
+
+class ChatDocument(NamedTuple):
     """One training document of a conversation: a text that the template renders."""
 
     text: str
     spans: Spans  # the parts of the text that are in the loss
-    # where in the text each answer in the loss begins; and the template variables with which its
-    # prompt, the text before it, is rendered, as JSON, see Rows.template_kwargs
-    answers: list[tuple[int, str]]
+    answers: list[AnswerStart]  # of all answers in the loss
 
 
-class Answer(NamedTuple):
+class RenderedAnswer(NamedTuple):
     """One answer of a conversation, as the chat template renders it."""
 
     text: str  # the conversation up to it; a longer document begins so if it does not rewrite this
     document: str  # the conversation up to the token that closes the answer, if nothing follows
     start: int  # where the answer begins in both: after its prompt
     spans: Spans  # the parts that are in the loss, in both
-    template_kwargs: str  # template variables, see Conversation
+    template_kwargs: str  # see AnswerStart
     notes: list[str]  # remarks on it for the user
 
 
 def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
-               tokenizer: PreTrainedTokenizerFast) -> tuple[list[Conversation], list[str]]:
+               tokenizer: PreTrainedTokenizerFast) -> tuple[list[ChatDocument], list[str]]:
     """Return the training documents of a conversation, and notes on them. `options`: what the
     template gets besides messages, tools and other variables. Each message has `train`: whether it
     is in the loss.
@@ -57,33 +62,32 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
     document that ends with it.
     """
     if not tokenizer.chat_template:
-        raise RefusedRow("is a conversation, but the tokenizer has no chat template. Pass one with"
-                         " --chat_template, or use prompt and completion")
+        raise RefusedExample("is a conversation, but the tokenizer has no chat template. Pass one"
+                             " with --chat_template, or use prompt and completion")
     traits = template_traits(tokenizer, str(tokenizer.chat_template))
-    cleaned = [clean_message(message, traits) for message in messages]
-    messages = [message for message, _ in cleaned]
     # before the first message there is no generation prompt
-    answers = [i for i, (_, is_trained) in enumerate(cleaned) if is_trained and i > 0]
-    if not answers:
+    trained = [i for i, message in enumerate(messages) if message["train"] and i > 0]
+    messages = [clean_message(message, traits) for message in messages]
+    if not trained:
         raise ValueError("no assistant message to train on")
-    documents: list[Conversation] = []  # the longest first
+    documents: list[ChatDocument] = []  # the longest first
     notes: dict[str, None] = {}
-    for i in reversed(answers):
+    for i in reversed(trained):
         answer = render_answer(messages[: i + 1], options, tokenizer, traits)
+        start = AnswerStart(answer.start, answer.template_kwargs)
         notes |= dict.fromkeys(answer.notes)
         for longer in documents:
             if longer.text.startswith(answer.text):
                 spans = spans_within(answer, longer.text, messages[i + 1]["role"], traits)
                 longer.spans.extend(spans)
-                longer.answers.append((answer.start, answer.template_kwargs))
+                longer.answers.append(start)
                 break
         else:
-            documents.append(Conversation(
-                answer.document, answer.spans, [(answer.start, answer.template_kwargs)]))
+            documents.append(ChatDocument(answer.document, answer.spans, [start]))
     return documents[::-1], list(notes)
 
 
-def spans_within(answer: Answer, longer: str, next_role: str, traits: Traits) -> Spans:
+def spans_within(answer: RenderedAnswer, longer: str, next_role: str, traits: Traits) -> Spans:
     """Return the spans of an answer in a longer document.
 
     Some templates, such as GLM's, leave an answer open. The model then stops by writing the token
@@ -111,9 +115,9 @@ def closing_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
         with contextlib.suppress(ValueError):  # the template may fail
             documents, _ = parse_chat(talk, {"tools": tools}, tokenizer)
             special = template_traits(tokenizer, str(tokenizer.chat_template)).special
-            for text, spans, _ in reversed(documents):
-                for start, end in spans:
-                    written = text[start:end].rstrip()
+            for document in reversed(documents):
+                for start, end in document.spans:
+                    written = document.text[start:end].rstrip()
                     tokens |= {token: None for token in special if written.endswith(token)}
     return list(tokens) or [tokenizer.eos_token]
 
@@ -128,21 +132,21 @@ def checked_text(value: Any, name: str) -> str:
 
 
 def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
-                  tokenizer: PreTrainedTokenizerFast, traits: Traits) -> Answer:
-    """Return the Answer with which the messages end, after its prompt. Its document ends with its
+                  tokenizer: PreTrainedTokenizerFast, traits: Traits) -> RenderedAnswer:
+    """Return the answer with which the messages end, after its prompt. Its document ends with its
     closing token, or with EOS if the template has none; with {% generation %} marks, where the last
     mark ends.
 
     Some templates open an answer differently from the prompt, such as those of thinking models for
     an answer without reasoning. Then the answer is rendered with the template's own switch that
     makes both agree. Without such a switch, the answer gets the reasoning, which may be empty, that
-    its prompt opens. Raises RefusedRow if they cannot agree.
+    its prompt opens. Raises RefusedExample if they cannot agree.
     """
     notes: list[str] = []
     prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
     text = checked_text(render(messages, tokenizer, **options), "the conversation")
     at = len(prompt) if text.startswith(prompt) else None
-    # a variable that the row itself sets stays as it is
+    # a variable that the example itself sets stays as it is
     switches = (switch for switch in traits.switches if not switch.keys() & options.keys())
     while at is None and (switch := next(switches, None)):
         if found := render_switched(messages, text, options | switch, tokenizer):
@@ -155,10 +159,10 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     elif at is None and (closed := close_reasoning(messages[-1], prompt, text, template)):
         at = len(prompt)
         text = prompt + closed
-        notes.append("answers continue the reasoning that the generation prompt opens; where a row"
-                     " has none, it is empty")
+        notes.append("answers continue the reasoning that the generation prompt opens; where an"
+                     " example has none, it is empty")
     if at is None:
-        raise RefusedRow(why_otherwise(prompt, text))
+        raise RefusedExample(why_otherwise(prompt, text))
     text, shift = prompt + text[at:], len(prompt) - at
     if marks:
         answer = marked_answer(text, prompt, [(a + shift, b + shift) for a, b in marks], traits)
@@ -185,24 +189,24 @@ def render_switched(messages: list[dict[str, Any]], text: str, options: dict[str
     return None
 
 
-def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> Answer:
-    """Return the Answer of a template with {% generation %} marks, which enclose the model's words.
+def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> RenderedAnswer:
+    """Return the answer of a template with {% generation %} marks, which enclose the model's words.
     What they enclose of the prompt is not in the loss."""
     spans = [(max(start, len(prompt)), end) for start, end in marks if end > len(prompt)]
     if not spans or (between := text[len(prompt) : spans[0][0]]):
-        raise RefusedRow("the chat template's {% generation %} marks leave out"
-                         f" {(between[:60] if spans else 'the answer')!r}, which follows the"
-                         " generation prompt, so the model would never learn to write it. Use"
-                         " another template with --chat_template")
-    answer = Answer(text, text[: spans[-1][1]], len(prompt), spans, "", [])
+        raise RefusedExample("the chat template's {% generation %} marks leave out"
+                             f" {(between[:60] if spans else 'the answer')!r}, which follows the"
+                             " generation prompt, so the model would never learn to write it. Use"
+                             " another template with --chat_template")
+    answer = RenderedAnswer(text, text[: spans[-1][1]], len(prompt), spans, "", [])
     if not answer.document.rstrip().endswith(traits.special):
         answer.notes.append("no token that closes an answer is trained, because the template's {%"
                             " generation %} marks leave it out")
     return answer
 
 
-def close_answer(text: str, prompt: str, content: str, eos: str, traits: Traits) -> Answer:
-    """Return the Answer of a template without marks: the part of the text after the prompt."""
+def close_answer(text: str, prompt: str, content: str, eos: str, traits: Traits) -> RenderedAnswer:
+    """Return the answer of a template without marks: the part of the text after the prompt."""
     notes = []
     opened = text.rpartition(eos)[2]
     if not traits.has_prompt and opened.strip() and prompt.endswith(opened):
@@ -213,7 +217,7 @@ def close_answer(text: str, prompt: str, content: str, eos: str, traits: Traits)
     document = text.rstrip()
     if not document.endswith(traits.special if traits.closes else eos):
         document = text + eos
-    return Answer(text, document, len(prompt), [(len(prompt), len(document))], "", notes)
+    return RenderedAnswer(text, document, len(prompt), [(len(prompt), len(document))], "", notes)
 
 
 def close_reasoning(message: dict[str, Any], prompt: str, text: str, template: str) -> str:
@@ -249,8 +253,8 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
                 tokenizer: PreTrainedTokenizerFast) -> int | None:
     """Return where the last message begins in `text`, the rendering of all messages, if it rewrites
     earlier messages. `prompt`: the rendering of the earlier messages with the generation prompt.
-    None if `text` opens the message differently from the prompt. Raises RefusedRow if the message
-    is mixed with earlier ones."""
+    None if `text` opens the message differently from the prompt. Raises RefusedExample if the
+    message is mixed with earlier ones."""
     start = shared_length(prompt, text)
     before = render(messages[:-1], tokenizer, **options)
     n_before = shared_length(prompt, before)
@@ -266,8 +270,8 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
     at = start + n_same + (rest.index(prompt[-n_same:]) if n_same else 0)
     if n_same > len(prompt) - n_before and has_text(text[at:], content_of(messages[-1])):
         return at
-    raise RefusedRow(f"the chat template mixes message {len(messages)} with those before it, so its"
-                     " tokens cannot be separated")
+    raise RefusedExample(f"the chat template mixes message {len(messages)} with those before it, so"
+                         " its tokens cannot be separated")
 
 
 def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], template: str,
@@ -286,8 +290,8 @@ def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], templa
         new_blocks = [block for block in blocks if block[0] >= shared]
         new_blocks = new_blocks if new_blocks == blocks[len(old_blocks) :] else []
     if not new_blocks:
-        raise RefusedRow("the chat template has {% generation %} marks, but none for message"
-                         f" {len(messages)} alone")
+        raise RefusedExample("the chat template has {% generation %} marks, but none for message"
+                             f" {len(messages)} alone")
     return new_blocks
 
 
@@ -296,10 +300,10 @@ def shared_length(text: str, other: str) -> int:
     return len(os.path.commonprefix([text, other]))
 
 
-def clean_message(message: dict[str, Any], traits: Traits) -> tuple[dict[str, Any], bool]:
-    """Return a message in the form that templates expect, and whether it is in the loss."""
-    message, is_trained = dict(message), message["train"]
-    del message["train"]
+def clean_message(message: dict[str, Any], traits: Traits) -> dict[str, Any]:
+    """Return a message in the form that templates expect, without `train`."""
+    message = dict(message)
+    is_trained = message.pop("train")
     content = message.get("content")
     calls = openai_calls(message.pop("tool_calls", None), traits.calls_as_text)
     if calls:  # some templates treat an empty list as a call
@@ -307,8 +311,8 @@ def clean_message(message: dict[str, Any], traits: Traits) -> tuple[dict[str, An
     if isinstance(content, list):
         for part in content:
             if isinstance(part, dict) and part.get("type", "text") != "text":
-                raise RefusedRow(f"has {part['type']!r} in the content of a message: only text is"
-                                 " trained; leave it out")
+                raise RefusedExample(f"has {part['type']!r} in the content of a message: only text"
+                                     " is trained; leave it out")
         texts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("the content of a message is not text")
@@ -319,7 +323,7 @@ def clean_message(message: dict[str, Any], traits: Traits) -> tuple[dict[str, An
     if is_trained and not calls and not text.strip():
         raise ValueError("an assistant message is empty")
     in_parts = [{"type": "text", "text": text}] if traits.as_parts else text
-    return message | {"content": in_parts}, is_trained
+    return message | {"content": in_parts}
 
 
 def content_of(message: dict[str, Any]) -> str:
@@ -330,8 +334,8 @@ def content_of(message: dict[str, Any]) -> str:
 
 def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str,
                    answer: str) -> None:
-    """Raise RefusedRow if the chat template leaves out a part of the row. `answer` is the part of
-    `text` that the last message became."""
+    """Raise RefusedExample if the chat template leaves out a part of the example. `answer` is the
+    part of `text` that the last message became."""
     wanted = [("tools", tool["function"]["name"], text) for tool in tools or ()]
     for i, message in enumerate(messages, 1):
         strings: list[tuple[str, Any]] = [(f"the content of message {i}", content_of(message))]
@@ -351,10 +355,10 @@ def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
     for what, string, rendered in wanted:
         if not has_text(rendered, str(string or "")):
             way_out = ("--columns tools=unused trains without them" if what == "tools" else
-                       "leave it out of the row")
-            raise RefusedRow(f"the chat template leaves out {what}; the roles are"
-                             f" {', '.join(message['role'] for message in messages)}: {way_out}, or"
-                             " name another template by --chat_template")
+                       "leave it out of the example")
+            raise RefusedExample(f"the chat template leaves out {what}; the roles are"
+                                 f" {', '.join(message['role'] for message in messages)}:"
+                                 f" {way_out}, or name another template by --chat_template")
 
 
 def has_text(rendered: str, text: str) -> bool:

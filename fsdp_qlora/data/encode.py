@@ -1,8 +1,8 @@
-"""Tokenize rows: text, token ids, labels.
+"""Tokenize examples: text, token ids, labels.
 
-encode_pieces() -> try_row() -> parse_row() of forms.py -> parse_chat() of chat.py, if it is a
-conversation -> tokenize(). With a preference --loss, parse_preference() of preferences.py comes
-before parse_row().
+encode_pieces() -> try_example() -> parse_example() of forms.py -> parse_chat() of chat.py, if it is
+a conversation -> tokenize(). With a preference --loss, parse_preference() of preferences.py comes
+before parse_example().
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import Spans
-from fsdp_qlora.data.forms import IGNORE, Document, Ids, Part, parse_row, printable
+from fsdp_qlora.data.forms import IGNORE, Document, Ids, Part, parse_example, printable
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import columns_of
-from fsdp_qlora.data.sources import Piece, RefusedRow, read_pieces
+from fsdp_qlora.data.sources import Piece, RefusedExample, read_pieces
 from fsdp_qlora.model.preference_loss import LOSSES
 
-BATCH = 256  # rows that are parsed at once, and documents of one RecordBatch
+BATCH = 256  # examples that are parsed at once, and documents of one RecordBatch
 # characters that the tokenizer gets at once; its result for them needs about 100 MB
 BATCH_CHARACTERS = 2**19
 ENCODED = {  # {column that encode_pieces() yields for each document: its type}
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
     "n_trainable_tokens": "int32", "desirable": "bool", "digest": "int64",
     "cut": "bool",  # up to here: see columns_of()
-    "kept": "bool", "refused": "bool",  # neither: the row is left out
-    "is_first": "bool",  # the first document of its row?
-    "form": "string",  # form of its row, with the keys that are ignored
-    "plain": "bool",  # True if its row is a prompt and a completion in plain text
-    # variables of the chat template for its row's answers, a line each, see Rows.template_kwargs
+    "kept": "bool", "refused": "bool",  # neither: the example is left out
+    "is_first": "bool",  # the first document of its example?
+    "form": "string",  # form of its example, with the keys that are ignored
+    "plain": "bool",  # True if its example is a prompt and a completion in plain text
+    # variables of the chat template for its example's answers, a line each, see
+    # Rows.template_kwargs
     "template_kwargs": "string",
-    "renamed": "string",  # the keys that --columns renames in its row, as JSON
-    "left_out": "string", "where": "string"}  # why, and which row; "" if it is kept
+    "renamed": "string",  # the keys that --columns renames in its example, as JSON
+    "left_out": "string", "where": "string"}  # why, and which example; "" if it is kept
 
 
 def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.RecordBatch]:
@@ -67,33 +68,31 @@ def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.Rec
 def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
                   vocab_size: int, new_names: Sequence[str] = (),
                   loss: str = "sft") -> Iterator[dict[str, Any]]:
-    """Yield {name: value}, see ENCODED, for each document of each row. A row that cannot be used
-    yields one document, and so does a pair with an unusable answer."""
-    rows, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
+    """Yield {name: value}, see ENCODED, for each document of each example. An example that cannot
+    be used yields one document, and so does a pair with an unusable answer."""
+    examples, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
     tokenizers = both_tokenizers(tokenizer)
-    while batch := list(itertools.islice(rows, BATCH)):
-        parsed = [(where, json.dumps(sorted(old_names & row.keys() if type(row) is dict else ())),
-                   *try_row(row, tokenizer, new_names, loss)) for where, row in batch]
-        tokens = tokenize([d for *_, documents, _ in parsed for d in documents], tokenizers)
-        for where, renamed, row_error, form, documents, desirable in parsed:
-            parts = [part for document in documents for part in document if isinstance(part, Part)]
-            is_plain = any(part.is_completion for part in parts)
-            kwargs = "\n".join(text for part in parts for _, text in part.answers)
+    while batch := list(itertools.islice(examples, BATCH)):
+        parsed = [try_example(example, tokenizer, new_names, loss) for _, example in batch]
+        tokens = tokenize([d for found in parsed for d in found.documents], tokenizers)
+        for (where, example), found in zip(batch, parsed):
             encoded = [columns_of(*ids, max_seq_len, good)
-                       for good in desirable for ids in next(tokens)]
-            errors = [row_error or check_tokens(columns, max_seq_len, vocab_size)
+                       for good in found.desirable for ids in next(tokens)]
+            errors = [found.error or check_tokens(columns, max_seq_len, vocab_size)
                       for columns in encoded]
             if LOSSES[loss].n_answers == 2:
                 error = next(filter(None, errors), None) or check_pair(encoded, max_seq_len)
                 if error:  # one document stands for the whole pair
                     encoded, errors = encoded[:1], [error]
+            renamed = old_names & example.keys() if type(example) is dict else ()
             for i, (columns, error) in enumerate(zip(encoded, errors)):
                 why = (str(error) or type(error).__name__) if error else ""
-                form, why = printable(form), printable(why)
-                yield {**columns, "kept": not error, "refused": isinstance(error, RefusedRow),
-                       "is_first": i == 0, "form": form, "plain": is_plain and not error,
-                       "template_kwargs": kwargs if i == 0 else "", "renamed": renamed,
-                       "left_out": why, "where": where if error else ""}
+                yield {**columns, "kept": not error, "refused": isinstance(error, RefusedExample),
+                       "is_first": i == 0, "form": printable(found.form),
+                       "plain": found.is_plain and not error,
+                       "template_kwargs": found.template_kwargs if i == 0 else "",
+                       "renamed": json.dumps(sorted(renamed)),
+                       "left_out": printable(why), "where": where if error else ""}
 
 
 def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | None:
@@ -106,19 +105,42 @@ def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | 
     return None
 
 
-def try_row(row: Any, tokenizer: PreTrainedTokenizerFast, new_names: Sequence[str],
-            loss: str) -> tuple[Exception | None, str, list[Document], list[bool]]:
-    """Return (error, form, documents, whether each is a good answer) of a row. With an error there
-    is one document, without tokens."""
+class ParsedExample(NamedTuple):
+    """What an example contains, before it is tokenized. With an error: one document, empty."""
+
+    error: Exception | None
+    form: str  # with the keys that are ignored
+    documents: list[Document]
+    desirable: list[bool]  # is it a good answer? One for each document
+
+    @property
+    def parts(self) -> list[Part]:
+        """All Parts; none of an example that was tokens already."""
+        return [part for document in self.documents for part in document if isinstance(part, Part)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Is it a prompt and a completion in plain text?"""
+        return any(part.is_completion for part in self.parts)
+
+    @property
+    def template_kwargs(self) -> str:
+        """Variables of the chat template for its answers, a line each, see Rows.template_kwargs."""
+        return "\n".join(answer.template_kwargs for part in self.parts for answer in part.answers)
+
+
+def try_example(example: Any, tokenizer: PreTrainedTokenizerFast, new_names: Sequence[str],
+                loss: str) -> ParsedExample:
+    """Return the example parsed, or with the error that parsing it raised."""
     try:
         if loss != "sft":
-            return None, *parse_preference(row, tokenizer, new_names, loss)
-        form, documents = parse_row(row, tokenizer, new_names)
-        return None, form, documents, [True] * len(documents)
+            return ParsedExample(None, *parse_preference(example, tokenizer, new_names, loss))
+        form, documents = parse_example(example, tokenizer, new_names)
+        return ParsedExample(None, form, documents, [True] * len(documents))
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
-        if isinstance(e.__context__, (MemoryError, OSError)):  # not the row's fault
+        if isinstance(e.__context__, (MemoryError, OSError)):  # not the example's fault
             raise e.__context__
-        return e, "", [([], [])], [True]
+        return ParsedExample(e, "", [([], [])], [True])
 
 
 class Tokenizers(NamedTuple):
@@ -134,7 +156,7 @@ def both_tokenizers(tokenizer: PreTrainedTokenizerFast) -> Tokenizers:
 
 
 def tokenize(documents: list[Document], tokenizers: Tokenizers) -> Iterator[list[Ids]]:
-    """Yield the [(input_ids, labels)] of each document of parse_row(), in most cases one.
+    """Yield the [(input_ids, labels)] of each document of parse_example(), in most cases one.
 
     An answer that begins inside a token gets a document of its own, in which its prompt and the
     answer are tokenized apart, as they are at inference. So the tokens before each answer are those
@@ -186,7 +208,7 @@ def with_answer_apart(document: Document) -> Document:
     return any other document unchanged."""
     if isinstance(document, list) and len(document[0].answers) == 1 and not document[0].continues:
         (part,) = document
-        return answer_apart(part, part.answers[0][0], part.spans(), len(part.text))
+        return answer_apart(part, part.answers[0].at, part.spans(), len(part.text))
     return document
 
 
@@ -201,7 +223,7 @@ def answer_apart(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
 def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:
     """Return a conversation without those of its answers that begin inside a token, and a document
     for each of these answers, up to its end."""
-    starts, trained = sorted(start for start, _ in part.answers), part.spans()
+    starts, trained = sorted(answer.at for answer in part.answers), part.spans()
     apart: list[Document] = []
     for start, next_start in zip(starts, [*starts[1:], len(part.text)]):
         token = bisect.bisect_right(offsets, start, key=lambda token: token[1])
@@ -277,8 +299,8 @@ def check_tokens(columns: dict[str, Any], max_seq_len: int, vocab_size: int) -> 
     """Return an error that explains why the tokens of a document cannot be trained on, or None."""
     largest = max(columns[key].max(initial=0) for key in ("input_ids", "labels"))
     if largest >= vocab_size:
-        return RefusedRow(f"has token {largest}, but the model's vocabulary ends at"
-                          f" {vocab_size - 1}")
+        return RefusedExample(f"has token {largest}, but the model's vocabulary ends at"
+                              f" {vocab_size - 1}")
     if not columns["n_trainable_tokens"]:
         within = f" within its first {max_seq_len} tokens" if columns["cut"] else ""
         return ValueError(f"nothing to train on{within}")

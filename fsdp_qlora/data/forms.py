@@ -1,7 +1,7 @@
-"""Recognize a row's form by its keys, and decide which text is in the loss.
+"""Recognize an example's form by its keys, and decide which text is in the loss.
 
-Conversations are in chat.py, rows with several answers in preferences.py, reading in sources.py,
-tokens in encode.py.
+Conversations are in chat.py, examples with several answers in preferences.py, reading in
+sources.py, tokens in encode.py.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.chat import REASONING, Spans, checked_text, parse_chat
-from fsdp_qlora.data.sources import RefusedRow
+from fsdp_qlora.data.chat import REASONING, AnswerStart, Spans, checked_text, parse_chat
+from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.tools import openai_tools, read_value
 
 IGNORE = -100  # the label of a token that is not in the loss
 
-# The keys that have a meaning in TRL, Axolotl, LLaMA-Factory or OpenAI's format. If a row has such
-# a key and its form does not use it, the run ends. All other keys, and required keys of other
+# The keys that have a meaning in TRL, Axolotl, LLaMA-Factory or OpenAI's format. If an example has
+# such a key and its form does not use it, the run ends. All other keys, and required keys of other
 # forms, are logged and ignored.
 CHAT = ("system", "tools", "chat_template_kwargs")
 MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
@@ -30,16 +30,19 @@ INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
 QUESTIONS = (
     ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"),
     ("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("input", "output"))
-FORMS = {  # {keys of the form: optional keys}; a row has the first form whose keys it has
+FORMS = {  # {keys of the form: optional keys}; an example has the first form whose keys it has
     ("input_ids",): MASKS,
     **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
     **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *CHAT)),
     ("segments",): (), ("text",): ()}
+ANSWERS = {  # {key of a question: key of its answer in the first of FORMS that has this question}
+    asked: next(form[1] for form in FORMS if form[0] == asked)
+    for asked, _ in (COMPLETION, *INSTRUCTIONS, *QUESTIONS) if asked != "input"}
 SYNONYMS = {"functions": "tools", "system_prompt": "system", "context": "input", "article": "input"}
 LISTS = {"messages", "conversations", "segments", "input_ids", "history", "tools", *MASKS,
          "chat_template_kwargs"}  # may be JSON text
 OPTIONAL = {key for keys in FORMS.values() for key in keys}
-REFUSED = {key: why for why, keys in {  # keys of rows and of messages
+REFUSED = {key: why for why, keys in {  # keys of examples and of messages
     "pairs of answers need --loss dpo, ipo, simpo, orpo or kto; for --loss sft use the good ones"
     " alone": ("chosen", "rejected", "chosen_response", "rejected_response", "preferred_output",
                "non_preferred_output"),
@@ -47,7 +50,8 @@ REFUSED = {key: why for why, keys in {  # keys of rows and of messages
         ("label", "kto_tag"),
     "step-wise labels are not supported; use the good answers alone": ("completions",),
     "only text is trained": ("image", "images", "video", "videos", "audio", "audios"),
-    "rows are packed during training; write one sequence per row": ("position_ids", "seq_lengths"),
+    "rows are packed during training; write the examples one by one":
+        ("position_ids", "seq_lengths"),
     "write it into the question or the answer":
         ("choices", "reflection", "corrected", "critiques", "revision"),
     "chat templates do not use it": ("parallel_tool_calls",),
@@ -81,9 +85,9 @@ class Part(NamedTuple):
     may_begin: bool  # True: the tokenizer may put BOS before it
     must_end: bool = False  # True: EOS follows, if the text does not end with it
     is_completion: bool = False  # completion of a plain-text prompt, which this part may include
-    # see Conversation.answers: the document becomes several if a token would contain the end of a
-    # prompt and the beginning of its answer
-    answers: Sequence[tuple[int, str]] = ()
+    # of a conversation's answers in the loss: the document becomes several if a token would contain
+    # the end of a prompt and the beginning of its answer
+    answers: Sequence[AnswerStart] = ()
     continues: bool = False  # it follows another part: the tokenizer must not put a space before it
 
     def spans(self) -> Spans:
@@ -96,51 +100,51 @@ Ids = tuple[list[int], list[int]]  # (input_ids, labels)
 Document = list[Part] | Ids
 
 
-def parse_row(row: Any, tokenizer: PreTrainedTokenizerFast,
-              columns: Sequence[str] = ()) -> tuple[str, list[Document]]:
-    """Return the row's form, with what is ignored, as text; and its documents, each a list of
-    Parts, or Ids for a row with input_ids. `columns`: new names of keys, ["old=new"]. A ValueError
-    leaves the row out, a RefusedRow ends the run."""
-    return parse_object(as_object(row, columns), tokenizer)
+def parse_example(example: Any, tokenizer: PreTrainedTokenizerFast,
+                  columns: Sequence[str] = ()) -> tuple[str, list[Document]]:
+    """Return the example's form, with what is ignored, as text; and its documents, each a list of
+    Parts, or Ids for an example with input_ids. `columns`: new names of keys, ["old=new"]. A
+    ValueError leaves the example out, a RefusedExample ends the run."""
+    return parse_object(as_object(example, columns), tokenizer)
 
 
-def as_object(row: Any, columns: Sequence[str]) -> dict[str, Any]:
-    """Return the row with new names for its keys. Raises the row itself if it is an exception, and
-    ValueError if it is not an object."""
-    if isinstance(row, Exception):
-        raise row
-    if not isinstance(row, dict):
-        raise ValueError(f"is {type(row).__name__}, expected an object")
-    return rename_keys(row, dict(column.split("=") for column in columns))
+def as_object(example: Any, columns: Sequence[str]) -> dict[str, Any]:
+    """Return the example with new names for its keys. Raises the example itself if it is an
+    exception, and ValueError if it is not an object."""
+    if isinstance(example, Exception):
+        raise example
+    if not isinstance(example, dict):
+        raise ValueError(f"is {type(example).__name__}, expected an object")
+    return rename_keys(example, dict(column.split("=") for column in columns))
 
 
-def parse_object(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
+def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
                  form: tuple[str, ...] | None = None,
                  is_one_text: bool = False,
                  trains_history: bool = True) -> tuple[str, list[Document]]:
-    """parse_row() for the result of as_object().
+    """parse_example() for the result of as_object().
 
-    `form`: one of FORMS; None: determined by the row's keys. `is_one_text`: a prompt and its
+    `form`: one of FORMS; None: determined by the example's keys. `is_one_text`: a prompt and its
     completion may meet inside a word. `trains_history`: earlier answers of an instruction are in
     the loss, too.
     """
-    refuse_keys(row, ", or rename it: --columns {}=unused")
-    form = form or find_form(row)
-    row, ignored = take_keys(row, form)
+    refuse_keys(example, ", or rename it: --columns {}=unused")
+    form = form or find_form(example)
+    example, ignored = take_keys(example, form)
     notes = [f"ignored: {', '.join(ignored)}"] if ignored else []
-    documents: list[Document] | None = parse_text(row, form, tokenizer, is_one_text)
+    documents: list[Document] | None = parse_text(example, form, tokenizer, is_one_text)
     if documents is None:
-        messages = as_messages(row, form)
-        if "history" in row and not trains_history:
+        messages = as_messages(example, form)
+        if "history" in example and not trains_history:
             messages = [*(m | {"train": False} for m in messages[:-1]), messages[-1]]
         if unread := unread_keys(messages, str(tokenizer.chat_template)):
             notes.append(f"ignored in messages: {', '.join(unread)}")
         if messages and messages[0]["role"] == "assistant" and messages[0]["train"]:
             notes.append("not trained: the assistant's first message, which has no prompt")
-        rendered, more_notes = parse_chat(messages, template_options(row), tokenizer)
+        rendered, more_notes = parse_chat(messages, template_options(example), tokenizer)
         notes += more_notes
-        documents = [[Part(text, spans, may_begin=False, answers=answers)]
-                     for text, spans, answers in rendered]
+        documents = [[Part(one.text, one.spans, may_begin=False, answers=one.answers)]
+                     for one in rendered]
     return " and ".join(form) + (f" ({'; '.join(notes)})" if notes else ""), documents
 
 
@@ -155,61 +159,62 @@ def printable(text: str) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
-def rename_keys(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """Return the row with new names for these keys, {old: new}."""
+def rename_keys(example: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """Return the example with new names for these keys, {old: new}."""
     renamed = {}
-    for key, value in row.items():
+    for key, value in example.items():
         new = columns.get(key, key)
         if not is_empty(renamed.get(new)) and not is_empty(value):
-            raise RefusedRow(f"has {new} twice after --columns: rename the other one, too")
+            raise RefusedExample(f"has {new} twice after --columns: rename the other one, too")
         if renamed.get(new) is None or not is_empty(value):
             renamed[new] = value
     return renamed
 
 
 def refuse_keys(keys_and_values: dict[str, Any], advice: str) -> None:
-    """Raise RefusedRow for a key that asks for something unsupported, unless its value is empty."""
+    """Raise RefusedExample for a key that asks for something unsupported, unless its value is
+    empty."""
     for key, value in keys_and_values.items():
         if key in REFUSED and not is_empty(value):
-            raise RefusedRow(f"has {key}: {REFUSED[key]}; leave it out{advice.format(key)}")
+            raise RefusedExample(f"has {key}: {REFUSED[key]}; leave it out{advice.format(key)}")
 
 
-def find_form(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return the first of FORMS whose keys the row has, none of them null. Raises ValueError or
-    RefusedRow if there is none."""
-    keys = {key for key, value in row.items() if value is not None}
+def find_form(example: dict[str, Any]) -> tuple[str, ...]:
+    """Return the first of FORMS whose keys the example has, none of them null. Raises ValueError or
+    RefusedExample if there is none."""
+    keys = {key for key, value in example.items() if value is not None}
     for form in FORMS:
         if keys >= set(form):
             return form
     for form in FORMS:
-        if row.keys() >= set(form):
+        if example.keys() >= set(form):
             raise ValueError(f"null in {' and '.join(key for key in form if key not in keys)}")
-    listed = [key for key in row if key in keys]
+    listed = [key for key in example if key in keys]
     first = next((form[0] for form in FORMS if len(form) == 2 and form[0] in keys), "")
     seconds = [form[1] for form in FORMS if len(form) == 2 and form[0] == first]
     why = (f"which has {first}, but no {' or '.join(seconds)}" if first else
            "which is not a supported form")
-    names = likely_names({key: row[key] for key in listed}, first, seconds)
+    names = likely_names({key: example[key] for key in listed}, first, seconds)
     renamed = " ".join(shlex.quote(f"{old}={new}") for old, new in names.items())
-    raise RefusedRow(
+    raise RefusedExample(
         f"has {', '.join(listed) or 'no keys'}, {why}. Use the keys of a supported form: messages;"
         " text; prompt and completion; instruction and output; question and answer; docs/data.md"
         " lists all." + f" --columns renames keys, for instance: --columns {renamed}" * bool(names))
 
 
-def likely_names(row: dict[str, Any], first: str, seconds: list[str]) -> dict[str, str]:
-    """Return {key: new name} that would probably turn a row of unknown form into a known one; {} if
-    nothing is likely. `first`: the first key of a form, if the row has one; `seconds`: its possible
-    second keys, none of which the row has."""
-    near = {key: near_key(key, value) for key, value in row.items() if "=" not in key}
+def likely_names(example: dict[str, Any], first: str, seconds: list[str]) -> dict[str, str]:
+    """Return {key: new name} that would probably turn an example of unknown form into a known one;
+    {} if nothing is likely. `first`: the first key of a form, if the example has one; `seconds`:
+    its possible second keys, none of which the example has."""
+    near = {key: near_key(key, value) for key, value in example.items() if "=" not in key}
     if any({*near.values()} >= set(form) for form in FORMS):
         return {key: name for key, name in near.items() if name not in ("", key)}
-    lists = {key: name for key in near if (name := name_of_list(row[key]))}
+    lists = {key: name for key in near if (name := name_of_list(example[key]))}
     if first == "prompt" and len(lists) == 2 and first in lists:
         return {key: "completion" for key in lists if key != first}
     if lists:
         return dict([*lists.items()][:1])
-    texts = {key: meaning_of(key) for key in near if isinstance(row[key], str)
+    texts = {key: meaning_of(key) for key in near if isinstance(example[key], str)
              and key not in (first, "system", "system_prompt")}
     texts = {key: meaning for key, meaning in texts.items() if meaning != "none"}
     asked, answered = (next((key for key in texts if texts[key] == meaning), None)
@@ -253,12 +258,12 @@ def meaning_of(key: str) -> str:
         difflib.get_close_matches(word, names, 1, 0.8) for word in words)), "")
 
 
-def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
-    """Return the row's non-empty keys that its form uses, with JSON text parsed; and the keys that
-    are ignored."""
+def take_keys(example: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+    """Return the example's non-empty keys that its form uses, with JSON text parsed; and the keys
+    that are ignored."""
     taken: dict[str, Any] = {}
     ignored = []
-    for key, value in row.items():
+    for key, value in example.items():
         name = SYNONYMS.get(key, key)
         value = read_list_text(name, value)
         is_own = key in form or key in MASKS and key in FORMS[form] and value is not None
@@ -266,11 +271,12 @@ def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any
             continue
         if is_own or name in FORMS[form]:
             if not is_empty(taken.get(name)):
-                raise RefusedRow(f"has {key} and another key that means {name}: keep one of them")
+                raise RefusedExample(f"has {key} and another key that means {name}: keep one of"
+                                     " them")
             taken[name] = value
         elif name in OPTIONAL:
-            raise RefusedRow(f"has {key}, which has no meaning with {' and '.join(form)}. Leave it"
-                             f" out, or ignore it: --columns {key}=unused")
+            raise RefusedExample(f"has {key}, which has no meaning with {' and '.join(form)}. Leave"
+                                 f" it out, or ignore it: --columns {key}=unused")
         else:
             ignored.append(key)
     return taken, ignored
@@ -304,22 +310,22 @@ def read_list_text(key: str, value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------
 
 
-def parse_text(row: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrainedTokenizerFast,
+def parse_text(example: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrainedTokenizerFast,
                is_one_text: bool) -> list[Document] | None:
-    """Return the documents of a row that is not a conversation, else None."""
+    """Return the documents of an example that is not a conversation, else None."""
     if form == ("input_ids",):
-        return [checked_ids(row)]
+        return [checked_ids(example)]
     if form == ("segments",):
-        return [[join_segments(list_of(row, "segments"))]]
+        return [[join_segments(list_of(example, "segments"))]]
     if form == ("text",):
-        text = text_of(row, "text")
+        text = text_of(example, "text")
         if not text.strip():  # EOS alone would train the model to stop at once
             raise ValueError("text is empty")
         return [[Part(text, trained=True, may_begin=True, must_end=True)]]
     is_plain = tokenizer.chat_template is None and form in (*INSTRUCTIONS, *QUESTIONS)
-    if not is_plain and (form != COMPLETION or isinstance(row["prompt"], list)):
+    if not is_plain and (form != COMPLETION or isinstance(example["prompt"], list)):
         return None
-    prompt, completion = as_prompt(row, form)
+    prompt, completion = as_prompt(example, form)
     if not completion.strip():
         raise ValueError("completion is empty")
     if is_one_text:
@@ -331,26 +337,26 @@ def parse_text(row: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrained
                   continues=True)]]
 
 
-def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
+def as_prompt(example: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
     """Return (prompt, completion) in plain text; an instruction gets Alpaca's headings."""
     taken = () if form == COMPLETION else ("input", "system")
-    for key in row.keys() - {*form, *taken}:
-        raise RefusedRow(f"has {key}, which a plain-text prompt cannot use. Write it as messages,"
-                         " with a --chat_template if the model has none")
+    for key in example.keys() - {*form, *taken}:
+        raise RefusedExample(f"has {key}, which a plain-text prompt cannot use. Write it as"
+                             " messages, with a --chat_template if the model has none")
     if form == COMPLETION:
-        return text_of(row, "prompt"), text_of(row, "completion")
-    asked = question_of(row, form)
-    answer = text_of(row, form[1])
-    system = [text_of(row, "system")] if "system" in row else []
+        return text_of(example, "prompt"), text_of(example, "completion")
+    asked = question_of(example, form)
+    answer = text_of(example, form[1])
+    system = [text_of(example, "system")] if "system" in example else []
     if form in QUESTIONS:
         return "\n\n".join([*system, *asked.values()]) + "\n", answer
     headed = [f"### {key.capitalize()}:\n{text}" for key, text in asked.items()]
     return "\n\n".join([*system, *headed, "### Response:\n"]), answer
 
 
-def question_of(row: dict[str, Any], form: tuple[str, ...]) -> dict[str, str]:
+def question_of(example: dict[str, Any], form: tuple[str, ...]) -> dict[str, str]:
     """Return {key: text} of what an instruction or question asks, without blank texts."""
-    texts = {key: text_of(row, key) for key in (form[0], "input") if key in row}
+    texts = {key: text_of(example, key) for key in (form[0], "input") if key in example}
     asked = {key: text for key, text in texts.items() if not is_empty(text)}
     if not asked:
         raise ValueError(f"{form[0]} is blank: nothing is asked")
@@ -383,29 +389,29 @@ def join_segments(segments: list[Any]) -> Part:
     return Part(text, spans, may_begin=False)
 
 
-def as_messages(row: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the messages of a row, in the form of read_message()."""
+def as_messages(example: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the messages of an example, in the form of read_message()."""
     if form == COMPLETION:
-        asked, answered = ([read_message(m) for m in list_of(row, key)] for key in form)
+        asked, answered = ([read_message(m) for m in list_of(example, key)] for key in form)
         messages = [message | {"train": False} for message in asked] + answered
     elif form in (*INSTRUCTIONS, *QUESTIONS):
-        asked = "\n\n".join(question_of(row, form).values())
-        turns = turns_of(list_of({"history": [], **row}, "history"))
-        turns.append((asked, text_of(row, form[1])))
+        asked = "\n\n".join(question_of(example, form).values())
+        turns = turns_of(list_of({"history": [], **example}, "history"))
+        turns.append((asked, text_of(example, form[1])))
         messages = [{"role": role, "content": text, "train": role == "assistant"}
                     for user, assistant in turns
                     for role, text in (("user", user), ("assistant", assistant))]
     else:
-        messages = [read_message(message) for message in list_of(row, *form)]
-    if "system" not in row:
+        messages = [read_message(message) for message in list_of(example, *form)]
+    if "system" not in example:
         return messages
-    first = {"role": "system", "content": row["system"], "train": False}
+    first = {"role": "system", "content": example["system"], "train": False}
     if not messages or messages[0]["role"] != "system":
         return [first, *messages]
     if is_empty(messages[0].get("content")):
         return [first, *messages[1:]]
-    if messages[0].get("content") != row["system"]:
-        raise RefusedRow("has a system message and another one in system: keep one of them")
+    if messages[0].get("content") != example["system"]:
+        raise RefusedExample("has a system message and another one in system: keep one of them")
     return messages
 
 
@@ -422,51 +428,52 @@ def read_message(message: Any) -> dict[str, Any]:
         raise ValueError("a message must be an object with a role")
     role = re.sub(r"[ -]", "_", message["role"].strip().lower())  # also Human, function-call
     if role not in ROLES:
-        raise RefusedRow(f"has a message with role {message['role']!r}; supported are"
-                         f" {', '.join(ROLES)}. Rename the role in the row")
+        raise RefusedExample(f"has a message with role {message['role']!r}; supported are"
+                             f" {', '.join(ROLES)}. Rename the role in the example")
     refuse_keys(message, " of the messages")
     flags = {key: message.pop(key) for key in TRAINED if key in message}
     for key, flag in flags.items():
         if flag not in (0, 1):
             raise ValueError(f"a message has {key} {flag}, expected 0 or 1")
         if flag and ROLES[role] != "assistant":
-            raise RefusedRow(f"has {key} {flag} in a {role} message, but only assistant messages"
-                             " are trained. Leave it out, or write the row as segments")
+            raise RefusedExample(f"has {key} {flag} in a {role} message, but only assistant"
+                                 " messages are trained. Leave it out, or write the example as"
+                                 " segments")
     if role in CALLS and is_empty(message.get("tool_calls")):
         message["tool_calls"] = message.pop("content", None)
     is_trained = ROLES[role] == "assistant" and all(flags.values())
     return message | {"role": ROLES[role], "train": is_trained}
 
 
-def template_options(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what the chat template gets besides messages: the tools, and the row's own variables.
-    """
-    tools = openai_tools(row.get("tools", []))
-    variables = row.get("chat_template_kwargs", {})
+def template_options(example: dict[str, Any]) -> dict[str, Any]:
+    """Return what the chat template gets besides messages: the tools, and the example's own
+    variables."""
+    tools = openai_tools(example.get("tools", []))
+    variables = example.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise ValueError(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
     if own := variables.keys() & {"tools", "chat_template", "tokenize", "add_generation_prompt",
                                   "continue_final_message", "conversation", "messages"}:
-        raise RefusedRow(f"has {', '.join(sorted(own))} in chat_template_kwargs: leave it out")
+        raise RefusedExample(f"has {', '.join(sorted(own))} in chat_template_kwargs: leave it out")
     return {"tools": tools or None, **variables}
 
 
-def text_of(row: dict[str, Any], key: str) -> str:
-    return checked_text(row[key], key)
+def text_of(example: dict[str, Any], key: str) -> str:
+    return checked_text(example[key], key)
 
 
-def list_of(row: dict[str, Any], key: str) -> list[Any]:
-    if not isinstance(row[key], list):
-        raise ValueError(f"{key} is {type(row[key]).__name__}, expected a list")
-    return row[key]
+def list_of(example: dict[str, Any], key: str) -> list[Any]:
+    if not isinstance(example[key], list):
+        raise ValueError(f"{key} is {type(example[key]).__name__}, expected a list")
+    return example[key]
 
 
-def checked_ids(row: dict[str, Any]) -> Ids:
-    """Return (input_ids, labels) of a row that has lists of one length; labels may be IGNORE.
+def checked_ids(example: dict[str, Any]) -> Ids:
+    """Return (input_ids, labels) of an example that has lists of one length; labels may be IGNORE.
     Tokens that a mask leaves out are not in the loss; tokens that attention_mask leaves out are
     padding and are removed."""
-    row = {"labels": row["input_ids"], **row}
-    for key, values in row.items():
+    example = {"labels": example["input_ids"], **example}
+    for key, values in example.items():
         is_mask = key.endswith(("mask", "masks"))
         allowed = {IGNORE} if key == "labels" else set()
         if not isinstance(values, list) or not all(
@@ -474,12 +481,12 @@ def checked_ids(row: dict[str, Any]) -> Ids:
             type(value) is int and (0 <= value < 2**31 or value in allowed) for value in values
         ):
             raise ValueError(f"{key} must be a list of {'0 and 1' if is_mask else 'tokens'}")
-        if len(values) != len(row["input_ids"]):
+        if len(values) != len(example["input_ids"]):
             raise ValueError(f"{key} and input_ids differ in length")
-    labels = row["labels"]
-    for key in row.keys() & {"completion_mask", "assistant_masks"}:
-        labels = [label if chosen else IGNORE for label, chosen in zip(labels, row[key])]
-    attended = row.get("attention_mask", [1] * len(labels))
+    labels = example["labels"]
+    for key in example.keys() & {"completion_mask", "assistant_masks"}:
+        labels = [label if chosen else IGNORE for label, chosen in zip(labels, example[key])]
+    attended = example.get("attention_mask", [1] * len(labels))
     ids, labels = ([value for value, real in zip(values, attended) if real]
-                   for values in (row["input_ids"], labels))
+                   for values in (example["input_ids"], labels))
     return ids, labels

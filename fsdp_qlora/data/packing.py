@@ -2,6 +2,9 @@
 
 A micro-batch is what one GPU computes at once. The micro-batches that all ranks compute side by
 side are a micro-step. Rows are in rows.py.
+
+ShuffledRows chooses the rows -> pack_rows() decides which documents go together, by their lengths
+-> make_micro_batch() makes tensors of one rank's.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import functools
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,11 @@ from fsdp_qlora.micro_batch.context import (
 from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
 from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.model.model import Model
+
+# What all ranks compute side by side, [micro-batches, documents]: for each rank (with context
+# parallelism for each group of ranks) the documents of its micro-batch, which are indices of
+# documents in a step's Rows
+MicroStep = list[list[int]]
 
 
 class RowSource(Protocol):
@@ -63,9 +71,8 @@ def epoch_order(epoch: int, n_rows: int, seed: int) -> torch.Tensor:
 
 
 def pack_rows(lengths: list[int], processes: int, max_tokens: int,
-              n_answers: int = 1) -> list[list[list[int]]]:
-    """Pack documents of these lengths into micro-steps. Returns, for each micro-step, the numbers
-    of the documents in each process's micro-batch.
+              n_answers: int = 1) -> list[MicroStep]:
+    """Pack documents of these lengths into micro-steps of a micro-batch for each process.
 
     The number of micro-steps is the smallest for which every micro-batch, all filled evenly, stays
     within `max_tokens`. The `n_answers` documents of a row, which are consecutive, are in the same
@@ -90,7 +97,7 @@ def pack_rows(lengths: list[int], processes: int, max_tokens: int,
     return micro_steps
 
 
-def micro_steps_of(rows: Rows, model: Model) -> list[list[list[int]]]:
+def micro_steps_of(rows: Rows, model: Model) -> list[MicroStep]:
     """Return pack_rows() of these rows, for the ranks and the plan of this run."""
     context = model.context
     return pack_rows(rows.lengths.tolist(), context.n_groups,
@@ -108,6 +115,74 @@ def balance(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int
     return [sorted(chosen) for _, _, chosen in lists]
 
 
+# ------------------------------------------------------------------------------------------------
+# The tensors of a micro-batch
+# ------------------------------------------------------------------------------------------------
+
+
+def make_micro_batch(rows: Rows, micro_step: MicroStep, index: int,
+                     step_seed: torch.Tensor | None, model: Model,
+                     context: ContextGroup = NOT_SHARED) -> MicroBatch:
+    """Return this rank's MicroBatch of a micro-step of pack_rows(). `rows`: those of the step.
+    `step_seed`: of dropout; None: an evaluation. All ranks pad to one shape, because they compute
+    embedding and lm_head together, and every rank waits for the longest one anyway.
+
+    `index`: which micro-batch of the micro-step; with context parallelism the `context` group's
+    number, and the MicroBatch is this rank's part of it."""
+    documents = micro_step[index]
+    shape = padded_shape(rows, micro_step, model, context.size)
+    layout = lay_out(rows.lengths[documents].tolist(), shape, model.plan.graphs)
+    tensors = token_tensors(rows, documents, layout, shape)
+    if step_seed is not None:
+        tensors["dropout_seeds"] = dropout_seeds(
+            step_seed, documents, layout.lengths, tensors["position_ids"])
+    if "recurrence" in model.kernels.varlen:
+        of_any_lengths = model.plan.graphs and not layout.is_fixed_len
+        tensors["chunks"] = chunk_table(layout.starts, of_any_lengths)
+    shard, is_fixed_len = None, layout.is_fixed_len
+    if context.size > 1:
+        shard = make_context_shard(layout.lengths, context)
+        tensors |= own_tensors(tensors, shard.tokens)
+        is_fixed_len = has_only_long_pieces(layout.lengths, len(documents), context)
+    tensors |= pad_labels(tensors, shape.n_labels)
+    tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
+    if shard:
+        shard = shard.to(model.device, tensors["dropout_seeds"])
+    return MicroBatch(
+        **tensors, lengths=tuple(layout.lengths), longest=layout.longest, context_shard=shard,
+        answers=None if rows.loss == "sft" else make_answers(rows, micro_step, shape, model),
+        kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen,
+        # an evaluation has no backward
+        store=DeviceActivations() if step_seed is None else model.store)
+
+
+class Shape(NamedTuple):
+    """The sizes to which all ranks pad their micro-batches of a micro-step."""
+
+    n_tokens: int  # of a whole micro-batch, which several ranks may share
+    n_labels: int  # of a rank
+    n_documents: int  # without those of padding
+    longest: int  # tokens of the longest document
+
+
+def padded_shape(rows: Rows, micro_step: MicroStep, model: Model, context_size: int = 1) -> Shape:
+    """Return the Shape of a micro-step: that of its largest micro-batches, rounded up."""
+    lengths = [rows.lengths[documents].tolist() for documents in micro_step]
+    all_lengths = {length for document_lengths in lengths for length in document_lengths}
+    n_tokens = max(map(sum, lengths))
+    if len(all_lengths) > 1:
+        # but not above the plan's size
+        limit = max(n_tokens, model.plan.micro_batch_tokens * context_size)
+        n_tokens = min(round_up(n_tokens, model.device), limit)
+    n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
+    n_labels = max(int(rows.n_labels()[documents].sum()) for documents in micro_step)
+    n_labels = min(n_labels, n_tokens // context_size)  # at most all of a shard's
+    n_documents = max(map(len, micro_step))
+    if model.plan.graphs:
+        n_documents = power_of_2(n_documents)
+    return Shape(n_tokens, round_up(n_labels, model.device), n_documents, max(all_lengths))
+
+
 def round_up(n: int, device: torch.device) -> int:
     """Round n up, on a GPU, to one of a few lengths, 16 from one power of 2 to the next: cuBLAS and
     cuDNN choose kernels anew for each new length, and a CUDA graph has one length."""
@@ -117,72 +192,66 @@ def round_up(n: int, device: torch.device) -> int:
     return math.ceil(n / multiple) * multiple
 
 
-def make_micro_batch(rows: Rows, micro_step: list[list[int]], index: int,
-                     step_seed: torch.Tensor | None, model: Model,
-                     context: ContextGroup = NOT_SHARED) -> MicroBatch:
-    """Return this rank's MicroBatch of a micro-step of pack_rows(). `rows`: those of the step.
-    `step_seed`: of dropout; None: an evaluation. All ranks pad to one shape, because they compute
-    embedding and lm_head together, and every rank waits for the longest one anyway.
+def power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is at least n."""
+    return 2 ** (n - 1).bit_length()
 
-    `index`: which micro-batch of the micro-step; with context parallelism the `context` group's
-    number, and the MicroBatch is this rank's part of it."""
-    n_tokens, n_labels, longest = padded_shape(rows, micro_step, model, context.size)
-    documents = micro_step[index]
-    n_unpadded = rows.lengths[documents].sum()[None]
-    lengths = padded_lengths(rows.lengths[documents].tolist(), n_tokens, longest)
+
+class Layout(NamedTuple):
+    """The documents of a micro-batch end to end, and after them the documents of its padding."""
+
+    lengths: list[int]  # in tokens
+    starts: torch.Tensor  # int64 [documents + 1], see MicroBatch.cu_seqlens
+    longest: int  # upper bound of `lengths`
+    is_fixed_len: bool  # True if all have one length
+
+
+def lay_out(lengths: list[int], shape: Shape, graphs: bool) -> Layout:
+    """Return the Layout of documents of these lengths. The padding's are not longer than the
+    longest, `shape.longest`."""
+    n_full, rest = divmod(shape.n_tokens - sum(lengths), shape.longest)
+    lengths = lengths + [shape.longest] * n_full + [rest] * (rest > 0)
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    position_ids = torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff())
-    seeds = None
-    if step_seed is not None:
-        seeds = dropout_seeds(step_seed, documents, lengths, position_ids)
-    n_documents = max(map(len, micro_step))
-    is_fixed_len = len(set(lengths)) == 1
-    if model.plan.graphs:
-        n_documents = power_of_2(n_documents)
-    # one graph serves micro-batches of other numbers of documents, too
-    if of_any_lengths := model.plan.graphs and not is_fixed_len:
+    if len(set(lengths)) == 1:
+        return Layout(lengths, starts, shape.longest, is_fixed_len=True)
+    longest = shape.longest
+    if graphs:  # one graph serves micro-batches of other numbers of documents, too
         longest = power_of_2(longest)
         n_empty = power_of_2(len(lengths) + 1) - len(lengths)  # at least one, for chunk_table()
-        starts = F.pad(starts, (0, n_empty), value=n_tokens)
-    chunks = None
-    if "recurrence" in model.kernels.varlen:
-        chunks = chunk_table(starts, of_any_lengths)
-    ids, label_positions, labels, bounds = token_tensors(rows, documents, lengths, n_documents)
-    tensors: dict[str, Any] = {
-        "input_ids": ids, "n_unpadded": n_unpadded, "position_ids": position_ids,
-        "cu_seqlens": starts.int(), "label_positions": label_positions, "labels": labels,
-        "loss_bounds": bounds, "dropout_seeds": seeds, "chunks": chunks}
-    shard = None
-    if context.size > 1:
-        shard = make_context_shard(lengths, context)
-        tensors |= own_tensors(tensors, shard.tokens)
-        # attention of one piece after the other, of any lengths; the padding's may be short
-        shortest = min(lengths[: len(documents)], default=0)
-        is_fixed_len = (has_long_pieces(shortest, context.size)
-                        and min(lengths) >= 2 * context.size * LEAST_PIECE)
-    n_own = len(tensors["labels"])
-    assert n_labels >= n_own, f"{n_own} labels, and room for {n_labels}"
-    padding = (0, n_labels - n_own)
-    tensors["label_positions"] = F.pad(tensors["label_positions"], padding)
-    tensors["labels"] = F.pad(tensors["labels"], padding, value=IGNORE)
-    answers = answer_tensors(rows, micro_step, n_documents, model) if rows.loss != "sft" else []
-    answers = [to_device(tensor, model.device) for tensor in answers]
-    tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
-    if shard:
-        shard = shard.to(model.device, tensors["dropout_seeds"])
-    # an evaluation has no backward
-    store = DeviceActivations() if step_seed is None else model.store
-    return MicroBatch(
-        **tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
-        longest=longest, store=store, context_shard=shard,
-        kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen)
+        starts = F.pad(starts, (0, n_empty), value=shape.n_tokens)
+    return Layout(lengths, starts, longest, is_fixed_len=False)
 
 
-def padded_lengths(lengths: list[int], n_tokens: int, longest: int) -> list[int]:
-    """Return the lengths of the documents, then those of the padding's documents: n_tokens in sum.
-    """
-    n_full, rest = divmod(n_tokens - sum(lengths), longest)
-    return lengths + [longest] * n_full + [rest] * (rest > 0)
+def token_tensors(rows: Rows, documents: list[int], layout: Layout,
+                  shape: Shape) -> dict[str, Any]:
+    """Return those tensors of a MicroBatch that depend on its tokens, by name, its labels without
+    padding; no dropout, no chunks."""
+    n_tokens = shape.n_tokens
+    # per document: its answer's, then its prompt's
+    n_sums = 2 if rows.loss_record.trains_prompt else 1
+    ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
+    sum_at = torch.zeros(n_tokens, dtype=torch.int64)  # index of the sum that a token belongs to
+    for position, i in enumerate(documents):
+        document_ids, document_labels = rows.tokens(i)
+        start = int(layout.starts[position])
+        whole, trained = (slice(start, start + len(document_ids) - n) for n in (0, 1))
+        ids[whole], labels[trained] = document_ids, document_labels[1:]
+        sum_at[whole] = n_sums * position
+        if rows.loss_record.trains_prompt and rows.desirable[i]:
+            is_prompt = labels[trained] == IGNORE
+            labels[trained] = document_ids[1:]
+            sum_at[trained] += is_prompt
+    label_positions = (labels != IGNORE).nonzero().view(-1)
+    label_positions = label_positions[sum_at[label_positions].argsort(stable=True)]
+    bounds = torch.searchsorted(
+        sum_at[label_positions], torch.arange(n_sums * shape.n_documents + 1))
+    starts = layout.starts
+    return {"input_ids": ids, "n_unpadded": rows.lengths[documents].sum()[None],
+            "position_ids":
+                torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff()),
+            "cu_seqlens": starts.int(), "label_positions": label_positions,
+            "labels": labels[label_positions], "loss_bounds": bounds,
+            "dropout_seeds": None, "chunks": None}
 
 
 def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[int],
@@ -212,44 +281,28 @@ def own_tensors(tensors: dict[str, Any], own_tokens: torch.Tensor) -> dict[str, 
         "dropout_seeds": None if seeds is None else seeds[own_tokens]}
 
 
-def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | Any:
-    """Return the tensor on the device; the CPU does not wait until it is copied to a GPU."""
-    if tensor is None or device.type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+def has_only_long_pieces(lengths: list[int], n_documents: int, context: ContextGroup) -> bool:
+    """Return True if the kernel for long pieces, one after the other and of any lengths, computes
+    the attention of documents that a group of ranks shares. `lengths`: those of the `n_documents`
+    documents, then those of the padding, which may be shorter."""
+    shortest = min(lengths[:n_documents], default=0)
+    return (has_long_pieces(shortest, context.size)
+            and min(lengths) >= 2 * context.size * LEAST_PIECE)
 
 
-def token_tensors(
-        rows: Rows, documents: list[int], lengths: list[int],
-        n_documents: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a MicroBatch's input_ids, its label_positions and labels without padding, and its
-    loss_bounds. `lengths`: those of the documents, then those of the padding."""
-    n_tokens = sum(lengths)
-    # per document: its answer's, then its prompt's
-    n_sums = 2 if rows.loss_record.trains_prompt else 1
-    ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
-    sum_at = torch.zeros(n_tokens, dtype=torch.int64)  # index of the sum that a token belongs to
-    start = 0
-    for position, i in enumerate(documents):
-        row_ids, row_labels = rows.tokens(i)
-        whole, trained = (slice(start, start + len(row_ids) - n) for n in (0, 1))
-        ids[whole], labels[trained], sum_at[whole] = row_ids, row_labels[1:], n_sums * position
-        if rows.loss_record.trains_prompt and rows.desirable[i]:
-            is_prompt = labels[trained] == IGNORE
-            labels[trained] = row_ids[1:]
-            sum_at[trained] += is_prompt
-        start = whole.stop
-    label_positions = (labels != IGNORE).nonzero().view(-1)
-    label_positions = label_positions[sum_at[label_positions].argsort(stable=True)]
-    bounds = torch.searchsorted(sum_at[label_positions], torch.arange(n_sums * n_documents + 1))
-    return ids, label_positions, labels[label_positions], bounds
+def pad_labels(tensors: dict[str, Any], n_labels: int) -> dict[str, torch.Tensor]:
+    """Return labels and label_positions, padded to n_labels."""
+    labels, positions = tensors["labels"], tensors["label_positions"]
+    assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
+    padding = (0, n_labels - len(labels))
+    return {"labels": F.pad(labels, padding, value=IGNORE),
+            "label_positions": F.pad(positions, padding)}
 
 
-def answer_tensors(rows: Rows, micro_step: list[list[int]], n_documents: int,
-                   model: Model) -> list[torch.Tensor]:
-    """Return the first four tensors of Answers for a micro-step. Each rank's micro-batch has
-    `n_documents` documents, padding included."""
-    index_of = {document: rank * n_documents + i for rank, documents in enumerate(micro_step)
+def make_answers(rows: Rows, micro_step: MicroStep, shape: Shape, model: Model) -> Answers:
+    """Return the Answers of all ranks in a micro-step."""
+    index_of = {document: rank * shape.n_documents + i
+                for rank, documents in enumerate(micro_step)
                 for i, document in enumerate(documents)}
     documents = torch.tensor(sorted(index_of)).view(-1, rows.n_answers)
     indices = torch.tensor([index_of[i] for i in documents.flatten().tolist()]).view_as(documents)
@@ -258,26 +311,13 @@ def answer_tensors(rows: Rows, micro_step: list[list[int]], n_documents: int,
     reference = torch.zeros_like(n_trainable_tokens)
     if rows.reference is not None:
         reference = rows.reference[documents]
-    return [F.pad(tensor, (0, 0, 0, spare))
-            for tensor in (indices, n_trainable_tokens, reference, rows.desirable[documents])]
+    return Answers(*(
+        to_device(F.pad(tensor, (0, 0, 0, spare)), model.device)
+        for tensor in (indices, n_trainable_tokens, reference, rows.desirable[documents])))
 
 
-def power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is at least n."""
-    return 2 ** (n - 1).bit_length()
-
-
-def padded_shape(rows: Rows, micro_step: list[list[int]], model: Model,
-                 context_size: int = 1) -> tuple[int, int, int]:
-    """Return (tokens, labels, longest document), to which all ranks pad their micro-batch."""
-    lengths = [rows.lengths[documents].tolist() for documents in micro_step]
-    all_lengths = {length for document_lengths in lengths for length in document_lengths}
-    n_tokens = max(map(sum, lengths))
-    if len(all_lengths) > 1:
-        # but not above the plan's size
-        limit = max(n_tokens, model.plan.micro_batch_tokens * context_size)
-        n_tokens = min(round_up(n_tokens, model.device), limit)
-    n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
-    n_labels = max(int(rows.n_labels()[documents].sum()) for documents in micro_step)
-    n_labels = min(n_labels, n_tokens // context_size)  # at most all of a shard's
-    return n_tokens, round_up(n_labels, model.device), max(all_lengths)
+def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | Any:
+    """Return the tensor on the device; the CPU does not wait until it is copied to a GPU."""
+    if tensor is None or device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """Parse preference data: pairs of answers, and unpaired answers with a label.
 
-The question with one of the answers is a row of forms.py.
+The question with one of the answers is an example of forms.py.
 """
 
 from __future__ import annotations
@@ -11,117 +11,118 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import (
-    COMPLETION, Document, as_object, find_form, is_empty, parse_object, read_list_text,
+    ANSWERS, COMPLETION, Document, as_object, find_form, is_empty, parse_object, read_list_text,
     read_message)
-from fsdp_qlora.data.sources import RefusedRow
+from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.model.preference_loss import LOSSES
 
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
          ("preferred_output", "non_preferred_output"))  # keys of the better and the worse answer
 LABELS = ("label", "kto_tag")
-ANSWERS = {"prompt": "completion", "instruction": "output", "question": "answer",
-           "query": "response"}  # {key of a question: key of its answer}, as in FORMS
 CONVERSATIONS = ("messages", "conversations")
 
 
-def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequence[str],
+def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequence[str],
                      loss: str) -> tuple[str, list[Document], list[bool]]:
-    """parse_row() of a row for this preference loss. Also returns whether each document is a good
-    answer. Of two answers the better one comes first."""
-    row = as_object(row, columns)
+    """parse_example() of an example for this preference loss. Also returns whether each document is
+    a good answer. Of two answers the better one comes first."""
+    example = as_object(example, columns)
     is_unpaired = LOSSES[loss].is_unpaired
     kinds = [*PAIRS, *((key,) for key in LABELS)] if is_unpaired else PAIRS
-    given = {key for key, value in row.items() if value is not None}
+    given = {key for key, value in example.items() if value is not None}
     found = [keys for keys in kinds if given & {*keys}]
-    found = found or [keys for keys in kinds if row.keys() & {*keys}][:1]  # keys with null values
+    # or keys with null values
+    found = found or [keys for keys in kinds if example.keys() & {*keys}][:1]
     if len(found) > 1:
-        raise RefusedRow(f"has {found[0][0]} and {found[1][0]}: keep one of them, or ignore one:"
-                         f" --columns {found[1][0]}=unused")
+        raise RefusedExample(f"has {found[0][0]} and {found[1][0]}: keep one of them, or ignore"
+                             f" one: --columns {found[1][0]}=unused")
     if found and found[0] in PAIRS:
-        return parse_pair(row, *found[0], tokenizer)
+        return parse_pair(example, *found[0], tokenizer)
     if found:
-        return parse_labeled(row, found[0][0], tokenizer)
+        return parse_labeled(example, found[0][0], tokenizer)
     wanted = "label (true or false)" if is_unpaired else "chosen and rejected"
-    raise RefusedRow(f"has {', '.join(row) or 'no keys'}; --loss {loss} needs {wanted} as well as a"
-                     " prompt. Rename keys with --columns OLD=NEW, or train on such rows with"
-                     " --loss "
-                     + ("kto" if row.keys() & {*LABELS} else "sft"))
+    raise RefusedExample(f"has {', '.join(example) or 'no keys'}; --loss {loss} needs {wanted} as"
+                         " well as a prompt. Rename keys with --columns OLD=NEW, or train on such"
+                         " examples with --loss "
+                         + ("kto" if example.keys() & {*LABELS} else "sft"))
 
 
-def parse_pair(row: dict[str, Any], better: str, worse: str,
+def parse_pair(example: dict[str, Any], better: str, worse: str,
                tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
-    """parse_preference() of a row with two answers, in the keys `better` and `worse`."""
+    """parse_preference() of an example with two answers, in the keys `better` and `worse`."""
     answers = []
     for key in better, worse:
-        if key not in row:
-            raise RefusedRow(f"has {better if key == worse else worse}, but no {key}")
-        if row[key] is None:
+        if key not in example:
+            raise RefusedExample(f"has {better if key == worse else worse}, but no {key}")
+        if example[key] is None:
             raise ValueError(f"{key} is null")
-        answers.append(row[key])
+        answers.append(example[key])
     if answers[0] == answers[1]:
         raise ValueError("both answers are the same")
-    row = {key: value for key, value in row.items() if key not in (better, worse)}
-    if isinstance(row.get("input"), dict):  # OpenAI's format
-        given = {key: value for key, value in row.pop("input").items()
+    example = {key: value for key, value in example.items() if key not in (better, worse)}
+    if isinstance(example.get("input"), dict):  # OpenAI's format
+        given = {key: value for key, value in example.pop("input").items()
                  if key != "parallel_tool_calls" and not is_empty(value)}
-        if both := [key for key in given if not is_empty(row.get(key))]:
-            raise RefusedRow(f"has {both[0]} and another one in input: keep one of them")
-        row |= given
-    rows, form, is_one_text = rows_of_answers(row, answers)
+        if both := [key for key in given if not is_empty(example.get(key))]:
+            raise RefusedExample(f"has {both[0]} and another one in input: keep one of them")
+        example |= given
+    examples, form, is_one_text = examples_of_answers(example, answers)
     (name, chosen), (_, rejected) = (
-        parse_object(one, tokenizer, form, is_one_text, trains_history=False) for one in rows)
+        parse_object(one, tokenizer, form, is_one_text, trains_history=False) for one in examples)
     if len(chosen) + len(rejected) > 2:  # the template rewrites answers when more messages follow
-        raise ValueError("this chat template makes several sequences of an answer of several"
+        raise ValueError("this chat template makes several rows of an answer of several"
                          " messages. Write all but the last message in the prompt")
     if chosen == rejected:
         raise ValueError("both answers are the same")
     return f"pairs of {name}", chosen + rejected, [True, False]
 
 
-def parse_labeled(row: dict[str, Any], label: str,
+def parse_labeled(example: dict[str, Any], label: str,
                   tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
-    """parse_preference() of a row with one answer, whose key `label` says whether it is good."""
-    is_good = row[label]
+    """parse_preference() of an example with one answer, whose key `label` says whether it is good.
+    """
+    is_good = example[label]
     if is_good is None:
         raise ValueError(f"{label} is null")
     if isinstance(is_good, str):  # from a CSV file
         read = {"true": True, "1": True, "false": False, "0": False}
         is_good = read.get(is_good.lower(), is_good)
     if is_good not in (True, False):  # 1 and 0 equal these
-        raise RefusedRow(f"has {label} {is_good!r}, expected true or false")
+        raise RefusedExample(f"has {label} {is_good!r}, expected true or false")
     form = None
-    given = {key: value for key, value in row.items() if key != label}
-    row = {key: value for key, value in given.items() if value is not None}
-    answered = next((key for key in (*ANSWERS.values(), "response") if key in row), None)
+    given = {key: value for key, value in example.items() if key != label}
+    example = {key: value for key, value in given.items() if value is not None}
+    answered = next((key for key in ANSWERS.values() if key in example), None)
     if answered:
-        (row,), form, _ = rows_of_answers(row, [row.pop(answered)])
-        if form == COMPLETION != (form[0], answered) and isinstance(row["completion"], str):
+        (example,), form, _ = examples_of_answers(example, [example.pop(answered)])
+        if form == COMPLETION != (form[0], answered) and isinstance(example["completion"], str):
             form = "prompt", answered  # a question and its answer, through the chat template
-            row[answered] = row.pop("completion")
-    elif conversation := next((key for key in CONVERSATIONS if key in row), None):
-        messages = list_of_messages(row, conversation)  # the label is for the last one
-        (row,), form, _ = rows_of_answers(row, [messages])
+            example[answered] = example.pop("completion")
+    elif conversation := next((key for key in CONVERSATIONS if key in example), None):
+        messages = list_of_messages(example, conversation)  # the label is for the last one
+        (example,), form, _ = examples_of_answers(example, [messages])
     else:
         form = find_form(given)
-    name, documents = parse_object(row, tokenizer, form, trains_history=False)
+    name, documents = parse_object(example, tokenizer, form, trains_history=False)
     if len(documents) > 1:
-        raise ValueError("this chat template makes several sequences of an answer of several"
+        raise ValueError("this chat template makes several rows of an answer of several"
                          " messages. Write all but the last message in the prompt")
     return f"unpaired {name}", documents, [bool(is_good)]
 
 
-def rows_of_answers(
-    row: dict[str, Any], answers: list[Any]
+def examples_of_answers(
+    example: dict[str, Any], answers: list[Any]
 ) -> tuple[list[dict[str, Any]], tuple[str, ...], bool]:
-    """Return a row of forms.py for each of the one or two `answers` to what the rest of the row
-    asks; their form; and whether the common beginning of two texts was used as their prompt.
+    """Return an example of forms.py for each of the one or two `answers` to what the rest of the
+    example asks; their form; and whether the common beginning of two texts was used as their
+    prompt.
 
     The question is in a key of ANSWERS or CONVERSATIONS, or the answers contain it.
     """
-    asks = [key for key in (*ANSWERS, *CONVERSATIONS) if key in row]
-    if asks and all(row[key] is None for key in asks):
+    asks = [key for key in (*ANSWERS, *CONVERSATIONS) if key in example]
+    if asks and all(example[key] is None for key in asks):
         raise ValueError(f"{asks[0]} is null")
-    row = without_blank_questions(row)
+    example = without_blank_questions(example)
     answers = [read_list_text("completion", answer) for answer in answers]
     if {type(answer) for answer in answers} not in ({str}, {list}, {dict}):
         raise ValueError("an answer must be a text, a message or a list of messages, and two"
@@ -130,33 +131,33 @@ def rows_of_answers(
         answers = [[answer] for answer in answers]
     is_whole = are_conversations(answers)
     for key in CONVERSATIONS:
-        if key in row and is_whole:  # a copy of the conversation, as in UltraFeedback's rows
-            del row[key]
-        elif key in row and "prompt" not in row:
-            row["prompt"] = list_of_messages(row, key)
-    if "input" in row and not row.keys() & ANSWERS.keys():
-        row["question"] = row.pop("input")
-    if "prompt" in row:
-        row["prompt"] = prompt = read_list_text("prompt", row["prompt"])
+        if key in example and is_whole:  # a copy of the conversation, as in UltraFeedback
+            del example[key]
+        elif key in example and "prompt" not in example:
+            example["prompt"] = list_of_messages(example, key)
+    if "input" in example and not example.keys() & ANSWERS.keys():
+        example["question"] = example.pop("input")
+    if "prompt" in example:
+        example["prompt"] = prompt = read_list_text("prompt", example["prompt"])
         if is_whole:
             check_prompt(prompt, answers[0])
-            del row["prompt"]
+            del example["prompt"]
         elif isinstance(prompt, list) and isinstance(answers[0], str):
             answers = [[{"role": "assistant", "content": answer}] for answer in answers]
         elif isinstance(prompt, str) and isinstance(answers[0], list):
             if is_empty(prompt):
                 raise ValueError("prompt is blank: nothing is asked")
-            row["prompt"] = [{"role": "user", "content": prompt}]
+            example["prompt"] = [{"role": "user", "content": prompt}]
     for asked, answered in ANSWERS.items():
-        if asked in row:
-            check_answers(asked, row[asked], answers)
-            return [{**row, answered: answer} for answer in answers], (asked, answered), False
+        if asked in example:
+            check_answers(asked, example[asked], answers)
+            return [{**example, answered: answer} for answer in answers], (asked, answered), False
     n = shared_question(answers, is_whole)
     if not n:
-        raise RefusedRow(f"has answers, but no prompt, only {', '.join(row) or 'them'}. Name its"
-                         " key with --columns OLD=prompt, or write an empty prompt")
-    rows = [{**row, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
-    return rows, COMPLETION, isinstance(answers[0], str)
+        raise RefusedExample(f"has answers, but no prompt, only {', '.join(example) or 'them'}."
+                             " Name its key with --columns OLD=prompt, or write an empty prompt")
+    examples = [{**example, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
+    return examples, COMPLETION, isinstance(answers[0], str)
 
 
 def shared_question(answers: list[Any], is_whole: bool) -> int:
@@ -177,20 +178,20 @@ def shared_question(answers: list[Any], is_whole: bool) -> int:
     return n
 
 
-def without_blank_questions(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row without keys that are null, and without blank questions if another key asks.
-    """
-    row = {key: value for key, value in row.items() if value is not None}
-    full = {key for key, value in row.items() if not is_empty(value)}
+def without_blank_questions(example: dict[str, Any]) -> dict[str, Any]:
+    """Return the example without keys that are null, and without blank questions if another key
+    asks."""
+    example = {key: value for key, value in example.items() if value is not None}
+    full = {key for key, value in example.items() if not is_empty(value)}
     may_go = {*ANSWERS, *CONVERSATIONS} if full & {*ANSWERS, *CONVERSATIONS} else set()
     if "input" in full:  # a blank instruction must stay, because it determines the form
         may_go |= {"prompt"}
-    return {key: value for key, value in row.items() if key in full or key not in may_go}
+    return {key: value for key, value in example.items() if key in full or key not in may_go}
 
 
-def list_of_messages(row: dict[str, Any], key: str) -> list[Any]:
-    """Remove the conversation in this key from the row, and return it."""
-    messages = read_list_text(key, row.pop(key))
+def list_of_messages(example: dict[str, Any], key: str) -> list[Any]:
+    """Remove the conversation in this key from the example, and return it."""
+    messages = read_list_text(key, example.pop(key))
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{key} must be a list of messages")
     return messages
@@ -211,18 +212,18 @@ def check_answers(asked: str, question: Any, answers: list[Any]) -> None:
     repeated."""
     if len(answers) == 2 and isinstance(question, str) and (question := question.strip()) and all(
             isinstance(answer, str) and answer.strip().startswith(question) for answer in answers):
-        raise ValueError(f"both answers begin with their {asked}: if all rows are so, drop it,"
+        raise ValueError(f"both answers begin with their {asked}: if all examples are so, drop it,"
                          f" --columns {asked}=unused")
 
 
 def check_prompt(prompt: Any, conversation: list[Any]) -> None:
-    """Raise RefusedRow for a prompt that is not in a whole conversation."""
+    """Raise RefusedExample for a prompt that is not in a whole conversation."""
     messages = [read_message(message) for message in conversation]
     asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     texts = ["", *map(text_of_message, messages)]
     if any(text_of_message(read_message(message)) not in texts for message in asked):
-        raise RefusedRow("has a prompt that is not in the conversation of its answer: leave it out,"
-                         " --columns prompt=unused")
+        raise RefusedExample("has a prompt that is not in the conversation of its answer: leave it"
+                             " out, --columns prompt=unused")
 
 
 def text_of_message(message: dict[str, Any]) -> str:

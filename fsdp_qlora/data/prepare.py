@@ -3,6 +3,15 @@ say what became of them.
 
 It uses sources.py for files, encode.py for tokens, cache.py to keep them, and rows.py for the
 result.
+
+Three words, with one meaning in all of the package:
+
+    example     one record of the data set as its file has it: a line or an object of JSON, or a
+                line of a table, with named columns
+    document    token ids that do not see those of other documents, and their labels. An example
+                becomes one; a pair of answers two; a conversation may become several
+    row         what --batch_size counts: one document, or the two of a pair. Packing puts the
+                documents of several rows end to end into a micro-batch
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat
 from fsdp_qlora.data.encode import encode_batches, encode_pieces
-from fsdp_qlora.data.forms import parse_row
+from fsdp_qlora.data.forms import parse_example
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import COLUMNS, Rows, columns_of, random_rows
 from fsdp_qlora.data.sources import Piece, find_pieces
@@ -43,7 +52,7 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     """Return the Rows to train on, and the Rows to evaluate on or None. All ranks must call this.
     """
     if config.random_weights and not config.dataset:
-        log(f"data: {config.batch_size} sequences of random tokens")
+        log(f"data: {config.batch_size} rows of random tokens")
         return with_mismatched(random_rows(vocab_size, config), config), None
     settings: tuple[Any, ...] = (tokenizer, config.max_seq_len, vocab_size, template_date,
                                  config.columns or (), config.loss)
@@ -67,7 +76,7 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
         renamed |= also
     for column in config.columns or ():
         if (key := column.split("=")[0]) not in renamed:
-            raise RunEnd(f"--columns {column}: no row has the key {key}")
+            raise RunEnd(f"--columns {column}: no example has the key {key}")
     if fraction is not None:
         rows, eval_rows = hold_out(rows, fraction, config)
     n_good = int(rows.desirable.sum())
@@ -79,8 +88,8 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
 
 
 def held_out_fraction(config: Config) -> float | None:
-    """Return the fraction of the rows that --eval_dataset holds out; None if it names files, or was
-    not given."""
+    """Return the fraction of the examples that --eval_dataset holds out; None if it names files, or
+    was not given."""
     if config.eval_dataset:
         with contextlib.suppress(ValueError):
             return float(config.eval_dataset[0])
@@ -117,8 +126,8 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     n = round(fraction * len(ids)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()
     if not 0 < n < len(ids) or len(values) > 1:
-        raise RunEnd(f"--eval_dataset {' '.join(values)}: is {n} of {len(ids)} rows; must be"
-                       " one fraction between 0 and 1, or files")
+        raise RunEnd(f"--eval_dataset {' '.join(values)}: is {n} of {len(ids)} examples; must"
+                       " be one fraction between 0 and 1, or files")
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(config.seed))
     held_out = torch.isin(groups[:: rows.n_answers], ids[order[:n]])
     log(f"eval data: {describe_count(rows, int(held_out.sum()))} held out of the training data")
@@ -148,7 +157,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
     with raise_on_all_ranks(), open_cache(key) as directory:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not has_table(directory):
             if not pieces:
-                raise ValueError(f"{flag} {name}: has no rows")
+                raise ValueError(f"{flag} {name}: has no examples")
             parts = write_table(directory, pieces, encode_batches, **settings)
             if contents != pieces_of_all(sources, is_silent=True)[1]:
                 raise ValueError(f"{flag} {name}: has changed while it was read. Start again")
@@ -156,15 +165,15 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
     with raise_on_all_ranks():
         table = read_table(directory)
         if not len(table):
-            raise ValueError(f"{flag} {name}: has no rows")
+            raise ValueError(f"{flag} {name}: has no examples")
         # not pyarrow's index(), which imports pandas (0.3 s)
         if (refused := table["refused"].to_numpy()).any():
             first = int(refused.argmax())
             raise ValueError(f"{table['where'][first]}: {table['left_out'][first]}")
         rows = rows_of_table(table, loss)
         if not len(rows):
-            raise ValueError(f"{name}: none of its {len(table['kept'])} rows can be trained on:"
-                             f" {describe_left_out(table)}")
+            raise ValueError(f"{name}: none of its {len(table['kept'])} examples can be trained"
+                             f" on: {describe_left_out(table)}")
         renamed = {key for keys in counts_of(table["renamed"]) for key in json.loads(keys)}
         return rows, describe_rows(rows, table, max_seq_len, name), renamed
 
@@ -178,8 +187,8 @@ def pieces_of_all(sources: Sequence[str],
 
 
 def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str) -> str:
-    """Return text on the rows of read_table(), from the files `name`: how many there are, and how
-    many were truncated or skipped."""
+    """Return text on the documents of read_table(), from the files `name`: how many rows they are,
+    and how many were truncated or skipped."""
     forms = counts_of(table["form"].filter(table["kept"])).items()
     n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
     counted = ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms)
@@ -195,13 +204,13 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
 
 
 def describe_count(rows: Rows, n: int) -> str:
-    """Return a number of these rows with their noun: 1 sequence, 2 pairs."""
-    return f"{n:,} {'pair' if rows.n_answers == 2 else 'sequence'}{'s' * (n != 1)}"
+    """Return a number of these rows with their noun: 1 row, 2 pairs."""
+    return f"{n:,} {'pair' if rows.n_answers == 2 else 'row'}{'s' * (n != 1)}"
 
 
 def describe_left_out(table: pyarrow.Table) -> str:
-    """Return text on how many rows of read_table() are left out, and why: the five commonest
-    reasons, each with the first such row."""
+    """Return text on how many documents of read_table() are left out, and why: the five commonest
+    reasons, each with the first such example."""
     counts = counts_of(table["left_out"])
     parts = []
     counts.pop("", None)
@@ -220,10 +229,10 @@ def counts_of(column: pyarrow.ChunkedArray) -> dict[str, int]:
 
 def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreTrainedTokenizerFast,
               max_seq_len: int, vocab_size: int, new_names: Sequence[str], loss: str) -> str:
-    """Return a digest of everything that determines the encoded rows, including this code and the
+    """Return a digest of everything that determines the encoded data, including this code and the
     version of transformers."""
     code = {str(inspect.getsourcefile(f)) for f in
-            (find_pieces, parse_row, parse_preference, parse_chat, with_day, openai_calls,
+            (find_pieces, parse_example, parse_preference, parse_chat, with_day, openai_calls,
              encode_pieces, columns_of)}
     kind = LOSSES[loss]
     forms = "pairs" if kind.n_answers == 2 else "judged" if kind.is_unpaired else "text"

@@ -1,7 +1,7 @@
 """Rows: the tokenized data set, from which training steps draw.
 
-Here and in all that works on Rows a row is one of the --batch_size rows that a step draws; a row of
-a file is an example here. prepare.py makes Rows, packing.py makes micro-batches of them.
+prepare.py makes Rows, and defines examples, documents and rows; packing.py makes micro-batches of
+them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ COLUMNS = "prompt_length", "n_trainable_tokens", "desirable", "digest"  # in the
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The encoded data set. A row is one document, or two documents for a pair, the better answer's
-    first. An example that is a conversation may become several rows. The tokens lie end to end in a
-    few int32 arrays, views of a memory-mapped file that all ranks of a node share.
+    """The encoded data set. A row is one document, or the two of a pair, the better answer's first.
+    The tokens lie end to end in a few int32 arrays, views of a memory-mapped file that all ranks of
+    a node share.
 
     `labels` are the tokens in the loss, and IGNORE elsewhere. n_trainable_tokens counts them, but
     for a document's first token, which nothing predicts. n_labels() counts the tokens whose loss is
@@ -174,7 +174,7 @@ def random_rows(vocab_size: int, config: Config) -> Rows:
     n_documents = config.batch_size * LOSSES[config.loss].n_answers
     ids = torch.randint(vocab_size, (n_documents, config.max_seq_len), generator=generator,
                         dtype=torch.int32)
-    return rows_of([(row, row) for row in ids], config.loss)
+    return rows_of([(document, document) for document in ids], config.loss)
 
 
 def columns_of(ids: Sequence[int], labels: Sequence[int], max_tokens: int,

@@ -1,7 +1,7 @@
 """Find the data of --dataset and split it into pieces: files, directories, save_to_disk() output,
 data sets of the Hub.
 
-`datasets` reads everything but JSON; forms.py knows what a row means.
+`datasets` reads everything but JSON; forms.py knows what an example means.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from fsdp_qlora.files import digest, text_digest
 from fsdp_qlora.log import log
 
-JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # .txt: each line is a row
+JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # .txt: each line is an example
 TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # {suffix: name in `datasets`}
 KINDS = (*JSON_KINDS, *TABLE_KINDS)
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}  # of cells
@@ -49,12 +49,13 @@ NO_DATA = re.compile("|".join((  # names of files in a data directory that are n
     # files that libraries write
     r"(dataset_dict|(\w+_)?state|(\w+_)?config|package(-lock)?|special_tokens_map|.*\.index)\.json",
 )), re.I)
-PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # size of a piece: of lines of JSON, of a table
+PIECE_BYTES, PIECE_EXAMPLES = 2**20, 5000  # size of a piece: lines of JSON; of a table
 HEAD_BYTES = 4096  # bytes that are read to recognize the encoding of a file
 
 
-class RefusedRow(ValueError):
-    """A row that ends the run, because what it asks for would be lost in all rows like it."""
+class RefusedExample(ValueError):
+    """An example that ends the run, because what it asks for would be lost in all examples like it.
+    """
 
 
 class Piece(NamedTuple):
@@ -62,7 +63,7 @@ class Piece(NamedTuple):
 
     name: str  # name of the file, the directory or the data set on the Hub
     table: Any = None  # a datasets.Dataset, which is imported late; None: a file of lines or JSON
-    start: int = 0  # in rows of the table, or bytes of the file
+    start: int = 0  # number of an example in the table, or of a byte in the file
     stop: int | None = None  # None: read to the end
     lines_before: int = 0  # lines of the file before this piece
 
@@ -90,8 +91,8 @@ def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list
             else:
                 content = path_digest(file) if file.exists() else None
                 table = open_table(source, file, options, content)
-                more = [Piece(str(file), table, start, min(start + PIECE_ROWS, len(table)))
-                        for start in range(0, len(table), PIECE_ROWS)]
+                more = [Piece(str(file), table, start, min(start + PIECE_EXAMPLES, len(table)))
+                        for start in range(0, len(table), PIECE_EXAMPLES)]
                 content = content or table._fingerprint  # identifies the version on the Hub
             pieces += more
             digests.append(content)
@@ -99,14 +100,14 @@ def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list
 
 
 def read_pieces(pieces: list[Piece]) -> Iterator[tuple[str, Any]]:
-    """Yield (where, row) for each row: its place in words; and the row, or an exception that
-    explains why it cannot be read. Raises ValueError if a file cannot be read any further, which
-    another start may be able to do."""
+    """Yield (where, example) for each example: its place in words; and the example, or an exception
+    that explains why it cannot be read. Raises ValueError if a file cannot be read any further,
+    which another start may be able to do."""
     for piece in pieces:
         where = piece.name
         try:
-            for where, row in read_piece(piece):
-                yield where, row
+            for where, example in read_piece(piece):
+                yield where, example
         except (OSError, EOFError, zlib.error) as e:
             raise ValueError(f"{where}: cannot be read any further: {e}")
 
@@ -115,19 +116,19 @@ def read_piece(piece: Piece) -> Iterator[tuple[str, Any]]:
     """Yield the same as read_pieces(), for one piece."""
     if piece.table is not None:
         stop = len(piece.table) if piece.stop is None else piece.stop
-        rows = piece.table.select(range(piece.start, stop))
-        for number, row in enumerate(rows, 1 + piece.start):
-            yield f"{piece.name} row {number}", {k: without_none(v) for k, v in row.items()}
+        examples = piece.table.select(range(piece.start, stop))
+        for number, example in enumerate(examples, 1 + piece.start):
+            yield f"{piece.name} example {number}", {k: without_none(v) for k, v in example.items()}
     elif piece.start == 0 and is_array(Path(piece.name)):
         with open_file(piece.name) as file:
             try:
-                rows = json.loads(file.read().decode("utf-8-sig"))
+                examples = json.loads(file.read().decode("utf-8-sig"))
             except UnicodeDecodeError:
-                rows = [RefusedRow(NOT_UTF_8)]
+                examples = [RefusedExample(NOT_UTF_8)]
             except (ValueError, RecursionError) as e:
-                rows = [RefusedRow(f"is not JSON: {e}")]
-        for number, row in enumerate(rows, 1):
-            yield f"{piece.name} row {number}", row
+                examples = [RefusedExample(f"is not JSON: {e}")]
+        for number, example in enumerate(examples, 1):
+            yield f"{piece.name} example {number}", example
     else:
         yield from read_lines(piece)
 
@@ -145,13 +146,13 @@ def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 text = line.decode("utf-8-sig")  # json.loads() would guess from bytes
-                row = {"text": text.rstrip("\r\n")} if is_text else json.loads(text)
+                example = {"text": text.rstrip("\r\n")} if is_text else json.loads(text)
             except UnicodeDecodeError:
-                row = ValueError(NOT_UTF_8)
+                example = ValueError(NOT_UTF_8)
             except (ValueError, RecursionError) as e:
                 # without the position, so that equal errors are counted together
-                row = ValueError(f"is not JSON: {getattr(e, 'msg', e)}")
-            yield f"{piece.name} line {number}", row
+                example = ValueError(f"is not JSON: {getattr(e, 'msg', e)}")
+            yield f"{piece.name} line {number}", example
 
 
 def split_options(source: str) -> tuple[str, dict[str, str]]:
@@ -361,7 +362,7 @@ def load_table_file(path: Path, content: str) -> Any:
     cache = Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", content)
     try:
         with warnings.catch_warnings(), only_errors_of_datasets():
-            # for a row with more cells than the header has names
+            # for a line with more cells than the header has names
             warnings.simplefilter("error", pandas.errors.ParserWarning)
             return datasets.load_dataset(kind, data_files=str(path), split="train", **options,
                                          cache_dir=cache)
@@ -415,8 +416,8 @@ def csv_options(path: Path) -> dict[str, Any]:
 
 def uses_quotes(path: Path, separator: str) -> bool:
     """Return True if quotation marks around a cell of a CSV or TSV file are not part of the cell.
-    They are part of it if each line has a cell for each column, but rows go wrong with quotes: a
-    mark that only begins a cell would swallow everything up to the next mark."""
+    They are part of it if each line has a cell for each column, but lines go wrong with quotes:
+    a mark that only begins a cell would swallow everything up to the next mark."""
     limit = csv.field_size_limit(2**31 - 1)
     try:
         with open_text(path) as file:
@@ -425,7 +426,7 @@ def uses_quotes(path: Path, separator: str) -> bool:
             return True
         with open_text(path) as file:
             reader = csv.reader(file, delimiter=separator, strict=True)
-            sizes = [len(row) - 1 for row in reader if row]
+            sizes = [len(cells) - 1 for cells in reader if cells]
     except csv.Error:
         return False
     except (OSError, EOFError, zlib.error):

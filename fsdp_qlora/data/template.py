@@ -79,8 +79,8 @@ def read_template(path: Path) -> str:
 
 def with_day(tokenizer: PreTrainedTokenizerFast, template_date: str) -> PreTrainedTokenizerFast:
     """Return a copy of the tokenizer whose chat templates print `template_date`, YYYY-MM-DD, where
-    they ask for today's date, as Llama 3's and gpt-oss's do. A resumed run must see the same rows,
-    and so must all ranks around midnight.
+    they ask for today's date, as Llama 3's and gpt-oss's do. A resumed run must see the same
+    examples, and so must all ranks around midnight.
 
     The date is written into the text of the templates, because transformers 5.23 turns a function
     that is passed as the variable `strftime_now` into a string. A format that is not a literal

@@ -36,7 +36,7 @@ PROBES = (  # texts on which tokenizers differ: spaces, lines, digits, case, scr
     "def f(x):\n    return {'a': [x, 2.50]}  # 1234567\n\n\n\tend\r\n\r\n",
     "I'm, DON'T, we'LL HTTPServer", "naïve café e\u0301 Straße ﬁ Ａ ½",
     "日本語 한국어 русский العربية हिन्दी", "🙂👩\u200d💻 a\u00a0b\u2003c\u3000d\u0000")
-N_ROWS, N_TOKENS = 16, 1024  # rows of the run that are checked, and tokens of each
+N_DOCUMENTS, N_TOKENS = 16, 1024  # documents of the run that are checked, and tokens of each
 TOKENIZER_FILES = ["*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.*"]
 # files that may have a chat template in the key chat_template
 TEMPLATE_FILES = "tokenizer_config.json", "processor_config.json", "chat_template.json"
@@ -145,8 +145,8 @@ def other_than_sentencepiece(tokenizer: PreTrainedTokenizerFast, model_file: Any
 def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
                     rows: Rows) -> None:
     """Raise ValueError unless the tokenizer and the directory's tokenizer.json alone make the same
-    tokens, BOS and EOS included, from PROBES, from special tokens inside a text and from some rows.
-    Rank 0 only."""
+    tokens, BOS and EOS included, from PROBES, from special tokens inside a text and from some
+    documents of the run. Rank 0 only."""
     path = directory / "tokenizer.json"
     if not tokenizer or not path.is_file():
         return
@@ -156,9 +156,9 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
     known = {token.content for token in own.get_added_tokens_decoder().values()}
     own.add_tokens([token for token in tokenizer.added_tokens_decoder.values()
                     if token.content not in known])  # tokens that tokenizer_config.json adds
-    step = math.ceil(len(rows.starts) / N_ROWS)
-    ids_of_rows = [rows.tokens(i)[0][:N_TOKENS] for i in range(0, len(rows.starts), step)]
-    texts: list[Any] = list(map(tokenizer.decode, ids_of_rows))
+    step = math.ceil(len(rows.starts) / N_DOCUMENTS)
+    documents = [rows.tokens(i)[0][:N_TOKENS] for i in range(0, len(rows.starts), step)]
+    texts: list[Any] = list(map(tokenizer.decode, documents))
     for text in [*trial_texts(tokenizer), *texts]:
         got, want = tokens(tokenizer, text), own.encode(text).ids
         if got != want:
@@ -167,21 +167,21 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
             raise ValueError(f"{directory}: tokenizer_config.json changes the tokens of"
                              f" tokenizer.json: in {text[:60]!r} token {at + 1} and those after it"
                              f" are {got}, by the file alone {want}; make both agree")
-    log_bos(directory, tokenizer, [int(ids[0]) for ids in ids_of_rows])
+    log_bos(directory, tokenizer, [int(ids[0]) for ids in documents])
 
 
 def log_bos(directory: Path, tokenizer: PreTrainedTokenizerFast, first_ids: list[int]) -> None:
-    """Log if the rows with these first tokens have BOS, or lack it, contrary to add_bos_token in
-    tokenizer_config.json, which is not read."""
+    """Log if the documents with these first tokens have BOS, or lack it, contrary to add_bos_token
+    in tokenizer_config.json, which is not read."""
     is_wanted = read_json(directory / "tokenizer_config.json", {}).get("add_bos_token")
     bos = tokenizer.bos_token_id
     is_added = tokens(tokenizer, "a")[:1] == [bos]
     if bos is None or is_wanted not in (True, False) or is_wanted == is_added:
         return
     if is_wanted and any(first != bos for first in first_ids):
-        log(f"BOS: tokenizer.json puts no {tokenizer.bos_token} before a text, so rows of plain"
-            ' text have none; "add_bos_token": true in tokenizer_config.json is not read: write'
-            f" {tokenizer.bos_token} into the rows if they are to begin with it")
+        log(f"BOS: tokenizer.json puts no {tokenizer.bos_token} before a text, so plain text"
+            ' has none; "add_bos_token": true in tokenizer_config.json is not read: write'
+            f" {tokenizer.bos_token} into the examples if they are to begin with it")
     if is_added and bos in first_ids:
         log(f"BOS: tokenizer.json puts {tokenizer.bos_token} before each text;"
             ' "add_bos_token": false in tokenizer_config.json is not read')

@@ -1,4 +1,4 @@
-"""Normalize tools and tool calls to OpenAI's format, whatever framework wrote the row. chat.py
+"""Normalize tools and tool calls to OpenAI's format, whatever framework wrote the example. chat.py
 renders them."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_list(values: Any, what: str) -> list[Any]:
 
 
 def openai_tools(tools: Any) -> list[dict[str, Any]]:
-    """Return the tools of a row, each {"type": "function", "function": {"name": ..}}."""
+    """Return the tools of an example, each {"type": "function", "function": {"name": ..}}."""
     results = []
     for tool in read_list(tools, "tools"):
         function = tool.get("function", tool) if isinstance(tool, dict) else tool
@@ -90,6 +90,6 @@ def with_arguments(function: dict[str, Any], as_text: bool) -> dict[str, Any]:
     if as_text:
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             if isinstance(json.loads(given), dict):
-                return {**others, "arguments": given}  # unchanged, as in the row
+                return {**others, "arguments": given}  # unchanged, as in the example
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**others, "arguments": arguments}

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.errors import explain
-from fsdp_qlora.files import read_json
+from fsdp_qlora.files import ADAPTER_CONFIG, ADAPTER_FILES, read_json
 from fsdp_qlora.layer.layer import LayerSpec
 from fsdp_qlora.log import log
-from fsdp_qlora.lora.peft_files import ADAPTER_FILES, open_adapter
+from fsdp_qlora.lora.peft_files import open_adapter
 from fsdp_qlora.lora.peft_names import (
     as_saved, expert_parts, layer_names, lora_settings, stack_experts, token_row_names,
     token_row_settings, unstack_experts)
@@ -71,7 +71,7 @@ def check_origin(config: Config, base_sha256: str,
         raise ValueError(f"--init_adapter {directory}: was trained on another base model,"
                          f" {saved_config.get('base_model')}; --model must be that one, or the"
                          " adapter merged into it without --init_adapter")
-    named = read_json(directory / "adapter_config.json", {}).get("base_model_name_or_path")
+    named = read_json(directory / ADAPTER_CONFIG, {}).get("base_model_name_or_path")
     if not saved_config and named and Path(named).name != Path(str(config.model)).name:
         log(f"note: --init_adapter {directory}: names {named} as its base model, this run trains on"
             f" {config.model}: are they the same?")

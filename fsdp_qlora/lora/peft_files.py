@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
-from fsdp_qlora.files import read_json, write_whole
+from fsdp_qlora.files import (
+    ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, write_whole)
 from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.lora.peft_names import FilePart
 from fsdp_qlora.pretrained.reader import FLOATS, Stored, read_tensor, tensors_of
 
-ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 IGNORED = set("""lora_dropout target_modules exclude_modules peft_version task_type revision
     base_model_name_or_path inference_mode auto_mapping layers_pattern megatron_core
     qalora_group_size eva_config""".split())  # settings of adapter_config.json that change no value
@@ -94,7 +94,7 @@ def open_linear_adapters(
     shapes = {part.name: part.shape for file_parts in parts.values() for part in file_parts}
     stored = open_adapter(directory, lora, shapes, source)
     if not any(read_tensor(x, name).any() for name, x in stored.items() if "lora_B" in name):
-        raise ValueError(f"{directory / ADAPTER_FILES[1]}: is empty or untrained: lora_B is all 0")
+        raise ValueError(f"{directory / ADAPTER_WEIGHTS}: is empty or untrained: lora_B is all 0")
     # cached, because one tensor may contain all experts
     read = functools.lru_cache(4)(lambda name, device: read_tensor(stored[name], name, device))
     scaling = lora_scaling(lora.lora_alpha, lora.r, lora.use_rslora)
@@ -104,7 +104,7 @@ def open_linear_adapters(
 def write_adapter(directory: Path, weights: dict[str, torch.Tensor],
                   lora_config: LoraConfig) -> None:
     """Write the adapter in PEFT's format. Rank 0 only."""
-    write_whole(directory / "adapter_model.safetensors", weights)
+    write_whole(directory / ADAPTER_WEIGHTS, weights)
     settings = {key: sorted(value) if isinstance(value, set) else value
                 for key, value in lora_config.to_dict().items()} | {"inference_mode": True}
-    write_whole(directory / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True))
+    write_whole(directory / ADAPTER_CONFIG, json.dumps(settings, indent=2, sort_keys=True))

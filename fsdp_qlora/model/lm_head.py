@@ -102,7 +102,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight = model.head
         shards = model.group_size
 
-        def scatter(whole: Tensor) -> Tensor:
+        def reduce_scatter(whole: Tensor) -> Tensor:
             """Return this rank's tokens of the sum over ranks of [tokens of all ranks, width]."""
             if shards == 1:
                 return whole
@@ -142,8 +142,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             if trained:
                 whole = grad.new_zeros(len(grad), len(trained.ids))
                 whole[:, trained.own] = grad[:, trained.table_rows]
-                ctx.grad_logits[chunk] = scatter(whole)
-            grad = scatter(fp32_matmul(grad, weight))
+                ctx.grad_logits[chunk] = reduce_scatter(whole)
+            grad = reduce_scatter(fp32_matmul(grad, weight))
             grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
                                  any_rows=True)
             grad_x.index_add_(0, batch.label_positions[chunk], grad)  # padding: adds 0 to token 0

@@ -1,7 +1,6 @@
 """Load the base model: read each weight, quantize it to NF4 or copy it, into this rank's shard.
 
-load_model() opens and checks the files. The parameter `read` of fill_model() and below is a
-function: read(name) returns this rank's rows of a tensor as a flat vector.
+load_model() opens and checks the files; fill_model() and below read them by a ReadTensor.
 """
 
 from __future__ import annotations
@@ -41,6 +40,12 @@ from fsdp_qlora.quant.blocks import (
 from fsdp_qlora.quant.nf4 import dynamic_map
 from fsdp_qlora.ranks import is_rank_0, raise_on_all_ranks
 
+# read(name) returns this rank's rows of a tensor of the files, flat
+ReadTensor = Callable[[str], torch.Tensor]
+# {name of a tensor that is in NF4 in the files: the JSON object that bitsandbytes stored with it}
+NF4States = dict[str, dict[str, Any]]
+OwnLinears = list[tuple[OwnBlocks, str]]  # this rank's part of each linear, and its name in files
+
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
@@ -58,7 +63,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     arch = model.arch
     device = model.device
-    nf4_states = {}
+    nf4_states: NF4States = {}  # check_files()'s result
     dtype = model.plan.dtype
     if config.random_weights:
         names = tensor_names(arch, {})
@@ -110,12 +115,10 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
 
 
 def fill_model(
-    model: Model, names: TensorNames, read: Callable[[str], torch.Tensor],
-    nf4_states: dict[str, dict[str, Any]],
+    model: Model, names: TensorNames, read: ReadTensor, nf4_states: NF4States,
 ) -> None:
-    """Set the model's embedding, layers, norm and lm_head. read(name) returns this rank's rows of a
-    tensor, flat; each tensor is read once, in the order of weight_requests(), except that MXFP4
-    comes first in a layer. `nf4_states` is check_files()'s result. All ranks of model.group must
+    """Set the model's embedding, layers, norm and lm_head. Each tensor is read once, in the order
+    of weight_requests(), except that MXFP4 comes first in a layer. All ranks of model.group must
     call this."""
     plan, device, dtype = model.plan, model.device, model.plan.dtype
 
@@ -158,9 +161,8 @@ def zero_shard(model: Model, i: int, device: torch.device) -> FourBitBlocks:
 
 
 def fill_layer(
-    model: Model, i: int, shard: FourBitBlocks, names: TensorNames,
-    read: Callable[[str], torch.Tensor],
-    nf4_states: dict[str, dict[str, Any]],
+    model: Model, i: int, shard: FourBitBlocks, names: TensorNames, read: ReadTensor,
+    nf4_states: NF4States,
 ) -> None:
     """Set layer i's 4-bit weights, written into `shard`, FourBitBlocks of zeros on the device; its
     norms and biases; and its small tensors, such as the experts' router. All ranks of model.group
@@ -188,18 +190,16 @@ def fill_layer(
 
 
 def quantize(
-    own_linears: list[tuple[OwnBlocks, str]], shard: FourBitBlocks,
-    read: Callable[[str], torch.Tensor],
-    names: TensorNames, nf4_states: dict[str, dict[str, Any]], dtype: torch.dtype, model: Model,
+    own_linears: OwnLinears, shard: FourBitBlocks, read: ReadTensor, names: TensorNames,
+    nf4_states: NF4States, dtype: torch.dtype, model: Model,
 ) -> NestedScales:
     """Quantize this rank's blocks of a layer to NF4 with double quantization, into `shard`,
     FourBitBlocks of zeros. Linears that are in NF4 in the files (in `nf4_states`) keep their bytes.
     Returns the layer's NestedScales. All ranks of the group must call this.
 
-    `own_linears` are (OwnBlocks, name in files), one per linear. Blocks of 64 weights are quantized
-    independently, so they get the same bytes as in the whole tensor. The second level subtracts the
-    mean absmax of the whole linear: all ranks gather the absmax, 4 bytes per 64 weights, and
-    compute the same second level.
+    Blocks of 64 weights are quantized independently, so they get the same bytes as in the whole
+    tensor. The second level subtracts the mean absmax of the whole linear: all ranks gather the
+    absmax, 4 bytes per 64 weights, and compute the same second level.
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
     nested, codebook = {}, dynamic_map(shard.device)  # {name: its (absmax, offset, values)}
@@ -230,11 +230,10 @@ def quantize(
 
 
 def copy_mxfp4(
-    own_linears: list[tuple[OwnBlocks, str]], shard: FourBitBlocks,
-    read: Callable[[str], torch.Tensor],
-) -> list[tuple[OwnBlocks, str]]:
+    own_linears: OwnLinears, shard: FourBitBlocks, read: ReadTensor,
+) -> OwnLinears:
     """Copy this rank's blocks of the linears that are in MXFP4 in the files into `shard`. Returns
-    the other linears. Both lists contain (OwnBlocks, name in files)."""
+    the other linears."""
     for own, name in own_linears:
         if own.linear.mxfp4:
             first = own.weights.start // BLOCK  # read() returns whole rows
@@ -246,12 +245,11 @@ def copy_mxfp4(
 
 
 def copy_nf4(
-    own: OwnBlocks, name: str, shard: FourBitBlocks, read: Callable[[str], torch.Tensor],
+    own: OwnBlocks, name: str, shard: FourBitBlocks, read: ReadTensor,
     state: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. `state`: the
-    JSON object that bitsandbytes stored with it. Returns the linear's (absmax, offset, code values)
-    for NestedScales."""
+    """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. `state`: of
+    NF4States. Returns the linear's (absmax, offset, code values) for NestedScales."""
     codes = read(name)
     shard.packed[own.local].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
     shard.scales[own.local, 0] = read(f"{name}.absmax")
@@ -260,7 +258,7 @@ def copy_nf4(
 
 
 def weight_rows(
-    read: Callable[[str], torch.Tensor], names: TensorNames, name: str, rows: range,
+    read: ReadTensor, names: TensorNames, name: str, rows: range,
 ) -> torch.Tensor:
     """Return the requested `rows` of a linear's weight, flat. In FP8 or INT4 they are multiplied by
     their scales, see scaled_weight()."""
@@ -274,24 +272,23 @@ def weight_rows(
 
 
 def quantized_values(
-    read: Callable[[str], torch.Tensor], name: str, linear: Linear,
-    states: dict[str, dict[str, Any]], dtype: torch.dtype, device: torch.device,
+    read: ReadTensor, name: str, linear: Linear, nf4_states: NF4States, dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     """Return a whole linear outside of the layers, [out, in], with the values that its NF4 has."""
     shape = linear.out_features, linear.in_features
-    weight = whole_tensor(read, name, states, dtype).to(device, dtype).view(shape)
-    if name in states:
+    weight = whole_tensor(read, name, nf4_states, dtype).to(device, dtype).view(shape)
+    if name in nf4_states:
         return weight
     return nf4_round_trip(weight)
 
 
 def whole_tensor(
-    read: Callable[[str], torch.Tensor], name: str, states: dict[str, dict[str, Any]],
-    dtype: torch.dtype,
+    read: ReadTensor, name: str, nf4_states: NF4States, dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a whole tensor, flat. A tensor that is in NF4 in the files, see check_files(), is
+    """Return a whole tensor, flat. A tensor that is in NF4 in the files is
     dequantized to `dtype` by bitsandbytes."""
-    if name not in states:
+    if name not in nf4_states:
         return read(name)
     codes = read(name)
     parts = {f"{name}.{part}": read(f"{name}.{part}") for part in NF4_PARTS}

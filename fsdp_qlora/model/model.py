@@ -40,7 +40,8 @@ class Model(ModelParameters):
         return final_norm(self, x, is_evaluation=True)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """Return the last layer's output [tokens, hidden]."""
+        """Return the last layer's output [tokens, hidden]. Gives the batch what all layers read:
+        its ropes, segments and layer_inputs."""
         x = embed(self, batch.input_ids)
         dropout = self.arch.embedding_dropout
         if self.arch.per_layer:

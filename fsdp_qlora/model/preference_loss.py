@@ -99,7 +99,8 @@ LOSSES = {
     "orpo": Loss(orpo, has_reference=False, per_token=True, trains_prompt=True),
     "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), n_answers=1)}
 # {name in metrics.jsonl, which is TRL's: the answers that it averages over}. The sums have this
-# order: --loss sft has the first only, pairs have all but the last
+# order: --loss sft has the first only, pairs have all but the last. mean_metrics()
+# divides them, in training/step_stats.py
 METRICS = {
     "loss": "all", "rewards/chosen": "good", "rewards/rejected": "bad", "rewards/accuracies": "all",
     "logps/chosen": "good", "logps/rejected": "bad", "kl": "all"}
@@ -142,7 +143,7 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Confi
     document_losses = gather_documents(sum_documents(token_losses, batch), context_size)
     answers = read_answers(batch.answers, document_losses, loss_record)
     losses, rewards = loss_record.function(answers, config)
-    is_row = batch.answers.n_trainable_tokens[:, 0] > 0
+    is_row = batch.answers.n_trainable_tokens[:, 0] > 0  # else padding
     losses = losses.where(is_row, 0)
     assert answers.logps is not None, "read_answers() has set it"
     rewards, logps = rewards.detach(), answers.logps.detach()
@@ -174,8 +175,8 @@ def read_answers(answers: Answers, sums: torch.Tensor, loss_record: Loss) -> Ans
 
 
 def gather_documents(document_losses: torch.Tensor, context_size: int) -> torch.Tensor:
-    """Return the losses [n] of every rank's documents, [ranks x n]; with context parallelism the
-    sums over each group's ranks, [groups x n]. Only this rank's own tokens have a gradient. All
+    """Return the sums of DocumentSums [n] of every rank, [ranks x n]; with context parallelism
+    added up over each group's ranks, [groups x n]. Only this rank's own tokens have a gradient. All
     ranks must call this."""
     if dist.get_world_size() == 1:
         return document_losses

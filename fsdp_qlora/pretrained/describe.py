@@ -362,57 +362,20 @@ def describe_positions(
     c: PreTrainedConfig, family: Family, layer_heads: list[Heads]
 ) -> dict[str, Any]:
     """Return {field of Architecture: value} of the fields about positions, from a text config."""
-    n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
     kinds = layer_types(c, family)
-    slides = [family.window == "all" and window is not None
-              or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
-    used = getattr(c, "use_sliding_window", True)
-    if any(slides) and not ((window or 0) > 0 and used):
-        raise ValueError(f"layers with a sliding window, but sliding_window={window},"
-                         f" use_sliding_window={used}")
-    rotated = [family.rotary_if in (True, "rope")] * n_layers
-    if family.no_rotary in ("no_rope_layers", "layer_rope_theta"):
-        rotated = [bool(marked) for marked in getattr(c, family.no_rotary)]
-    if len(rotated) != n_layers:
-        raise ValueError(f"{family.no_rotary} has {len(rotated)} entries for {n_layers} layers")
-    if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
-        rotated = slides
-    if family.moe and family.dense_rotary == 1:
-        rotated = [x or not routed for x, routed in zip(rotated, routed_layers(c, family))]
+    slides = sliding_layers(c, family, kinds)
     ropes: list[dict[str, Any]] = []
     layer_rope: list[int | None] = []
-    thetas = c.layer_rope_theta if family.layer_thetas else [None] * n_layers
-    for kind, rotates, theta, (_, _, head_dim, _) in zip(
-            kinds, rotated, thetas, layer_heads, strict=True):
-        if (kind in family.mixers and not family.parallel_mixers
-                or not rotates and family.one_sublayer):
-            layer_rope.append(None)
-            continue
-        rope = dict(c.rope_parameters)
-        if family.ropes_by_layer_type and "rope_type" not in rope:  # else all layers share it
-            rope = dict(rope.get(kind) or {})
-        if rotates and theta is not None:
-            rope["rope_theta"] = theta
-        if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
-            raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
-        if family.query_temperature and not rope.get("llama_4_scaling_beta"):
-            raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
-        if family.mla:  # the rotated part of a head; Mistral 4's config has it in two fields
-            part, whole = rope.pop("partial_rotary_factor", 1.0), head_dim
-            head_dim = family.mla.rope
-            if part != 1.0 and int(part * whole) != head_dim:
-                raise ValueError(f"rope_parameters {c.rope_parameters} do not rotate"
-                                 f" qk_rope_head_dim={head_dim} dimensions")
-        if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
-            theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
-            rope = {"rope_type": "default", "rope_theta": theta}  # independent of the length
-        if rope.get("rope_theta") is None:  # OLMo hybrid may have none
-            layer_rope.append(None)
-            continue
-        rope["head_dim"] = head_dim
-        if rope not in ropes:
+    thetas = c.layer_rope_theta if family.layer_thetas else [None] * len(kinds)
+    for kind, rotates, theta, heads in zip(
+            kinds, rotary_layers(c, family, slides), thetas, layer_heads, strict=True):
+        has_attention = kind not in family.mixers or family.parallel_mixers
+        rope = None
+        if has_attention and (rotates or not family.one_sublayer):
+            rope = rope_of_layer(c, family, kind, theta if rotates else None, heads)
+        if rope and rope not in ropes:
             ropes.append(rope)
-        layer_rope.append(ropes.index(rope) if rotates else None)
+        layer_rope.append(ropes.index(rope) if rope and rotates else None)
     for rope in ropes:
         part, dim = rope.get("partial_rotary_factor") or 1.0, rope["head_dim"]
         is_known = family.partial_rotary or rope["rope_type"] == "proportional" or part == 1.0
@@ -421,8 +384,64 @@ def describe_positions(
     temperature = family.query_temperature and (
         ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
     return dict(ropes=ropes, layer_rope=layer_rope,
-                layer_window=[window if slide else None for slide in slides],
+                layer_window=[c.sliding_window if slide else None for slide in slides],
                 layer_mixer=[kind if kind in family.mixers else None for kind in kinds],
                 layer_sublayers=["both" if not family.one_sublayer else
                                  "mlp" if kind in ("mlp", "moe") else "mixer" for kind in kinds],
                 query_temperature=temperature)
+
+
+def sliding_layers(c: PreTrainedConfig, family: Family, kinds: list[str]) -> list[bool]:
+    """Return for each layer whether its attention has a sliding window."""
+    window = getattr(c, "sliding_window", None)
+    slides = [family.window == "all" and window is not None
+              or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
+    used = getattr(c, "use_sliding_window", True)
+    if any(slides) and not ((window or 0) > 0 and used):
+        raise ValueError(f"layers with a sliding window, but sliding_window={window},"
+                         f" use_sliding_window={used}")
+    return slides
+
+
+def rotary_layers(c: PreTrainedConfig, family: Family, slides: list[bool]) -> list[bool]:
+    """Return for each layer whether its attention has rotary embeddings. `slides`: the result of
+    sliding_layers()."""
+    n_layers, has_window = len(slides), getattr(c, "sliding_window", None) is not None
+    rotated = [family.rotary_if in (True, "rope")] * n_layers
+    if family.no_rotary in ("no_rope_layers", "layer_rope_theta"):
+        rotated = [bool(marked) for marked in getattr(c, family.no_rotary)]
+    if len(rotated) != n_layers:
+        raise ValueError(f"{family.no_rotary} has {len(rotated)} entries for {n_layers} layers")
+    if family.no_rotary == "full" or family.no_rotary == "full_if_window" and has_window:
+        rotated = slides
+    if family.moe and family.dense_rotary == 1:
+        rotated = [x or not routed for x, routed in zip(rotated, routed_layers(c, family))]
+    return rotated
+
+
+def rope_of_layer(c: PreTrainedConfig, family: Family, kind: str, theta: float | None,
+                  heads: Heads) -> dict[str, Any] | None:
+    """Return the entry of Architecture.ropes of a layer of this kind; None if it has none. `theta`:
+    the layer's own rope_theta; None: that of all layers."""
+    head_dim = heads.dim
+    rope = dict(c.rope_parameters)
+    if family.ropes_by_layer_type and "rope_type" not in rope:  # else all layers share it
+        rope = dict(rope.get(kind) or {})
+    if theta is not None:
+        rope["rope_theta"] = theta
+    if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
+        raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
+    if family.query_temperature and not rope.get("llama_4_scaling_beta"):
+        raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
+    if family.mla:  # the rotated part of a head; Mistral 4's config has it in two fields
+        part, whole = rope.pop("partial_rotary_factor", 1.0), head_dim
+        head_dim = family.mla.rope
+        if part != 1.0 and int(part * whole) != head_dim:
+            raise ValueError(f"rope_parameters {c.rope_parameters} do not rotate"
+                             f" qk_rope_head_dim={head_dim} dimensions")
+    if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
+        theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
+        rope = {"rope_type": "default", "rope_theta": theta}  # independent of the length
+    if rope.get("rope_theta") is None:  # OLMo hybrid may have none
+        return None
+    return {**rope, "head_dim": head_dim}

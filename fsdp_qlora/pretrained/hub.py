@@ -17,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.errors import explain
-from fsdp_qlora.files import read_json
+from fsdp_qlora.files import ADAPTER_CONFIG, ADAPTER_FILES, read_json
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.describe import describe_model, stored_format, text_config
@@ -27,7 +27,7 @@ from fsdp_qlora.pretrained.reader import weight_files
 
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's files other than its weights
-NOT_COPIED = "config.json", "adapter_config.json"  # the second makes transformers load an adapter
+NOT_COPIED = "config.json", ADAPTER_CONFIG  # the second makes transformers load an adapter
 NO_GGUF = ("is a GGUF file, which is for llama.cpp. Use the model that it was made from, a Hub id"
            " or a directory of safetensors")
 SAMPLES, SAMPLE = 16, 256  # places per tensor, and bytes at each, that base_digest() hashes
@@ -67,7 +67,7 @@ def why_no_model(directory: Path, name: str, needs: str) -> str:
     lacks_weights = needs == "weights" and not any(directory.glob("*.safetensors"))
     if (directory / "config.json").is_file() and not (is_gguf and lacks_weights):
         return ""
-    adapter = read_json(directory / "adapter_config.json", {})
+    adapter = read_json(directory / ADAPTER_CONFIG, {})
     if adapter:
         base = adapter.get("base_model_name_or_path")
         return (f"is an adapter. Use the model that it was trained on, --model {base}, and this one"
@@ -137,10 +137,10 @@ def refuse_misleading(directory: Path, config: Config, model_config: PreTrainedC
                       arch: Architecture) -> None:
     """Raise ValueError for models that could be trained, but whose result would not be the model
     that transformers loads from the directory."""
-    if (directory / "adapter_config.json").is_file():
+    if (directory / ADAPTER_CONFIG).is_file():
         raise ValueError(f"--model {config.model}: has an adapter beside its weights, which"
-                         " transformers would add to them: move adapter_config.json and"
-                         " adapter_model.safetensors elsewhere; --init_adapter continues with them")
+                         f" transformers would add to them: move {' and '.join(ADAPTER_FILES)}"
+                         " elsewhere; --init_adapter continues with them")
     is_text = text_config(model_config) is model_config
     if is_text and type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"--model {config.model}: transformers has {arch.family} only"

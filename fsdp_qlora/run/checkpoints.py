@@ -25,11 +25,13 @@ from safetensors.torch import load_file
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.exit_codes import EXITS
-from fsdp_qlora.files import as_json, digest, read_json, remove, sync_file, text_digest, write_whole
+from fsdp_qlora.files import (
+    ADAPTER_FILES, ADAPTER_WEIGHTS, as_json, digest, read_json, remove, sync_file, text_digest,
+    write_whole)
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.adapter import (
     TOKEN_ROWS, Adapter, MakeOptimizer, probe_optimizer, sharded_state)
-from fsdp_qlora.lora.peft_files import ADAPTER_FILES, write_adapter
+from fsdp_qlora.lora.peft_files import write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
 from fsdp_qlora.ranks import RunEnd, gather_objects
 from fsdp_qlora.run.directory import MERGE_CHECK_FILE, RESULTS
@@ -128,7 +130,7 @@ def load_checkpoint(path: Path, adapter: Adapter,
     state = optimizer.state[adapter.weights]
     if "step" in state:  # 1 by now, a number or a tensor: += keeps its type
         state["step"] += saved["step"] - 1
-    weights = unstack_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
+    weights = unstack_experts(load_file(path / ADAPTER_WEIGHTS), adapter.expert_parts)
     for i in range(len(adapter.layers)):
         adapter.set_layer(i, weights)
     adapter.set_token_rows(weights)
@@ -210,10 +212,11 @@ def step_to_resume(config: Config, directory: Path, digests: dict[str, str | Non
     the flags that have changed. Raises ValueError if the run there has other flags, data or base
     model. Rank 0 only."""
     path, state = newest_checkpoint(directory)
+    # checkpoint.json has the keys of train_config.json that are compared
     saved_config = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
         raise ValueError(f"--resume must: {directory} has no complete checkpoint")
-    if not path and (directory / "adapter_model.safetensors").is_file():
+    if not path and (directory / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"--output_dir {directory} already contains a trained adapter, but no"
                          " checkpoint to resume from. Use another directory; --init_adapter can"
                          " start from it")
@@ -286,8 +289,8 @@ def set_aside(directory: Path, step: int) -> None:
 
 def agree_on_digests(config: Config, rows: Rows, eval_rows: Rows | None,
                      base_sha256: str) -> dict[str, str | None]:
-    """Return the digests of rows and base model, which must be the same on all ranks and when
-    resuming. All ranks must call this."""
+    """Return {key in train_config.json: SHA-256} of rows and base model, which must be the same on
+    all ranks and when resuming. All ranks must call this."""
     digests = {"data_sha256": rows.sha256(), "base_sha256": base_sha256,
                "eval_sha256": eval_rows.sha256() if eval_rows else None}
     flags = {"data_sha256": "dataset", "base_sha256": "model", "eval_sha256": "eval_dataset"}

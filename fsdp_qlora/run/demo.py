@@ -38,13 +38,14 @@ def write_demo(directory: Path, loss: str = "sft") -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     directory.mkdir(parents=True, exist_ok=True)
-    draw, rows = random.Random(0), []
+    draw, examples = random.Random(0), []
     for _ in range(512):
         a, b = draw.randrange(6), draw.randrange(6)
         word, answer = draw.choice([("plus", a + b), ("times", a * b), ("minus", a - b)])
         prompt, completion = f"What is {a} {word} {b}?\n", f"The answer is {answer}."
-        rows.append({"prompt": prompt, "completion": completion})
-    lines = rows if loss == "sft" else [unpaired(row, loss, i) for i, row in enumerate(rows)]
+        examples.append({"prompt": prompt, "completion": completion})
+    lines = examples if loss == "sft" else [
+        unpaired(example, loss, i) for i, example in enumerate(examples)]
     (directory / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     bpe, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
@@ -53,7 +54,7 @@ def write_demo(directory: Path, loss: str = "sft") -> None:
     specials = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=list(specials.values()),
                                   initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator((row["prompt"] + row["completion"] for row in rows), trainer)
+    bpe.train_from_iterator((one["prompt"] + one["completion"] for one in examples), trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **specials)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content }}"
@@ -71,12 +72,12 @@ def write_demo(directory: Path, loss: str = "sft") -> None:
     model.save_pretrained(directory / "model")
 
 
-def unpaired(row: dict[str, str], loss: str, i: int) -> dict[str, Any]:
-    """Return the demo's i-th row for a preference loss: a pair of its answer and a wrong one or,
-    for an unpaired loss, one of the two in turn."""
-    right = row["completion"]
+def unpaired(example: dict[str, str], loss: str, i: int) -> dict[str, Any]:
+    """Return the demo's i-th example for a preference loss: a pair of its answer and a wrong one
+    or, for an unpaired loss, one of the two in turn."""
+    right = example["completion"]
     number = int(right.split()[-1].rstrip("."))
     wrong = f"The answer is {number + (-1, 1, 2, -2)[i % 4]}."
     if LOSSES[loss].is_unpaired:
-        return {**row, "completion": (right, wrong)[i % 2], "label": i % 2 == 0}
-    return {"prompt": row["prompt"], "chosen": right, "rejected": wrong}
+        return {**example, "completion": (right, wrong)[i % 2], "label": i % 2 == 0}
+    return {"prompt": example["prompt"], "chosen": right, "rejected": wrong}

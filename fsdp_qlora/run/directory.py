@@ -22,9 +22,9 @@ import torch.distributed as dist
 from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
-    as_json, digest, open_own, put_in_place, read_json, remove, text_digest, write_whole)
+    ADAPTER_FILES, ADAPTER_WEIGHTS, as_json, digest, open_own, put_in_place, read_json, remove,
+    text_digest, write_whole)
 from fsdp_qlora.log import log
-from fsdp_qlora.lora.peft_files import ADAPTER_FILES
 from fsdp_qlora.model.load import Loaded
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks, this_rank
@@ -35,7 +35,7 @@ from fsdp_qlora.run.status import Status
 
 MERGE_CHECK_FILE = "probe.safetensors"  # inputs of the lm_head for a few rows, see MergeCheck
 # {name of the SHA-256 in train_config.json: a file that a run writes when it ends}
-RESULTS = {"adapter_sha256": "adapter_model.safetensors", "probe_sha256": MERGE_CHECK_FILE}
+RESULTS = {"adapter_sha256": ADAPTER_WEIGHTS, "probe_sha256": MERGE_CHECK_FILE}
 # how training quantizes, in train_config.json
 QUANTIZATION = {"quant_type": "nf4", "blocksize": BLOCK, "double_quant": True,
                 "nested_blocksize": NESTED_BLOCK}
@@ -137,7 +137,7 @@ def refuse_inputs(config: Config, directory: Path) -> None:
 def has_adapter(directory: Path, saved_config: dict[str, Any]) -> bool:
     """Return True if a run's adapter exists and has the SHA-256 that its train_config.json,
     `saved_config`, records. Logs a line if it has another one."""
-    adapter = directory / "adapter_model.safetensors"
+    adapter = directory / ADAPTER_WEIGHTS
     if not all((directory / name).is_file() for name in ADAPTER_FILES):
         return False
     if saved_config.get("adapter_sha256") == digest(adapter):

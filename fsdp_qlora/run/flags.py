@@ -94,7 +94,7 @@ def parse_value(name: str, kind: Any, choices: Sequence[str], text: str) -> Any:
         wanted = "" if text in words else f"{', '.join(words)} or a number of layers"
         meant = peer_value(name, text, words)
     elif name == "eval_dataset" and text.endswith("%"):
-        wanted, meant = "files, a Hub id or a fraction of the rows", meant_number(text, float)
+        wanted, meant = "files, a Hub id or a fraction of the examples", meant_number(text, float)
     if wanted:
         guess = f"; did you mean {meant}?" if meant else ""
         raise argparse.ArgumentTypeError(f"{text}: must be {wanted}{guess}")

@@ -24,7 +24,7 @@ write it behind the Hub id: --dataset OWNER/NAME,name=..,split=..,revision=..
     dataset_config dataset_config_name dataset_subset dataset_train_split dataset_split split
     dataset_revision
 
-use --eval_dataset: files, a Hub id, or a fraction of the rows, such as 0.02
+use --eval_dataset: files, a Hub id, or a fraction of the examples, such as 0.02
     test_datasets val_set_size val_size eval_size eval_split dataset_test_split validation_file
     dataset_val eval_file validation_split*
 
@@ -38,14 +38,14 @@ not supported; longer rows are truncated at their end
 use --chat_template FILE; without it the model's own template is used
     chat_template_path chat_template_jinja template
 
-write it into the rows, under the key chat_template_kwargs
+write it into the examples, under the key chat_template_kwargs
     enable_thinking chat_template_kwargs reasoning_effort
 
-not needed, because a row's keys say what it is; --columns OLD=NEW renames keys
+not needed, because an example's keys say what it is; --columns OLD=NEW renames keys
     dataset_text_field text_column field_messages input_column output_column message_property*
     roles columns_mapping formatting*
 
-not needed, because only answers are trained; to train whole texts, use rows with the key text
+not needed, because only answers are trained; to train whole texts, use examples with the key text
     train_on_inputs train_on_prompt train_on_input train_on_responses_only completion_only_loss
     assistant_only_loss mask_history mask_prompt response_template instruction_template
 
@@ -54,7 +54,7 @@ not needed, because rows are always packed, and no row sees another
     pad_to_multiple_of train_sampling_strategy length_column_name eval_packing
     eval_sample_packing packing_strategy multipack* sample_pack*
 
-not needed, because all cores encode the rows once, into a cache
+not needed, because all cores encode the data set once, into a cache
     dataset_num_proc preprocessing_num_workers dataset_processes dataloader_* dataset_kwargs
     dataset_batch_size dataset_prepared_path overwrite_cache tokenized_path streaming
     dataset_streaming remove_unused_columns dataset_exact_deduplication skip_prepare_dataset

@@ -42,8 +42,11 @@ class MetricsWriter:
         self.path = run.directory / "metrics.jsonl"
         evaluated = run.progress.evaluated or 0
         write_whole(self.path, earlier_records(self.path, start_step, evaluated))
-        self.size, self.unwritten, self.is_failing = self.path.stat().st_size, b"", False
-        self.bar, self.last_line = None, 0.0
+        self.size = self.path.stat().st_size  # bytes of whole lines in the file
+        self.unwritten = b""  # lines that the disk has not accepted yet
+        self.is_failing, self.why = False, ""  # did the last write fail, and by which error
+        self.bar: tqdm | None = None
+        self.last_line = 0.0  # time.monotonic() of the last step in the log
         trackers = {"tensorboard": tensorboard, "wandb": wandb_run, "none": lambda *_: (None, None)}
         self.name = run.config.report_to
         self.track, self.close_tracker = trackers[self.name](run, start_step)
@@ -61,7 +64,7 @@ class MetricsWriter:
                 os.close(file)  # NFS may report only here that the disk is full
             self.size, self.unwritten, self.is_failing = self.size + written, b"", False
         except OSError as e:
-            self.why = getattr(e, "strerror", None) or e
+            self.why = e.strerror or str(e)
             if not self.is_failing:
                 log(f"warning: cannot write {self.path} ({self.why}). Training continues; the lines"
                     " are kept and written later")

@@ -15,8 +15,8 @@ from peft import LoraConfig
 from torch import nn
 
 from fsdp_qlora.errors import explain
-from fsdp_qlora.files import read_json
-from fsdp_qlora.lora.peft_files import ADAPTER_FILES, LinearAdapter, open_linear_adapters
+from fsdp_qlora.files import ADAPTER_FILES, read_json
+from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import FilePart
 from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.describe import stored_format

@@ -23,11 +23,11 @@ from fsdp_qlora.run.base_model import BaseModel, fetch_weights, open_model
 from fsdp_qlora.run.checkpoints import agree_on_digests
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.resolve import resolve_steps
-from fsdp_qlora.run.startup_log import log_examples
+from fsdp_qlora.run.startup_log import log_rows
 from fsdp_qlora.run.status import Status
 
 
-DRY_EXAMPLES = 5  # rows that a dry run prints
+DRY_ROWS = 5  # rows that a dry run prints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def prepare(flags: Config, directory: Path, status: Status, is_dry: bool) -> Pre
     is_new = not saved_config  # otherwise this run resumes
     template_date = saved_config.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
     rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
-    log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
+    log_rows(rows, tokenizer, DRY_ROWS if is_dry else 1)
     config = resolve_steps(config, len(rows))  # fills in --max_steps and --eval_every
 
     # what is adapted, and the files of the weights

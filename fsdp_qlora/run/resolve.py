@@ -52,7 +52,7 @@ def check_combinations(config: Config) -> None:
     for name in "eval_every", "eval_samples":
         if (n := getattr(config, name)) and not config.eval_dataset:
             raise ValueError(f"--{name} {n} needs an --eval_dataset: files, a Hub id, or a fraction"
-                             " of the rows, 0.02")
+                             " of the examples, 0.02")
     if config.offload_activations and config.recompute in ("none", "0"):
         raise ValueError("--offload_activations has nothing to offload with --recompute"
                          f" {config.recompute}. Drop one of them")

@@ -1,4 +1,4 @@
-"""What a run prints before its first step: its choices, hardware, plan, and the first row of data.
+"""What a run prints before its first step: its choices, hardware, plan, and the first row.
 
 metrics.py prints the steps.
 """
@@ -31,7 +31,7 @@ KERNEL_NAMES = {  # of functions in kernels/, in the log; others by their own na
     "batched_attention": "SDPA (equal lengths)", "piece_attention": "cuDNN (long pieces)",
     "flash_attention": "Flash Attention 2",
     "varlen_attention": "varlen_attn", "flex_document_attention": "flex_attention",
-    "document_attention": "one sequence at a time", "fla_delta_rule": "flash-linear-attention",
+    "document_attention": "one document at a time", "fla_delta_rule": "flash-linear-attention",
     "fla_scan": "flash-linear-attention", "document_delta_rule": "delta rule in plain PyTorch",
     "document_scan": "Mamba-2 in plain PyTorch"}
 FLAGS_LOGGED_SEPARATELY = ("output_dir", "shard_group_size")  # in other lines of the log
@@ -65,7 +65,7 @@ def log_startup(
     log_on_gpu(f"attention: {', '.join(names)}")
     if device.type == "cuda":
         if "document_attention" in used:
-            log("warning: slow path, attention of one sequence at a time: no fused kernel fits this"
+            log("warning: slow path, attention of one document at a time: no fused kernel fits this"
                 " model, dtype and GPU")
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
@@ -149,17 +149,17 @@ def count(n: int, noun: str) -> str:
 
 def row_word(config: Config) -> str:
     """Return the word for what --batch_size counts."""
-    return "pairs" if LOSSES[config.loss].n_answers == 2 else "sequences"
+    return "pairs" if LOSSES[config.loss].n_answers == 2 else "rows"
 
 
-def log_examples(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) -> None:
+def log_rows(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) -> None:
     """Print the first row as the model sees it, or `n` rows of the whole data set, with what is not
     in the loss in brackets, if there is a tokenizer; of preferences both answers, or whether its
     answer is good."""
     if not tokenizer:
         return
     for row in range(0, len(rows), math.ceil(len(rows) / n)):
-        which, first = f"example {row + 1:,}" if row else "first example", row * rows.n_answers
+        which, first = f"row {row + 1:,}" if row else "first row", row * rows.n_answers
         names = [", chosen", ", rejected"] if rows.n_answers == 2 else [""]
         if rows.loss_record.is_unpaired:
             names = [" (good)" if rows.desirable[first] else " (bad)"]

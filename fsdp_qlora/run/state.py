@@ -47,7 +47,8 @@ class Run:
     source: RowSource  # chooses the rows of a step
     eval_rows: Rows | None  # None: no evaluation
     tokenizer: PreTrainedTokenizerFast | None  # None: there is no text
-    digests: dict[str, str | None]  # digests of rows and base model, for checkpoints
+    # SHA-256 of rows and base model by their keys in train_config.json, see agree_on_digests()
+    digests: dict[str, str | None]
     lora_config: LoraConfig
     model: Model
     adapter: Adapter

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.files import digest, read_json, text_digest
-from fsdp_qlora.lora.peft_files import ADAPTER_FILES
+from fsdp_qlora.files import ADAPTER_FILES, digest, read_json, text_digest
 from fsdp_qlora.run.directory import MERGE_CHECK_FILE, QUANTIZATION, RESULTS
 from fsdp_qlora.run.metrics import losses_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp_qlora.data.packing import make_micro_batch, micro_steps_of
+from fsdp_qlora.data.packing import MicroStep, make_micro_batch, micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.fsdp import reshard_all
@@ -35,7 +35,7 @@ def evaluation_batches(rows: Rows, batch_size: int, status: Status,
 
 
 def evaluation_micro_batches(
-        model: Model, rows: Rows) -> Iterator[tuple[MicroBatch, list[list[int]]]]:
+        model: Model, rows: Rows) -> Iterator[tuple[MicroBatch, MicroStep]]:
     """Yield this rank's MicroBatch of each micro-step of a few Rows, and the micro-step. All ranks
     must call this, and exhaust it."""
     context = model.context

@@ -12,6 +12,7 @@ import hashlib
 import math
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
-from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.files import ADAPTER_WEIGHTS, digest, text_digest, write_whole
 from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.ranks import RunEnd, gather_objects, is_rank_0, on_rank_0
@@ -31,6 +32,13 @@ REFERENCE_FILE = "reference.safetensors"
 SAVE_SECONDS = 60  # between two saves of an incomplete file
 
 
+class Needed(NamedTuple):
+    """The rows whose reference a run reads."""
+
+    rows: Rows
+    indices: torch.Tensor  # int64: which of them; the others are in no step
+
+
 def ensure_reference(run: Run) -> None:
     """Set `reference` of the run's rows: from the file in its directory and, for rows that the file
     lacks, computed by the model with the adapter from before step 1. All ranks must call this."""
@@ -38,12 +46,11 @@ def ensure_reference(run: Run) -> None:
         return
     steps = range(1, run.config.max_steps + 1)
     drawn = torch.cat([run.source.indices(step) for step in steps]).unique()
-    needed = {"train": (run.rows, drawn)}  # {name in the file: (Rows, indices of those needed)}
+    needed = {"train": Needed(run.rows, drawn)}  # by their name in the file
     if run.eval_rows:
-        needed["eval"] = run.eval_rows, torch.arange(len(run.eval_rows))
-    if run.rows.mismatched:
-        needed |= {f"{name}_mismatched": (rows.mismatched, indices)
-                   for name, (rows, indices) in needed.items()}
+        needed["eval"] = Needed(run.eval_rows, torch.arange(len(run.eval_rows)))
+    needed |= {f"{name}_mismatched": Needed(rows.mismatched, indices)
+               for name, (rows, indices) in needed.items() if rows.mismatched}
     references = {name: torch.full((len(rows.lengths),), math.nan, dtype=torch.float64)
                   for name, (rows, _) in needed.items()}  # NaN: not known yet
     if not run.saved_step:
@@ -61,7 +68,7 @@ def ensure_reference(run: Run) -> None:
             known["eval"], mismatched=known.get("eval_mismatched"))
 
 
-def compute_missing(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
+def compute_missing(run: Run, needed: dict[str, Needed],
                     references: dict[str, torch.Tensor]) -> None:
     """Compute the references that are needed and still NaN. The file is written once a minute and
     at the end; a run that is stopped meanwhile continues from it. All ranks must call this."""
@@ -80,7 +87,7 @@ def compute_missing(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
         run.adapter.initialize(run.config)
     is_first = True  # else a run that is always stopped at once would never make progress
     for name, indices in ((name, indices) for name, indices in missing.items() if len(indices)):
-        rows, _ = needed[name]
+        rows = needed[name].rows
         for part, batch in evaluation_batches(
                 rows.select(indices), run.config.batch_size, run.status, must_begin=is_first):
             is_first = False
@@ -100,13 +107,12 @@ def compute_missing(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     log(f"reference: done in {time.monotonic() - started:.1f} s")
 
 
-def describe_missing(missing: dict[str, torch.Tensor],
-                     needed: dict[str, tuple[Rows, torch.Tensor]]) -> str:
+def describe_missing(missing: dict[str, torch.Tensor], needed: dict[str, Needed]) -> str:
     """Return text on what is computed, counted in pairs or, for an unpaired loss, in answers."""
     texts = []
     for name, purpose in (("train", "training"), ("eval", "evaluation")):
         if n := len(missing.get(name, ())):
-            rows, _ = needed[name]
+            rows = needed[name].rows
             others = f" of {len(rows):,} (the others are known, or no step uses them)"
             texts.append(f"{n:,} {purpose} {'pairs' if rows.n_answers == 2 else 'answers'}"
                          f"{others if n < len(rows) else ''}")
@@ -160,7 +166,7 @@ def write_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
 def identify_model(run: Run) -> dict[str, str]:
     """Return digests of the rows and the base model together, and of the adapter that the run
     begins with."""
-    adapter = Path(run.config.init_adapter or "") / "adapter_model.safetensors"
+    adapter = Path(run.config.init_adapter or "") / ADAPTER_WEIGHTS
     return {"content": text_digest(run.digests),
             "init_adapter": digest(adapter) if adapter.is_file() else "none"}
 

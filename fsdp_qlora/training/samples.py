@@ -104,10 +104,11 @@ def write_answers(model: Model, status: Status, prompts: list[list[int]], closin
                        if len(answers[i]) < rooms[i] and answers[i][-1] not in closing]
             expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(micro_steps)
             is_second = max(map(len, answers)) == 2  # the first token takes longer than the others
-            state = waiting, expected > budget and is_second, status.stop_reason
+            of_ranks = gather_objects(
+                (waiting, expected > budget and is_second, status.stop_reason))
             # rank 0 decides, because another copy of the model may round differently
-            (waiting, is_too_slow, _), *_ = states = gather_objects(state)
-            if is_too_slow or any(reason for *_, reason in states):
+            waiting, is_too_slow, _ = of_ranks[0]
+            if is_too_slow or any(reason for *_, reason in of_ranks):
                 reshard_all(model)
                 return []
     reshard_all(model)

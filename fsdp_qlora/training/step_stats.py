@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.layer.router import take_balance
+from fsdp_qlora.layer.router import BALANCE, take_balance
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.preference_loss import METRICS
@@ -42,8 +42,9 @@ def gather_step_stats(model: Model, adapter: Adapter, local_sums: torch.Tensor,
              take_balance(model.layers, model.device))
     squares, actions, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
     norm = squares[: adapter.group_size].sum().sqrt()  # other copies have the same gradients
-    routed, n_routed = balance.sum(0).tensor_split([2])
-    return StepStats(norm, actions.max(), sums.sum(0), routed / n_routed)
+    # the last number of take_balance() counts what the others add up
+    balance_sums, n_summed = balance.sum(0).tensor_split([len(BALANCE)])
+    return StepStats(norm, actions.max(), sums.sum(0), balance_sums / n_summed)
 
 
 def mean_metrics(sums: Sequence[float], rows: Rows, prefix: str = "") -> dict[str, float]:

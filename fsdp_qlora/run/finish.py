@@ -15,10 +15,10 @@ from fsdp_qlora.log import log
 from fsdp_qlora.memory import log_memory
 from fsdp_qlora.ranks import RunEnd, gather_objects, on_rank_0
 from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, save_adapter
+from fsdp_qlora.run.divergence import why_worse
 from fsdp_qlora.run.metrics import losses_of
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import LOST_DIRECTORY
-from fsdp_qlora.training.divergence import why_worse
 
 
 def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
