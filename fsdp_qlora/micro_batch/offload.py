@@ -58,7 +58,7 @@ class OffloadedActivations:
     in the reverse order of put().
 
     Its own stream does the copies, and fetches `n_ahead` puts ahead. put() frees the GPU memory of
-    all earlier puts but the latest, whose copy may still be running. The last of a micro-batch's
+    the earlier puts, whose copies ran beside what was computed since. The last of a micro-batch's
     `n_puts` stays on the GPU, because its backward comes first.
     """
 
@@ -72,7 +72,7 @@ class OffloadedActivations:
         self.buffers = {}
         # {i: (shape, dtype, bytes) of each tensor of this micro-batch's i-th put()}
         self.shapes = {}
-        # [(tensors, event at the end of their copy)], not yet freed on the GPU
+        # [(tensors, event at the end of their copy)] of the latest put(), not yet freed on the GPU
         self.offloading = []
         self.on_device = {}  # {i: (tensors on the GPU, event to wait for or None)}
         self.next_put = 0  # number of the next put() of this micro-batch
@@ -90,12 +90,12 @@ class OffloadedActivations:
                 a.copy_(b, non_blocking=True)
             return self.stream.record_event()
 
-    def release(self, keep: int = 0) -> None:
-        """Free the GPU memory of all but the latest `keep` puts."""
-        while len(self.offloading) > keep:
-            _, event = self.offloading.pop(0)
+    def release(self) -> None:
+        """Free the GPU memory of what is copied to the host."""
+        for _, event in self.offloading:
             if event is not None:  # after this event the memory may be reused
                 torch.cuda.current_stream().wait_event(event)
+        self.offloading.clear()
 
     def views(self, i: int) -> list[Tensor]:
         """Return the tensors of the i-th put() in host memory."""
@@ -106,7 +106,7 @@ class OffloadedActivations:
     def put(self, *tensors: Tensor) -> Any:
         """Save tensors of all tokens of a micro-batch, the first one [tokens, ..]. Returns the key
         for take()."""
-        self.release(keep=1)
+        self.release()
         i, self.next_put = self.next_put, (self.next_put + 1) % self.n_puts
         if i == self.n_puts - 1:
             self.on_device[i] = tensors, None
