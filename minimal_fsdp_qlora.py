@@ -22,7 +22,7 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     to change                                     edit
     flags                                         parse_args(), check_args()
     which linears have LoRA, dropout              build_model()
-    what else is trainable                        load_module(), check_model(), save_adapter()
+    what else is trainable                        load_module(), check_model()
     attention, activation checkpointing           choose_attention(), build_model()
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
     offloading, HSDP                              fsdp_policy()
@@ -32,8 +32,8 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     metrics: wandb, a file                        log_step(), end of train()
     what is saved                                 save_adapter()
     columns of the data set                       encode()
-    weight of an answer or a token                Row, make_row(), read_rows(),
-                                                  count_loss_tokens(), rows_loss()
+    weight of an answer or a token                Row, make_row(), count_loss_tokens(),
+                                                  rows_loss(), cross_entropy()
 
 On several machines run torchrun with --nnodes, --rdzv_backend c10d and --rdzv_endpoint on each of
 them, with the model and the data there. The machine of rank 0 gets the adapter.
@@ -46,10 +46,9 @@ To use the adapter, load the model in NF4, as it was trained, and then the adapt
     model = PeftModel.from_pretrained(model, "adapter")
 Do not merge it into the bf16 weights by merge_and_unload(): it was trained on their 4-bit values.
 
-This file needs no other. Beside it in the FSDP QLoRA repository are merge_adapters.py (adds the
+Beside this file, which needs neither, the FSDP QLoRA repository has merge_adapters.py (adds the
 adapter to those 4-bit values: one bf16 model) and train_fsdp_qlora.py (checkpoints to resume from,
-preference pairs, tools, mixtures of experts, models that are already in 4 bits, a plan of memory,
-more speed).
+preference pairs, tools, mixtures of experts, a plan of memory, more speed).
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 MIT License, Copyright (c) 2026 the FSDP QLoRA authors.
@@ -81,6 +80,7 @@ from jinja2 import TemplateError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard)
@@ -138,6 +138,9 @@ def parse_args() -> Namespace:
     parser.add_argument("--model", required=True, help="Hub id, or directory of safetensors")
     parser.add_argument("--dataset", required=True, help="JSONL file with messages or text")
     parser.add_argument("--output_dir", required=True, help="where the adapter goes")
+    parser.add_argument("--init_adapter",
+                        help="directory of an adapter to start from; the order of the rows and the"
+                        " learning rate start anew")
     parser.add_argument("--eval_dataset", help="JSONL file like --dataset, to evaluate")
     parser.add_argument("--num_epochs", type=float, default=1.0, help="passes over the data")
     parser.add_argument("--max_steps", type=int, help="optimizer steps, in place of --num_epochs")
@@ -150,7 +153,7 @@ def parse_args() -> Namespace:
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
                         help="save the adapter, over the last one, and evaluate, after every so"
-                        " many optimizer steps and after the last; no run can continue from it")
+                        " many optimizer steps and after the last")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--lora_rank", type=int, default=16, help="rank of the adapter")
     parser.add_argument("--lora_alpha", type=int, default=32,
@@ -182,6 +185,8 @@ def check_args(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             fail(f"--{name} {value}: must be above 0")
+    if args.init_adapter and not Path(args.init_adapter, "adapter_model.safetensors").is_file():
+        fail(f"--init_adapter {args.init_adapter}: has no adapter_model.safetensors")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fail now, not after training
     if Path(args.output_dir, "adapter_model.safetensors").exists():
         fail(f"--output_dir {args.output_dir}: already has an adapter")
@@ -219,14 +224,11 @@ def find_model(args: Namespace) -> Path:
 
 # ---- Model: built on meta, read and quantized layer by layer, sharded ---------------------------
 
-# Glossary:
-#     rank              one process, which has one GPU
-#     unit              modules whose parameters are gathered together: here a decoder layer
-#     shard             1/world_size of a parameter, cut along its first dimension; one per rank
-#     DTensor           the type of a sharded parameter: this rank's shard, and where the others are
-#     gather            all-gather: copy the shards of a unit from all ranks to each rank
-#     reduce-scatter    sum a gradient over all ranks, and pass each rank its shard of the sum
-#     code, scale       NF4 stores a code of 4 bits for each weight, a scale for each 64 weights
+# unit: modules whose parameters are gathered together, here a decoder layer.
+# code, scale: NF4 stores a code of 4 bits for each weight, and a scale for each 64 weights.
+#
+# Every rank (process) calls every function of this file, in the same order, because most of them
+# communicate. Only printing and writing files may depend on dist.get_rank().
 
 
 def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftModel:
@@ -250,8 +252,8 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     model.requires_grad_(False)
     model.name_or_path = args.model  # for adapter_config.json
     model.is_loaded_in_4bit = True  # or PEFT would use its LoRA layer for plain linears
-    # LoRA on fewer linears: [name for name in linears if ".self_attn." in name]; but at least one
-    # in each layer, as shard_layer() explains. Dropout: lora_dropout=0.05
+    # LoRA on fewer linears: [name for name in linears if ".self_attn." in name], but on at least
+    # one in each layer. Dropout: lora_dropout=0.05
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
@@ -276,7 +278,7 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_decoder(decoder: nn.Module, model_name: str) -> None:
-    """Refuse models that this file would train wrongly, or with other weights than load_in_4bit.
+    """Refuse models that this file would train wrongly, or quantize otherwise than load_in_4bit.
 
     In a mixture of experts, an expert that gets no token has no gradient, so the reduce-scatters of
     the ranks would not match. Experts are found by name, or by weights with three dimensions that
@@ -295,7 +297,7 @@ def load_and_shard(
     model: PeftModel, args: Namespace, model_dir: Path, device: torch.device
 ) -> None:
     """Read, quantize and shard one decoder layer after the other, so that no GPU ever needs memory
-    for all of them. All ranks must call this.
+    for all of them.
 
     Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
     on the GPU, or in host memory with --offload. All ranks gather the whole layer for its forward
@@ -306,6 +308,9 @@ def load_and_shard(
     causal_lm.tie_weights()  # so that open_weights() does not look for a tied lm_head
     handles = open_weights(causal_lm, model_dir)
     policy = fsdp_policy(args.offload, device)
+    adapter = {}
+    if args.init_adapter:
+        adapter = load_file(Path(args.init_adapter, "adapter_model.safetensors"))
     torch.manual_seed(SEED)  # the same initial LoRA on any number of ranks
     names = {module: name for name, module in causal_lm.named_modules()}
     layers = causal_lm.get_decoder().layers
@@ -313,16 +318,14 @@ def load_and_shard(
         for module in layer.modules():
             load_module(module, names[module], handles, device)
             if isinstance(module, LoraLayer):
-                init_lora(module, device)
+                init_lora(module, names[module], adapter, device)
         shard_layer(layer, policy)
     in_layers = set(layers.modules())
     for module, name in names.items():  # embedding, final norm, lm_head
         if module not in in_layers:
             load_module(module, name, handles, device)
     causal_lm.tie_weights()  # again: load_module() has replaced the embedding's parameter
-    # The last unit: fully_shard() skips parameters that an inner fully_shard() already owns. All
-    # others are bf16, but none has NF4 codes, so there are no NaNs to lose: see shard_layer(). They
-    # stay gathered from forward until the end of backward
+    # the last unit has the parameters that no layer has; none of them is in NF4
     fully_shard(model, reshard_after_forward=False, **policy)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -379,16 +382,23 @@ def load_module(
         setattr(module, key, weight)
 
 
-def init_lora(module: LoraLayer, device: torch.device) -> None:
-    """Materialize LoRA with PEFT's initial values, in fp32; shard_layer() explains why fp32."""
+def init_lora(
+    module: LoraLayer, name: str, adapter: dict[str, Tensor], device: torch.device
+) -> None:
+    """Materialize LoRA, in fp32, with PEFT's initial values or those of `adapter`, if not empty."""
     for matrices in (module.lora_A, module.lora_B):
         matrices.to_empty(device=device).float()  # both work in place
     module.reset_lora_parameters("default", init_lora_weights=True)
+    for key in ("lora_A", "lora_B") if adapter else ():
+        weight = getattr(module, key)["default"].weight
+        value = adapter.get(f"base_model.model.{name}.{key}.weight")
+        if value is None or value.shape != weight.shape:
+            fail(f"--init_adapter: has no {key} of {name} with this --lora_rank")
+        weight.data.copy_(value)
 
 
 def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
-    """Return the FSDP policy, as keywords of fully_shard(). load_and_shard() and shard_layer()
-    decide which modules are units, and when each is gathered.
+    """Return the FSDP policy, as keywords of fully_shard().
 
     With `offload` the shards wait in host memory. The scales of NF4 are not parameters, so FSDP2
     neither shards nor offloads them: each GPU always has all of them, 1 GiB for a 70B.
@@ -404,7 +414,7 @@ def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
 
 
 def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
-    """Make a decoder layer an FSDP2 unit. All ranks must call this.
+    """Make a decoder layer an FSDP2 unit.
 
     The trap: four NF4 codes are stored as one bf16 number. In a real model, about 0.08 % of these
     numbers happen to be NaNs. If all parameters of a unit are bf16, FSDP2 gathers the unit by
@@ -437,8 +447,7 @@ def check_model(model: PeftModel) -> None:
     if len(trained) != 2 * len(adapted) or not all(".lora_" in name for name in trained):
         raise RuntimeError(
             f"{len(trained)} tensors are trainable, but LoRA on {len(adapted)} linears has"
-            f" {2 * len(adapted)}; to train more on purpose, edit check_model(), and"
-            " save_adapter()")
+            f" {2 * len(adapted)}; to train more on purpose, edit check_model()")
     shards = [p.to_local() for p in model.parameters()]
     log(f"model: {sum(p.numel() for p in trained.values()):,} trainable parameters;"
         f" {sum(p.nbytes for p in shards) / 2**30:.2f} GiB of the model per rank, on"
@@ -452,7 +461,7 @@ def train(
     model: PeftModel, train_rows: list[Row], eval_rows: list[Row], args: Namespace,
     model_dir: Path, device: torch.device,
 ) -> None:
-    """Run the training loop on the rows of all steps, in this order. All ranks must call this."""
+    """Run the training loop on the rows of all steps, in this order."""
     # bitsandbytes cannot step DTensors, so it steps this rank's shards as plain parameters. They
     # share the model's memory; with --offload they are copies on the GPU, copied back below.
     # torch.optim.AdamW(shards) would do, too, but Muon and Adafactor need whole matrices
@@ -504,13 +513,13 @@ def train(
 def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     """Yield this rank's rows of a step, as many at once as fit, the longest first.
 
-    Rows of similar length go together, because they are padded to the longest. Row i goes to rank
-    i % world_size. All ranks must yield equally often, because each forward is a collective, so
-    rows without a loss are added until the ranks have equally many.
+    Rows of similar length go together, because they are padded to the longest. All ranks must yield
+    equally often, because each forward is a collective, so rows without a loss are added until the
+    ranks have equally many.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = sorted(batch, key=lambda row: len(row.ids))
-    no_loss = Row(batch[0].ids, torch.full_like(batch[0].targets, IGNORE_INDEX))
+    no_loss = batch[0]._replace(targets=torch.full_like(batch[0].targets, IGNORE_INDEX))
     batch = [no_loss] * (-len(batch) % world_size) + batch
     while batch:
         longest = len(batch[-1].ids)
@@ -525,8 +534,7 @@ def count_loss_tokens(rows: list[Row]) -> int:
 
 
 def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor:
-    """Return the sum of the losses of all tokens in some rows. All ranks must call this equally
-    often, each with rows of its own.
+    """Return the sum of the losses of all tokens in some rows, which are this rank's own.
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
     the loss ignores the padding.
@@ -559,10 +567,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def evaluate(
     model: PeftModel, eval_rows: list[Row], args: Namespace, device: torch.device
 ) -> float:
-    """Return the mean loss per token of some rows. All ranks must call this.
-
-    Dropout is off meanwhile: LoRA's, if you add it, and that of the model's own config.
-    """
+    """Return the mean loss per token of some rows."""
     model.eval()
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
@@ -580,7 +585,7 @@ def evaluate(
 
 def clip_gradient(shards: list[nn.Parameter]) -> Tensor:
     """Scale the gradient down to MAX_GRAD_NORM. Returns its norm before clipping, over all ranks.
-    All ranks must call this."""
+    """
     norm = nn.utils.get_total_norm([shard.grad for shard in shards]).square()
     # shards are disjoint, so their squared norms add up. With HSDP each machine adds all of them:
     # divide the sum by the number of machines
@@ -613,7 +618,7 @@ def learning_rate(step: int, n_steps: int, peak: float) -> float:
 def log_step(
     step: int, n_steps: int, loss: Tensor, lr: float, norm: Tensor, speed: float
 ) -> None:
-    """Print a step's metrics. `speed`: tokens per second per rank. All ranks call this; for wandb:
+    """Print a step's metrics. `speed`: tokens per second per rank. For wandb:
     if dist.get_rank() == 0: wandb.log({"loss": loss.item()}, step=step)"""
     worker, memory = "process", ""
     if loss.is_cuda:
@@ -626,8 +631,7 @@ def log_step(
 
 
 def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: torch.device) -> None:
-    """Gather the adapter; rank 0 writes it in PEFT's format, with the model's tokenizer. The
-    optimizer's state is not saved. All ranks must call this.
+    """Gather the adapter; rank 0 writes it in PEFT's format, with the model's tokenizer.
 
     Each file is written beside that of the last save, and then replaces it. So a run that is killed
     during a save leaves no half-written file.
@@ -637,9 +641,11 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
     if dist.get_rank() != 0:
         return
     partial_dir = Path(args.output_dir, "partial")
-    # PEFT saves LoRA alone. If you train more, write it by safetensors.torch.save_file() to another
-    # file, which load_state_dict(..., strict=False) gives to the model that PeftModel wraps later
     model.save_pretrained(partial_dir, state_dict=state_dict, save_embedding_layers=False)
+    # PEFT saves LoRA alone; give the rest to PeftModel's load_state_dict(..., strict=False)
+    others = {name: value for name, value in state_dict.items() if ".lora_" not in name}
+    if others:
+        save_file(others, partial_dir / "not_lora.safetensors")
     # copied, because tokenizer.save_pretrained() would write its own version of these files
     for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
         for path in model_dir.glob(pattern):
@@ -671,7 +677,7 @@ def read_rows(
     n_read = n_cut = n_dropped = 0
     for number, line in lines:
         if len(rows) >= n_needed:
-            break  # an answer takes milliseconds
+            break  # the rest would not be trained
         n_read += 1
         if not line.strip():
             continue
@@ -684,13 +690,13 @@ def read_rows(
             raise RuntimeError(f"{path}, line {number}") from error
         columns |= set(example)
         n_dropped += not encoded  # a conversation without an answer
-        for ids, targets in encoded:
+        for whole in encoded:
             # cloned, so that the memory of the rest is freed
-            row = Row(ids[: args.max_seq_len].clone(), targets[: args.max_seq_len].clone())
-            row.targets[-1] = IGNORE_INDEX  # as if the row ended here
+            row = Row(*(tensor[: args.max_seq_len].clone() for tensor in whole))
+            row.targets[-1:] = IGNORE_INDEX  # its token may be cut off
             if (row.targets != IGNORE_INDEX).any():
                 rows.append(row)
-                n_cut += len(ids) > args.max_seq_len
+                n_cut += len(whole.ids) > args.max_seq_len
             else:
                 n_dropped += 1  # a prompt that fills --max_seq_len
     if not rows:
@@ -698,9 +704,9 @@ def read_rows(
     log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines with the columns"
         f" {', '.join(sorted(columns))}; {n_cut:,} rows are cut at --max_seq_len; {n_dropped:,}"
         " more have no answer within it and are left out")
-    ids, targets = rows[0]
-    log(f"first row: {tokenizer.decode(ids)[:500]!r}; of it in the loss:"
-        f" {tokenizer.decode(targets[targets != IGNORE_INDEX])[:500]!r}")
+    in_loss = rows[0].targets[rows[0].targets != IGNORE_INDEX]
+    log(f"first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
+        f" {tokenizer.decode(in_loss)[:500]!r}")
     return rows
 
 
@@ -741,8 +747,8 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
 
     Each answer follows exactly the prompt that a server renders for the messages before it. Each
     answer is a row of its own that repeats these messages, because a template may change an answer
-    that other messages follow: Qwen3's drops its reasoning. The price: the first messages of a long
-    conversation are computed once for each answer.
+    that other messages follow: Qwen3's drops its reasoning. So the start of a long conversation is
+    computed once for each answer.
     """
     # other columns: example = {"messages": [{"role": "user", "content": example["prompt"]}, ...]}
     check_example(example)

@@ -50,8 +50,8 @@ def count_words(dtype):
     """Have the script count the words that FSDP2 changes, with LoRA in `dtype`."""
     init_lora, shard_layer, seen = script.init_lora, script.shard_layer, [0] * 4
 
-    def init_in_dtype(module, device):
-        init_lora(module, device)
+    def init_in_dtype(module, *args):
+        init_lora(module, *args)
         if dtype == "bf16":
             module.lora_A.bfloat16(), module.lora_B.bfloat16()
 

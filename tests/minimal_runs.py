@@ -4,7 +4,6 @@ how it is to compute."""
 
 import ast
 import contextlib
-import functools
 import io
 import shutil
 import sys
@@ -30,6 +29,9 @@ def minimal(job, process):
     seen, log, argv = {}, io.StringIO(), ["minimal_fsdp_qlora.py", *map(str, job["argv"])]
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(log))
+        for key in job.get("with", ()):
+            for owner, name, new in edited(key) if key in EDITS else ():
+                stack.enter_context(mock.patch.object(owner, name, new))
         for owner, name, new in (
             (sys, "argv", argv),
             (script.time, "sleep", lambda seconds: None),  # no torchrun ends rank 1 meanwhile
@@ -41,7 +43,7 @@ def minimal(job, process):
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, new))
         for key in job.get("with", ()):  # around those above
-            for owner, name, new in PATCHES[key]():
+            for owner, name, new in PATCHES[key]() if key in PATCHES else ():
                 stack.enter_context(mock.patch.object(owner, name, new))
         try:
             script.main()
@@ -118,8 +120,8 @@ def lora_in_bf16():
     """Then all of a layer is bf16, and CUDA's copies rewrite NaNs; elsewhere the copies here do."""
     init_lora = script.init_lora
 
-    def init_in_bf16(module, device):
-        init_lora(module, device)
+    def init_in_bf16(module, *args):
+        init_lora(module, *args)
         module.lora_A.bfloat16()
         module.lora_B.bfloat16()
 
@@ -212,6 +214,22 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
          "                weight = nn.Parameter(value.float())\n"
          "                module.register_forward_hook(lambda module, args, out: out.to(DTYPE))"),
         ("    if len(trained) != 2 * len(adapted) or not all", "    if False and all")],
+    "weights": [  # of 2 for all tokens, which change nothing
+        ("    targets: Tensor", "    weights: Tensor\n    targets: Tensor"),
+        ("    return Row(torch.tensor(ids),",
+         "    return Row(torch.tensor(ids), torch.full([len(ids)], 2.0),"),
+        ("    return sum(int((row.targets != IGNORE_INDEX).sum())",
+         "    return sum(int(row.weights[row.targets != IGNORE_INDEX].sum())"),
+        ("    return cross_entropy(logits.flatten(0, 1), targets.flatten())",
+         "    weights = pad_sequence([row.weights for row in rows], batch_first=True)\n"
+         "    weights = weights.flatten().to(device)\n"
+         "    return cross_entropy(logits.flatten(0, 1), targets.flatten(), weights)"),
+        ("def cross_entropy(logits: Tensor, targets: Tensor)",
+         "def cross_entropy(logits, targets, weights)"),
+        ("chunk_loss(logits: Tensor, targets: Tensor)", "chunk_loss(logits, targets, weights)"),
+        ('targets, ignore_index=IGNORE_INDEX, reduction="sum")',
+         'targets, reduction="none") @ weights'),
+        ("targets.split(LOSS_CHUNK))", "targets.split(LOSS_CHUNK), weights.split(LOSS_CHUNK))")],
     "columns": [
         ("    check_example(example)\n    if",
          '    example = {"messages": [{"role": "user", "content": example["prompt"]},'
@@ -225,10 +243,10 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
 
 
 def edited(name):
-    """The functions of the script that an entry of EDITS changes."""
+    """The functions and classes of the script that an entry of EDITS changes."""
     source = Path(script.__file__).read_text()
     functions = {node.name: node for node in ast.parse(source).body
-                 if isinstance(node, ast.FunctionDef)}  # fmt: skip
+                 if isinstance(node, (ast.FunctionDef, ast.ClassDef))}  # fmt: skip
     changed = {}
     for old, new in EDITS[name]:
         (name, text), = [(name, text) for name, node in functions.items()
@@ -243,4 +261,3 @@ def edited(name):
 PATCHES = {patch.__name__: patch for patch in (
     in_fp32, one_by_one, lora_in_bf16, copies_as_on_cuda, norm_is_trained, norm_is_not_read,
     evaluated_first, killed_while_saving)}
-PATCHES |= {f"edit: {name}": functools.partial(edited, name) for name in EDITS}

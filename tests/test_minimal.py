@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import DEVICE, ROOT, do_here, needs_ranks, one_process, selected_params
-from minimal_runs import PROBE
+from minimal_runs import EDITS, PROBE
 from peft import (
     LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict)
 from peft.tuners.lora import LoraLayer
@@ -232,12 +232,12 @@ RUNS = {  # name: (processes, what the job has)
     **{f"on {n}": (n, {"argv": flags("llama", f"on-{n}", *ODD, rows="mixed.jsonl")})
        for n in (1, 4)},
     "edit: HSDP": (4, {"argv": flags("llama", "x", *ODD, rows="mixed.jsonl"),
-                       "with": ["edit: HSDP"]}),
+                       "with": ["HSDP"]}),
     **{f"edit: {name}": (2, {"argv": flags("llama", name, *more, rows=rows),
-                             "with": [f"edit: {name}"]})
+                             "with": [name]})
        for name, rows, *more in (
            ("layers stay gathered", "text.jsonl", *EVALUATED),
-           ("norms", "text.jsonl"), ("columns", "answers.jsonl"),
+           ("norms", "text.jsonl"), ("weights", "text.jsonl"), ("columns", "answers.jsonl"),
            ("attention only", "text.jsonl"), ("AdamW", "text.jsonl"))},
     "all rows": (2, {"argv": flags("qwen3", "all-rows", "--batch_size", 24, "--max_steps", 1,
                                   rows="mixed.jsonl")}),
@@ -249,6 +249,11 @@ RUNS = {  # name: (processes, what the job has)
     "saved each step": (2, {"argv": flags("llama", "saved", "--save_every", 1)}),
     "held out": (2, {"argv": flags("llama", "held", "--eval_dataset", "five.jsonl",
                                       "--save_every", 2, "--micro_batch_size", 1)}),
+    "begun": (2, {"argv": flags("llama", "begun", "--init_adapter", "llama-adapter",
+                                "--learning_rate", 1e-60)}),
+    "other rank": (2, {"argv": flags("llama", "x", "--init_adapter", "llama-adapter",
+                                     "--lora_rank", 2)}),
+    "no adapter": (2, {"argv": flags("llama", "x", "--init_adapter", "llama")}),
     "killed": (2, {"argv": flags("llama", "killed", "--save_every", 1),
                    "with": ["killed_while_saving"]}),
     "unanswered": (2, {"argv": flags("llama", "x", "--max_steps", 1, "--batch_size", 25,
@@ -515,6 +520,8 @@ def test_check_model_finds(run, words, runs):
     ("no batch", "--batch_size 0: must be above 0"),
     ("no rate", "--learning_rate nan: must be above 0"),
     ("no file", "none.jsonl: no such file"),
+    ("other rank", "--init_adapter: has no lora_A of model.layers.0.self_attn.q_proj with this"),
+    ("no adapter", "--init_adapter llama: has no adapter_model.safetensors"),
     ("no directory", "--output_dir taken: already has an adapter"),
     ("no rows", "text.jsonl: no token to train on"),
     ("too fast", "the run has diverged: use a lower --learning_rate"),
@@ -548,9 +555,9 @@ def test_eval_loss_is_that_of_the_saved_adapter(base, runs):
     assert float(shown[-1][1]) == pytest.approx(want, abs=1e-3) != float(shown[0][1])
 
 
-@pytest.mark.parametrize("edit", ["HSDP", "layers stay gathered", "norms", "columns",
-                                  "attention only", "AdamW"])  # fmt: skip
+@pytest.mark.parametrize("edit", EDITS)
 def test_edits_that_the_file_describes(edit, base, runs):
+    """Its table names all that a change needs: other functions are as they were."""
     needs_ranks(4 if edit == "HSDP" else 2)
     text, seen = runs(f"edit: {edit}")
     plain, seen_plain = runs("on 4" if edit == "HSDP" else "llama")
@@ -565,6 +572,14 @@ def test_edits_that_the_file_describes(edit, base, runs):
     elif edit == "norms":  # activations stay in bf16: the first loss is the same
         assert seen["losses"][0] == seen_plain["losses"][0]
         assert found["norm"][0] > want["norm"][0]
+        more = load_file(base / edit / "not_lora.safetensors")
+        model = load_trained(base, "llama", edit)
+        untrained = {name: p for name, p in model.named_parameters() if "norm" in name}
+        assert sorted(more) == sorted(untrained) and len(more) == 7
+        assert not any(torch.equal(value, untrained[name].float()) for name, value in more.items())
+        assert not model.load_state_dict(more, strict=False).unexpected_keys
+    elif edit == "weights":
+        assert seen["losses"].tolist() == pytest.approx(seen_plain["losses"].tolist(), abs=1e-5)
     elif edit == "AdamW":
         assert found["loss"][0] == want["loss"][0] and found["loss"][2] < want["loss"][0] - 0.1
     else:
@@ -579,6 +594,15 @@ def test_saves_change_no_training(base, runs):
                     for name in ("saved", "llama-adapter"))
     assert not (base / "saved" / "partial").exists()
     torch.testing.assert_close(saved, plain, atol=0 if DEVICE == "cpu" else 1e-3, rtol=0)
+
+
+def test_run_begins_with_an_adapter(base, runs):
+    needs_ranks(2)
+    runs("begun")
+    before, after = (load_file(base / name / "adapter_model.safetensors")
+                     for name in ("llama-adapter", "begun"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_kill_leaves_the_earlier_adapter(base, runs):
