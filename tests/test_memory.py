@@ -364,6 +364,16 @@ def test_rows_of_the_evaluation_fit_into_the_bins():
     assert plan.micro_batch_tokens >= 300
 
 
+def test_mean_document_is_that_of_a_token():
+    """Attention of one long document takes more time than that of many short ones beside it."""
+    config, _, _ = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
+    rows = rows_of([(list(range(n)),) * 2 for n in (10, 30)])
+    with one_process():
+        workload = search.describe_workload(
+            config, ShuffledRows(rows, config), None, 1, torch.device("cpu"), "")
+    assert workload.mean_document_tokens == (10 * 10 + 30 * 30) / 40
+
+
 def test_layers_of_different_sizes_add_up():
     """Each layer counts by its own LayerSpec, and the largest of them where one is worked on; only
     adapters are of one size."""

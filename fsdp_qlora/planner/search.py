@@ -51,7 +51,7 @@ class Workload:
     tokens: int  # maximum per step of the first 200 steps, over all processes
     longest: int  # tokens of the longest document
     longest_row: int  # tokens of the longest row, with both answers of a pair
-    mean_document_tokens: float
+    mean_document_tokens: float  # of the document that a token is in: what attention works on
     uneven: bool  # True if training rows differ in length or in their number of tokens in the loss
     world_size: int
     device: torch.device
@@ -404,9 +404,10 @@ def describe_workload(
     steps = range(1, min(config.max_steps or 200, 200) + 1)
     row_lengths = rows.lengths.view(-1, rows.n_answers).sum(1)
     tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
+    lengths = rows.lengths.double()
     return Workload(
-        tokens, longest, longest_row, float(rows.lengths.float().mean()), uneven, world_size,
-        device, plain_attention, plain_recurrence, why_no_capture, state_bytes,
+        tokens, longest, longest_row, float(lengths.square().sum() / lengths.sum()), uneven,
+        world_size, device, plain_attention, plain_recurrence, why_no_capture, state_bytes,
         shortest=int(rows.lengths.min()), resumable_attention=resumable_attention)
 
 
