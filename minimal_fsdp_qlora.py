@@ -47,8 +47,8 @@ To use the adapter, load the model in NF4, as it was trained, and then the adapt
 Do not merge it into the bf16 weights by merge_and_unload(): it was trained on their 4-bit values.
 
 Beside this file, which needs neither, the FSDP QLoRA repository has merge_adapters.py (adds the
-adapter to those 4-bit values: one bf16 model) and train_fsdp_qlora.py (checkpoints to resume from,
-preference pairs, tools, mixtures of experts, a plan of memory, more speed).
+adapter to those 4-bit values: one bf16 model) and train_fsdp_qlora.py (resumes, starts from an
+adapter; preference pairs, tools, mixtures of experts, a plan of memory, more speed).
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 MIT License, Copyright (c) 2026 the FSDP QLoRA authors.
@@ -68,7 +68,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 # less fragmentation of GPU memory; torch reads this once, when it is imported
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault(
+    "PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))
 
 import bitsandbytes as bnb
 import torch
@@ -80,7 +81,7 @@ from jinja2 import TemplateError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard)
@@ -138,9 +139,6 @@ def parse_args() -> Namespace:
     parser.add_argument("--model", required=True, help="Hub id, or directory of safetensors")
     parser.add_argument("--dataset", required=True, help="JSONL file with messages or text")
     parser.add_argument("--output_dir", required=True, help="where the adapter goes")
-    parser.add_argument("--init_adapter",
-                        help="directory of an adapter to start from; the order of the rows and the"
-                        " learning rate start anew")
     parser.add_argument("--eval_dataset", help="JSONL file like --dataset, to evaluate")
     parser.add_argument("--num_epochs", type=float, default=1.0, help="passes over the data")
     parser.add_argument("--max_steps", type=int, help="optimizer steps, in place of --num_epochs")
@@ -185,8 +183,6 @@ def check_args(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             fail(f"--{name} {value}: must be above 0")
-    if args.init_adapter and not Path(args.init_adapter, "adapter_model.safetensors").is_file():
-        fail(f"--init_adapter {args.init_adapter}: has no adapter_model.safetensors")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fail now, not after training
     if Path(args.output_dir, "adapter_model.safetensors").exists():
         fail(f"--output_dir {args.output_dir}: already has an adapter")
@@ -308,9 +304,6 @@ def load_and_shard(
     causal_lm.tie_weights()  # so that open_weights() does not look for a tied lm_head
     handles = open_weights(causal_lm, model_dir)
     policy = fsdp_policy(args.offload, device)
-    adapter = {}
-    if args.init_adapter:
-        adapter = load_file(Path(args.init_adapter, "adapter_model.safetensors"))
     torch.manual_seed(SEED)  # the same initial LoRA on any number of ranks
     names = {module: name for name, module in causal_lm.named_modules()}
     layers = causal_lm.get_decoder().layers
@@ -318,7 +311,7 @@ def load_and_shard(
         for module in layer.modules():
             load_module(module, names[module], handles, device)
             if isinstance(module, LoraLayer):
-                init_lora(module, names[module], adapter, device)
+                init_lora(module, device)
         shard_layer(layer, policy)
     in_layers = set(layers.modules())
     for module, name in names.items():  # embedding, final norm, lm_head
@@ -373,28 +366,20 @@ def load_module(
             # to() quantizes, and leaves the scales in module.quant_state, where forward finds them
             weight = bnb.nn.Params4bit(value, module=module, **NF4_KWARGS).to(device)
         else:
-            # frozen. What is to be trained is in fp32, as LoRA is. Norms, for example:
+            weight = nn.Parameter(value, requires_grad=False)
+            # what else is to be trained must be in fp32, as LoRA is. Norms, for example:
             #     if "norm" in name:
             #         weight = nn.Parameter(value.float())
             #         module.register_forward_hook(lambda module, args, out: out.to(DTYPE))
             # Without the hook the activations of Llama and Qwen3 would be fp32, too
-            weight = nn.Parameter(value, requires_grad=False)
         setattr(module, key, weight)
 
 
-def init_lora(
-    module: LoraLayer, name: str, adapter: dict[str, Tensor], device: torch.device
-) -> None:
-    """Materialize LoRA, in fp32, with PEFT's initial values or those of `adapter`, if not empty."""
+def init_lora(module: LoraLayer, device: torch.device) -> None:
+    """Materialize LoRA with PEFT's initial values, in fp32."""
     for matrices in (module.lora_A, module.lora_B):
         matrices.to_empty(device=device).float()  # both work in place
     module.reset_lora_parameters("default", init_lora_weights=True)
-    for key in ("lora_A", "lora_B") if adapter else ():
-        weight = getattr(module, key)["default"].weight
-        value = adapter.get(f"base_model.model.{name}.{key}.weight")
-        if value is None or value.shape != weight.shape:
-            fail(f"--init_adapter: has no {key} of {name} with this --lora_rank")
-        weight.data.copy_(value)
 
 
 def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
@@ -470,6 +455,7 @@ def train(
     shards = [nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in dtensors]
     optimizer = bnb.optim.PagedAdamW8bit(shards, weight_decay=0.0)
     n_steps = len(train_rows) // args.batch_size
+    torch.manual_seed(SEED + dist.get_rank())  # for dropout, if you add it
     for step in range(1, n_steps + 1):
         started = time.perf_counter()
         batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks

@@ -208,11 +208,9 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
         ("            save_adapter(", "            evaluate(model, eval_rows, args, device)\n"
          "            save_adapter(")],
     "norms": [
-        ("            weight = nn.Parameter(value, requires_grad=False)",
-         "            weight = nn.Parameter(value, requires_grad=False)\n"
-         '            if "norm" in name:\n'
-         "                weight = nn.Parameter(value.float())\n"
-         "                module.register_forward_hook(lambda module, args, out: out.to(DTYPE))"),
+        ('            #     if "norm" in name:', '            if "norm" in name:'),
+        ("            #         weight = nn", "                weight = nn"),
+        ("            #         module.reg", "                module.reg"),
         ("    if len(trained) != 2 * len(adapted) or not all", "    if False and all")],
     "weights": [  # of 2 for all tokens, which change nothing
         ("    targets: Tensor", "    weights: Tensor\n    targets: Tensor"),

@@ -169,9 +169,11 @@ def test_report_of_plain_torchrun_ends_with_the_reason(tree):
     assert last.strip() == f"traceback : {said[0]}" and set(rule) == {"="}
 
 
+@pytest.mark.parametrize("given", ["", "max_split_size_mb:512"])
 @pytest.mark.parametrize("script", ["train_fsdp_qlora.py", "minimal_fsdp_qlora.py"])
-def test_torch_finds_its_allocators_settings_when_it_is_imported(script):
-    """Later it does not read them again: 3 of 22.5 GiB were then in gaps between tensors."""
+def test_torch_finds_its_allocators_settings_when_it_is_imported(script, given):
+    """Later it does not read them again: 3 of 22.5 GiB were then in gaps between tensors. A user's
+    own settings stay, under the newer name too."""
     watch = f"""
 import os, runpy, sys
 class Watch:
@@ -183,5 +185,6 @@ sys.argv = [{script!r}, "--model", "m", "--dataset", "d", "--output_dir", "o"]
 runpy.run_path({str(ROOT / script)!r}, run_name="__main__")
 """
     env = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
+    env |= {"PYTORCH_ALLOC_CONF": given} if given else {}
     run = subprocess.run([sys.executable, "-c", watch], env=env, capture_output=True, text=True)
-    assert "setting: expandable_segments:True" in run.stderr
+    assert f"setting: {given or 'expandable_segments:True'}" in run.stderr

@@ -249,11 +249,6 @@ RUNS = {  # name: (processes, what the job has)
     "saved each step": (2, {"argv": flags("llama", "saved", "--save_every", 1)}),
     "held out": (2, {"argv": flags("llama", "held", "--eval_dataset", "five.jsonl",
                                       "--save_every", 2, "--micro_batch_size", 1)}),
-    "begun": (2, {"argv": flags("llama", "begun", "--init_adapter", "llama-adapter",
-                                "--learning_rate", 1e-60)}),
-    "other rank": (2, {"argv": flags("llama", "x", "--init_adapter", "llama-adapter",
-                                     "--lora_rank", 2)}),
-    "no adapter": (2, {"argv": flags("llama", "x", "--init_adapter", "llama")}),
     "killed": (2, {"argv": flags("llama", "killed", "--save_every", 1),
                    "with": ["killed_while_saving"]}),
     "unanswered": (2, {"argv": flags("llama", "x", "--max_steps", 1, "--batch_size", 25,
@@ -520,8 +515,6 @@ def test_check_model_finds(run, words, runs):
     ("no batch", "--batch_size 0: must be above 0"),
     ("no rate", "--learning_rate nan: must be above 0"),
     ("no file", "none.jsonl: no such file"),
-    ("other rank", "--init_adapter: has no lora_A of model.layers.0.self_attn.q_proj with this"),
-    ("no adapter", "--init_adapter llama: has no adapter_model.safetensors"),
     ("no directory", "--output_dir taken: already has an adapter"),
     ("no rows", "text.jsonl: no token to train on"),
     ("too fast", "the run has diverged: use a lower --learning_rate"),
@@ -594,15 +587,6 @@ def test_saves_change_no_training(base, runs):
                     for name in ("saved", "llama-adapter"))
     assert not (base / "saved" / "partial").exists()
     torch.testing.assert_close(saved, plain, atol=0 if DEVICE == "cpu" else 1e-3, rtol=0)
-
-
-def test_run_begins_with_an_adapter(base, runs):
-    needs_ranks(2)
-    runs("begun")
-    before, after = (load_file(base / name / "adapter_model.safetensors")
-                     for name in ("llama-adapter", "begun"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_kill_leaves_the_earlier_adapter(base, runs):
