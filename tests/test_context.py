@@ -149,7 +149,7 @@ FAMILIES = {  # what attention, or what a token's place decides, differs in
 LOSSES = "dpo", "orpo", "kto"
 PIECES = {"pieces": "qwen3", "latent_pieces": "deepseek_v3"}  # of rows of one length, one by one
 # whose parts others have, by `make test-slow`
-RARE = "qwen3", "gemma3_text", "qwen3_moe", "attention_dropout", "orpo"
+RARE = "mistral", "qwen3", "gemma3_text", "qwen3_moe", "attention_dropout", "orpo"
 CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
          for name in (*FAMILIES, *LOSSES, *PIECES)]  # fmt: skip
 

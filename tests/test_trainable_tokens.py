@@ -37,8 +37,8 @@ QUICK = ["llama3", "qwen2", "gemma2", "qwen3_vl"]  # tied, not, scaled, in a wra
 FAMILIES = QUICK + [pytest.param(name, marks=pytest.mark.slow) for name in (
     "granite4", "falcon_h1", "qwen3_moe", "gpt_oss", "nemotron_h", "qwen3_5",
     "gemma3", "mistral3", "deepseek_v3", "exaone", "sarvam_moe")]
-SETTINGS = {"kept": ["--recompute", "none"], "recomputed": ["--recompute", "all"],
-            "split": ["--recompute", "all", "--micro_batch_tokens", "64"]}
+SETTINGS = {"kept": ["--recompute", "none"],
+            "recomputed, split": ["--recompute", "all", "--micro_batch_tokens", "64"]}
 FLAGS = ["--lora_rank", "4", "--lora_alpha", "64", "--batch_size", "16", "--max_seq_len", "64",
          "--compute_dtype", "float32"]
 
