@@ -55,7 +55,8 @@ FAMILIES = {  # model type: settings besides SIZES
         "hidden_size_per_layer_input": 0,
     },
     "qwen3_5_text": {
-        "head_dim": 32, "num_hidden_layers": 4, "linear_key_head_dim": 32,
+        "head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 32,
         "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     },
     "lfm2": {
