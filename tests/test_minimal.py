@@ -450,7 +450,7 @@ def test_gathered_words_are_bitsandbytes(family, base, runs):
     _, seen = runs(family)
     words = {bare_name(name): value for name, value in seen.items()
              if name not in ("logits", "losses")}
-    assert len(words) >= 3 * 4  # of each layer
+    assert len(words) >= 4 * SIZES["num_hidden_layers"]
     n_nan = 0
     for name, gathered in words.items():
         codes, _ = bnb.functional.quantize_4bit(
