@@ -521,7 +521,9 @@ def layouts_of_files(name, directory):
 
 
 # transformers' own files of Kimi K2.5 it cannot read
-@pytest.mark.parametrize("name", [name for name in MIXTURES if name != "kimi_k25"])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SAME_NAMES))
+    for name in MIXTURES if name != "kimi_k25"])  # fmt: skip
 def test_layouts_of_files_give_the_same_values(name, tmp_path):
     """Every tensor that is read has the same rows, whichever layout holds it."""
     config, directories = layouts_of_files(name, tmp_path)

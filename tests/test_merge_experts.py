@@ -191,7 +191,8 @@ def test_mxfp4_becomes_the_bf16_that_transformers_makes_of_it(
 
 
 @pytest.mark.parametrize("name", [
-    "qwen3_moe", "mixtral", "granitemoe", "glm4_moe", "granite4_h_moe", "glm_moe_dsa",
+    "qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow), "granitemoe",
+    pytest.param("glm4_moe", marks=pytest.mark.slow), "granite4_h_moe", "glm_moe_dsa",
     "nemotron_h_latent"])  # fmt: skip
 def test_merged_mixture_is_the_trained_one(
     name, trained, run_main, tmp_path, capsys, monkeypatch
@@ -290,7 +291,8 @@ def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
 
 
 @pytest.mark.parametrize("name, form", [
-    ("lfm2_moe", "modules"), ("nemotron_h_latent", "modules"), ("qwen3_5_moe_vl", "parameters")])
+    ("lfm2_moe", "modules"), ("qwen3_5_moe_vl", "parameters"),
+    pytest.param("nemotron_h_latent", "modules", marks=pytest.mark.slow)])
 def test_adapters_of_experts_in_the_form_of_earlier_versions_are_read(
     name, form, run_main, demo_directory, tmp_path
 ):  # fmt: skip
