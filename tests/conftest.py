@@ -138,9 +138,9 @@ def pytest_xdist_auto_num_workers():
 
 
 # The longest first, so that two processes end together; xdist would go by the number of tests.
-LONG = """nothing_lost minimal layer preferences layouts merge experts merge_experts numbers
-    evaluation step per_layer multimodal benchmarks nodes dora house launch released loading
-    live_memory memory bad_input files models prompts""".split()
+LONG = """nothing_lost layer minimal preferences experts merge layouts merge_experts numbers
+    trainable_tokens context nodes step evaluation house memory per_layer live_memory loading
+    benchmarks bad_input released dora models multimodal readme plan_for launch files""".split()
 
 
 def pytest_collection_modifyitems(items):

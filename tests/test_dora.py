@@ -22,13 +22,14 @@ MAGNITUDE = "lora_magnitude_vector"
 
 
 @pytest.fixture(scope="module")
-def all_runs(tmp_path_factory, run_jobs):
+def all_runs(tmp_path_factory, run_jobs, tiny_model):
     """The directory of the runs below, each of which takes all 16 rows in every step, and the
     flags of the one that was resumed."""
     base = tmp_path_factory.mktemp("dora")
     (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    flags = ["--dataset", "data.jsonl", "--batch_size", "16", "--max_steps", str(STEPS),
-             "--learning_rate", "3e-3"]
+    (base / "model").symlink_to(tiny_model("llama", num_hidden_layers=2))
+    flags = ["--model", "model", "--dataset", "data.jsonl", "--batch_size", "16",
+             "--max_steps", str(STEPS), "--learning_rate", "3e-3"]
     flags += ["--save_every", str(STEPS - 1), "--target_modules", "q_proj", "v_proj", "down_proj"]
     cut = ["--adapter", "dora", "--lora_dropout", "0.1", "--max_steps", "4", "--save_every", "2"]
     break_off = "cp -r whole resumed; rm -r resumed/adapter_* resumed/checkpoint-000004"
@@ -61,7 +62,7 @@ def test_adapter_in_peft_gives_the_loss_of_training(kind, runs):
     checkpoint = run / f"checkpoint-{STEPS - 1:06d}"
     settings = json.loads((checkpoint / "adapter_config.json").read_text())
     assert (settings["use_dora"], settings["use_rslora"]) == (kind == "dora", kind == "rslora")
-    loss = loss_in_peft(run / "demo" / "model", checkpoint)
+    loss = loss_in_peft(runs / "model", checkpoint)
     first, *_, last = losses(run)
     print(f"{kind}: {first:.5f} to {last:.5f} in training, {loss:.5f} with PEFT")
     assert last < 0.99 * first
@@ -85,7 +86,7 @@ def test_merged_weights_are_what_peft_merges_in_fp32(kind, runs, tmp_path, capsy
     print(f"{kind}: {error} of the adapter's effect, by rounding {rounding}")
     assert error < 0.1 and rounding < 0.1
 
-    model = AutoModelForCausalLM.from_pretrained(run / "demo" / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(runs / "model", dtype=torch.float32)
     for name, p in model.named_parameters():
         if "_proj." in name:
             p.data = nf4_and_back(p.data.bfloat16()).float()
@@ -97,18 +98,18 @@ def test_merged_weights_are_what_peft_merges_in_fp32(kind, runs, tmp_path, capsy
         distance = (weight.double() - want[name].double()).abs()
         assert (distance <= 2**-8 * 1.001 * want[name].double().abs()).all(), name
         changed += not torch.equal(before[name], want[name])
-    assert changed == 4 * 3
+    assert changed == 2 * 3
 
 
 def test_magnitudes_are_trained_and_resumed_bit_for_bit(runs):
-    """A rank's part of some magnitudes is no whole block of 8-bit state: 64 of 256 values."""
+    """A rank's part of some magnitudes is no whole block of 8-bit state: 32 of 128 values."""
     got, want = (load_file(runs / n / "adapter_model.safetensors") for n in ("resumed", "whole"))
-    assert got.keys() == want.keys() and len(got) == 4 * 3 * 3
+    assert got.keys() == want.keys() and len(got) == 2 * 3 * 3
     assert all(torch.equal(got[name], want[name]) for name in got)
     assert losses(runs / "resumed") == losses(runs / "whole")
     early = load_file(runs / "whole" / "checkpoint-000002" / "adapter_model.safetensors")
     magnitudes = [name for name in want if name.endswith(f".{MAGNITUDE}")]
-    assert len(magnitudes) == 4 * 3
+    assert len(magnitudes) == 2 * 3
     for name in magnitudes:
         assert want[name].dtype == torch.float32 and want[name].dim() == 1
         assert (want[name] != early[name]).float().mean() > 0.99

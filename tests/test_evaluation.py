@@ -180,7 +180,7 @@ def test_samples_are_on_the_board(runs, read_metrics):
 
 
 @pytest.mark.parametrize("nproc, model, flags", [
-    pytest.param(1, "qwen3_moe", [], marks=pytest.mark.slow), (2, "qwen3_moe", []),
+    *(pytest.param(n, "qwen3_moe", [], marks=pytest.mark.slow) for n in (1, 2)),
     (2, "gpt_oss", ["--micro_batch_tokens", 33])])  # fmt: skip
 def test_samples_are_those_of_one_document_alone(nproc, model, flags, demo_directory, run_jobs,
                                                  tmp_path):  # fmt: skip

@@ -401,6 +401,11 @@ ADAPTED = {"lora_rank": 8, "lora_alpha": 16, "target_modules": ("q_proj", "o_pro
 
 # whose adapters alone are tested; of the others, together with those of all linears: the same names
 ALONE = "mixtral", "gpt_oss", "granitemoe", "gemma4_moe_vl", "nemotron_h_latent"
+# whose experts have the names and layouts of another one's, by `make test-slow`; that routes
+# otherwise, which is tested above and in test_layer.py
+SAME_NAMES = """qwen3_moe_dense flint minimax_m2 olmoe flex_olmo granitemoe_swa sarvam_moe
+    sarvam_moe_no_norm sarvam_mla glm4_moe_lite deepseek_v3_moonlight deepseek_v2 deepseek_v2_lite
+    axk1 deepseek_v32 glm_moe_dsa dots1 solar_open mellum laguna_elements afmoe""".split()
 
 
 @torch.no_grad()
@@ -408,7 +413,7 @@ ALONE = "mixtral", "gpt_oss", "granitemoe", "gemma4_moe_vl", "nemotron_h_latent"
     pytest.param(name, targets, marks=[pytest.mark.slow] * is_slow)
     for targets in (("experts",), ("all-linear", "experts"))
     for name in (*MIXTURES, "gemma4_moe_vl", "nemotron_h_omni")
-    for is_slow in (len(targets) == 1 and name not in ALONE,)])  # fmt: skip
+    for is_slow in (name in SAME_NAMES or len(targets) == 1 and name not in ALONE,)])
 def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     """Names and values of the file: PEFT's model, with a vision tower if there is one, gives the
     logits, the loss and each part's gradient that ours gives."""
@@ -571,7 +576,9 @@ def layouts_of_files(name, directory):
 
 
 # transformers' own files of Kimi K2.5 it cannot read
-@pytest.mark.parametrize("name", [name for name in MIXTURES if name != "kimi_k25"])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SAME_NAMES))
+    for name in MIXTURES if name != "kimi_k25"])  # fmt: skip
 def test_layouts_of_files_give_the_same_values(name, tmp_path):
     """Every tensor that is read has the same rows, whichever layout holds it."""
     config, directories = layouts_of_files(name, tmp_path)
@@ -702,7 +709,8 @@ def test_int4_means_what_compressed_tensors_documents(scales):
 
 
 @pytest.mark.parametrize("write, name", [
-    (write_fp8, "minimax_m2"), (write_fp8, "qwen3_moe"), (write_int4, "kimi_k25")])  # fmt: skip
+    (write_fp8, "minimax_m2"), pytest.param(write_fp8, "qwen3_moe", marks=pytest.mark.slow),
+    (write_int4, "kimi_k25")])
 def test_fp8_or_int4_checkpoint_trains_as_the_bf16_one_of_its_values(
     write, name, run_main, demo_directory, read_metrics, tmp_path, monkeypatch
 ):

@@ -175,6 +175,8 @@ def test_scripts_train_resume_and_merge_by_the_command_line(nproc, empty, run_jo
     if nproc == 1:  # once is enough
         merged = subprocess.run(shlex.split(merge), env=ALONE, capture_output=True, text=True)
         assert merged.returncode == 0, merged.stderr
+        assert "%|" not in merged.stderr  # a progress bar, in a pipe
+        assert "gemm_4bit" not in merged.stdout + merged.stderr  # bitsandbytes on a CPU
         names.append("merged/model.safetensors")
     assert os.listdir() == ["run"]
     assert all((empty / "run" / name).is_file() for name in names)

@@ -84,6 +84,14 @@ SAVED = {
 }
 QUICK = "all", "x, sliced"  # in each run of the tests; of these families all
 WHOLE = "llama", "gemma3", "cohere", "qwen3_moe", "gpt_oss"
+# whose layers are those of an earlier one but for sizes, frequencies and names: in one way
+SAME_LAYERS = """llama_linear llama_proportional llama_dynamic llama_yarn internlm3 iquestcoder
+    phi_tied phi3_longrope phi4_mini gemma3_text_linear olmo3_yarn hunyuan_alpha gemma4 gemma4_e_vl
+    gemma4_unified mistral3 internvl internvl_qwen2 llava exaone4_5 qwen2_vl qwen2_5_vl glm4v
+    qwen3_5_vl qwen3_5_moe_vl mistral3_ministral3""".split()
+# whose text model is another one's in all that is computed
+SAME_TEXT = """gemma4 gemma4_e_vl gemma4_unified mistral3 internvl_qwen2 exaone4_5 qwen2_5_vl
+    mistral3_ministral3""".split()
 
 
 def make_plan(n_layers, saves="all", reuse_dequantized=False, compute_dtype="float32"):
@@ -252,7 +260,9 @@ def assert_equal(kept, monkeypatch, name, **settings):
 
 
 @pytest.mark.parametrize("name, kept", [
-    pytest.param(name, kept, marks=[pytest.mark.slow] * (kept not in QUICK and name not in WHOLE))
+    pytest.param(name, kept, marks=[pytest.mark.slow] * (
+        name not in WHOLE and (
+            kept not in QUICK[: 1 if name in SAME_LAYERS else 2] or name in SAME_TEXT)))
     for name in TINY for kept in SAVED])  # fmt: skip
 def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
@@ -351,11 +361,11 @@ def test_what_is_offloaded_is_not_held():
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu", "gemma4_e"])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     """Micro-batches of several lengths; the first layers keep x, or the sum after attention as
-    well, the last ones what their MLP needs."""
+    well, the last ones, one, two or all, what their MLP needs."""
     pair = pair_and_expected(name)[0]
     model, n_layers, ids, got = pair.make(), pair.arch.n_layers, pair.ids, {}
     adapter_values(model, pair.values)
-    cases = [*itertools.product((False, True), range(n_layers + 1), (1,)), (False, 0, 0)]
+    cases = [*itertools.product((False, True), {0, 1, 2, n_layers}, (1,)), (False, 0, 0)]
     for middle, n_mlp, on_host in cases:
         plan = dataclasses.replace(model.plan, recomputed=n_layers, n_mlp_saved=n_mlp,
                                    save_mid_residual=middle, offload_activations=bool(on_host))
@@ -497,12 +507,12 @@ def test_what_is_computed_again_is_there_once(name, saves, monkeypatch):
     assert len(at_once) > 4 * (saves != "all") and set(at_once) == {0}
 
 
-@pytest.mark.parametrize("kept", SAVED)
-@pytest.mark.parametrize("adapter, name", [
-    *((adapter, "llama") for adapter in ("rslora", "dora")),
-    *(pytest.param(adapter, name, marks=[pytest.mark.slow] * (adapter == "rslora"))  # a factor
-      for adapter in ("rslora", "dora")
-      for name in "qwen2 phi3 cohere glm4 arcee youtu gemma4_wide".split())])  # fmt: skip
+@pytest.mark.parametrize("adapter, name, kept", [
+    pytest.param(adapter, name, kept, marks=[pytest.mark.slow] * (
+        name != "llama" and (adapter == "rslora" or kept not in QUICK)))  # a factor
+    for adapter in ("rslora", "dora")
+    for name in "llama qwen2 phi3 cohere glm4 arcee youtu gemma4_wide".split()
+    for kept in SAVED])  # fmt: skip
 def test_other_adapters_equal_peft(adapter, name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name, adapter=adapter)
 
@@ -517,8 +527,10 @@ def test_dora_is_refused_where_a_row_of_a_weight_is_0():
         measure_weight_norms(pair.make())
 
 
-@pytest.mark.parametrize("kept", SAVED)
-@pytest.mark.parametrize("name, adapter", [("qwen2", "lora"), ("llama", "dora")])
+@pytest.mark.parametrize("name, adapter, kept", [
+    pytest.param(name, adapter, kept, marks=[pytest.mark.slow] * (
+        adapter == "lora" and kept not in QUICK))  # which DoRA has as well
+    for name, adapter in (("qwen2", "lora"), ("llama", "dora")) for kept in SAVED])  # fmt: skip
 @pytest.mark.parametrize(
     "targets",
     [("q_proj", "v_proj"), ("k_proj",), ("o_proj",), ("down_proj",), ("gate_proj", "down_proj")],
@@ -704,13 +716,16 @@ def test_probe_is_in_the_order_of_the_rows():
 # ------------------------------------------------------------------------------------------------
 
 IN_RELEASED = {config.get("text_config", config)["model_type"] for config in CONFIGS.values()}
+TEXT_TYPES = {name: text_config(make(VOCABULARY)).model_type for name, make in TINY.items()}
+CHECKED_HERE = {kind: name for name, kind in reversed(TEXT_TYPES.items())
+                if kind not in IN_RELEASED}.values()  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] * (make(VOCABULARY).model_type in IN_RELEASED))
-    for name, make in TINY.items()])  # fmt: skip
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in CHECKED_HERE)) for name in TINY])
 def test_check_at_start_passes(name):
-    """Of the families that test_released.py does not check; the others by `make test-slow`."""
+    """The first model of each family that test_released.py does not check, as the check makes the
+    text model alone; the others by `make test-slow`."""
     model_config = TINY[name](VOCABULARY)
     state = torch.random.get_rng_state()
     compare_with_transformers(model_config, name)
@@ -1011,7 +1026,8 @@ STRAY = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "granite", "olmo2"])
+@pytest.mark.parametrize("name", [
+    "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("granite", "olmo2"))])
 @pytest.mark.parametrize("stray", STRAY)
 def test_check_at_start_takes_what_changes_no_output(stray, name):
     compare_with_transformers(tiny(name, None, **STRAY[stray])(VOCABULARY), name)

@@ -191,7 +191,8 @@ def test_mxfp4_becomes_the_bf16_that_transformers_makes_of_it(
 
 
 @pytest.mark.parametrize("name", [
-    "qwen3_moe", "mixtral", "granitemoe", "glm4_moe", "granite4_h_moe", "glm_moe_dsa",
+    "qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow), "granitemoe",
+    pytest.param("glm4_moe", marks=pytest.mark.slow), "granite4_h_moe", "glm_moe_dsa",
     "nemotron_h_latent"])  # fmt: skip
 def test_merged_mixture_is_the_trained_one(
     name, trained, run_main, tmp_path, capsys, monkeypatch
@@ -238,9 +239,11 @@ def swap_experts(tensors):
         tensors[key], tensors[other] = tensors[other], tensors[key]
 
 
+# the last three by `make test-slow`: others have their layouts of files and their adapters
 @pytest.mark.parametrize("name", [
-    "mxfp4", "granitemoe", "qwen2_moe", "gemma4_moe", "hy_v3", "nemotron_h_latent",
-    "qwen3_5_moe_vl", "step3p7"])  # fmt: skip
+    "mxfp4", "qwen2_moe", "gemma4_moe", "nemotron_h_latent", "step3p7",
+    *(pytest.param(name, marks=pytest.mark.slow)
+      for name in ("granitemoe", "hy_v3", "qwen3_5_moe_vl"))])  # fmt: skip
 def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
     name, run_main, demo_directory, tmp_path, capsys
 ):
@@ -288,7 +291,8 @@ def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
 
 
 @pytest.mark.parametrize("name, form", [
-    ("lfm2_moe", "modules"), ("nemotron_h_latent", "modules"), ("qwen3_5_moe_vl", "parameters")])
+    ("lfm2_moe", "modules"), ("qwen3_5_moe_vl", "parameters"),
+    pytest.param("nemotron_h_latent", "modules", marks=pytest.mark.slow)])
 def test_adapters_of_experts_in_the_form_of_earlier_versions_are_read(
     name, form, run_main, demo_directory, tmp_path
 ):  # fmt: skip
@@ -388,7 +392,14 @@ def test_change_of_one_experts_slice_is_named(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", TINY)
+# the first model of each family, of mixtures three; by `make test-slow` all
+TYPES = {TINY[name](96).model_type: name for name in reversed(TINY)}
+IN_4BIT = {"qwen3_moe", "gpt_oss", "deepseek_v3"} | {
+    name for name in TYPES.values() if not describe_model(TINY[name](96)).moe}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_4BIT)) for name in TINY])
 def test_what_load_in_4bit_quantizes_is_what_training_does(name):
     """Of each family, so that PEFT's adapters are merged by the rule of the run's own; mixtures
     are refused, as the versions of transformers differ in their experts."""

@@ -36,12 +36,12 @@ from fsdp_qlora.config import Config
 SCRIPT = ROOT / "minimal_fsdp_qlora.py"
 # inner widths in multiples of 64: bitsandbytes on a CPU dequantizes rows that share a block wrongly
 SIZES = {
-    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.06,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
-           "num_hidden_layers": 4, "head_dim": 32}  # fmt: skip
+SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+           "head_dim": 32}  # fmt: skip
 VISION = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
           "num_attention_heads": 2, "patch_size": 14, "image_size": 28}  # fmt: skip
 TIED = {"tie_word_embeddings": True}
@@ -55,14 +55,15 @@ FAMILIES = {  # model type: settings besides SIZES
         "hidden_size_per_layer_input": 0,
     },
     "qwen3_5_text": {
-        "head_dim": 32, "num_hidden_layers": 4, "linear_key_head_dim": 32,
+        "head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 32,
         "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     },
     "lfm2": {
-        **TIED, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 64,
+        **TIED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 64,
     },
     "granitemoehybrid": {
-        "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0,
+        "layer_types": ["mamba", "attention"], "num_local_experts": 0,
         "num_experts_per_tok": 0, "shared_intermediate_size": 192, "mamba_n_heads": 8,
         "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16,
     },
@@ -218,7 +219,7 @@ BESIDE = {  # of the big script: name: (processes, dtype, more flags, patches)
 SOME_BESIDE = (  # the others by `make test-slow`
     "fp32 on 1, one_by_one", "fp32 on 1 offloaded, micro-batches", "fp32 on 2, micro-batches",
     "fp32 on 2 offloaded, one_by_one", "bf16 on 2 offloaded, micro-batches")
-ODD = ["--max_steps", 8, "--lora_rank", 2, "--batch_size", 5]
+ODD = ["--max_steps", 5, "--lora_rank", 2, "--batch_size", 5]
 EVALUATED = ["--eval_dataset", "five.jsonl", "--save_every", 1]
 RUNS = {  # name: (processes, what the job has)
     **{name: (2, {"argv": flags(name, f"{name}-adapter")}) for name in FAMILIES},
@@ -306,10 +307,10 @@ def test_file_alone_trains_by_torchrun(launched):
     done, alone = launched
     assert done.returncode == 0, done.stderr
     found = losses(done.stdout)
-    assert [int(step) for step, *_ in STEP.findall(done.stdout)] == list(range(1, 9))
+    assert [int(step) for step, *_ in STEP.findall(done.stdout)] == list(range(1, 6))
     assert found[-1] < found[0] - 0.2
     assert {path.name for path in alone.iterdir()} == {SCRIPT.name, "adapter"}
-    assert done.stdout.splitlines()[-1] == "step 8: adapter saved in adapter"
+    assert done.stdout.splitlines()[-1] == "step 5: adapter saved in adapter"
     assert re.search(r"^attention: (flash_attention_2|sdpa) \(.+\)$", done.stdout, re.M)
     assert "/GPU" in done.stdout if DEVICE == "cuda" else "tok/s/process" in done.stdout
 
@@ -329,7 +330,7 @@ def test_same_losses_whatever_the_processes(launched, runs):
     for nproc in 1, 4:
         text, _ = runs(f"on {nproc}")
         print(nproc, max(abs(a - b) for a, b in zip(losses(text), want)))
-        assert losses(text) == pytest.approx(want, abs=5e-3) and len(want) == 8
+        assert losses(text) == pytest.approx(want, abs=5e-3) and len(want) == 5
         assert gradients(text) == pytest.approx(norms, rel=0.03)
 
 
@@ -474,7 +475,7 @@ def test_gathered_words_are_bitsandbytes(family, base, runs):
     _, seen = runs(family)
     words = {bare_name(name): value for name, value in seen.items()
              if name not in ("logits", "losses")}
-    assert len(words) >= 3 * 4  # of each layer
+    assert len(words) >= 4 * SIZES["num_hidden_layers"]
     n_nan = 0
     for name, gathered in words.items():
         codes, _ = bnb.functional.quantize_4bit(
@@ -494,7 +495,7 @@ def test_check_at_start_finds_rewritten_words(runs):
 
 
 @pytest.mark.parametrize("run,words", [
-    ("a norm is trained", "RuntimeError: 43 tensors are trainable, but LoRA on 21 linears has 42"),
+    ("a norm is trained", "RuntimeError: 29 tensors are trainable, but LoRA on 14 linears has 28"),
     ("a norm is not read", ".norm.weight is not loaded, but still on meta"),
 ])  # fmt: skip
 def test_check_model_finds(run, words, runs):
@@ -505,7 +506,7 @@ def test_check_model_finds(run, words, runs):
 @pytest.mark.parametrize("run,words", [
     ("moe", "--model mixtral: is a mixture of experts (layers.0.mlp.experts.gate_up_proj)"),
     ("gemma4_e", "gemma4_e: has a linear outside its layers (per_layer_model_projection)"),
-    ("lacking", "lacking: no model*.safetensors has layers.2."),
+    ("lacking", "lacking: no model*.safetensors has layers.0.mlp.down_proj."),
     ("quantized", "--model quantized: is already quantized; pass the original model"),
     ("twice", "twice: its files have two tensors "),
     ("no model", "--model none: no such directory, and the download failed: "),
@@ -595,7 +596,7 @@ def test_kill_leaves_the_earlier_adapter(base, runs):
     assert "step 1: adapter saved" in text and text.endswith("RuntimeError: killed\n")
     before, after = (load_file(base / name / "adapter_model.safetensors")
                      for name in ("first-save", "killed"))
-    assert len(before) == 42 and all(torch.equal(value, after[name])
+    assert len(before) == 28 and all(torch.equal(value, after[name])
                                      for name, value in before.items())
     assert any(value.any() for name, value in before.items() if "lora_B" in name)
 
@@ -1026,7 +1027,7 @@ def plain_loop(directory, rank, n_steps, batch):
     yield get_peft_model_state_dict(model)
 
 
-@pytest.mark.parametrize("nproc", STEPS)
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_steps_equal_a_plain_loop(nproc, stepped):
     """What is printed of each step, and the adapter after the last one, to the bit on a CPU."""
     needs_ranks(nproc)

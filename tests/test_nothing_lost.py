@@ -76,7 +76,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def flags(tiny_model, data):
-    model = tiny_model("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    model = tiny_model("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
     return ["--model", model, "--dataset", data / "rows.jsonl", "--max_seq_len", 64,
             "--eval_dataset", data / "eval.jsonl", "--max_steps", STEPS, "--batch_size", 4,
             "--save_every", 2, "--eval_every", 3, "--lora_rank", 4, "--lora_dropout", 0.1,
@@ -206,7 +206,7 @@ def check_stopped(run, state="stopped", code=75, words=""):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(200, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("kills", [1, pytest.param(200, marks=pytest.mark.chaos)])
 def test_killed_at_random_times(kills, start, forks, undisturbed, tmp_path):
     """Of a rank, the launcher or all, at any time of a start; and again until the run is complete,
     then another run, until so many kills are done."""
@@ -333,10 +333,13 @@ def before_last_save(start, undisturbed, tmp_path_factory):
     """A run that was killed between its last step and the save of it; and of a start that goes on
     with it, all file operations: [(rank, number)]."""
     cwd = tmp_path_factory.mktemp("before-last-save")
-    last = [i for i, (name, path, _) in enumerate(undisturbed.operations[0])
-            if name == "mkdir" and path.endswith(f"checkpoint-{STEPS:06d}.part")]  # fmt: skip
-    run = start(cwd, fault={"rank": 0, "operation": last[0], "how": "kill"})
-    assert run.wait()[0] == -signal.SIGKILL
+    shutil.copytree(undisturbed.run, cwd / "run")
+    shutil.rmtree(cwd / "run" / f"checkpoint-{STEPS:06d}")
+    (cwd / "run" / "adapter_model.safetensors").unlink()
+    fault = {"rank": 0, "operation": ["mkdir", "save_checkpoint"], "how": "kill"}
+    run = start(cwd, fault=fault)
+    assert run.wait()[0] == -signal.SIGKILL, run.err
+    assert not (cwd / "run" / f"checkpoint-{STEPS:06d}").exists()
     dry = shutil.copytree(cwd, tmp_path_factory.mktemp("dry") / "run")
     run = start(dry, fault={"rank": None, "operation": None})
     assert run.wait() == [0, 0], run.err
@@ -455,18 +458,6 @@ def test_all_signals_in_each_phase(number, target, start, undisturbed, tmp_path)
     check_signals(start, undisturbed, tmp_path, [(number, target)] * len(PHASES))
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.chaos)])
-def test_rank_is_killed(rank, start, undisturbed, tmp_path):
-    """The other says so and in status.json, as nobody else can where it is rank 0."""
-    run = start(tmp_path, slow=[["train_step", 5, 0.5]])
-    run.wait_for_slow("train_step", 5, [0, 1])
-    run.kill(signal.SIGKILL, rank)
-    assert run.wait(10)[1 - rank] == EXIT_RESUMABLE, run.err
-    assert check_stopped(run, words=LOST)["step"] == 5
-    finish(start, tmp_path)
-    assert differences(tmp_path, undisturbed.run) == []
-
-
 @pytest.mark.parametrize("state", ["stopped", "failed", "complete"])
 def test_lost_process_does_not_hide_why_a_run_has_ended(state, tmp_path):
     status, path = Status(), tmp_path / "status.json"
@@ -478,16 +469,6 @@ def test_lost_process_does_not_hide_why_a_run_has_ended(state, tmp_path):
     status.write("training")
     status.write("stopped", EXIT_RESUMABLE, f"{LOST}; the same command resumes it")
     assert read_json(path)["state"] == ("failed" if state == "failed" else "stopped")
-
-
-def test_torchrun_is_killed(start, undisturbed, tmp_path):
-    run = start(tmp_path, slow=[["train_step", 5, 0.5]])
-    run.wait_for_slow("train_step", 5, [0, 1])
-    run.kill(signal.SIGKILL, "launcher")
-    assert run.wait(10) == [EXIT_RESUMABLE] * 2, run.err
-    assert check_stopped(run, words="torchrun has ended, after step 5")["step"] == 5
-    finish(start, tmp_path)
-    assert differences(tmp_path, undisturbed.run) == []
 
 
 @pytest.mark.chaos
@@ -592,38 +573,73 @@ def wait_until(what, seconds):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("function", "rank"),
-    [("train_step", 1)]
-    + [pytest.param(function, rank, marks=pytest.mark.chaos)
-       for function in ("train_step", "evaluate", "save_checkpoint") for rank in (0, 1)],
-)  # fmt: skip
-def test_rank_is_frozen(function, rank, start, undisturbed, tmp_path):
+def kill_rank(start, cwd, step, call, rank):
+    """The other says so and in status.json, as nobody else can where it is rank 0."""
+    run = start(cwd, slow=[["train_step", call, 0.5]])
+    run.wait_for_slow("train_step", call, [0, 1])
+    run.kill(signal.SIGKILL, rank)
+    assert run.wait(10)[1 - rank] == EXIT_RESUMABLE, run.err
+    assert check_stopped(run, words=LOST)["step"] == step
+
+
+def kill_torchrun(start, cwd, step, call):
+    run = start(cwd, slow=[["train_step", call, 0.5]])
+    run.wait_for_slow("train_step", call, [0, 1])
+    run.kill(signal.SIGKILL, "launcher")
+    assert run.wait(10) == [EXIT_RESUMABLE] * 2, run.err
+    words = f"torchrun has ended, after step {step}"
+    assert check_stopped(run, words=words)["step"] == step
+
+
+def freeze_rank(start, cwd, function, rank):
     """The other writes down where it waits, and ends; torchrun then ends the frozen one."""
-    run = start(tmp_path, "--step_timeout_minutes", 0.05, slow=[[function, 2, 0.5]], grace=1)
+    run = start(cwd, "--step_timeout_minutes", 0.05, slow=[[function, 2, 0.5]], grace=1)
     run.wait_for_slow(function, 2, [0, 1])
     run.kill(signal.SIGSTOP, rank)
     codes = run.wait(30)
     assert codes[1 - rank] == EXIT_STEP_TIMEOUT and codes[rank] == -signal.SIGKILL, run.err
     check_stopped(run, "failed", EXIT_STEP_TIMEOUT, f"rank {1 - rank} on")
-    stacks = [path.name for path in (tmp_path / "run").glob("stacks-*.txt")]
+    stacks = [path.name for path in (cwd / "run").glob("stacks-*.txt")]
     assert stacks == [f"stacks-{1 - rank}.txt"]
-    assert " in train\n" in (tmp_path / "run" / stacks[0]).read_text()
-    finish(start, tmp_path, "--step_timeout_minutes", 0.05)
-    assert differences(tmp_path, undisturbed.run) == []
+    assert " in train\n" in (cwd / "run" / stacks[0]).read_text()
 
 
-def test_rank_that_runs_out_of_memory_says_so(start, undisturbed, tmp_path):
-    run = start(tmp_path, out_of_memory=5)
+def run_out_of_memory(start, cwd, step):
+    run = start(cwd, out_of_memory=step)
     assert run.wait()[1] == EXIT_OUT_OF_MEMORY, run.err
     (line,) = [line for line in last_words(run) if line.startswith("error: ")]
-    for words in ("rank 1 on", "out of memory at step 5, in micro-batches of at most", "GiB",
+    for words in ("rank 1 on", f"out of memory at step {step}, in micro-batches of at most", "GiB",
                   "--recompute all, ", "a smaller --micro_batch_tokens, ",
                   "a shorter --max_seq_len"):  # fmt: skip
         assert words in line
-    status = read_json(tmp_path / "run" / "status.json")
+    status = read_json(cwd / "run" / "status.json")
     assert (status["state"], status["code"]) == ("failed", EXIT_OUT_OF_MEMORY)
+
+
+def test_run_that_ends_early_four_times_goes_on(start, undisturbed, tmp_path):
+    """Each start goes on with what the one before has saved: after steps 2, 5, 6 and 8."""
+    kill_rank(start, tmp_path, step=3, call=3, rank=0)
+    kill_torchrun(start, tmp_path, step=5, call=3)
+    freeze_rank(start, tmp_path, "train_step", rank=1)
+    run_out_of_memory(start, tmp_path, step=9)
+    run = finish(start, tmp_path)
+    assert "checkpoint-000008 at step 8 of" in run.out
+    assert differences(tmp_path, undisturbed.run) == []
+
+
+@pytest.mark.chaos
+def test_rank_1_is_killed(start, undisturbed, tmp_path):
+    kill_rank(start, tmp_path, step=5, call=5, rank=1)
     finish(start, tmp_path)
+    assert differences(tmp_path, undisturbed.run) == []
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("function", ["train_step", "evaluate", "save_checkpoint"])
+def test_rank_is_frozen(function, rank, start, undisturbed, tmp_path):
+    freeze_rank(start, tmp_path, function, rank)
+    finish(start, tmp_path, "--step_timeout_minutes", 0.05)
     assert differences(tmp_path, undisturbed.run) == []
 
 

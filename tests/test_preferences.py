@@ -62,7 +62,7 @@ SHARED = ["--shard_group_size", 2]
 SETTINGS = {  # {processes: {name: flags}}
     1: {"dpo pair": PAIR, "dpo large": LARGE, "dpo recomputed": [*ALL, *PAIR],
         "dpo offloaded": [*ALL, *PAIR, "--offload_params", "--offload_activations"],
-        "dpo some": ["--recompute", "2", *LARGE], "dpo started": [*STARTED, *LARGE],
+        "dpo some": ["--recompute", "1", *LARGE], "dpo started": [*STARTED, *LARGE],
         "cdpo": PAIR, "ipo": PAIR, "simpo": LARGE, "orpo": PAIR,
         "orpo recomputed": [*ALL, *LARGE], "kto": SMALL, "kto started": [*STARTED, *ALL, *LARGE]},
     2: {"dpo split": [*SMALL, *SHARED], "dpo copies": [*PAIR, "--shard_group_size", 1],
@@ -75,7 +75,8 @@ SETTINGS = {  # {processes: {name: flags}}
 }  # fmt: skip
 # what others hold together; by `make test-slow`
 RARE = ("dpo large", "dpo recomputed", "orpo recomputed", "dpo copies", "dpo recomputed sharded",
-        "ipo sharded", "kto copies", "kto resumed", "dpo resumed by two")  # fmt: skip
+        "ipo sharded", "kto copies", "kto resumed", "dpo resumed by two", "dpo some",
+        "dpo started sharded", "simpo split", "dpo shared")  # fmt: skip
 CASES = [pytest.param(n, name, marks=[pytest.mark.slow] * (n == 4 or name in RARE))
          for n, settings in SETTINGS.items() for name in settings]  # fmt: skip
 
@@ -96,7 +97,7 @@ def write_preferences(directory, name, n, seed):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tiny_model):
     directory = tmp_path_factory.mktemp("preferences")
-    model = tiny_model("qwen2", hidden_size=96, intermediate_size=171)
+    model = tiny_model("qwen2", hidden_size=96, intermediate_size=171, num_hidden_layers=2)
     (directory / "model").symlink_to(model)
     write_preferences(directory, "rows", 10, seed=3)
     write_preferences(directory, "eval", 5, seed=4)
