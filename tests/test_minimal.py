@@ -569,7 +569,7 @@ def test_edits_that_the_file_describes(edit, base, runs):
         more = load_file(base / edit / "not_lora.safetensors")
         model = load_trained(base, "llama", edit)
         untrained = {name: p for name, p in model.named_parameters() if "norm" in name}
-        assert sorted(more) == sorted(untrained) and len(more) == 7
+        assert sorted(more) == sorted(untrained) and len(more) >= 5
         assert not any(torch.equal(value, untrained[name].float()) for name, value in more.items())
         assert not model.load_state_dict(more, strict=False).unexpected_keys
     elif edit == "weights":
