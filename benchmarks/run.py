@@ -214,6 +214,7 @@ GROUPS = {
         case("70b-2k", "llama-2-70b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}",
              base="70b-2k-nooffload"),
         case("70b-2k-auto", "llama-2-70b", 2, 2048, 6, f"{CAP} {OFFLOAD}", base="70b-2k"),
+        case("70b-2k-1gpu", "llama-2-70b", 2, 2048, 6, f"{CAP} {OFFLOAD} --offload_params", gpus=1),
         case("70b-2k-nooffload", "llama-2-70b", 2, 2048, 6, f"{ALL} {SHARED}"),
         case("70b8-offload", "llama-2-70b", 2, 2048, 12, f"{OFFLOAD} {ALL} {SHARED}", layers=8,
              base="70b8-nooffload"),
@@ -397,6 +398,9 @@ GROUPS = {
         case("long-gpt-oss-20b-530k", "gpt-oss-20b", 1, 530_432, 2, f"{ALL} {RANK_32}", gpus=1),
         case("long-8b-32k", "llama-3-8b", 1, 32_768, 3, gpus=1),
         case("long-8b-131k", "llama-3-8b", 1, 131_072, 2, OFFLOAD, gpus=1),
+        case("long-8b8-131k", "llama-3-8b", 1, 131_072, 3, f"{ALL} {OFFLOAD}", gpus=1, layers=8),
+        case("long-8b8-131k-2gpus", "llama-3-8b", 0.5, 131_072, 3,
+             f"{ALL} {OFFLOAD} --context_parallel_size {{gpus}}", layers=8, base="long-8b8-131k"),
         case("long-8b-131k-2gpus", "llama-3-8b", 0.5, 131_072, 2,
              f"{OFFLOAD} --context_parallel_size {{gpus}}", base="long-8b-131k"),
     ],
@@ -998,7 +1002,7 @@ def main(argv):
             print(f"GEMM ceiling {shape} {gemm_ceiling(model, int(tokens)):.1f} TFLOP/s")
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("group", choices=GROUPS)
+    parser.add_argument("group", choices=GROUPS, nargs="?", help="none: that of the first case")
     parser.add_argument("--cases", help="names with commas; none: all of the group")
     parser.add_argument("--list", action="store_true", help="show the cases and stop")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="where results go")
@@ -1009,15 +1013,22 @@ def main(argv):
     parser.add_argument("--peers_path", type=Path, default=ROOT / ".p-site",
                         help="where they are installed, by pip install --target")  # fmt: skip
     args = parser.parse_args(argv)
+    names = args.cases.split(",") if args.cases else []
+    if args.group is None:
+        args.group = next((group for group, cases in GROUPS.items()
+                           if names and names[0] in {c["name"] for c in cases}), None)
+    if args.list and not (args.group or names):
+        names = list(CASES)
+    elif args.group is None:
+        parser.error(f"name a group or a case: {', '.join((*GROUPS, *CASES))}")
     peers = list(PEERS) if args.peers == "all" else [p for p in args.peers.split(",") if p]
     if set(peers) - set(PEERS) or peers and args.group not in BESIDE_PEERS:
         groups = ", ".join(BESIDE_PEERS)
         parser.error(f"--peers {args.peers}: groups {groups} have {', '.join(PEERS)}")
-    known = CASES if args.group == "profile" else {c["name"]: c for c in GROUPS[args.group]}
-    names = args.cases.split(",") if args.cases else [c["name"] for c in GROUPS[args.group]]
-    if set(names) - set(known):
-        parser.error(f"--cases {args.cases}: {args.group} has {', '.join(known)}")
-    cases = [{**known[n], "flags": f"{known[n]['flags']} {args.flags}".strip()} for n in names]
+    names = names or [c["name"] for c in GROUPS[args.group]]
+    if set(names) - set(CASES):
+        parser.error(f"--cases {args.cases}: the cases are {', '.join(CASES)}")
+    cases = [{**CASES[n], "flags": f"{CASES[n]['flags']} {args.flags}".strip()} for n in names]
     if args.list:
         for chosen in cases:
             print(f"{chosen['name']:18} {chosen['gpus'] or 'all'} GPUs  {describe(chosen)}")
