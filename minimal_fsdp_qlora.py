@@ -6,7 +6,7 @@ is installed, shards the model by a hand-written FSDP2 policy, and trains LoRA i
 loop. The model comes from transformers, the 4-bit linears from bitsandbytes, the adapter from PEFT.
 
     # flash-attn is optional
-    pip install "torch>=2.11" "transformers>=5.20" "peft>=0.21" "bitsandbytes>=0.50" accelerate
+    pip install "torch>=2.11" "transformers>=5.20,<6" "peft>=0.21" "bitsandbytes>=0.50" accelerate
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.1-8B-Instruct \
         --dataset rows.jsonl --output_dir adapter
     # a 70B on two 24 GB GPUs (measured on H200s limited to 22.5 GiB): 15 GiB per GPU, and about
@@ -29,7 +29,7 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     micro-batches, the loss                       micro_batches(), rows_loss()
     optimizer, schedule                           train(), learning_rate()
     evaluation, and how often                     evaluate(), end of train()
-    metrics: wandb, a file                        log_step(), end of train()
+    metrics: wandb, a file                        main(), log_step(), end of train()
     what is saved                                 save_adapter()
     columns of the data set                       encode()
     weight of an answer or a token                Row, make_row(), count_loss_tokens(),
@@ -376,7 +376,8 @@ def load_module(
 
 
 def init_lora(module: LoraLayer, device: torch.device) -> None:
-    """Materialize LoRA with PEFT's initial values, in fp32."""
+    """Materialize LoRA with PEFT's default initial values, in fp32. LoraConfig's init_lora_weights
+    is not read."""
     for matrices in (module.lora_A, module.lora_B):
         matrices.to_empty(device=device).float()  # both work in place
     module.reset_lora_parameters("default", init_lora_weights=True)
@@ -604,8 +605,8 @@ def learning_rate(step: int, n_steps: int, peak: float) -> float:
 def log_step(
     step: int, n_steps: int, loss: Tensor, lr: float, norm: Tensor, speed: float
 ) -> None:
-    """Print a step's metrics. `speed`: tokens per second per rank. For wandb:
-    if dist.get_rank() == 0: wandb.log({"loss": loss.item()}, step=step)"""
+    """Print a step's metrics. `speed`: tokens per second per rank. For wandb, if dist.get_rank()
+    is 0: wandb.init() in main(), and here wandb.log({"loss": loss.item()}, step=step)"""
     worker, memory = "process", ""
     if loss.is_cuda:
         worker, memory = "GPU", f" | {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"
@@ -712,8 +713,9 @@ def check_example(example: dict[str, Any]) -> None:
     """Raise BadExample for what this file does not handle. Other columns are ignored."""
     if ("text" in example) == ("messages" in example):
         raise BadExample(f"expected either text or messages, not {', '.join(example)}")
-    for key in ("system", "tools", "documents", "chat_template_kwargs", "completion", "chosen",
-                "rejected", "weight", "train"):
+    for key in ("system", "system_prompt", "tools", "functions", "documents",
+                "chat_template_kwargs", "completion", "chosen", "rejected", "label", "kto_tag",
+                "weight", "train"):
         if example.get(key) not in (None, "", [], {}):
             raise BadExample(f"{key!r} would change the training, and this file does not handle it")
     for message in example.get("messages", []):

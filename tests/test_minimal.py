@@ -637,7 +637,9 @@ def test_rows(base):
 UNREAD = {
     "tools": {"tools": [{"type": "function"}]}, "a system message apart": {"system": "Be brief."},
     "variables": {"chat_template_kwargs": {"enable_thinking": False}},
-    "a completion": {"completion": "1"}}
+    "a completion": {"completion": "1"}, "a bad answer": {"label": False},
+    "LLaMA-Factory's label": {"kto_tag": False}, "a system prompt": {"system_prompt": "Be brief."},
+    "functions": {"functions": [{"name": "f"}]}}
 UNREAD_IN_MESSAGES = {
     "weight": {"weight": 0}, "train": {"train": False}, "a call": {"tool_calls": []},
     "reasoning": {"reasoning_content": "so"}, "parts": {"content": [{"type": "text", "text": "4"}]},
