@@ -67,7 +67,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp_qlora.config import Config
+from fsdp_qlora.config import SCHEDULES, Config
 from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
@@ -482,14 +482,12 @@ def optimizer_step(optimizer: Optimizer, adapter: Adapter, lr: float) -> None:
 
 def learning_rate(step: int, config: Config) -> float:
     """Return the learning rate of step 1..max_steps: linear warm-up to the peak, then
-    --lr_schedule."""
+    --lr_schedule, see SCHEDULES."""
     warmup = max(1, round(config.warmup_fraction * config.max_steps))
     if step <= warmup:
         return config.learning_rate * step / warmup
     progress = (step - warmup) / (config.max_steps + 1 - warmup)
-    shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress,
-              "constant": 1.0}
-    return config.learning_rate * shapes[config.lr_schedule]
+    return config.learning_rate * SCHEDULES[config.lr_schedule](progress)
 
 
 # ------------------------------------------------------------------------------------------------
