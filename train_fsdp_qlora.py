@@ -197,13 +197,9 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         model = Model(base.arch, job.specs, plan, kernels, device, mesh.get_group("shard"), context)
         shard_model(model, mesh, plan)
         loaded = load_model(model, job.weights_dir, base.config, config)
-        untrained = check_untrained_tokens(model, job.rows, base)
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
-        first_rows = initial_rows(model, base.trainable_tokens, untrained)
-        adapter = Adapter(model, device, base.trainable_ids, first_rows)
-        if config.adapter == "dora":
-            measure_weight_norms(model)
+        adapter = make_adapter(model, job)
         run = make_run(job, plan, status, directory, source, model, adapter, start_step)
         start_adapter(run, job.saved_config)
         status.enter("saving")
@@ -263,6 +259,18 @@ def make_plan(job: Prepared, source: RowSource, limit: int,
     if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
         kernels = choose_attention(config, arch, device, whole_documents=False)
     return kernels, plan
+
+
+def make_adapter(model: Model, job: Prepared) -> Adapter:
+    """Return the adapter of all layers and of --trainable_tokens, without its initial values. All
+    ranks must call this."""
+    base = job.base
+    untrained = check_untrained_tokens(model, job.rows, base)
+    first_rows = initial_rows(model, base.trainable_tokens, untrained)
+    adapter = Adapter(model, model.device, base.trainable_ids, first_rows)
+    if job.config.adapter == "dora":
+        measure_weight_norms(model)
+    return adapter
 
 
 def make_run(job: Prepared, plan: Plan, status: Status, directory: Path, source: RowSource,
