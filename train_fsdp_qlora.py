@@ -527,15 +527,8 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     lr = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, lr)
     run.model.write_token_rows()
-    now = clock()
-    seconds = now - run.step_start
-    run.step_start = now
-    run.status.longest_step = max(run.status.longest_step, seconds)
-    record = {
-        "step": step, **metrics, "learning_rate": lr, "grad_norm": norm, **size, "seconds": seconds,
-        "tokens_per_second_per_gpu": size["tokens"] / seconds / dist.get_world_size(),
-        "peak_memory_gib": memory_gib(run.device, run.plan.graphs)[1],
-        **dict(zip(BALANCE, stats.balance.tolist()))}
+    record = {"step": step, **metrics, "learning_rate": lr, "grad_norm": norm, **size,
+              **step_cost(run, size["tokens"]), **dict(zip(BALANCE, stats.balance.tolist()))}
     return record, ACTIONS[int(stats.action)]
 
 
@@ -548,6 +541,18 @@ def step_size(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record:
             "trainable_tokens": int(rows.n_trainable_tokens.sum()),
             "micro_batches": len(micro_batches) * run.model.context.n_groups,
             "packing_efficiency": tokens / computed_tokens}
+
+
+def step_cost(run: Run, tokens: float) -> Record:
+    """Return the metrics of the time and memory that a step of so many tokens took. The time of the
+    next step begins here."""
+    now = clock()
+    seconds = now - run.step_start
+    run.step_start = now
+    run.status.longest_step = max(run.status.longest_step, seconds)
+    return {"seconds": seconds,
+            "tokens_per_second_per_gpu": tokens / seconds / dist.get_world_size(),
+            "peak_memory_gib": memory_gib(run.device, run.plan.graphs)[1]}
 
 
 def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> torch.Tensor:
