@@ -631,8 +631,12 @@ def pending_action(run: Run) -> int:
     """Return the action that this rank requests of all ranks after the step, an index into ACTIONS.
     """
     run.status.check_time()
-    return ACTIONS.index(
-        "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None)
+    action = None
+    if clock() > run.save_due:
+        action = "save"
+    if run.status.stop_reason:
+        action = "stop"
+    return ACTIONS.index(action)
 
 
 # ------------------------------------------------------------------------------------------------
