@@ -343,15 +343,16 @@ def read_base_weight(base: MergeBase, whole: str, part: str, index: Any,
     files, names, sums = base.files, base.names, base.sums
     if part in names.linears and names.linears[part].mxfp4:
         blocks, scales = (
-            read_tensor(files[whole + end], whole + end, device, sums.get(part + end), index,
-                        part + end) for end in MX_PARTS)
+            read_tensor(files[whole + end], whole + end, device, content=sums.get(part + end),
+                        index=index, what=part + end) for end in MX_PARTS)
         packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
         return mxfp4_values(swap_nibbles(packed), scales).view(len(blocks), -1), True
     name = part if part.endswith(INT4_PACKED) else whole
     is_transposed = part in names.sources and names.sources[part].columns is not None
-    tensor = read_tensor(files[name], name, device, sums.get(part), index, part, is_transposed)
+    tensor = read_tensor(files[name], name, device, content=sums.get(part), index=index, what=part,
+                         transposed=is_transposed)
     if scales := names.scaled.get(part):
-        scale_values = read_tensor(files[scales], scales, device, sums.get(scales))
+        scale_values = read_tensor(files[scales], scales, device, content=sums.get(scales))
         tensor = scaled_weight(part, tensor, scale_values)
     return tensor, is_transposed
 
