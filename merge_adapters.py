@@ -65,6 +65,7 @@ from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
     FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
     token_row_settings)
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.formats import (
     INT4_PACKED, MX_PARTS, NF4_PARTS, dequantize_stored, nf4_round_trip, scaled_weight,
@@ -250,13 +251,20 @@ def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
             parts[name] = file_parts(arch, int(layer), linear, rank, adapter_type, parts_of_experts)
-    if base.token_ids:
-        shape = len(base.token_ids), arch.hidden_size
-        tables = dict(zip((names.embedding, names.head), token_row_names(arch)))
-        if arch.tied and names.head in base.tensors:  # a copy of the embedding
-            tables[names.head] = tables[names.embedding]
-        parts |= {table: [FilePart(name, shape)] for table, name in tables.items()}
+    parts |= token_row_parts(base, arch)
     return open_linear_adapters(adapter_dir, lora, parts, "train_config.json")
+
+
+def token_row_parts(base: MergeBase, arch: Architecture) -> dict[str, list[FilePart]]:
+    """Return {embedding or lm_head: the FilePart of its trained rows}. `arch`: see as_saved()."""
+    if not base.token_ids:
+        return {}
+    names = base.names
+    tables = dict(zip((names.embedding, names.head), token_row_names(arch)))
+    if arch.tied and names.head in base.tensors:  # a copy of the embedding
+        tables[names.head] = tables[names.embedding]
+    shape = len(base.token_ids), arch.hidden_size
+    return {table: [FilePart(name, shape)] for table, name in tables.items()}
 
 
 def log_base(base: MergeBase, n_adapted: int) -> None:
