@@ -169,11 +169,11 @@ def open_run(args: argparse.Namespace) -> tuple[TrainedRun, MergeBase, dict[str,
     if args.base_model and not find_train_config(adapter_dir).is_file():
         return open_peft_run(adapter_dir, args.base_model)
     run = read_run(adapter_dir)
-    base = read_base(args.base_model or run.base_model, run.quantization)
+    # with sums read_base_weight() would refuse a base that training has not read
+    sums = {} if args.allow_other_base else run.quantization["tensor_sums"]
+    base = read_base(args.base_model or run.base_model, run.quantization, sums)
     add_token_rows(base, run.token_ids)
     check_base(base, run, args.allow_other_base)
-    if args.allow_other_base:
-        base.sums = {}  # else read_base_weight() would refuse what training has not read
     return run, base, open_trained_adapter(adapter_dir, run, base)
 
 
@@ -193,8 +193,9 @@ def choose_device(requested: str | None, run: TrainedRun) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
-def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
-    """Return the base model, after the same checks of its files as in training."""
+def read_base(name: str, quantization: dict[str, Any], sums: dict[str, str]) -> MergeBase:
+    """Return the base model, after the same checks of its files as in training. `sums`: those that
+    its tensors must have, see MergeBase."""
     directory = model_directory(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with explain(f"base model {directory}"):
@@ -209,7 +210,7 @@ def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
     return MergeBase(
         directory=directory, files=files, names=names, nf4_states=nf4_states, tensors=tensors,
         paths=paths, auto_class=auto_class(model_config), dtype=getattr(torch, dtype), arch=arch,
-        sums=quantization["tensor_sums"])
+        sums=sums)
 
 
 def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
