@@ -24,8 +24,8 @@ from test_step import load_reference
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.files import text_digest
 from fsdp_qlora.ranks import RunEnd

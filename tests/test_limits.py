@@ -24,8 +24,8 @@ from test_memory import H200, PLAN
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache
+from fsdp_qlora.data.dataset import cache_key, prepare_rows
 from fsdp_qlora.data.encode import check_tokens
-from fsdp_qlora.data.prepare import cache_key, prepare_rows
 from fsdp_qlora.data.rows import columns_of
 from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.files import digest

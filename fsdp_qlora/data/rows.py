@@ -1,6 +1,6 @@
 """Rows: the tokenized data set, from which training steps draw.
 
-prepare.py makes Rows, and defines examples, documents and rows; packing.py makes micro-batches of
+dataset.py makes Rows, and defines examples, documents and rows; packing.py makes micro-batches of
 them.
 """
 
