@@ -59,6 +59,7 @@ from tqdm import tqdm
 from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.errors import explain
+from fsdp_qlora.evaluation.compare_with_transformers import without_kernels
 from fsdp_qlora.files import ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, sync_file
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
@@ -82,7 +83,6 @@ from fsdp_qlora.run.merge_check import logits_of, trained_logits
 from fsdp_qlora.run.new_directory import new_directory
 from fsdp_qlora.run.peft_run import open_peft_run
 from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
-from fsdp_qlora.training.compare_with_transformers import without_kernels
 
 LARGE_ERROR = 0.20  # fraction of the adapter's own effect: warn above this
 SMALL_EFFECT = 0.1  # fraction of the logits' norm: below this rounding to bf16 is too coarse

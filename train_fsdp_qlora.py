@@ -70,6 +70,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fsdp_qlora.config import SCHEDULES, Config
 from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, micro_steps_of
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
+from fsdp_qlora.evaluation.eval_loss import (
+    evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
+from fsdp_qlora.evaluation.reference import ensure_reference
+from fsdp_qlora.evaluation.samples import sample_answers
+from fsdp_qlora.evaluation.step_stats import gather_step_stats, mean_metrics
+from fsdp_qlora.evaluation.untrained_tokens import check_untrained_tokens
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
@@ -109,13 +116,6 @@ from fsdp_qlora.run.startup_log import (
     describe_steps, log_extension, log_parameters, log_startup, log_steps)
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import ACTIONS, Status, watch_process
-from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
-from fsdp_qlora.training.evaluation import (
-    evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
-from fsdp_qlora.training.reference import ensure_reference
-from fsdp_qlora.training.samples import sample_answers
-from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics
-from fsdp_qlora.training.untrained_tokens import check_untrained_tokens
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
