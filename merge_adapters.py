@@ -59,12 +59,14 @@ from tqdm import tqdm
 from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.errors import explain
+from fsdp_qlora.evaluation.compare_with_transformers import without_kernels
 from fsdp_qlora.files import ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, sync_file
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
     FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
     token_row_settings)
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.formats import (
     INT4_PACKED, MX_PARTS, NF4_PARTS, dequantize_stored, nf4_round_trip, scaled_weight,
@@ -81,7 +83,6 @@ from fsdp_qlora.run.merge_check import logits_of, trained_logits
 from fsdp_qlora.run.new_directory import new_directory
 from fsdp_qlora.run.peft_run import open_peft_run
 from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
-from fsdp_qlora.training.compare_with_transformers import without_kernels
 
 LARGE_ERROR = 0.20  # fraction of the adapter's own effect: warn above this
 SMALL_EFFECT = 0.1  # fraction of the logits' norm: below this rounding to bf16 is too coarse
@@ -168,11 +169,11 @@ def open_run(args: argparse.Namespace) -> tuple[TrainedRun, MergeBase, dict[str,
     if args.base_model and not find_train_config(adapter_dir).is_file():
         return open_peft_run(adapter_dir, args.base_model)
     run = read_run(adapter_dir)
-    base = read_base(args.base_model or run.base_model, run.quantization)
+    # with sums read_base_weight() would refuse a base that training has not read
+    sums = {} if args.allow_other_base else run.quantization["tensor_sums"]
+    base = read_base(args.base_model or run.base_model, run.quantization, sums)
     add_token_rows(base, run.token_ids)
     check_base(base, run, args.allow_other_base)
-    if args.allow_other_base:
-        base.sums = {}  # else read_base_weight() would refuse what training has not read
     return run, base, open_trained_adapter(adapter_dir, run, base)
 
 
@@ -192,8 +193,9 @@ def choose_device(requested: str | None, run: TrainedRun) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
-def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
-    """Return the base model, after the same checks of its files as in training."""
+def read_base(name: str, quantization: dict[str, Any], sums: dict[str, str]) -> MergeBase:
+    """Return the base model, after the same checks of its files as in training. `sums`: those that
+    its tensors must have, see MergeBase."""
     directory = model_directory(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with explain(f"base model {directory}"):
@@ -208,7 +210,7 @@ def read_base(name: str, quantization: dict[str, Any]) -> MergeBase:
     return MergeBase(
         directory=directory, files=files, names=names, nf4_states=nf4_states, tensors=tensors,
         paths=paths, auto_class=auto_class(model_config), dtype=getattr(torch, dtype), arch=arch,
-        sums=quantization["tensor_sums"])
+        sums=sums)
 
 
 def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
@@ -250,13 +252,20 @@ def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
             parts[name] = file_parts(arch, int(layer), linear, rank, adapter_type, parts_of_experts)
-    if base.token_ids:
-        shape = len(base.token_ids), arch.hidden_size
-        tables = dict(zip((names.embedding, names.head), token_row_names(arch)))
-        if arch.tied and names.head in base.tensors:  # a copy of the embedding
-            tables[names.head] = tables[names.embedding]
-        parts |= {table: [FilePart(name, shape)] for table, name in tables.items()}
+    parts |= token_row_parts(base, arch)
     return open_linear_adapters(adapter_dir, lora, parts, "train_config.json")
+
+
+def token_row_parts(base: MergeBase, arch: Architecture) -> dict[str, list[FilePart]]:
+    """Return {embedding or lm_head: the FilePart of its trained rows}. `arch`: see as_saved()."""
+    if not base.token_ids:
+        return {}
+    names = base.names
+    tables = dict(zip((names.embedding, names.head), token_row_names(arch)))
+    if arch.tied and names.head in base.tensors:  # a copy of the embedding
+        tables[names.head] = tables[names.embedding]
+    shape = len(base.token_ids), arch.hidden_size
+    return {table: [FilePart(name, shape)] for table, name in tables.items()}
 
 
 def log_base(base: MergeBase, n_adapted: int) -> None:
@@ -343,15 +352,16 @@ def read_base_weight(base: MergeBase, whole: str, part: str, index: Any,
     files, names, sums = base.files, base.names, base.sums
     if part in names.linears and names.linears[part].mxfp4:
         blocks, scales = (
-            read_tensor(files[whole + end], whole + end, device, sums.get(part + end), index,
-                        part + end) for end in MX_PARTS)
+            read_tensor(files[whole + end], whole + end, device, content=sums.get(part + end),
+                        index=index, what=part + end) for end in MX_PARTS)
         packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
         return mxfp4_values(swap_nibbles(packed), scales).view(len(blocks), -1), True
     name = part if part.endswith(INT4_PACKED) else whole
     is_transposed = part in names.sources and names.sources[part].columns is not None
-    tensor = read_tensor(files[name], name, device, sums.get(part), index, part, is_transposed)
+    tensor = read_tensor(files[name], name, device, content=sums.get(part), index=index, what=part,
+                         transposed=is_transposed)
     if scales := names.scaled.get(part):
-        scale_values = read_tensor(files[scales], scales, device, sums.get(scales))
+        scale_values = read_tensor(files[scales], scales, device, content=sums.get(scales))
         tensor = scaled_weight(part, tensor, scale_values)
     return tensor, is_transposed
 

@@ -67,9 +67,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp_qlora.config import Config
+from fsdp_qlora.config import SCHEDULES, Config
 from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, micro_steps_of
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
+from fsdp_qlora.evaluation.eval_loss import (
+    evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
+from fsdp_qlora.evaluation.reference import ensure_reference
+from fsdp_qlora.evaluation.samples import sample_answers
+from fsdp_qlora.evaluation.step_stats import gather_step_stats, mean_metrics
+from fsdp_qlora.evaluation.untrained_tokens import check_untrained_tokens
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
@@ -109,13 +116,6 @@ from fsdp_qlora.run.startup_log import (
     describe_steps, log_extension, log_parameters, log_startup, log_steps)
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import ACTIONS, Status, watch_process
-from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
-from fsdp_qlora.training.evaluation import (
-    evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
-from fsdp_qlora.training.reference import ensure_reference
-from fsdp_qlora.training.samples import sample_answers
-from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics
-from fsdp_qlora.training.untrained_tokens import check_untrained_tokens
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
@@ -197,13 +197,9 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         model = Model(base.arch, job.specs, plan, kernels, device, mesh.get_group("shard"), context)
         shard_model(model, mesh, plan)
         loaded = load_model(model, job.weights_dir, base.config, config)
-        untrained = check_untrained_tokens(model, job.rows, base)
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
-        first_rows = initial_rows(model, base.trainable_tokens, untrained)
-        adapter = Adapter(model, device, base.trainable_ids, first_rows)
-        if config.adapter == "dora":
-            measure_weight_norms(model)
+        adapter = make_adapter(model, job)
         run = make_run(job, plan, status, directory, source, model, adapter, start_step)
         start_adapter(run, job.saved_config)
         status.enter("saving")
@@ -263,6 +259,18 @@ def make_plan(job: Prepared, source: RowSource, limit: int,
     if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
         kernels = choose_attention(config, arch, device, whole_documents=False)
     return kernels, plan
+
+
+def make_adapter(model: Model, job: Prepared) -> Adapter:
+    """Return the adapter of all layers and of --trainable_tokens, without its initial values. All
+    ranks must call this."""
+    base = job.base
+    untrained = check_untrained_tokens(model, job.rows, base)
+    first_rows = initial_rows(model, base.trainable_tokens, untrained)
+    adapter = Adapter(model, model.device, base.trainable_ids, first_rows)
+    if job.config.adapter == "dora":
+        measure_weight_norms(model)
+    return adapter
 
 
 def make_run(job: Prepared, plan: Plan, status: Status, directory: Path, source: RowSource,
@@ -482,14 +490,12 @@ def optimizer_step(optimizer: Optimizer, adapter: Adapter, lr: float) -> None:
 
 def learning_rate(step: int, config: Config) -> float:
     """Return the learning rate of step 1..max_steps: linear warm-up to the peak, then
-    --lr_schedule."""
+    --lr_schedule, see SCHEDULES."""
     warmup = max(1, round(config.warmup_fraction * config.max_steps))
     if step <= warmup:
         return config.learning_rate * step / warmup
     progress = (step - warmup) / (config.max_steps + 1 - warmup)
-    shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress,
-              "constant": 1.0}
-    return config.learning_rate * shapes[config.lr_schedule]
+    return config.learning_rate * SCHEDULES[config.lr_schedule](progress)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -521,15 +527,8 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     lr = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, lr)
     run.model.write_token_rows()
-    now = clock()
-    seconds = now - run.step_start
-    run.step_start = now
-    run.status.longest_step = max(run.status.longest_step, seconds)
-    record = {
-        "step": step, **metrics, "learning_rate": lr, "grad_norm": norm, **size, "seconds": seconds,
-        "tokens_per_second_per_gpu": size["tokens"] / seconds / dist.get_world_size(),
-        "peak_memory_gib": memory_gib(run.device, run.plan.graphs)[1],
-        **dict(zip(BALANCE, stats.balance.tolist()))}
+    record = {"step": step, **metrics, "learning_rate": lr, "grad_norm": norm, **size,
+              **step_cost(run, size["tokens"]), **dict(zip(BALANCE, stats.balance.tolist()))}
     return record, ACTIONS[int(stats.action)]
 
 
@@ -542,6 +541,18 @@ def step_size(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record:
             "trainable_tokens": int(rows.n_trainable_tokens.sum()),
             "micro_batches": len(micro_batches) * run.model.context.n_groups,
             "packing_efficiency": tokens / computed_tokens}
+
+
+def step_cost(run: Run, tokens: float) -> Record:
+    """Return the metrics of the time and memory that a step of so many tokens took. The time of the
+    next step begins here."""
+    now = clock()
+    seconds = now - run.step_start
+    run.step_start = now
+    run.status.longest_step = max(run.status.longest_step, seconds)
+    return {"seconds": seconds,
+            "tokens_per_second_per_gpu": tokens / seconds / dist.get_world_size(),
+            "peak_memory_gib": memory_gib(run.device, run.plan.graphs)[1]}
 
 
 def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -620,8 +631,12 @@ def pending_action(run: Run) -> int:
     """Return the action that this rank requests of all ranks after the step, an index into ACTIONS.
     """
     run.status.check_time()
-    return ACTIONS.index(
-        "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None)
+    action = None
+    if clock() > run.save_due:
+        action = "save"
+    if run.status.stop_reason:
+        action = "stop"
+    return ACTIONS.index(action)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -6,9 +6,17 @@ Nothing here needs torch, so that --help answers at once. run/flags.py parses th
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 VERSION = "0.9.0"  # for --version and train_config.json
+# {--lr_schedule: share of the peak learning rate after the warm-up, by the share of steps done}
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "constant": lambda progress: 1.0,
+}
 
 
 def flag(default: Any, help_text: str, on_resume: str = "", **extra: Any) -> Any:
@@ -82,7 +90,7 @@ class Config:
         on_resume="logged")
     lr_schedule: str = flag(
         "cosine", "schedule after the warm-up: cosine or linear decay to 0, or constant",
-        on_resume="logged", choices=("cosine", "linear", "constant"))
+        on_resume="logged", choices=tuple(SCHEDULES))
     warmup_fraction: float = flag(
         0.03, "fraction of all steps used for linear warm-up", on_resume="logged")
     weight_decay: float = flag(

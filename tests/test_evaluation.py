@@ -24,16 +24,16 @@ from test_step import load_reference
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.evaluation.samples import choose_prompts
 from fsdp_qlora.files import text_digest
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import metrics
 from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, read_checkpoint
 from fsdp_qlora.run.metrics import describe_time
 from fsdp_qlora.run.state import Progress
-from fsdp_qlora.training.samples import choose_prompts
 
 # (processes, name): flags of a run that is made with evaluation and without
 PAIRS = {

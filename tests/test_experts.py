@@ -39,6 +39,9 @@ from transformers import AutoTokenizer
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.evaluation import compare_with_transformers as check
+from fsdp_qlora.evaluation.compare_with_transformers import (
+    plain_model, random_adapter, random_reference, read_weights)
 from fsdp_qlora.kernels import elementwise
 from fsdp_qlora.kernels.elementwise import (
     LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
@@ -58,9 +61,6 @@ from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.formats import scaled_weight
 from fsdp_qlora.pretrained.reader import Request, WeightReader, rows_in_memory, weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.training import compare_with_transformers as check
-from fsdp_qlora.training.compare_with_transformers import (
-    plain_model, random_adapter, random_reference, read_weights)
 
 BAR = 1e-5  # of a relative difference in fp32
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]

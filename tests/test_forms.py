@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import encode, forms
+from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.ranks import RunEnd

@@ -29,6 +29,9 @@ from conftest import segments_of
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.evaluation import compare_with_transformers as check
+from fsdp_qlora.evaluation.compare_with_transformers import (
+    compare_with_transformers, random_reference, read_weights, text_model)
 from fsdp_qlora.kernels import pieces, recurrence
 from fsdp_qlora.kernels.attention import Kernels, batched_attention, document_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
@@ -60,9 +63,6 @@ from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.merge_check import MergeCheck
-from fsdp_qlora.training import compare_with_transformers as check
-from fsdp_qlora.training.compare_with_transformers import (
-    compare_with_transformers, random_reference, read_weights, text_model)
 
 # Of documents: a multiple of a chunk of states, which longrope takes for a long one; one token; as
 # many as a window; fewer than a convolution reads

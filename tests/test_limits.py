@@ -24,10 +24,14 @@ from test_memory import H200, PLAN
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache
+from fsdp_qlora.data.dataset import cache_key, prepare_rows
 from fsdp_qlora.data.encode import check_tokens
-from fsdp_qlora.data.prepare import cache_key, prepare_rows
 from fsdp_qlora.data.rows import columns_of
 from fsdp_qlora.data.sources import RefusedExample
+from fsdp_qlora.evaluation import compare_with_transformers as check
+from fsdp_qlora.evaluation import untrained_tokens
+from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
+from fsdp_qlora.evaluation.untrained_tokens import ZERO_ROW, untrained_rows
 from fsdp_qlora.files import digest
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
@@ -39,10 +43,6 @@ from fsdp_qlora.run.divergence import why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.startup_log import log_startup
 from fsdp_qlora.run.state import Progress
-from fsdp_qlora.training import compare_with_transformers as check
-from fsdp_qlora.training import untrained_tokens
-from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
-from fsdp_qlora.training.untrained_tokens import ZERO_ROW, untrained_rows
 
 NAN = math.nan
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import ShuffledRows, make_micro_batch
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.evaluation.compare_with_transformers import plain_model
 from fsdp_qlora.kernels.attention import (
     ATTENTION_TYPES, Kernels, batched_attention, document_attention)
 from fsdp_qlora.layer.layer import make_layer_specs
@@ -36,7 +37,6 @@ from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.run.resolve import resolve_max_seq_len
-from fsdp_qlora.training.compare_with_transformers import plain_model
 
 GIB = 2**30
 H200 = Machine(flops=7e14, bandwidth=4e12, link=3e11, host=5e10, host_bytes=64 * GIB)

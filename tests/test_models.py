@@ -15,6 +15,7 @@ from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.evaluation.compare_with_transformers import plain_kernels
 from fsdp_qlora.kernels import attention, pieces
 from fsdp_qlora.kernels.attention import (
     Kernels, architectures_by_attention_type, batched_attention, can_resume, document_attention,
@@ -27,7 +28,6 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.training.compare_with_transformers import plain_kernels
 from train_fsdp_qlora import choose_attention
 
 DROPOUT = {  # tiny configs whose own dropout is in one place

@@ -14,6 +14,9 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.evaluation import compare_with_transformers as check
+from fsdp_qlora.evaluation.compare_with_transformers import (
+    plain_model, random_adapter, random_reference, read_weights)
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.model.shards import OwnBlocks
@@ -25,9 +28,6 @@ from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, FourBitBlocks
 from fsdp_qlora.quant.nf4 import mxfp4_values
 from fsdp_qlora.ranks import RunEnd
-from fsdp_qlora.training import compare_with_transformers as check
-from fsdp_qlora.training.compare_with_transformers import (
-    plain_model, random_adapter, random_reference, read_weights)
 
 IN_MXFP4 = {"quant_method": "mxfp4"}
 

@@ -35,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from test_preferences import write_preferences
 
 import train_fsdp_qlora
+from fsdp_qlora.evaluation import eval_loss
 from fsdp_qlora.exit_codes import (
     EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT)
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
@@ -46,7 +47,6 @@ from fsdp_qlora.run.new_directory import open_partial
 from fsdp_qlora.run.metrics import MetricsWriter
 from fsdp_qlora.run.state import Progress
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process
-from fsdp_qlora.training import evaluation
 
 STEPS = 10
 TIMES = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "peak_memory_gib"}
@@ -1160,7 +1160,7 @@ def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_pat
 
 def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
     """By a signal that came in its last rows."""
-    micro_steps_of, evaluate = evaluation.micro_steps_of, train_fsdp_qlora.evaluate
+    micro_steps_of, evaluate = eval_loss.micro_steps_of, train_fsdp_qlora.evaluate
 
     def evaluate_signalled(run):
         def signalled(*args):
@@ -1168,7 +1168,7 @@ def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
             return micro_steps_of(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "micro_steps_of", signalled)
+            patch.setattr(eval_loss, "micro_steps_of", signalled)
             return evaluate(run)
 
     monkeypatch.setattr(train_fsdp_qlora, "evaluate", evaluate_signalled)
@@ -1534,7 +1534,7 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
     begin, tmp_path, monkeypatch, passed
 ):
     """Each takes 400 seconds, of the 600 that a deadline gives."""
-    deadlines, statuses, select = [], [], evaluation.make_micro_batch
+    deadlines, statuses, select = [], [], eval_loss.make_micro_batch
 
     def slow(module, name):
         function = getattr(module, name)
@@ -1555,7 +1555,7 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
         statuses.append(status), enter(status, phase)))
 
     slow(train_fsdp_qlora, "evaluate"), slow(checkpoints, "write_checkpoint")
-    monkeypatch.setattr(evaluation, "make_micro_batch", watched)
+    monkeypatch.setattr(eval_loss, "make_micro_batch", watched)
     code, _, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 2)
     assert code == 0, err
     assert len(deadlines) > 3 and min(deadlines) > 500

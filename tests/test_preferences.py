@@ -28,19 +28,19 @@ from transformers import PreTrainedTokenizerFast
 
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
+from fsdp_qlora.data.dataset import prepare_data, prepare_rows
 from fsdp_qlora.data.encode import both_tokenizers, encode_pieces, tokenize
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.packing import ShuffledRows, pack_rows
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.data.prepare import prepare_data, prepare_rows
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sources import RefusedExample, find_pieces
+from fsdp_qlora.evaluation import eval_loss, reference
+from fsdp_qlora.evaluation.reference import read_reference, tensor_digest, write_reference
 from fsdp_qlora.micro_batch.micro_batch import Answers
 from fsdp_qlora.model.preference_loss import LOSSES, Loss, preference_loss
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.status import Status
-from fsdp_qlora.training import evaluation, reference
-from fsdp_qlora.training.reference import read_reference, tensor_digest, write_reference
 
 LENGTH = 64
 FLAGS = ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--compute_dtype", "float32", "--max_seq_len",
@@ -326,11 +326,11 @@ def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypa
     )
     rows = dataclasses.replace(rows, mismatched=before)
     found = iter(torch.tensor(losses, dtype=torch.float64).split(2))
-    monkeypatch.setattr(evaluation, "document_losses", lambda run, rows: next(found))
-    monkeypatch.setattr(evaluation, "reshard_all", lambda model: None)
+    monkeypatch.setattr(eval_loss, "document_losses", lambda run, rows: next(found))
+    monkeypatch.setattr(eval_loss, "reshard_all", lambda model: None)
     run = types.SimpleNamespace(device="cpu", model=None)
     batches = (rows.select(torch.arange(4)[part]) for part in (slice(2), slice(2, 4)))
-    assert evaluation.global_loss_values(run, rows, batches) == {"kl": value}
+    assert eval_loss.global_loss_values(run, rows, batches) == {"kl": value}
 
 
 def log_sigmoid(x):
@@ -568,7 +568,7 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
 
     def few(rows, batch_size, status, must_begin):
         statuses.append(status)
-        for numbers, batch in evaluation.evaluation_batches(rows, batch_size, status, must_begin):
+        for numbers, batch in eval_loss.evaluation_batches(rows, batch_size, status, must_begin):
             for part in torch.arange(len(batch)).split(4):
                 if status.stop_reason and not must_begin:
                     return
@@ -612,7 +612,7 @@ def test_an_evaluation_in_parts_is_that_of_all_rows(
     """Also KTO's estimate, which is one for all."""
 
     def few(rows, *others):
-        for numbers, batch in evaluation.evaluation_batches(rows, *others):
+        for numbers, batch in eval_loss.evaluation_batches(rows, *others):
             for part in torch.arange(len(batch)).split(2):
                 yield numbers[part], batch.select(part)
 

@@ -12,11 +12,11 @@ from transformers import CONFIG_MAPPING
 from families import TINY
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.run.resolve import resolve_max_seq_len
-from fsdp_qlora.training.compare_with_transformers import compare_with_transformers
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip

@@ -23,6 +23,7 @@ import fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.evaluation.compare_with_transformers import random_reference
 from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.kernels.sinks import SinkAttention
@@ -34,7 +35,6 @@ from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
 from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.small_config import shrunk_config
-from fsdp_qlora.training.compare_with_transformers import random_reference
 
 N, WIDTH, HEADS = 96, 128, 4
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]

@@ -26,6 +26,7 @@ import train_fsdp_qlora
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.evaluation.samples import sample_answers, write_answers
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import STATE_BLOCK
 from fsdp_qlora.lora.adapter import sharded_state
@@ -39,7 +40,6 @@ from fsdp_qlora.quant.blocks import FourBitBlocks
 from fsdp_qlora.ranks import all_gather, on_rank_0
 from fsdp_qlora.run.demo import write_demo
 from fsdp_qlora.run.status import watch_process
-from fsdp_qlora.training.samples import sample_answers, write_answers
 
 from minimal_runs import minimal  # noqa: F401 - a case
 

@@ -84,12 +84,14 @@ def pack_rows(lengths: list[int], processes: int, max_tokens: int,
     row_lengths = [sum(lengths[i] for i in row) for row in rows]
     for n in range(fewest, len(rows) + 1):
         if n_answers == 1:
-            micro_batches = balance(range(len(lengths)), lengths, n * processes)
+            micro_batches = distribute_evenly(range(len(lengths)), lengths, n * processes)
             micro_steps = [micro_batches[i : i + processes]
                            for i in range(0, len(micro_batches), processes)]
         else:
-            micro_steps = [balance([i for row in share for i in rows[row]], lengths, processes)
-                           for share in balance(range(len(rows)), row_lengths, n)]
+            shares = distribute_evenly(range(len(rows)), row_lengths, n)
+            micro_steps = [
+                distribute_evenly([i for row in share for i in rows[row]], lengths, processes)
+                for share in shares]
         fullest = max(sum(lengths[i] for i in documents)
                       for micro_step in micro_steps for documents in micro_step)
         if fullest <= max_tokens:
@@ -104,7 +106,7 @@ def micro_steps_of(rows: Rows, model: Model) -> list[MicroStep]:
                      context.size * model.plan.micro_batch_tokens, rows.n_answers)
 
 
-def balance(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:
+def distribute_evenly(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:
     """Distribute `items`, indices into `sizes`, over n evenly filled lists, the fullest first."""
     # a heap of (size, number, items): the emptiest list comes first
     lists = [(0, number, []) for number in range(n)]

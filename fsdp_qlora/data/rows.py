@@ -1,6 +1,6 @@
 """Rows: the tokenized data set, from which training steps draw.
 
-prepare.py makes Rows, and defines examples, documents and rows; packing.py makes micro-batches of
+dataset.py makes Rows, and defines examples, documents and rows; packing.py makes micro-batches of
 them.
 """
 
@@ -163,8 +163,10 @@ def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str 
         torch.tensor([document[name] for document in encoded]) for name in ("length", *COLUMNS))
     starts = lengths.cumsum(0) - lengths
     example_ids = torch.arange(len(encoded)) // LOSSES[loss].n_answers
-    return Rows(loss, [input_ids], [labels], [0], starts, lengths, prompt_lengths,
-                n_trainable_tokens, desirable, digests, example_ids)
+    return Rows(
+        loss=loss, input_ids=[input_ids], labels=[labels], bounds=[0], starts=starts,
+        lengths=lengths, prompt_lengths=prompt_lengths, n_trainable_tokens=n_trainable_tokens,
+        desirable=desirable, digests=digests, example_ids=example_ids)
 
 
 def random_rows(vocab_size: int, config: Config) -> Rows:

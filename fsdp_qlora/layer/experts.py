@@ -1,8 +1,11 @@
 """The MoE sublayer: routed experts and an optional shared one.
 
-Forward and backward, and what it costs. No token is dropped, however uneven the router is.
-Recomputed experts are computed a slice of tokens at a time, as in mlp.py, if there are many tokens.
-pretrained/families.py says which models have experts.
+Forward and backward, and what it costs. pretrained/families.py says which models have experts.
+
+No token is dropped, however uneven the router is. Work is cut three times: slices of tokens
+(EXPERT_SLICE_TOKENS), only where experts are recomputed; ranges of experts (Plan.expert_ranges),
+which are dequantized together; chunks, at most an even share of the rows, which are multiplied
+together.
 """
 
 from __future__ import annotations
@@ -211,7 +214,8 @@ class MoESublayer:
         slices = each_slice(call, len(mlp_input), self.slice_tokens)
         for tokens, choice in zip(slices, routing_choices, strict=True):
             saved = self._forward_slice(
-                call, None, mlp_input[tokens], False, choice, save_gate_ups=False)[1]
+                call, None, mlp_input[tokens], wants_sum=False, routing_choice=choice,
+                save_gate_ups=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))
             del saved
         call.dequantized.clear()

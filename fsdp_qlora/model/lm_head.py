@@ -1,9 +1,8 @@
 """Vocabulary-parallel, chunked linear cross-entropy (as Megatron's and Liger's): the logits never
 exist as a whole.
 
-To train another loss of a token, change logits_statistics(), logits_gradient(),
-LinearCrossEntropy.forward(), which uses both, and what they are compared with at the start,
-reference_results() in training/compare_with_transformers.py.
+To train another loss of a token, change reference_losses(), and logits_statistics(),
+logits_gradient() and LinearCrossEntropy.forward(), which are compared with it at every start.
 """
 
 from __future__ import annotations
@@ -49,6 +48,12 @@ def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -
     normalize(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
               is_evaluation=is_evaluation, any_rows=not is_evaluation)
     return out
+
+
+def reference_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the losses [n] that LinearCrossEntropy must equal, in plain PyTorch, for whole logits
+    [n, vocabulary] and labels [n]."""
+    return F.cross_entropy(logits, labels, reduction="none")
 
 
 @elementwise

@@ -2,7 +2,7 @@
 answers.
 
 The loss of supervised fine-tuning is compute_loss() in the script. Both start from the token losses
-of LinearCrossEntropy in lm_head.py, and autograd does the rest. training/reference.py has what a
+of LinearCrossEntropy in lm_head.py, and autograd does the rest. evaluation/reference.py has what a
 loss compares with, the model before the first step.
 
 To add a preference loss, write a function like dpo() and its record in LOSSES: --loss takes its
@@ -100,7 +100,7 @@ LOSSES = {
     "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), n_answers=1)}
 # {name in metrics.jsonl, which is TRL's: the answers that it averages over}. The sums have this
 # order: --loss sft has the first only, pairs have all but the last. mean_metrics()
-# divides them, in training/step_stats.py
+# divides them, in evaluation/step_stats.py
 METRICS = {
     "loss": "all", "rewards/chosen": "good", "rewards/rejected": "bad", "rewards/accuracies": "all",
     "logps/chosen": "good", "logps/rejected": "bad", "kl": "all"}

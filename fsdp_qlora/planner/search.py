@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,18 +112,11 @@ class Search:
 def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
     """Yield all plans that the flags allow."""
     config, arch, workload = search.config, search.arch, search.workload
-    longest, world_size = workload.least_tokens(context_size), workload.world_size
+    world_size = workload.world_size
     groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
     groups = [config.shard_group_size] if config.shard_group_size else groups
-    counts = {"all": [arch.n_layers], "none": [0], "auto": range(arch.n_layers + 1)}
-    counts = counts.get(config.recompute) or [int(config.recompute)]
-    if config.micro_batch_tokens:
-        sizes = [config.micro_batch_tokens]
-    else:  # by factors of 2, up to the tokens of a step per process
-        sizes = [max(longest, math.ceil(workload.tokens / world_size))]
-        while sizes[0] > longest:
-            sizes.insert(0, max(longest, math.ceil(sizes[0] / 2)))
-        sizes = sorted({n if n == longest else round_up(n, workload.device) for n in sizes})
+    sizes = micro_batch_sizes(search, context_size)
+    counts = recomputed_counts(config, arch)
     save_mid_residual = (False,) if arch.parallel else (True, False)  # parallel: the MLP reads x
     # (save_mid_residual, reuse_dequantized)
     recompute_options = list(itertools.product(save_mid_residual, (True, False)))
@@ -157,6 +150,28 @@ def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
                     token_rows=len(config.trainable_tokens or ()) * arch.n_tables,
                     varlen_attention=varlen_attention)
                 yield search.predict_memory(plan)
+
+
+def micro_batch_sizes(search: Search, context_size: int) -> list[int]:
+    """Return the possible --micro_batch_tokens, ascending."""
+    if search.config.micro_batch_tokens:
+        return [search.config.micro_batch_tokens]
+    workload = search.workload
+    longest = workload.least_tokens(context_size)
+    # by factors of 2, up to the tokens of a step per process
+    sizes = [max(longest, math.ceil(workload.tokens / workload.world_size))]
+    while sizes[-1] > longest:
+        sizes.append(max(longest, math.ceil(sizes[-1] / 2)))
+    return sorted({n if n == longest else round_up(n, workload.device) for n in sizes})
+
+
+def recomputed_counts(config: Config, arch: Architecture) -> Sequence[int]:
+    """Return the possible numbers of recomputed layers, ascending."""
+    if config.recompute == "auto":
+        return range(arch.n_layers + 1)
+    if config.recompute == "all":
+        return [arch.n_layers]
+    return [0 if config.recompute == "none" else int(config.recompute)]
 
 
 def can_save_attention(search: Search) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from peft import LoraConfig
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.tokenizer import check_tokenizer
 from fsdp_qlora.files import read_json

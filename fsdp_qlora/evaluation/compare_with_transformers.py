@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
@@ -30,7 +29,7 @@ from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.model.fsdp import set_local
-from fsdp_qlora.model.lm_head import logits_of_states, scaled_logits
+from fsdp_qlora.model.lm_head import logits_of_states, reference_losses, scaled_logits
 from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
@@ -283,7 +282,7 @@ def reference_results(
         torch.func.functional_call(reference, {**weights, **adapted}, x[None]).logits[0].float()
         for x in documents]
     loss: torch.Tensor = sum(
-        F.cross_entropy(rows[:-1], x[1:], reduction="sum") for rows, x in zip(logits, documents))
+        reference_losses(rows[:-1], x[1:]).sum() for rows, x in zip(logits, documents))
     gradients = torch.autograd.grad(loss, adapters)
     return {"logits": torch.cat(logits).detach(), "loss": loss.detach(),
             **{f"gradient of adapter {i}": grad for i, grad in enumerate(gradients)}}

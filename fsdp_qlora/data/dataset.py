@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,13 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     if config.random_weights and not config.dataset:
         log(f"data: {config.batch_size} rows of random tokens")
         return with_mismatched(random_rows(vocab_size, config), config), None
-    settings: tuple[Any, ...] = (tokenizer, config.max_seq_len, vocab_size, template_date,
-                                 config.columns or (), config.loss)
+    assert tokenizer is not None, "only rows of random tokens need none"
+    assert config.max_seq_len, "resolve_max_seq_len() fills it in"
+    read = functools.partial(
+        prepare_rows, tokenizer=tokenizer, max_seq_len=config.max_seq_len, vocab_size=vocab_size,
+        template_date=template_date, columns=config.columns or (), loss=config.loss)
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
-    rows, line, renamed = prepare_rows(sources, *settings)
+    rows, line, renamed = read(sources)
     log(f"data: {line}")
     if n_answers := sum(rows.template_kwargs.values()):
         how = how_to_prompt(rows.template_kwargs)
@@ -65,14 +69,14 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
             f" template makes; {how or 'serve with this chat template; it needs no variables'}")
     if config.dataset and (n_repeated := rows.n_repeated()):
         log(f"note: {n_repeated:,} duplicate rows (identical tokens)")
-    if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:
+    if config.model and tokenizer.chat_template and rows.n_plain:
         way = "--columns completion=response" if rows.n_answers == 1 else "write them as messages"
         log(f"note: {rows.n_plain // rows.n_answers:,} prompts and completions are trained as plain"
             f" text, without the chat template. To use it: {way}")
     eval_rows = None
     fraction = held_out_fraction(config)
     if config.eval_dataset and fraction is None:
-        eval_rows, also = prepare_eval_rows(config.eval_dataset, settings, rows)
+        eval_rows, also = prepare_eval_rows(config.eval_dataset, read, rows)
         renamed |= also
     for column in config.columns or ():
         if (key := column.split("=")[0]) not in renamed:
@@ -96,11 +100,12 @@ def held_out_fraction(config: Config) -> float | None:
     return None
 
 
-def prepare_eval_rows(sources: Sequence[str], settings: tuple[Any, ...],
+def prepare_eval_rows(sources: Sequence[str], read: Callable[..., tuple[Rows, str, set[str]]],
                       rows: Rows) -> tuple[Rows, set[str]]:
     """Return the Rows of --eval_dataset's files, and the set of keys that --columns has renamed.
-    `settings`: arguments of prepare_rows(); `rows`: those to train on. All ranks must call this."""
-    eval_rows, line, renamed = prepare_rows(sources, *settings, flag="--eval_dataset")
+    `read`: prepare_rows() with its settings; `rows`: those to train on. All ranks must call this.
+    """
+    eval_rows, line, renamed = read(sources, flag="--eval_dataset")
     log(f"eval data: {line}")
     is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.n_answers)
     if n_trained := int(is_trained.any(1).sum()):
@@ -251,8 +256,10 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
                          for name in ("input_ids", "labels"))
     bounds = np.cumsum([0, *map(len, input_ids)]).tolist()[:-1]
     starts, example_ids = lengths.cumsum(0) - lengths, is_first.cumsum(0)
-    documents = Rows("sft", input_ids, labels, bounds, starts, lengths, prompt_lengths,
-                     n_trainable_tokens, desirable, digests, example_ids)
+    documents = Rows(
+        loss="sft", input_ids=input_ids, labels=labels, bounds=bounds, starts=starts,
+        lengths=lengths, prompt_lengths=prompt_lengths, n_trainable_tokens=n_trainable_tokens,
+        desirable=desirable, digests=digests, example_ids=example_ids)
     return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
                                n_plain=int(table["plain"].to_numpy().sum()),
                                template_kwargs=count_template_kwargs(table))

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.evaluation.eval_loss import document_losses, evaluation_batches
 from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.files import ADAPTER_WEIGHTS, digest, text_digest, write_whole
 from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.ranks import RunEnd, gather_objects, is_rank_0, on_rank_0
 from fsdp_qlora.run.state import Run
-from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 
 
 REFERENCE_FILE = "reference.safetensors"
