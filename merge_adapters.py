@@ -23,9 +23,9 @@ The last command is for adapters without train_config.json: those of minimal_fsd
 PEFT. They are assumed to be trained on this base in NF4, as transformers' load_in_4bit makes it;
 this is not checked.
 
-The job is below, in the order in which it happens: read_base(), open_trained_adapter(), then
-for each tensor merged_tensor(): read_base_weight(), trained_weight(), add_adapter(); then
-write_merged_files() and compare_logits().
+The job is below: read_base() and open_trained_adapter(); write_merged(), which makes one tensor
+after the other by merged_tensor() (read_base_weight(), trained_weight(), add_adapter()) while
+write_merged_files() writes them; and compare_logits().
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
@@ -214,7 +214,8 @@ def read_base(name: str, quantization: dict[str, Any], sums: dict[str, str]) -> 
 
 
 def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
-    """Give the merged model's embedding and lm_head rows for the tokens whose rows were trained."""
+    """Record in `base` which tokens' rows were trained, and make the vocabulary, embedding and
+    lm_head of the merged model large enough for them."""
     if token_ids:
         base.token_ids = token_ids
         base.arch = base.arch.with_token(max(token_ids))
@@ -440,7 +441,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     """Print how far the merged model's logits are from the trained model's. The file of MergeCheck
     has the inputs that the trained model's lm_head got for `rows`.
 
-    Raises ValueError if it is another model.
+    Raises ValueError if they differ by more than FAILED_ERROR.
     """
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}

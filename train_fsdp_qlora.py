@@ -357,14 +357,15 @@ def quiet_libraries(local_rank: int) -> None:
 
 def choose_attention(config: Config, arch: Architecture, device: torch.device,
                      whole_documents: bool = True) -> Kernels:
-    """Return the attention kernels to use. Raises ValueError.
+    """Return the attention kernels to use. Raises ValueError if --attn flash_attention_2 cannot be.
 
-    For rows of one length, torch's SDPA (cuDNN) is the fastest from Hopper on, Flash Attention 2
-    before. For rows of other lengths it is Flash Attention 2 or, where that is not installed,
-    torch's own varlen kernel; for what that lacks, such as soft caps, torch's flex_attention. A
-    kernel is used only if its results match plain torch: a flash-attn built without windows or caps
-    returns wrong results without an error. Without `whole_documents`, for context parallelism,
-    cuDNN computes rows of one length from Hopper on too, one piece after the other.
+    For rows of one length, torch's SDPA (cuDNN) is the fastest on Hopper and newer GPUs, Flash
+    Attention 2 on older ones. For rows of different lengths it is Flash Attention 2 or, where that
+    is not installed, torch's own varlen kernel; for what that lacks, such as soft caps, torch's
+    flex_attention. A kernel is used only if its results match plain torch: a flash-attn built
+    without windows or caps returns wrong results without an error. For context parallelism
+    `whole_documents` is False: then Hopper and newer GPUs run cuDNN on one piece of a document
+    after the other, if the pieces are long.
     """
     from transformers.utils import is_flash_attn_2_available
 
@@ -512,7 +513,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     """
     config = run.config
     rows, micro_batches = run.prefetched or next_step(run, step)
-    size = step_size(run, rows, micro_batches)
+    counts = step_counts(run, rows, micro_batches)
     local_sums = accumulate_gradient(run, rows, micro_batches)
     sum_gradient(run)
     # one exchange: the sums of the losses, the gradient norm, what any rank requests
@@ -527,12 +528,12 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     lr = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, lr)
     run.model.write_token_rows()
-    record = {"step": step, **metrics, "learning_rate": lr, "grad_norm": norm, **size,
-              **step_cost(run, size["tokens"]), **dict(zip(BALANCE, stats.balance.tolist()))}
+    record = {"step": step, **metrics, "learning_rate": lr, "grad_norm": norm, **counts,
+              **step_cost(run, counts["tokens"]), **dict(zip(BALANCE, stats.balance.tolist()))}
     return record, ACTIONS[int(stats.action)]
 
 
-def step_size(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record:
+def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record:
     """Return the metrics that tell how large a step is, over all ranks. Every rank knows the
     lengths of all rows, so this needs no communication."""
     tokens = int(rows.lengths.sum())

@@ -37,7 +37,9 @@ class Plan:
     n_mlp_saved: int = 0  # recomputed layers, the last ones, that save what their MLP needs
     n_attention_saved: int = 0  # the last ones before those, that save the results of attention
     expert_ranges: int = 1  # number of ranges in which experts are dequantized, one after the other
-    varlen_attention: bool = False  # one call for all documents, of any lengths, or short pieces
+    # attention of a micro-batch is one call for documents of any lengths or for short pieces of
+    # them; False: documents have one length, or long pieces run one after the other
+    varlen_attention: bool = False
     plain_attention: bool = False  # a layer's attention runs in plain torch
     plain_recurrence: bool = False  # a mixer with a state runs in plain torch
     fused: bool = True  # each elementwise function is compiled to one kernel, as on a GPU

@@ -86,8 +86,8 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     n_good = int(rows.desirable.sum())
     if rows.loss_record.is_unpaired and n_good in (0, len(rows)):
         raise RunEnd(f"--loss {config.loss} needs good and bad answers, but {n_good:,} of"
-                       f" {len(rows):,} rows have label true. For good answers alone use --loss"
-                       " sft")
+                     f" {len(rows):,} rows have label true. For good answers alone use --loss"
+                     " sft")
     return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
 
 
@@ -132,7 +132,7 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     values = config.eval_dataset or ()
     if not 0 < n < len(ids) or len(values) > 1:
         raise RunEnd(f"--eval_dataset {' '.join(values)}: is {n} of {len(ids)} examples; must"
-                       " be one fraction between 0 and 1, or files")
+                     " be one fraction between 0 and 1, or files")
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(config.seed))
     held_out = torch.isin(groups[:: rows.n_answers], ids[order[:n]])
     log(f"eval data: {describe_count(rows, int(held_out.sum()))} held out of the training data")

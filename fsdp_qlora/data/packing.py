@@ -141,11 +141,12 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, index: int,
     if "recurrence" in model.kernels.varlen:
         of_any_lengths = model.plan.graphs and not layout.is_fixed_len
         tensors["chunks"] = chunk_table(layout.starts, of_any_lengths)
-    shard, is_fixed_len = None, layout.is_fixed_len
+    shard, uses_fixed_len = None, layout.is_fixed_len
     if context.size > 1:
         shard = make_context_shard(layout.lengths, context)
         tensors |= own_tensors(tensors, shard.tokens)
-        is_fixed_len = has_only_long_pieces(layout.lengths, len(documents), context)
+        # these kernels also run pieces of any lengths, one after the other
+        uses_fixed_len = has_only_long_pieces(layout.lengths, len(documents), context)
     tensors |= pad_labels(tensors, shape.n_labels)
     tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
     if shard:
@@ -153,7 +154,7 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, index: int,
     return MicroBatch(
         **tensors, lengths=tuple(layout.lengths), longest=layout.longest, context_shard=shard,
         answers=None if rows.loss == "sft" else make_answers(rows, micro_step, shape, model),
-        kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen,
+        kernels=model.kernels.fixed_len if uses_fixed_len else model.kernels.varlen,
         # an evaluation has no backward
         store=DeviceActivations() if step_seed is None else model.store)
 
@@ -267,8 +268,8 @@ def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[i
 
 
 def own_tensors(tensors: dict[str, Any], own_tokens: torch.Tensor) -> dict[str, Any]:
-    """Return those of a micro-batch's tensors that are others on a rank which has, of its tokens,
-    only `own_tokens`; their values there."""
+    """Return {name: tensor} of those tensors of a shared micro-batch that differ between its ranks,
+    as the rank has them that computes `own_tokens`."""
     own_at = torch.full((len(tensors["input_ids"]),), -1)
     own_at[own_tokens] = torch.arange(len(own_tokens))
     label_positions, seeds = tensors["label_positions"], tensors["dropout_seeds"]
@@ -284,9 +285,9 @@ def own_tensors(tensors: dict[str, Any], own_tokens: torch.Tensor) -> dict[str, 
 
 
 def has_only_long_pieces(lengths: list[int], n_documents: int, context: ContextGroup) -> bool:
-    """Return True if the kernel for long pieces, one after the other and of any lengths, computes
-    the attention of documents that a group of ranks shares. `lengths`: those of the `n_documents`
-    documents, then those of the padding, which may be shorter."""
+    """Return True if the pieces of all documents are long enough to run attention one piece after
+    the other, see has_long_pieces(). `lengths`: those of the `n_documents` documents, then those of
+    the padding, which may be shorter."""
     shortest = min(lengths[:n_documents], default=0)
     return (has_long_pieces(shortest, context.size)
             and min(lengths) >= 2 * context.size * LEAST_PIECE)

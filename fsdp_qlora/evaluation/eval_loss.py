@@ -22,9 +22,9 @@ from fsdp_qlora.run.status import Status
 
 def evaluation_batches(rows: Rows, batch_size: int, status: Status,
                        must_begin: bool = False) -> Iterator[tuple[torch.Tensor, Rows]]:
-    """Yield (indices, their Rows) for a few of these rows after the other. Ends early if the run
-    was asked to stop; with `must_begin` not before the first. All ranks must call this, and exhaust
-    it."""
+    """Yield the rows a few at a time, as (indices, their Rows). Ends early if the run was asked to
+    stop, but with `must_begin` not before the first few. All ranks must call this, and exhaust it.
+    """
     for numbers in torch.arange(len(rows)).split(max(64, batch_size)):
         status.check_time()
         if any(gather_objects(status.stop_reason)) and not must_begin:

@@ -103,7 +103,7 @@ def compute_missing(run: Run, needed: dict[str, Needed],
         write_reference(run, references)
     if why := next(filter(None, gather_objects(run.status.stop_reason)), None):
         raise RunEnd(f"{why}, before the reference was complete; the part computed so far is in"
-                       f" {REFERENCE_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
+                     f" {REFERENCE_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
     log(f"reference: done in {time.monotonic() - started:.1f} s")
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from fsdp_qlora.micro_batch.segments import Segments
 
 
-# tokens of a row on each rank, for which ranks share micro-batches without being told to: with
-# fewer, exchanging keys takes longer than --offload_activations
+# the planner lets ranks share a row on its own only if each gets at least this many of its tokens:
+# with fewer, exchanging keys takes longer than --offload_activations. Pieces are long from here on
 LONG_SHARE = 4096
 LEAST_PIECE = 64  # tokens; piece_attention() has not been tried with shorter ones on a GPU
 

@@ -93,16 +93,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     looked_up = table * (not arch.tied) + arch.vocab_size * layer_inputs * itemsize / shards
     saved = saved_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
-    # besides x and its gradient: a chunk of logits, its gradient, and a quarter more. If that is
-    # not one kernel: four tensors in fp32 (20 bytes with these two), or the lm_head and its product
-    # in fp32 with rows of x
-    n_rows = min(plan.micro_batch_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
-    n_logits = n_rows * arch.vocab_size
-    logits_bytes = 2.5 * itemsize * n_logits
-    if not plan.fused:
-        both_bytes = (2 * itemsize + 4) * (n_logits + n_rows * arch.hidden_size)
-        logits_bytes = max(20 * n_logits, both_bytes + 4 * table / itemsize)
-    head = 2 * arch.hidden_size * value_bytes + logits_bytes
+    head = head_bytes(plan, arch, table)
     row_weights = plan.token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
@@ -130,6 +121,21 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         host += max(0, saved[0] - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
+
+
+def head_bytes(plan: Plan, arch: Architecture, table: float) -> float:
+    """Return the bytes that the lm_head and the loss need besides weights. `table`: the bytes of
+    this rank's rows of the lm_head."""
+    itemsize = plan.dtype.itemsize
+    inputs = 2 * arch.hidden_size * plan.micro_batch_tokens * itemsize  # x and its gradient
+    n_rows = min(plan.micro_batch_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
+    n_logits = n_rows * arch.vocab_size
+    if plan.fused:  # a chunk of logits, its gradient, and a quarter more
+        return inputs + 2.5 * itemsize * n_logits
+    # logits and gradient with four tensors in fp32, 20 bytes; or the lm_head, and its product with
+    # rows of x, in fp32
+    both_bytes = (2 * itemsize + 4) * (n_logits + n_rows * arch.hidden_size)
+    return inputs + max(20 * n_logits, both_bytes + 4 * table / itemsize)
 
 
 def shared_kv_values(arch: Architecture) -> int:
@@ -188,12 +194,12 @@ def exchanged_bytes(plan: Plan, arch: Architecture, value_bytes: int) -> float:
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
     is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)
     seen = n + 0.5  # keys that the two pieces of a rank see, for each of its tokens
-    # the first group of heads has the most in backward, when no gradient of others is there yet,
-    # with which live_bytes() counts
+    # the peak is in the backward of the first group of heads: live_bytes() counts the gradients of
+    # all groups' keys and values, but those of the other groups do not exist yet
     n_groups = n_head_groups(arch, value_bytes)
     kept = (seen - 1 + 1 / n_groups) * kv_width
-    # a group's kernel makes gradients of keys and values, grouped ones for each query head; for
-    # each own token kernel_values() has them
+    # a group's kernel makes the gradients of the keys and values that it sees, with grouped-query
+    # attention one for each query head; kernel_values() counts those of this rank's own tokens
     in_a_call = seen if plan.varlen_attention else seen - 1
     kernel = seen * kv_width + 2 * (in_a_call - 1) * query_width * is_grouped
     if not plan.varlen_attention:  # the results of a call are copied to their places

@@ -28,8 +28,8 @@ def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
     has_trained = run.status.longest_step > 0  # since this start
     if was_cut_short and not has_trained and why.startswith("--max_minutes"):
         raise RunEnd(f"{why} before the evaluation after step {step} was done,"
-                       " and the next start would end there, too. Use more minutes, or evaluate"
-                       " fewer rows", EXITS["flags"])
+                     " and the next start would end there, too. Use more minutes, or evaluate"
+                     " fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.states(run.model), causes=DISK_ERRORS)

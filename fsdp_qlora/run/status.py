@@ -4,9 +4,10 @@ What all ranks know of is a RunEnd, with which main() ends them together. What h
 alone goes to Status.end_alone(), and torchrun ends the others. The watching thread cannot wait for
 the main thread: it calls Status.leave().
 
-    phase: flags -> model -> data -> checkpoint -> model -> saving -> training -> saving -> exit 0
+    phase: flags -> model -> data -> model -> checkpoint -> model -> (resumed: checkpoint ->)
+           saving -> training -> saving -> exit 0
 
-    main thread        a RunEnd, on all ranks         stop_together()   its code, or the phase's
+    main thread        a RunEnd, on all ranks           stop_together()   its code, or the phase's
                        any other error, of this rank    end_alone()       8, 70, or 75: LOST
     watching thread    a signal, or torchrun ends:
                          before training, or a second   leave()           75
