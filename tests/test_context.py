@@ -152,7 +152,8 @@ PIECES = {"pieces": "qwen3", "latent_pieces": "deepseek_v3", "saved_pieces": "qw
           "saved_latent_pieces": "deepseek_v3"}  # fmt: skip
 SAVES_ATTENTION = {"n_attention_saved": 1}  # in the last layer, after those that save x
 # whose parts others have, by `make test-slow`
-RARE = "mistral", "qwen3", "gemma3_text", "qwen3_moe", "attention_dropout", "orpo"
+RARE = "mistral", "qwen3", "gemma3_text", "qwen3_moe", "attention_dropout", "orpo", "kto", \
+    "phi3_longrope", "latent_pieces"
 CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
          for name in (*FAMILIES, *LOSSES, *PIECES)]  # fmt: skip
 

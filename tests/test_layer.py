@@ -410,7 +410,9 @@ def with_saved_attention(pair, n_saved, on_host=False):
 
 
 @pytest.mark.parametrize("group_bytes", [2**27, 1])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu", "qwen3_moe", "gemma4_e"])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("gemma3", "glm4", "qwen3_moe")))
+    for name in ("llama", "gemma3", "glm4", "youtu", "qwen3_moe", "gemma4_e")])
 def test_gradients_are_the_same_with_saved_results_of_attention(name, group_bytes, monkeypatch):
     """Of no layers, of the last one, of all; on the host, too, and with one key head at a time."""
     monkeypatch.setattr(attention_mixer, "GROUP_BYTES", group_bytes)

@@ -96,7 +96,7 @@ QUICK = [
     ("qwen3_5", "DoRA")]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
-QUICK_ON_TWO = QUICK[3:7] + QUICK[7:10] + QUICK[-4:-3]
+QUICK_ON_TWO = QUICK[3:10]
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))

@@ -1413,6 +1413,7 @@ def test_file_system_without_locks(trained, tmp_path, monkeypatch, capsys):
     assert note.startswith("warning: --output_dir") and (tmp_path / "out" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_two_merges_at_once(trained, merged, merger, tmp_path, capsys):
     """Four times one of this process and one of another; then the other is killed in the middle."""
 

@@ -206,7 +206,8 @@ def check_stopped(run, state="stopped", code=75, words=""):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(200, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("kills", [
+    pytest.param(1, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.chaos)])
 def test_killed_at_random_times(kills, start, forks, undisturbed, tmp_path):
     """Of a rank, the launcher or all, at any time of a start; and again until the run is complete,
     then another run, until so many kills are done."""

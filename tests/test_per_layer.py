@@ -102,8 +102,8 @@ def expected(base):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name, nproc", [
-    (NAMES[0], 1), (NAMES[0], 2), (NAMES[1], 1),
-    pytest.param(NAMES[1], 2, marks=pytest.mark.slow)])
+    (NAMES[0], 2), *(pytest.param(name, n, marks=pytest.mark.slow)
+                     for name, n in ((NAMES[0], 1), (NAMES[1], 1), (NAMES[1], 2)))])
 def test_gradients_through_shared_keys_and_values_equal_transformers(
     name, nproc, setting, base, worked, expected
 ):

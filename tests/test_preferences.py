@@ -1103,6 +1103,7 @@ def test_models_own_dropout_is_off_and_experts_are_trained(run_main, demo_direct
         assert steps[-1]["loss"] < 0.6 and steps[-1]["rewards/accuracies"] > 0.7
 
 
+@pytest.mark.slow
 def test_the_demo_learns_a_preference(run_main, tmp_path):
     code, out, err = run_main("--loss", "dpo", "--max_steps", 12, "--learning_rate", 1e-3,
                               "--eval_dataset", 0.1, "--eval_every", 0,
