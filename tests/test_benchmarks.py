@@ -110,8 +110,8 @@ def test_flags_are_the_scripts(name, tmp_path):
     assert (config.dataset is None) == (not chosen["chat"])
 
 
-@pytest.mark.parametrize("name, words", [
-    ("fp32", "found in 0 layers"), pytest.param(None, None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name, words", [("fp32", "found in 0 layers"), (None, None)])
 def test_minimal_is_measured(name, words, tmp_path, monkeypatch):
     """On random weights, offloaded: its steps as a row, and the words that FSDP2 changes."""
     monkeypatch.setitem(bench.BUILTIN_CONFIGS, "demo", (256, 512, 4, 4, 2, 384))

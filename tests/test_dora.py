@@ -55,7 +55,7 @@ def losses(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["dora", "rslora"])
+@pytest.mark.parametrize("kind", ["dora", pytest.param("rslora", marks=pytest.mark.slow)])
 def test_adapter_in_peft_gives_the_loss_of_training(kind, runs):
     # the adapter of one step less: a step's loss is taken before its update
     run = runs / f"{kind}-fp32"

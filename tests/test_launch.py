@@ -76,6 +76,7 @@ def end(make, directory):
     return lines, int(MAKES.fullmatch(last)[1])
 
 
+@pytest.mark.slow
 def test_a_wrong_flag_is_the_last_word(start, tmp_path):
     make = start("--learning_rat", 3)
     lines, code = end(make, tmp_path)

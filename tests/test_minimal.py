@@ -217,7 +217,7 @@ BESIDE = {  # of the big script: name: (processes, dtype, more flags, patches)
     for dtype in ("fp32", "bf16") if dtype == "fp32" or n == 2 and bool(flag) != bool(rows)
 }  # fmt: skip
 SOME_BESIDE = (  # the others by `make test-slow`
-    "fp32 on 1, one_by_one", "fp32 on 1 offloaded, micro-batches", "fp32 on 2, micro-batches",
+    "fp32 on 1 offloaded, micro-batches", "fp32 on 2, micro-batches",
     "fp32 on 2 offloaded, one_by_one", "bf16 on 2 offloaded, micro-batches")
 ODD = ["--max_steps", 5, "--lora_rank", 2, "--batch_size", 5]
 EVALUATED = ["--eval_dataset", "five.jsonl", "--save_every", 1]

@@ -350,7 +350,8 @@ def rows_of(run):
             if "trainable_tokens" in key}
 
 
-@pytest.mark.parametrize("how", ["sharded", "copies", "on the host", "shared"])
+@pytest.mark.parametrize("how", [
+    "sharded", "on the host", "shared", pytest.param("copies", marks=pytest.mark.slow)])
 def test_two_processes_train_the_same_rows(how, runs, read_metrics):
     one, two = (read_metrics(runs / run) for run in ("one", how))
     steps = [(row, other) for row, other in zip(one, two, strict=True) if "grad_norm" in row]
