@@ -92,8 +92,7 @@ QUICK = [
     ("qwen2_moe", "NF4 of transformers 4"),
     ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), ("deepseek_v3", "INT4"), (MANY, FUSED),
     ("step3p7", "gate_proj, up_proj"), ("gemma4_moe", "gate_up_proj"), ("qwen3_5", "as saved"),
-    ("gemma4_e", "NF4 of transformers 5"), ("granite4_h", "as saved"),
-    ("qwen3_5", "DoRA")]  # fmt: skip
+    ("gemma4_e", "NF4 of transformers 5"), ("granite4_h", "as saved")]
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
 QUICK_ON_TWO = QUICK[3:10]

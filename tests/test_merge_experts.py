@@ -239,11 +239,11 @@ def swap_experts(tensors):
         tensors[key], tensors[other] = tensors[other], tensors[key]
 
 
-# the last three by `make test-slow`: others have their layouts of files and their adapters
+# the last five by `make test-slow`: others have their layouts of files and their adapters
 @pytest.mark.parametrize("name", [
-    "mxfp4", "qwen2_moe", "gemma4_moe", "nemotron_h_latent", "step3p7",
+    "mxfp4", "qwen2_moe", "nemotron_h_latent",
     *(pytest.param(name, marks=pytest.mark.slow)
-      for name in ("granitemoe", "hy_v3", "qwen3_5_moe_vl"))])  # fmt: skip
+      for name in ("gemma4_moe", "step3p7", "granitemoe", "hy_v3", "qwen3_5_moe_vl"))])
 def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
     name, run_main, demo_directory, tmp_path, capsys
 ):

@@ -423,7 +423,7 @@ def check_state(got, want):
         assert want[key].shape[1] - value.shape[1] < 2 * 256  # that was padding
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize("nproc", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_resume_on_another_number_of_processes(nproc, small_runs, read_metrics):
     """Two processes' state is cut elsewhere, and nothing else happens to it."""
     checkpoint = small_runs(2, "whole") / "checkpoint-000003"
