@@ -97,7 +97,7 @@ warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning
 DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
 # FSDP2 before torch 2.13 cannot shard integers, so four NF4 codes are stored as one bf16 number.
 # Copying such numbers can corrupt them: read shard_layer() before you change a dtype. If you need
-# no older torch, torch.uint8 works here, too, and nothing can corrupt it
+# no older torch, torch.uint8 works here, too, and nothing can corrupt it (tried on CPUs)
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 SEED = 0  # for the order of the rows and the initial LoRA
 MAX_GRAD_NORM = 1.0
