@@ -399,10 +399,18 @@ GROUPS = {
         case("long-8b-32k", "llama-3-8b", 1, 32_768, 3, gpus=1),
         case("long-8b-131k", "llama-3-8b", 1, 131_072, 2, OFFLOAD, gpus=1),
         case("long-8b8-131k", "llama-3-8b", 1, 131_072, 3, f"{ALL} {OFFLOAD}", gpus=1, layers=8),
+        case("long-8b8-131k-kept", "llama-3-8b", 1, 131_072, 3, ALL, gpus=1, layers=8,
+             base="long-8b8-131k"),
         case("long-8b8-131k-2gpus", "llama-3-8b", 0.5, 131_072, 3,
              f"{ALL} {OFFLOAD} --context_parallel_size {{gpus}}", layers=8, base="long-8b8-131k"),
         case("long-8b-131k-2gpus", "llama-3-8b", 0.5, 131_072, 2,
              f"{OFFLOAD} --context_parallel_size {{gpus}}", base="long-8b-131k"),
+        # the longest rows by the plan that GPU memory alone holds
+        case("long-8b-24gb-kept", "llama-3-8b", 1, 54_272, 3, f"{CAP} {ALL} --lora_rank 32",
+             gpus=1),
+        case("long-8b-24gb-kept-2gpus", "llama-3-8b", 0.5, 118_784, 3,
+             f"{CAP} {ALL} --lora_rank 32 --context_parallel_size {{gpus}}",
+             base="long-8b-24gb-kept"),
     ],
 }  # fmt: skip
 CASES = {c["name"]: c for group in GROUPS.values() for c in group}
