@@ -22,12 +22,11 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     to change                                     edit
     flags                                         parse_args(), check_args()
     which linears have LoRA, dropout              build_model()
-    what else is trainable                        load_module(), check_model()
     attention, activation checkpointing           choose_attention(), build_model()
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
     offloading, HSDP                              fsdp_policy()
     micro-batches, the loss                       micro_batches(), rows_loss()
-    optimizer, schedule                           train(), learning_rate()
+    optimizer, schedule                           train(), lr_factor()
     evaluation, and how often                     evaluate(), end of train()
     metrics: wandb, a file                        main(), log_step(), end of train()
     what is saved                                 save_adapter()
@@ -54,6 +53,7 @@ Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandby
 MIT License, Copyright (c) 2026 the FSDP QLoRA authors.
 """
 
+import functools
 import json
 import math
 import os
@@ -68,8 +68,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 # less fragmentation of GPU memory; torch reads this once, when it is imported
-os.environ.setdefault(
-    "PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))
+if "PYTORCH_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import bitsandbytes as bnb
 import torch
@@ -81,11 +81,11 @@ from jinja2 import TemplateError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard)
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
@@ -95,9 +95,9 @@ from transformers.utils import is_flash_attn_2_available
 warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
 
 DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
-# FSDP2 before torch 2.13 cannot shard integers, so four NF4 codes are stored as one bf16 number.
-# Copying such numbers can corrupt them: read shard_layer() before you change a dtype. If you need
-# no older torch, torch.uint8 works here, too, and nothing can corrupt it (tried on CPUs)
+# NF4 stores a code of 4 bits for each weight, and a scale for each 64 weights. FSDP2 before torch
+# 2.13 cannot shard integers, so four codes are stored as one bf16 number. Read shard_layer() before
+# you change a dtype: it explains how such numbers can be damaged
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 SEED = 0  # for the order of the rows and the initial LoRA
 MAX_GRAD_NORM = 1.0
@@ -105,14 +105,18 @@ WARMUP_FRACTION = 0.03  # fraction of all steps
 # tokens whose loss is computed at once, in fp32: 0.5 GiB for each copy of their logits, if the
 # vocabulary has 128k tokens
 LOSS_CHUNK = 1024
-IGNORE_INDEX = -100  # target where the next token is not in the loss
+IGNORE_INDEX = -100  # label of a token that is not in the loss
 
 
 class Row(NamedTuple):
     """The tokens of a text, or of an answer and all messages before it."""
 
     ids: Tensor  # [tokens]
-    targets: Tensor  # [tokens]: targets[i] is ids[i + 1], or IGNORE_INDEX
+    labels: Tensor  # [tokens]: labels[i] is ids[i], or IGNORE_INDEX
+
+
+# Every rank (process) calls every function of this file, in the same order, because most of them
+# communicate. Only printing and writing files may depend on dist.get_rank().
 
 
 def main() -> None:
@@ -128,7 +132,8 @@ def main() -> None:
     model = build_model(args, model_dir, device)
     load_and_shard(model, args, model_dir, device)
     check_model(model)
-    train(model, train_rows, eval_rows, args, model_dir, device)
+    copy_tokenizer(model_dir, args.output_dir)
+    train(model, train_rows, eval_rows, args, device)
     dist.destroy_process_group()
 
 
@@ -146,12 +151,12 @@ def parse_args() -> Namespace:
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
                         help="rows of max_seq_len tokens that a GPU computes at once; of shorter"
-                        " rows, more")
+                        " rows, as many as have that many tokens")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
-                        help="save the adapter, over the last one, and evaluate, after every so"
-                        " many optimizer steps and after the last")
+                        help="optimizer steps between saves, each over the last one; each save is"
+                        " followed by an evaluation")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--lora_rank", type=int, default=16, help="rank of the adapter")
     parser.add_argument("--lora_alpha", type=int, default=32,
@@ -221,10 +226,6 @@ def find_model(args: Namespace) -> Path:
 # ---- Model: built on meta, read and quantized layer by layer, sharded ---------------------------
 
 # unit: modules whose parameters are gathered together, here a decoder layer.
-# code, scale: NF4 stores a code of 4 bits for each weight, and a scale for each 64 weights.
-#
-# Every rank (process) calls every function of this file, in the same order, because most of them
-# communicate. Only printing and writing files may depend on dist.get_rank().
 
 
 def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftModel:
@@ -253,14 +254,15 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
-    # a layer keeps only its inputs, and is computed again in backward: far less memory, but up to
-    # half more work, because frozen weights need no gradient. Delete this line if activations fit
+    # a layer keeps only its inputs, and backward computes its forward again: far less memory, and
+    # up to half more work. Delete this line if activations fit
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()  # transformers checkpoints in training mode only
 
 
 def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
-    """Use Flash Attention 2 if it is installed, else transformers' default: PyTorch's SDPA."""
+    """Use Flash Attention 2 if it is installed, else the model's default in transformers, which
+    mostly is PyTorch's SDPA."""
     if device.type != "cuda":
         reason = "no GPU"
     elif not model._supports_flash_attn:
@@ -301,17 +303,18 @@ def load_and_shard(
     forward and backward.
     """
     causal_lm = model.get_base_model()
-    causal_lm.tie_weights()  # so that open_weights() does not look for a tied lm_head
+    causal_lm.tie_weights()  # from_config() on meta has not: files have no tied lm_head
     handles = open_weights(causal_lm, model_dir)
     policy = fsdp_policy(args.offload, device)
     torch.manual_seed(SEED)  # the same initial LoRA on any number of ranks
+    init_lora_weights = model.peft_config["default"].init_lora_weights
     names = {module: name for name, module in causal_lm.named_modules()}
     layers = causal_lm.get_decoder().layers
     for layer in layers:
         for module in layer.modules():
             load_module(module, names[module], handles, device)
             if isinstance(module, LoraLayer):
-                init_lora(module, device)
+                init_lora(module, init_lora_weights, device)
         shard_layer(layer, policy)
     in_layers = set(layers.modules())
     for module, name in names.items():  # embedding, final norm, lm_head
@@ -367,20 +370,14 @@ def load_module(
             weight = bnb.nn.Params4bit(value, module=module, **NF4_KWARGS).to(device)
         else:
             weight = nn.Parameter(value, requires_grad=False)
-            # what else is to be trained must be in fp32, as LoRA is. Norms, for example:
-            #     if "norm" in name:
-            #         weight = nn.Parameter(value.float())
-            #         module.register_forward_hook(lambda module, args, out: out.to(DTYPE))
-            # Without the hook the activations of Llama and Qwen3 would be fp32, too
         setattr(module, key, weight)
 
 
-def init_lora(module: LoraLayer, device: torch.device) -> None:
-    """Materialize LoRA with PEFT's default initial values, in fp32. LoraConfig's init_lora_weights
-    is not read."""
+def init_lora(module: LoraLayer, init_lora_weights: bool | str, device: torch.device) -> None:
+    """Materialize LoRA in fp32, with initial values as PEFT makes them."""
     for matrices in (module.lora_A, module.lora_B):
         matrices.to_empty(device=device).float()  # both work in place
-    module.reset_lora_parameters("default", init_lora_weights=True)
+    module.reset_lora_parameters("default", init_lora_weights)
 
 
 def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
@@ -433,7 +430,7 @@ def check_model(model: PeftModel) -> None:
     if len(trained) != 2 * len(adapted) or not all(".lora_" in name for name in trained):
         raise RuntimeError(
             f"{len(trained)} tensors are trainable, but LoRA on {len(adapted)} linears has"
-            f" {2 * len(adapted)}; to train more on purpose, edit check_model()")
+            f" {2 * len(adapted)}; anything else would not be saved")
     shards = [p.to_local() for p in model.parameters()]
     log(f"model: {sum(p.numel() for p in trained.values()):,} trainable parameters;"
         f" {sum(p.nbytes for p in shards) / 2**30:.2f} GiB of the model per rank, on"
@@ -445,7 +442,7 @@ def check_model(model: PeftModel) -> None:
 
 def train(
     model: PeftModel, train_rows: list[Row], eval_rows: list[Row], args: Namespace,
-    model_dir: Path, device: torch.device,
+    device: torch.device,
 ) -> None:
     """Run the training loop on the rows of all steps, in this order."""
     # bitsandbytes cannot step DTensors, so it steps this rank's shards as plain parameters. They
@@ -454,8 +451,9 @@ def train(
     dtensors = [p for p in model.parameters()
                 if p.requires_grad and p.to_local().numel()]  # with many ranks a shard can be empty
     shards = [nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in dtensors]
-    optimizer = bnb.optim.PagedAdamW8bit(shards, weight_decay=0.0)
+    optimizer = bnb.optim.PagedAdamW8bit(shards, lr=args.learning_rate, weight_decay=0.0)
     n_steps = len(train_rows) // args.batch_size
+    scheduler = LambdaLR(optimizer, lambda n_done: lr_factor(n_done + 1, n_steps))
     torch.manual_seed(SEED + dist.get_rank())  # for dropout, if you add it
     for step in range(1, n_steps + 1):
         started = time.perf_counter()
@@ -476,9 +474,6 @@ def train(
         norm = clip_gradient(shards)
         stop_if_diverged(step, step_loss, norm)
 
-        lr = learning_rate(step, n_steps, peak=args.learning_rate)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
         optimizer.step()
         if args.offload:
             for dtensor, shard in zip(dtensors, shards):
@@ -488,9 +483,10 @@ def train(
 
         n_tokens = sum(len(row.ids) for row in batch)
         speed = n_tokens / (time.perf_counter() - started) / dist.get_world_size()
-        log_step(step, n_steps, step_loss, lr, norm, speed)
+        log_step(step, n_steps, step_loss, scheduler.get_last_lr()[0], norm, speed)
+        scheduler.step()
         if step % args.save_every == 0 or step == n_steps:
-            save_adapter(model, args, model_dir, device)
+            save_adapter(model, args, device)
             log(f"step {step}: adapter saved in {args.output_dir}")
             if eval_rows:
                 eval_loss = evaluate(model, eval_rows, args, device)
@@ -506,18 +502,18 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = sorted(batch, key=lambda row: len(row.ids))
-    no_loss = batch[0]._replace(targets=torch.full_like(batch[0].targets, IGNORE_INDEX))
+    no_loss = batch[0]._replace(labels=torch.full_like(batch[0].labels, IGNORE_INDEX))
     batch = [no_loss] * (-len(batch) % world_size) + batch
     while batch:
         longest = len(batch[-1].ids)
-        # at least micro_batch_size rows, because no row is longer than max_seq_len
-        n_rows = args.micro_batch_size * args.max_seq_len // longest * world_size
+        n_rows = max(1, (args.micro_batch_size * args.max_seq_len) // longest) * world_size
         yield batch[-n_rows:][rank::world_size]
         del batch[-n_rows:]
 
 
 def count_loss_tokens(rows: list[Row]) -> int:
-    return sum(int((row.targets != IGNORE_INDEX).sum()) for row in rows)
+    # from 1: nothing predicts the first token
+    return sum(int((row.labels[1:] != IGNORE_INDEX).sum()) for row in rows)
 
 
 def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor:
@@ -527,8 +523,9 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
     the loss ignores the padding.
     """
     ids = pad_sequence([row.ids for row in rows], batch_first=True)  # [rows, tokens]
-    targets = pad_sequence(
-        [row.targets for row in rows], batch_first=True, padding_value=IGNORE_INDEX)
+    labels = pad_sequence(
+        [row.labels for row in rows], batch_first=True, padding_value=IGNORE_INDEX)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)  # position i predicts token i + 1
     ids, targets = ids.to(device), targets.to(device)
     # autocast for LoRA, which is in fp32; autocast's cache would add a bf16 copy of the adapter
     with torch.autocast(device.type, DTYPE, cache_enabled=False):
@@ -593,13 +590,13 @@ def stop_if_diverged(step: int, loss: Tensor, norm: Tensor) -> None:
     fail(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}: {advice}")
 
 
-def learning_rate(step: int, n_steps: int, peak: float) -> float:
-    """Return the learning rate of step 1..n_steps: linear warm-up (none below 50 steps), then
-    cosine decay."""
+def lr_factor(step: int, n_steps: int) -> float:
+    """Return what --learning_rate is multiplied by in step 1..n_steps: linear warm-up (none below
+    50 steps), then cosine decay."""
     n_warmup = max(1, round(WARMUP_FRACTION * n_steps))
     progress = max(0, step - n_warmup) / (n_steps + 1 - n_warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * min(1, step / n_warmup) * cosine
+    return min(1, step / n_warmup) * cosine
 
 
 def log_step(
@@ -617,8 +614,17 @@ def log_step(
 # ---- Save the adapter ---------------------------------------------------------------------------
 
 
-def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: torch.device) -> None:
-    """Gather the adapter; rank 0 writes it in PEFT's format, with the model's tokenizer.
+def copy_tokenizer(model_dir: Path, output_dir: str) -> None:
+    """Copy the model's tokenizer and chat template to where the adapter goes."""
+    if dist.get_rank() == 0:
+        # tokenizer.save_pretrained() would write its own version of these files
+        for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
+            for path in model_dir.glob(pattern):
+                shutil.copy(path, output_dir)
+
+
+def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> None:
+    """Gather the adapter; rank 0 writes it in PEFT's format.
 
     Each file is written beside that of the last save, and then replaces it. So a run that is killed
     during a save leaves no half-written file.
@@ -629,14 +635,6 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
         return
     partial_dir = Path(args.output_dir, "partial")
     model.save_pretrained(partial_dir, state_dict=state_dict, save_embedding_layers=False)
-    # PEFT saves LoRA alone; give the rest to PeftModel's load_state_dict(..., strict=False)
-    others = {name: value for name, value in state_dict.items() if ".lora_" not in name}
-    if others:
-        save_file(others, partial_dir / "not_lora.safetensors")
-    # copied, because tokenizer.save_pretrained() would write its own version of these files
-    for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
-        for path in model_dir.glob(pattern):
-            shutil.copy(path, partial_dir)
     for path in partial_dir.iterdir():
         path.replace(Path(args.output_dir, path.name))
     partial_dir.rmdir()
@@ -645,15 +643,12 @@ def save_adapter(model: PeftModel, args: Namespace, model_dir: Path, device: tor
 # ---- Data ---------------------------------------------------------------------------------------
 
 
-class BadExample(ValueError):
-    """A line of the data set that this file does not handle."""
-
-
 def read_rows(
     path: str, args: Namespace, tokenizer: PreTrainedTokenizerFast, n_needed: float = math.inf
 ) -> list[Row]:
     """Return the rows of a data set, cut at --max_seq_len, that have a token in the loss. Lines are
-    read in random order until there are `n_needed` rows. Every rank returns the same rows."""
+    read in random order until there are `n_needed` rows. Every rank returns the same rows (16 bytes
+    of host memory per token)."""
     if not Path(path).is_file():
         fail(f"{path}: no such file")
     # as bytes: str.splitlines() also splits at characters such as U+2028
@@ -671,7 +666,7 @@ def read_rows(
         try:
             example = json.loads(line)
             encoded = encode(example, tokenizer)
-        except (json.JSONDecodeError, UnicodeDecodeError, BadExample, TemplateError) as error:
+        except (ValueError, TemplateError) as error:
             fail(f"{path}, line {number}: {type(error).__name__}: {error}")
         except Exception as error:  # perhaps a mistake in an edit: keep the traceback
             raise RuntimeError(f"{path}, line {number}") from error
@@ -680,8 +675,7 @@ def read_rows(
         for whole in encoded:
             # cloned, so that the memory of the rest is freed
             row = Row(*(tensor[: args.max_seq_len].clone() for tensor in whole))
-            row.targets[-1:] = IGNORE_INDEX  # its token may be cut off
-            if (row.targets != IGNORE_INDEX).any():
+            if count_loss_tokens([row]):
                 rows.append(row)
                 n_cut += len(whole.ids) > args.max_seq_len
             else:
@@ -689,9 +683,9 @@ def read_rows(
     if not rows:
         fail(f"{path}: no token to train on")
     log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines with the columns"
-        f" {', '.join(sorted(columns))}; {n_cut:,} rows are cut at --max_seq_len; {n_dropped:,}"
-        " more have no answer within it and are left out")
-    in_loss = rows[0].targets[rows[0].targets != IGNORE_INDEX]
+        f" {', '.join(sorted(columns))}; {n_cut:,} rows are cut at --max_seq_len; left out, because"
+        f" they have no answer within it: {n_dropped:,}")
+    in_loss = rows[0].labels[rows[0].labels != IGNORE_INDEX]
     log(f"first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
         f" {tokenizer.decode(in_loss)[:500]!r}")
     return rows
@@ -710,23 +704,27 @@ def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
 
 
 def check_example(example: dict[str, Any]) -> None:
-    """Raise BadExample for what this file does not handle. Other columns are ignored."""
+    """Raise ValueError for what this file would train wrongly. Other columns are ignored."""
     if ("text" in example) == ("messages" in example):
-        raise BadExample(f"expected either text or messages, not {', '.join(example)}")
-    for key in ("system", "system_prompt", "tools", "functions", "documents",
-                "chat_template_kwargs", "completion", "chosen", "rejected", "label", "kto_tag",
-                "weight", "train"):
+        raise ValueError(f"expected either text or messages, not {', '.join(example)}")
+    unhandled = ["weight"]
+    if "messages" in example:
+        unhandled += ["system", "system_prompt", "tools", "functions", "documents",
+                      "chat_template_kwargs", "completion", "chosen", "rejected", "label",
+                      "kto_tag", "train"]
+    for key in unhandled:
         if example.get(key) not in (None, "", [], {}):
-            raise BadExample(f"{key!r} would change the training, and this file does not handle it")
+            raise ValueError(f"{key!r} would change the training, and this file does not handle it")
     for message in example.get("messages", []):
-        if set(message) != {"role", "content"}:
-            raise BadExample(f"expected a message of role and content, not of {', '.join(message)}")
+        keys = {key for key, value in message.items() if value is not None}
+        if keys != {"role", "content"}:
+            raise ValueError(f"expected a message of role and content, not of {', '.join(keys)}")
         if not isinstance(message["content"], str):
-            raise BadExample(f"expected a string as content, not {str(message['content'])[:80]}")
+            raise ValueError(f"expected a string as content, not {str(message['content'])[:80]}")
         if message["role"] not in ("system", "user", "assistant"):
-            raise BadExample(f"expected system, user or assistant, not {message['role']!r}")
+            raise ValueError(f"expected system, user or assistant, not {message['role']!r}")
         if message["role"] == "assistant" and not message["content"].strip():
-            raise BadExample("an answer is empty")
+            raise ValueError("an answer is empty")
 
 
 def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]:
@@ -741,14 +739,23 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
     # other columns: example = {"messages": [{"role": "user", "content": example["prompt"]}, ...]}
     check_example(example)
     if "text" in example:
-        return [make_row(tokenizer(example["text"] + (tokenizer.eos_token or ""))["input_ids"], 0)]
+        return [encode_text(example["text"], tokenizer)]
     if not tokenizer.chat_template:
-        raise BadExample("messages need a chat template, and this model has none: name its instruct"
+        raise ValueError("messages need a chat template, and this model has none: name its instruct"
                          " model, or write text")
     messages = example["messages"]
     # from 1: a first message that is an answer has no prompt, and is not trained
     return [encode_answer(messages[:i], messages[i], tokenizer)
             for i in range(1, len(messages)) if messages[i]["role"] == "assistant"]
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerFast) -> Row:
+    """Return the row of a text and the EOS token. A text that a chat template has rendered may have
+    BOS and EOS already: then they are not added again."""
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token or ""
+    has_bos = bos is not None and text.startswith(bos)
+    ids = tokenizer(text.removesuffix(eos) + eos, add_special_tokens=not has_bos)["input_ids"]
+    return make_row(ids, n_prompt=0)
 
 
 def encode_answer(
@@ -761,48 +768,51 @@ def encode_answer(
     if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross from the prompt into the answer
         # only here, because a SentencePiece tokenizer may add a space before answer_text
         ids = prompt_ids + tokenizer(answer_text, add_special_tokens=False)["input_ids"]
-    return make_row(ids, len(prompt_ids))
+    return make_row(ids, n_prompt=len(prompt_ids))
 
 
 def render_answer(
     prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, str]:
     """Return a prompt as a server renders it, and the answer as the model will write it: up to and
-    including its end-of-turn token. Raises BadExample if the chat template does not fit."""
+    including its end-of-turn token. Raises ValueError if the chat template does not fit."""
     prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
     text = render([*prompt_messages, answer], tokenizer)
     if not text.startswith(prompt):
-        raise BadExample(f"the chat template's prompt ends with {prompt[-40:]!r}, but the text with"
+        raise ValueError(f"the chat template's prompt ends with {prompt[-40:]!r}, but the text with"
                          " the answer does not continue it")
     answer_text = text.removeprefix(prompt)
     # render() does not check reasoning, which templates may drop from earlier answers. This
     # answer's is trained, so it must be there
-    reasoning = answer["content"].rpartition("</think>")[0].removeprefix("<think>").strip()
-    if reasoning not in answer_text:
-        raise BadExample(f"the chat template leaves out the reasoning {reasoning[:40]!r}")
-    special_tokens = tuple(
-        token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    if answer_text.rstrip().endswith(special_tokens):
+    for part in re.split("</?think>", answer["content"]):
+        if part.strip() not in answer_text:
+            raise ValueError(f"the chat template leaves out {part.strip()[:40]!r}")
+    if answer_text.rstrip().endswith(special_tokens(tokenizer)):
         return prompt, answer_text.rstrip()  # the template ends a turn with "\n" after its token
     return prompt, answer_text + (tokenizer.eos_token or "")  # GLM's leaves the last turn open
 
 
+@functools.cache
+def special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values()
+                 if token.special)
+
+
 def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: bool) -> str:
-    """Return the messages as text by the chat template. Raises BadExample if the text lacks the
+    """Return the messages as text by the chat template. Raises ValueError if the text lacks the
     content of a message."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     for message in messages:
         content = message["content"].rpartition("</think>")[2]  # templates may drop reasoning
         if content.strip() not in text:
-            raise BadExample(f"the chat template leaves out {content[:40]!r}")
+            raise ValueError(f"the chat template leaves out {content[:40]!r}")
     return text
 
 
 def make_row(ids: list[int], n_prompt: int) -> Row:
     """Return the row of these tokens, the first `n_prompt` of which are not in the loss."""
     labels = [IGNORE_INDEX] * n_prompt + ids[n_prompt:]
-    targets = (labels + [IGNORE_INDEX])[1:]  # position i predicts token i + 1
-    return Row(torch.tensor(ids), torch.tensor(targets))
+    return Row(torch.tensor(ids), torch.tensor(labels))
 
 
 if __name__ == "__main__":

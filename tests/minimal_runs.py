@@ -207,20 +207,20 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
         ("layer, reshard_after_forward=True", "layer, reshard_after_forward=False"),
         ("            save_adapter(", "            evaluate(model, eval_rows, args, device)\n"
          "            save_adapter(")],
-    "norms": [
-        ('            #     if "norm" in name:', '            if "norm" in name:'),
-        ("            #         weight = nn", "                weight = nn"),
-        ("            #         module.reg", "                module.reg"),
-        ("    if len(trained) != 2 * len(adapted) or not all", "    if False and all")],
+    "LoRA+": [
+        ("PagedAdamW8bit(shards,", 'PagedAdamW8bit([{"params": shards[::2]},'
+         ' {"params": shards[1::2], "lr": 16 * args.learning_rate}],')],
+    "gaussian": [("target_modules=list(linears),",
+                  'target_modules=list(linears), init_lora_weights="gaussian",')],
     "weights": [  # of 2 for all tokens, which change nothing
-        ("    targets: Tensor", "    weights: Tensor\n    targets: Tensor"),
+        ("    labels: Tensor", "    weights: Tensor\n    labels: Tensor"),
         ("    return Row(torch.tensor(ids),",
          "    return Row(torch.tensor(ids), torch.full([len(ids)], 2.0),"),
-        ("    return sum(int((row.targets != IGNORE_INDEX).sum())",
-         "    return sum(int(row.weights[row.targets != IGNORE_INDEX].sum())"),
+        ("    return sum(int((row.labels[1:] != IGNORE_INDEX).sum())",
+         "    return sum(int(row.weights[1:][row.labels[1:] != IGNORE_INDEX].sum())"),
         ("    return cross_entropy(logits.flatten(0, 1), targets.flatten())",
          "    weights = pad_sequence([row.weights for row in rows], batch_first=True)\n"
-         "    weights = weights.flatten().to(device)\n"
+         "    weights = F.pad(weights[:, 1:], (0, 1)).flatten().to(device)\n"
          "    return cross_entropy(logits.flatten(0, 1), targets.flatten(), weights)"),
         ("def cross_entropy(logits: Tensor, targets: Tensor)",
          "def cross_entropy(logits, targets, weights)"),
