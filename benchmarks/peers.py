@@ -161,11 +161,15 @@ def trl(work, output, fsdp, liger, experts=False):
     return trainer
 
 
-def unsloth(work, output, sdpa):
-    """Unsloth on one GPU, with the attention that it takes itself, or with SDPA."""
+def unsloth(work, output, sdpa, fsdp2=False):
+    """Unsloth, with the attention that it takes itself, or with SDPA: on one GPU, or on several by
+    its own FSDP2, which has a copy of the frozen weights on each GPU ("fit") or shards them."""
     if sdpa:
         sys.modules["flash_attn"] = None  # it takes that wherever it is installed
     os.environ |= {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_SDPA_CUDNN_BUCKET": "0"}
+    if fsdp2:
+        frozen = "sharded" if work["layout"] == "sharded" else "fit"
+        os.environ |= {"UNSLOTH_FSDP2": "1", "UNSLOTH_FSDP2_LAYOUT": frozen}
     from unsloth import FastLanguageModel  # before TRL and transformers, which it patches
 
     import torch
@@ -193,6 +197,8 @@ PEERS = {  # name: (its layouts, what makes its trainer)
         ("experts",), functools.partial(trl, fsdp=False, liger=False, experts=True)),
     "unsloth": (("one GPU",), functools.partial(unsloth, sdpa=False)),
     "unsloth-sdpa": (("one GPU",), functools.partial(unsloth, sdpa=True)),
+    "unsloth-fsdp2": (
+        ("copies", "sharded"), functools.partial(unsloth, sdpa=True, fsdp2=True)),
 }
 
 
