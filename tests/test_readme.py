@@ -285,11 +285,6 @@ def test_the_map_has_every_module_once():
     assert sorted(shown) == sorted(SOURCES)
 
 
-def test_readme_has_every_folder_of_the_package_once():
-    shown = re.findall(r"^(fsdp_qlora/(?:\w+/)?) ", PAGES["README.md"], re.M)
-    assert sorted(shown) == sorted({f"{Path(name).parent}/" for name in SOURCES if "/" in name})
-
-
 def test_table_of_claims_names_tests_that_exist():
     text = (ROOT / "tests" / "README.md").read_text()
     named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text)
