@@ -82,9 +82,8 @@ def test_merged_weights_are_what_peft_merges_in_fp32(kind, runs, tmp_path, capsy
     merge_adapters.main(["--adapter_dir", str(run), "--output_dir", str(out), "--device", "cpu"])
     text = capsys.readouterr().out
     error = float(re.search(r"differ by ([\d.]+) % of", text)[1]) / 100
-    (rounding,) = map(float, re.findall(r"moves the weights by ([\d.]+)", text))
-    print(f"{kind}: {error} of the adapter's effect, by rounding {rounding}")
-    assert error < 0.1 and rounding < 0.1
+    print(f"{kind}: {error} of the adapter's effect")
+    assert error < 0.1
 
     model = AutoModelForCausalLM.from_pretrained(runs / "model", dtype=torch.float32)
     for name, p in model.named_parameters():

@@ -18,13 +18,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from pathlib import Path
 
 import bitsandbytes as bnb
-import peft
 import pytest
 import torch
 import transformers
@@ -288,7 +286,7 @@ def test_weights_equal_bitsandbytes(trained, merged):
     adapter = load_file(trained / "adapter_model.safetensors")
     result = load_file(merged[0] / "model.safetensors")
     assert result.keys() == base.keys()
-    n_adapters, error, effect = 0, 0.0, 0.0
+    n_adapters = 0
     for name, weight in base.items():
         want, prefix = weight, f"base_model.model.{name.removesuffix('.weight')}"
         if "_proj." in name:
@@ -296,15 +294,10 @@ def test_weights_equal_bitsandbytes(trained, merged):
             assert not torch.equal(want, weight)
         if f"{prefix}.lora_A.weight" in adapter:
             a, b = (adapter[f"{prefix}.lora_{x}.weight"] for x in "AB")
-            exact = want.float() + 32 / 16 * (b @ a)
-            want = exact.bfloat16()
-            error += float((want.double() - exact.double()).square().sum())
-            effect += float((2 * (b.double() @ a.double())).square().sum())
+            want = (want.float() + 32 / 16 * (b @ a)).bfloat16()
             n_adapters += 1
         assert result[name].dtype == torch.bfloat16 and torch.equal(result[name], want), name
     assert n_adapters == 4 * len(TARGETS)
-    reported = re.search(r"rounding to bf16 moves the weights by ([\d.]+) of", merged[1])
-    assert float(reported[1]) == pytest.approx((error / effect) ** 0.5, rel=0.01)
 
 
 def test_adapter_alone_is_merged_as_the_run_is(trained, merged, tmp_path):
@@ -679,7 +672,8 @@ def test_too_small_an_effect_is_no_merge(qwen, tmp_path, capsys):
         merge_adapters.main(command)
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("error: the merged model does not match") and "too small for" in line
-    assert not (tmp_path / "out").exists() and (tmp_path / ".out.partial").is_dir()
+    assert not (tmp_path / "out").exists()
+    assert_left(tmp_path / ".out.partial", line)
     merge_adapters.main([*command, "--no-check"])  # starts anew
     assert (tmp_path / "out").is_dir() and not (tmp_path / ".out.partial").exists()
 
@@ -924,9 +918,25 @@ def test_check_that_cannot_run_leaves_the_merged_model(trained, tmp_path, monkey
     with pytest.raises(SystemExit):
         merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", str(tmp_path / "out")])
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: the check did not run") and last.endswith("allocate memory")
-    left = {path.name for path in (tmp_path / ".out.partial").iterdir()}
-    assert "model.safetensors" in left and ".lock" not in left
+    assert last.startswith("error: the check did not run") and "allocate memory" in last
+    assert_left(tmp_path / ".out.partial", last)
+
+
+def assert_left(partial, error):
+    """The merged model, in a directory that the error names."""
+    assert error.endswith(f"; the merged model is left in {partial}")
+    names = {path.name for path in partial.iterdir()}
+    assert "model.safetensors.index.json" in names and ".lock" not in names
+
+
+def test_ctrl_c_in_the_check_names_the_merged_model(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        merge_adapters, "logits_of", lambda *args: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's `&`
+    error = error_of(capsys, trained, tmp_path / "out")
+    signal.signal(signal.SIGINT, before)
+    assert error.startswith("error: stopped; ")
+    assert_left(tmp_path / ".out.partial", error)
 
 
 def test_unknown_flag(trained, tmp_path, capsys):
@@ -1286,6 +1296,7 @@ def test_no_edit_of_the_configuration_hurts(file, key, unsummed, merged, tmp_pat
 def test_adapter_that_is_replaced_meanwhile_is_noticed(
     trained, tmp_path, monkeypatch, capsys
 ):
+    """Before the check, which takes long; and no model of two adapters is left."""
     run, out, write_files = tmp_path / "run", tmp_path / "out", merge_adapters.write_merged_files
     shutil.copytree(trained, run)
 
@@ -1296,8 +1307,9 @@ def test_adapter_that_is_replaced_meanwhile_is_noticed(
         os.replace(run / "new", adapter)
 
     monkeypatch.setattr(merge_adapters, "write_merged_files", replace_after)
+    monkeypatch.setattr(merge_adapters, "check_merge", lambda *args: pytest.fail("was called"))
     assert "the adapter has changed meanwhile" in error_of(capsys, run, out)
-    assert not out.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 @pytest.fixture(scope="module")
@@ -1481,19 +1493,13 @@ def test_all_is_on_the_disk_before_it_has_its_name(trained, tmp_path, monkeypatc
     assert str(tmp_path) in events[at + 1 :]
 
 
-def test_merge_that_loses_much_prints_what_uses_the_adapter_unmerged(
+def test_merge_that_loses_much_names_the_page_that_uses_the_adapter_unmerged(
     trained, tmp_path, capsys, monkeypatch
 ):
-    """And these lines do it."""
-    monkeypatch.chdir(trained.parent)  # which the path of the base model begins at
+    """What that page shows is run by test_snippet_gives_what_was_trained_and_stops."""
     monkeypatch.setattr(merge_adapters, "LARGE_ERROR", 0.0)
     merge_adapters.main(merge_command(trained, tmp_path / "out")[2:])
-    warning, _, recipe = capsys.readouterr().out.partition("without merging it:\n")
-    assert "\nwarning: the merged model loses" in warning
-    lines = recipe.splitlines()
-    names = {"transformers": transformers, "torch": torch, "peft": peft}
-    exec(textwrap.dedent("\n".join(lines[:3])), names)
-    adapter = load_file(trained / "adapter_model.safetensors")
-    name = next(name for name in adapter if name.endswith("lora_B.weight"))
-    got = dict(names["model"].named_parameters())[name.replace("lora_B", "lora_B.default")]
-    assert torch.equal(got.cpu(), adapter[name])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("warning: the merged model loses")
+    (page,) = re.findall(r"to use the adapter without merging it, see (\S+)$", last)
+    assert SNIPPET in (ROOT / page).read_text()

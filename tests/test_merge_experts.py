@@ -24,6 +24,7 @@ from fsdp_qlora.lora.peft_names import expert_parts, unstack_experts
 from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.formats import NF4_STATE
 from fsdp_qlora.pretrained.tensor_names import tensor_names
+from fsdp_qlora.run import open_run
 from fsdp_qlora.run.peft_run import linears_in_4bit
 
 nf4_and_back = functools.partial(test_merge.nf4_and_back, device=DEVICE)  # where merged
@@ -99,7 +100,7 @@ class Sums(dict):
 
 def watch_sums(monkeypatch):
     """A list that gets the Sums of each merge to come."""
-    found, read_base = [], merge_adapters.read_base
+    found, read_base = [], open_run.read_base
 
     def read(*args):
         base = read_base(*args)
@@ -107,7 +108,7 @@ def watch_sums(monkeypatch):
         found.append(base.sums)
         return base
 
-    monkeypatch.setattr(merge_adapters, "read_base", read)
+    monkeypatch.setattr(open_run, "read_base", read)
     return found
 
 

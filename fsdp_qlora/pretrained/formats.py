@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import bitsandbytes as bnb
 import torch
 
-from fsdp_qlora.quant.blocks import BLOCK
+from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
+from fsdp_qlora.quant.nf4 import mxfp4_values
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, after that of the weight
 NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all parts
@@ -42,6 +43,13 @@ def scaled_weight(
         value = torch.stack([in_bytes & 15, in_bytes >> 4], -1).flatten(1).float() - 8
     scales = scales.float().repeat_interleave(rows, 0)[first : first + len(value)]
     return (value.float() * scales.repeat_interleave(columns, 1)[:, : value.shape[1]]).to(dtype)
+
+
+def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the weight [out, in] of a linear in MXFP4, fp32. `blocks` [out, in / 32, 16], `scales`
+    [out, in / 32]: bytes of its tensors of MX_PARTS."""
+    packed = swap_nibbles(blocks.view(-1, BLOCK // 2))
+    return mxfp4_values(packed, scales.view(-1, BLOCK // MX_BLOCK)).view(len(blocks), -1)
 
 
 def dequantize_stored(

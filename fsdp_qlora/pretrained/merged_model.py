@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,40 +11,12 @@ import torch
 import transformers
 
 from fsdp_qlora.files import read_json, write_tensors
-from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.formats import INT4_PACKED, INT4_SHAPE, NF4_PARTS
 from fsdp_qlora.pretrained.hub import copy_small_files
+from fsdp_qlora.pretrained.merge_base import MergeBase
 from fsdp_qlora.pretrained.reader import Stored
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import MX_BLOCK
-
-
-@dataclasses.dataclass
-class MergeBase:
-    """A base model, and the tensors of the model that a merge makes from it."""
-
-    directory: Path
-    files: dict[str, Stored]  # {name: tensor in the base's files}
-    names: TensorNames  # the tensors that are read
-    # {name: (shape, dtype)} of the merged model, file by file
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    paths: dict[str, Path]  # {name: the base's file that the merged file replaces}
-    auto_class: Any  # transformers' class that loads it
-    dtype: torch.dtype  # dtype in which training computed
-    # for weights that are in NF4 in the files, see check_files()
-    nf4_states: dict[str, Any] = dataclasses.field(default_factory=dict)
-    arch: Architecture = None  # None: the merge cannot be checked
-    # {tensor: content_sum()}, to tell one base from another
-    sums: dict[str, str] = dataclasses.field(default_factory=dict)
-    token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
-
-    def __post_init__(self) -> None:
-        self.parts = self.names.parts()
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the merged model."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
 
 
 def is_multimodal(model_config: transformers.PretrainedConfig) -> bool:

@@ -44,7 +44,7 @@ class NewDirectory:
 @contextlib.contextmanager
 def new_directory(output: Path) -> Iterator[NewDirectory]:
     """Yield a hidden, locked NewDirectory, which becomes `output` when the `with` body ends. If the
-    body raises, it is removed, unless is_whole is set."""
+    body raises, it is removed; if is_whole is set, it is left, and the error names it."""
     partial, lock_fd = open_partial(output)
     new = NewDirectory(partial)
     with os.fdopen(lock_fd):
@@ -54,10 +54,14 @@ def new_directory(output: Path) -> Iterator[NewDirectory]:
                                  " new directory")
             yield new
             new.path = partial.replace(output.resolve())
-        except BaseException:
+        except BaseException as e:
             if not new.is_whole:
                 shutil.rmtree(partial, ignore_errors=True)
-            raise
+                raise
+            why = "stopped" if isinstance(e, KeyboardInterrupt) else str(e) or type(e).__name__
+            is_bug = not isinstance(e, (ValueError, OSError, MemoryError, KeyboardInterrupt))
+            kind = RuntimeError if is_bug else ValueError  # a bug ends with a traceback
+            raise kind(f"{why}; the merged model is left in {new.path}") from e
         finally:  # not before: another merge would think that this one has died
             (new.path / ".lock").unlink(missing_ok=True)
     sync_file(new.path.parent)

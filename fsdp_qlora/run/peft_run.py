@@ -21,7 +21,8 @@ from fsdp_qlora.lora.peft_names import FilePart
 from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.describe import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
-from fsdp_qlora.pretrained.merged_model import MergeBase, auto_class, in_order
+from fsdp_qlora.pretrained.merge_base import MergeBase
+from fsdp_qlora.pretrained.merged_model import auto_class, in_order
 from fsdp_qlora.pretrained.reader import FLOATS, Stored, tensors_of, weight_files
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.run.trained_run import TrainedRun

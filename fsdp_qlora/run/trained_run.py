@@ -38,6 +38,11 @@ class TrainedRun:
     token_ids: list[int] = field(default_factory=list)  # the tokens of --trainable_tokens
     losses: list[float] = field(default_factory=list)  # of each step until the adapter was saved
 
+    @property
+    def device(self) -> str | None:
+        """"cuda" or "cpu", on which training quantized; None: not known."""
+        return self.quantization.get("device")
+
 
 def read_run(directory: Path) -> TrainedRun:
     """Return the run in a directory, or the run that contains a checkpoint. Raises ValueError if a
@@ -49,8 +54,9 @@ def read_run(directory: Path) -> TrainedRun:
         newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
         raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}. Use "
                          + (f"its latest checkpoint: --adapter_dir {newest}" if newest else
-                            "a run directory of train_fsdp_qlora.py or a checkpoint in it; any"
-                            " other PEFT adapter is merged, unchecked, with --base_model"))
+                            "a run directory of train_fsdp_qlora.py or a checkpoint in it; a"
+                            " LoRA adapter that PEFT has saved is merged, unchecked, with"
+                            " --base_model"))
     run, changed = read_json(path), "has another SHA-256 than when it was written"
     files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
     if run.pop("sha256", None) != text_digest(run):

@@ -1,0 +1,104 @@
+"""MergeBase: the base model of a merge, and its weights, whatever formats its files have."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_qlora.errors import explain
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.formats import (
+    INT4_PACKED, MX_PARTS, NF4_PARTS, dequantize_stored, mxfp4_weight, scaled_weight)
+from fsdp_qlora.pretrained.reader import Stored, read_tensor
+from fsdp_qlora.pretrained.tensor_names import TensorNames
+
+
+@dataclasses.dataclass
+class MergeBase:
+    """A base model, and the tensors of the model that a merge makes from it."""
+
+    directory: Path
+    files: dict[str, Stored]  # {name: tensor in the base's files}
+    names: TensorNames  # the tensors that are read
+    # {name: (shape, dtype)} of the merged model, file by file
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    paths: dict[str, Path]  # {name: the base's file that the merged file replaces}
+    auto_class: Any  # transformers' class that loads it
+    dtype: torch.dtype  # dtype in which training computed
+    # for weights that are in NF4 in the files, see check_files()
+    nf4_states: dict[str, Any] = dataclasses.field(default_factory=dict)
+    arch: Architecture = None  # None: the merge cannot be checked
+    # {tensor: content_sum()}, to tell one base from another
+    sums: dict[str, str] = dataclasses.field(default_factory=dict)
+    token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
+
+    def __post_init__(self) -> None:
+        self.parts = self.names.parts()  # {tensor: [(linear in it, its index there)]}
+        self.places = {linear: (name, index)
+                       for name, parts in self.parts.items() for linear, index in parts}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the merged model."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
+
+    @property
+    def unused(self) -> list[str]:
+        """The files' tensors that are neither read nor copied."""
+        used = {*self.tensors, *self.names.shapes}
+        return [name for name in self.files if name not in used and not name.endswith(NF4_PARTS)]
+
+    def is_mxfp4(self, name: str) -> bool:
+        return name in self.names.linears and self.names.linears[name].mxfp4
+
+    def is_4bit(self, name: str) -> bool:
+        """Return whether the files have the weight in the 4 bits of training: NF4 or MXFP4."""
+        return name in self.nf4_states or self.is_mxfp4(name)
+
+    def is_transposed(self, linear: str) -> bool:
+        """Return whether the merged tensor that contains this linear has it as [in, out]."""
+        source = self.names.sources.get(linear)
+        return self.is_mxfp4(linear) or (source is not None and source.columns is not None)
+
+    def location(self, linear: str) -> str:
+        """Return a linear's file and name, for errors."""
+        return f"{self.paths[self.places[linear][0]]}: {linear}"
+
+    def linears_in(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (linear, its view [out, in]) of the linears that are a tensor of the merged model,
+        or that it stacks (experts) or fuses (q, k and v)."""
+        for linear, index in self.parts[name]:
+            view = tensor[index]
+            yield linear, view.t() if self.is_transposed(linear) else view
+
+    def read(self, name: str, device: str, part: str | None = None, index: Any = ...,
+             transposed: bool = False) -> torch.Tensor:
+        """Return a tensor of the files, or the `part` of it at `index`, as read_tensor() does.
+        Raises ValueError if its values do not match its digest in `sums`."""
+        part = part or name
+        return read_tensor(self.files[name], name, device, content=self.sums.get(part), index=index,
+                           what=part, transposed=transposed)
+
+    def weight(self, name: str, device: str) -> torch.Tensor:
+        """Return a tensor, or a linear as [out, in], with the values that the files store: NF4
+        becomes `dtype`; FP8 is multiplied by its scales, as INT4 is; MXFP4 becomes fp32. Raises
+        ValueError as read() does."""
+        whole, index = self.places.get(name, (name, ...))
+        if self.is_mxfp4(name):
+            return mxfp4_weight(
+                *(self.read(whole + end, device, name + end, index) for end in MX_PARTS))
+        if name.endswith(INT4_PACKED):  # the merged tensor's name has no such ending
+            whole = name
+        stored = self.read(whole, device, name, index, self.is_transposed(name))
+        if name in self.nf4_states:
+            parts = {key: self.read(key, "cpu") for key in (f"{name}.{x}" for x in NF4_PARTS)}
+            with explain(f"{self.paths[name]}: {name}: its quantization is damaged"):
+                return dequantize_stored(stored, parts, self.dtype)
+        if scales := self.names.scaled.get(name):
+            return scaled_weight(name, stored, self.read(scales, device))
+        return stored

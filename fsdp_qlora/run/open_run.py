@@ -1,0 +1,118 @@
+"""Open what a merge reads: a run, its base model and its adapter, checked to belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from fsdp_qlora.errors import explain
+from fsdp_qlora.files import ADAPTER_FILES, read_json
+from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
+from fsdp_qlora.lora.peft_names import (
+    FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
+    token_row_settings)
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.hub import base_digest, model_directory
+from fsdp_qlora.pretrained.merge_base import MergeBase
+from fsdp_qlora.pretrained.merged_model import auto_class, merged_tensors
+from fsdp_qlora.pretrained.reader import OTHER_BASE, tensors_of, weight_files
+from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.run.peft_run import open_peft_run
+from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
+
+
+def open_run(
+    adapter_dir: Path, base_model: str | None, allow_other_base: bool
+) -> tuple[TrainedRun, MergeBase, dict[str, LinearAdapter]]:
+    """Return the run that trained the adapter, its base model, and {linear's name: its adapter}.
+    Raises ValueError unless they belong together. `base_model`: None for the run's."""
+    if base_model and not find_train_config(adapter_dir).is_file():
+        return open_peft_run(adapter_dir, base_model)
+    run = read_run(adapter_dir)
+    # digests of the tensors in training; each is compared when the tensor is read
+    sums = {} if allow_other_base else run.quantization["tensor_sums"]
+    base = read_base(base_model or run.base_model, run.quantization, sums)
+    add_token_rows(base, run.token_ids)
+    check_base(base, run, allow_other_base)
+    return run, base, open_trained_adapter(adapter_dir, run, base)
+
+
+def read_base(name: str, quantization: dict[str, Any], sums: dict[str, str]) -> MergeBase:
+    """Return the base model, after the same checks of its files as in training. `sums`: those that
+    its tensors must have, see MergeBase."""
+    directory = model_directory(name, "weights", "--base_model")
+    in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
+    with explain(f"base model {directory}"):
+        model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        arch = describe_model(model_config)
+        files = weight_files(directory)
+        names = tensor_names(arch, files)
+        nf4_states = check_files(files, names, model_config, dtype)
+        if in_4bit != bool(nf4_states):
+            raise ValueError(f"is {'' if nf4_states else 'not '}quantized already. With"
+                             " --base_model name the one in training")
+        tensors, paths = merged_tensors(files, names, nf4_states, model_config)
+    return MergeBase(
+        directory=directory, files=files, names=names, nf4_states=nf4_states, tensors=tensors,
+        paths=paths, auto_class=auto_class(model_config), dtype=getattr(torch, dtype), arch=arch,
+        sums=sums)
+
+
+def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
+    """Record in `base` which tokens' rows were trained, and make the vocabulary, embedding and
+    lm_head of the merged model large enough for them."""
+    if token_ids:
+        base.token_ids = token_ids
+        base.arch = base.arch.with_token(max(token_ids))
+        for name in {base.names.embedding, base.names.head} & base.tensors.keys():
+            (_, hidden), dtype = base.tensors[name]
+            base.tensors[name] = (base.arch.vocab_size, hidden), dtype
+
+
+def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
+    """Raise ValueError unless the base is the one that the run was trained on."""
+    if allow_other:
+        print("warning: --allow_other_base: the base may be another one: nothing will be compared")
+    elif base_digest(base.directory) != run.base_sha256:
+        raise ValueError(f"{base.directory}: its config.json or its weights {OTHER_BASE}")
+    if max(map(max, run.probe_input_ids)) >= base.arch.vocab_size:
+        raise ValueError("train_config.json has probe_input_ids outside the base's vocabulary of"
+                         f" {base.arch.vocab_size}: another base model?")
+
+
+def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
+                         base: MergeBase) -> dict[str, LinearAdapter]:
+    """Return {linear's name: its adapter}. Raises ValueError unless the files are those of the run.
+    """
+    rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
+    path, file = (adapter_dir / name for name in ADAPTER_FILES)
+    arch = as_saved(base.arch, read_json(path), tensors_of(file))
+    names = base.names
+    adapted = set(arch.adapted(run.config["target_modules"]))
+    lora = lora_settings(arch, rank, alpha, adapter_type, adapted,
+                         trainable_token_indices=token_row_settings(arch, base.token_ids))
+    parts = {}
+    parts_of_experts = expert_parts(arch, rank)
+    for name, linear in names.linears.items():
+        if linear.name in adapted:
+            layer = name.removeprefix(names.layer_prefix).partition(".")[0]
+            parts[name] = file_parts(arch, int(layer), linear, rank, adapter_type, parts_of_experts)
+    parts |= token_row_parts(base, arch)
+    return open_linear_adapters(adapter_dir, lora, parts, "train_config.json")
+
+
+def token_row_parts(base: MergeBase, arch: Architecture) -> dict[str, list[FilePart]]:
+    """Return {embedding or lm_head: the FilePart of its trained rows}. `arch`: see as_saved()."""
+    if not base.token_ids:
+        return {}
+    names = base.names
+    tables = dict(zip((names.embedding, names.head), token_row_names(arch)))
+    if arch.tied and names.head in base.tensors:  # a copy of the embedding
+        tables[names.head] = tables[names.embedding]
+    shape = len(base.token_ids), arch.hidden_size
+    return {table: [FilePart(name, shape)] for table, name in tables.items()}
