@@ -27,8 +27,8 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     offloading, HSDP                              fsdp_policy()
     micro-batches, the loss                       micro_batches(), rows_loss()
     optimizer, schedule                           train(), lr_factor()
-    evaluation, and how often                     evaluate(), end of train()
-    metrics: wandb, a file                        main(), log_step(), end of train()
+    initial adapter                               load_and_shard()
+    evaluation; metrics: wandb, a file            evaluate(), log_step(), end of train()
     what is saved                                 save_adapter()
     columns of the data set                       encode()
     weight of an answer or a token                Row, make_row(), count_loss_tokens(),
@@ -60,6 +60,7 @@ import os
 import random
 import re
 import shutil
+import sys
 import time
 import warnings
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
@@ -90,17 +91,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
 
-# transformers 6 drops the old names of activation checkpointing, which PEFT still uses, and which
-# build_model() uses for transformers 5.20
+# harmless: PEFT, and build_model() for transformers 5.20, use names that transformers 6 drops
 warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
 
-DTYPE = torch.bfloat16  # dtype of unquantized weights, activations and matmuls
+# dtype of unquantized weights, activations and matmuls; float16 would need a loss scaler
+DTYPE = torch.bfloat16
 # NF4 stores a code of 4 bits for each weight, and a scale for each 64 weights. FSDP2 before torch
 # 2.13 cannot shard integers, so four codes are stored as one bf16 number. Read shard_layer() before
 # you change a dtype: it explains how such numbers can be damaged
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 SEED = 0  # for the order of the rows and the initial LoRA
-MAX_GRAD_NORM = 1.0
+MAX_GRAD_NORM = 1.0  # math.inf: no clipping
 WARMUP_FRACTION = 0.03  # fraction of all steps
 # tokens whose loss is computed at once, in fp32: 0.5 GiB for each copy of their logits, if the
 # vocabulary has 128k tokens
@@ -109,7 +110,8 @@ IGNORE_INDEX = -100  # label of a token that is not in the loss
 
 
 class Row(NamedTuple):
-    """The tokens of a text, or of an answer and all messages before it."""
+    """The tokens of a text, or of an answer and all messages before it. read_rows() cuts each field
+    at --max_seq_len."""
 
     ids: Tensor  # [tokens]
     labels: Tensor  # [tokens]: labels[i] is ids[i], or IGNORE_INDEX
@@ -225,8 +227,6 @@ def find_model(args: Namespace) -> Path:
 
 # ---- Model: built on meta, read and quantized layer by layer, sharded ---------------------------
 
-# unit: modules whose parameters are gathered together, here a decoder layer.
-
 
 def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftModel:
     """Build the model on meta, which needs almost no memory. The linears of its decoder layers
@@ -283,6 +283,8 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
     are not convolutions. A linear outside the layers, as in Gemma 4 E2B and E4B, would stay in
     bf16 here, while transformers' load_in_4bit quantizes it.
     """
+    if not hasattr(decoder, "layers"):
+        fail(f"--model {model_name}: its {type(decoder).__name__} has no layers of this name")
     for name, weight in decoder.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
             fail(f"--model {model_name}: is a mixture of experts ({name})")
@@ -298,12 +300,12 @@ def load_and_shard(
     for all of them.
 
     Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
-    on the GPU, or in host memory with --offload. All ranks gather the whole layer for its forward
-    and again for its backward. The rest of the model is one more unit, gathered for the whole
-    forward and backward.
+    on the GPU, or in host memory with --offload. A layer is an FSDP unit: all ranks gather it as a
+    whole for its forward and again for its backward. The rest of the model is one more unit,
+    gathered for the whole forward and backward.
     """
     causal_lm = model.get_base_model()
-    causal_lm.tie_weights()  # from_config() on meta has not: files have no tied lm_head
+    causal_lm.tie_weights()  # or open_weights() would look for the lm_head of a tied model
     handles = open_weights(causal_lm, model_dir)
     policy = fsdp_policy(args.offload, device)
     torch.manual_seed(SEED)  # the same initial LoRA on any number of ranks
@@ -315,6 +317,12 @@ def load_and_shard(
             load_module(module, names[module], handles, device)
             if isinstance(module, LoraLayer):
                 init_lora(module, init_lora_weights, device)
+                # to begin with another adapter of these linears, copy its values. (get_peft_model()
+                # is needed in any case: what PeftModel.from_pretrained() loads is lost here)
+                # file = safe_open("adapter/adapter_model.safetensors", "pt")
+                # for part in ("lora_A", "lora_B"):
+                #     getattr(module, part)["default"].weight.data.copy_(
+                #         file.get_tensor(f"base_model.model.{names[module]}.{part}.weight"))
         shard_layer(layer, policy)
     in_layers = set(layers.modules())
     for module, name in names.items():  # embedding, final norm, lm_head
@@ -360,7 +368,7 @@ def load_module(
         stored = handles.get(bare_name(f"{name}.{key}"))
         value = buffer if stored is None else stored[...]  # most buffers are computed, not stored
         setattr(module, key, value.to(device, buffer.dtype))
-    for key, _ in list(module.named_parameters(recurse=False)):
+    for key, param in list(module.named_parameters(recurse=False)):
         stored = handles.get(bare_name(f"{name}.{key}"))
         if stored is None:
             continue  # LoRA's, or a tied lm_head: open_weights() has refused any other
@@ -369,12 +377,13 @@ def load_module(
             # to() quantizes, and leaves the scales in module.quant_state, where forward finds them
             weight = bnb.nn.Params4bit(value, module=module, **NF4_KWARGS).to(device)
         else:
-            weight = nn.Parameter(value, requires_grad=False)
+            weight = nn.Parameter(value, requires_grad=param.requires_grad)
         setattr(module, key, weight)
 
 
 def init_lora(module: LoraLayer, init_lora_weights: bool | str, device: torch.device) -> None:
-    """Materialize LoRA in fp32, with initial values as PEFT makes them."""
+    """Materialize LoRA in fp32, with PEFT's initial values. `init_lora_weights`: True, "gaussian".
+    """
     for matrices in (module.lora_A, module.lora_B):
         matrices.to_empty(device=device).float()  # both work in place
     module.reset_lora_parameters("default", init_lora_weights)
@@ -406,7 +415,7 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
 
     So keep LoRA on every layer, and keep it in fp32: no param_dtype in the policy, no
     model.bfloat16(). If a change breaks this, the comparison below stops a run on several GPUs
-    while it loads; nothing looks again later.
+    while it loads. On CPUs nothing is rewritten, so try such a change on GPUs.
     """
     linears = [module for module in layer.modules() if isinstance(module, bnb.nn.Linear4bit)]
     before = [linear.weight.view(torch.uint8).clone() for linear in linears]
@@ -447,7 +456,8 @@ def train(
     """Run the training loop on the rows of all steps, in this order."""
     # bitsandbytes cannot step DTensors, so it steps this rank's shards as plain parameters. They
     # share the model's memory; with --offload they are copies on the GPU, copied back below.
-    # torch.optim.AdamW(shards) would do, too, but Muon and Adafactor need whole matrices
+    # torch.optim.AdamW(shards) would do, too, but Muon and Adafactor would silently take a shard
+    # for the whole matrix
     dtensors = [p for p in model.parameters()
                 if p.requires_grad and p.to_local().numel()]  # with many ranks a shard can be empty
     shards = [nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in dtensors]
@@ -520,7 +530,7 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
     """Return the sum of the losses of all tokens in some rows, which are this rank's own.
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
-    the loss ignores the padding.
+    the loss ignores the padding. So do not pack several texts into a row.
     """
     ids = pad_sequence([row.ids for row in rows], batch_first=True)  # [rows, tokens]
     labels = pad_sequence(
@@ -551,7 +561,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def evaluate(
     model: PeftModel, eval_rows: list[Row], args: Namespace, device: torch.device
 ) -> float:
-    """Return the mean loss per token of some rows."""
+    """Return the mean loss per token of some rows.
+
+    To generate text, on all ranks: model.unshard(), model.generate(..., synced_gpus=True), and
+    model.reshard().
+    """
     model.eval()
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
@@ -705,8 +719,15 @@ def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
 
 def check_example(example: dict[str, Any]) -> None:
     """Raise ValueError for what this file would train wrongly. Other columns are ignored."""
+    if not isinstance(example, dict):
+        raise ValueError("expected an object with text or messages")
     if ("text" in example) == ("messages" in example):
         raise ValueError(f"expected either text or messages, not {', '.join(example)}")
+    messages = example.get("messages", [])
+    if not isinstance(example.get("text", ""), str):
+        raise ValueError("expected a string as text")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError("expected a list of objects as messages")
     unhandled = ["weight"]
     if "messages" in example:
         unhandled += ["system", "system_prompt", "tools", "functions", "documents",
@@ -715,7 +736,7 @@ def check_example(example: dict[str, Any]) -> None:
     for key in unhandled:
         if example.get(key) not in (None, "", [], {}):
             raise ValueError(f"{key!r} would change the training, and this file does not handle it")
-    for message in example.get("messages", []):
+    for message in messages:
         keys = {key for key, value in message.items() if value is not None}
         if keys != {"role", "content"}:
             raise ValueError(f"expected a message of role and content, not of {', '.join(keys)}")
@@ -754,7 +775,9 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerFast) -> Row:
     BOS and EOS already: then they are not added again."""
     bos, eos = tokenizer.bos_token, tokenizer.eos_token or ""
     has_bos = bos is not None and text.startswith(bos)
-    ids = tokenizer(text.removesuffix(eos) + eos, add_special_tokens=not has_bos)["input_ids"]
+    if not text.rstrip().endswith(eos):
+        text += eos
+    ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
     return make_row(ids, n_prompt=0)
 
 
@@ -818,4 +841,5 @@ def make_row(ids: list[int], n_prompt: int) -> Row:
 if __name__ == "__main__":
     main()
     if not torch.cuda.is_available():
+        sys.stdout.flush()
         os._exit(0)  # a process of torch 2.13 with gloo can crash while it ends; all is saved

@@ -150,6 +150,17 @@ def norm_is_trained():
     return [(script, "load_and_shard", load_and_train_a_norm)]
 
 
+def lm_head_is_unfrozen():
+    build_model = script.build_model
+
+    def build(*args):
+        model = build_model(*args)
+        model.get_base_model().lm_head.requires_grad_()
+        return model
+
+    return [(script, "build_model", build)]
+
+
 def norm_is_not_read():
     load_module = script.load_module
 
@@ -210,6 +221,12 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
     "LoRA+": [
         ("PagedAdamW8bit(shards,", 'PagedAdamW8bit([{"params": shards[::2]},'
          ' {"params": shards[1::2], "lr": 16 * args.learning_rate}],')],
+    "initial adapter": [
+        ('                # file = safe_open("adapter/',
+         '                file = safe_open("llama-adapter/'),
+        ("                # for part in", "                for part in"),
+        ("                #     getattr(module", "                    getattr(module"),
+        ("                #         file.get", "                        file.get")],
     "gaussian": [("target_modules=list(linears),",
                   'target_modules=list(linears), init_lora_weights="gaussian",')],
     "weights": [  # of 2 for all tokens, which change nothing
@@ -257,5 +274,6 @@ def edited(name):
 
 
 PATCHES = {patch.__name__: patch for patch in (
-    in_fp32, one_by_one, lora_in_bf16, copies_as_on_cuda, norm_is_trained, norm_is_not_read,
+    in_fp32, one_by_one, lora_in_bf16, copies_as_on_cuda, norm_is_trained, lm_head_is_unfrozen,
+    norm_is_not_read,
     evaluated_first, killed_while_saving)}

@@ -239,13 +239,15 @@ RUNS = {  # name: (processes, what the job has)
                              "with": [name]})
        for name, rows, *more in (
            ("layers stay gathered", "text.jsonl", *EVALUATED),
-           ("LoRA+", "text.jsonl"), ("gaussian", "text.jsonl"), ("weights", "text.jsonl"),
+           ("LoRA+", "text.jsonl"), ("initial adapter", "text.jsonl"),
+           ("gaussian", "text.jsonl"), ("weights", "text.jsonl"),
            ("columns", "answers.jsonl"),
            ("attention only", "text.jsonl"), ("AdamW", "text.jsonl"))},
     "all rows": (2, {"argv": flags("qwen3", "all-rows", "--batch_size", 24, "--max_steps", 1,
                                   rows="mixed.jsonl")}),
     "copies as on CUDA": (2, {"argv": flags("llama", "x"), "with": ["copies_as_on_cuda"]}),
     "LoRA in bf16": (2, {"argv": flags("llama", "x"), "with": ["lora_in_bf16"]}),
+    "the lm_head is unfrozen": (2, {"argv": flags("qwen3", "x"), "with": ["lm_head_is_unfrozen"]}),
     "a norm is trained": (2, {"argv": flags("llama", "x"), "with": ["norm_is_trained"]}),
     "a norm is not read": (2, {"argv": flags("llama", "x"), "with": ["norm_is_not_read"]}),
     "evaluated": (2, {"argv": flags("llama", "x"), "with": ["evaluated_first"]}),
@@ -498,6 +500,7 @@ def test_check_at_start_finds_rewritten_words(runs):
 
 @pytest.mark.parametrize("run,words", [
     ("a norm is trained", "RuntimeError: 29 tensors are trainable, but LoRA on 14 linears has 28"),
+    ("the lm_head is unfrozen", "tensors are trainable, but LoRA on"),
     ("a norm is not read", ".norm.weight is not loaded, but still on meta"),
 ])  # fmt: skip
 def test_check_model_finds(run, words, runs):
@@ -567,6 +570,8 @@ def test_edits_that_the_file_describes(edit, base, runs):
             base / "llama-adapter" / "adapter_model.safetensors").read_bytes()
     elif edit == "LoRA+":  # the schedule keeps each group's own rate
         assert found["loss"][0] == want["loss"][0] and found["loss"][2] < want["loss"][2] - 0.01
+    elif edit == "initial adapter":
+        assert found["loss"][0] < want["loss"][-1] + 0.05 < want["loss"][0]
     elif edit == "gaussian":
         bounds = {name: value.shape[1] ** -0.5 for name, value in load_file(
             base / edit / "adapter_model.safetensors").items() if "lora_A" in name}
@@ -662,6 +667,14 @@ def test_what_would_be_lost_is_refused(name, base):
         minimal_fsdp_qlora.encode(row, tokenizer)
 
 
+@pytest.mark.parametrize("example", [
+    [1], 5, {"text": None}, {"text": 5}, {"messages": None}, {"messages": ["hi"]}])  # fmt: skip
+def test_what_is_no_example_is_refused(example, base):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    with pytest.raises(ValueError, match="^expected "):
+        minimal_fsdp_qlora.encode(example, tokenizer)
+
+
 def test_other_columns_are_ignored(base):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "4"}]
@@ -678,8 +691,10 @@ def test_text_has_bos_and_eos_once(base):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
     rows = [as_lists(minimal_fsdp_qlora.encode({"text": text}, tokenizer))
-            for text in ("1 plus 2", f"{bos}1 plus 2", f"1 plus 2{eos}", f"{bos}1 plus 2{eos}")]
-    assert all(row == rows[0] for row in rows)
+            for text in ("1 plus 2", f"{bos}1 plus 2", f"1 plus 2{eos}", f"{bos}1 plus 2{eos}",
+                         f"1 plus 2{eos}\n")]
+    assert all(row == rows[0] for row in rows[:4])
+    assert rows[4][0][0].count(tokenizer.eos_token_id) == 1
     ((ids, _),) = rows[0]
     assert ids.count(tokenizer.eos_token_id) == 1 == ids.count(tokenizer.bos_token_id)
 
@@ -842,7 +857,7 @@ def test_merged_model_is_loaded(base, runs, tmp_path):
     (["--base_model", "mixtral"],
      "mixtral: has experts: model.layers.0.mlp.experts.gate_up_proj is in NF4 or in bf16 depend"),
     (["--base_model", "quantized"], "quantized: is quantized already"),
-    ([], "any other PEFT adapter is merged, unchecked, with --base_model"),
+    ([], "a LoRA adapter that PEFT has saved is merged, unchecked, with --base_model"),
 ])  # fmt: skip
 def test_merge_refuses(argv, words, base, runs, tmp_path, capsys, monkeypatch):
     runs("qwen3")
