@@ -43,9 +43,9 @@ from fsdp_qlora.layer import (
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
-from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.saved import SavedMLP
+from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.micro_batch.offload import OffloadedActivations, make_store, put_record
 from fsdp_qlora.model.embedding import embed

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from fsdp_qlora.kernels.recurrence import mixer_with_state
 from fsdp_qlora.layer.attention_mixer import n_head_groups
-from fsdp_qlora.layer.layer import LayerSpec
 from fsdp_qlora.layer.mlp import SLICE_TOKENS
+from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.model.embedding import CHUNK_BYTES
 from fsdp_qlora.plan import SAVES, Plan, Saves
 from fsdp_qlora.planner.machine import Machine
