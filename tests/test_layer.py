@@ -994,7 +994,7 @@ WRONG_CODE = {
     ),
     "slices computed again": (
         "llama",
-        "MLPSublayer.recomputed_backward",
+        "MLPSublayer.backward_in_slices",
         lambda f: lambda *a: f(*a).roll(1, 0),
     ),
     "inputs of layers": ("gemma4_e", "add_inputs", lambda f: lambda *a: f(*a).roll(1, 1)),

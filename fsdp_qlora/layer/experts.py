@@ -50,7 +50,7 @@ EXPERT_SLICE_TOKENS = 65536
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MoESublayer:
-    """The experts of one layer, with the same functions as MLPSublayer."""
+    """The experts of one layer, a FeedForward (spec.py)."""
 
     arch: Architecture
     shared_gate_up: FusedLinear | None  # None: there is no shared expert
@@ -91,7 +91,6 @@ class MoESublayer:
     def forward(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, SavedMoE]:
-        """Return mid_residual + MLP(norm(mlp_input)), and what backward() needs."""
         out, saved = self._forward_slice(call, mid_residual, mlp_input)
         if not call.is_evaluation:
             add_balance(call.layer, [count_experts(saved.routing, call.batch.n_unpadded)])
@@ -149,8 +148,6 @@ class MoESublayer:
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
-        """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the
-        MLP. `grad` is the gradient of forward()'s sum."""
         arch, norms = self.arch, self.moe.norms
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
@@ -186,11 +183,9 @@ class MoESublayer:
         saved.shared_before_norm = None
         return norm_gradient(call, self.arch.mlp_norm, mlp_input, grad_x, grad)
 
-    def forward_to_recompute(
+    def forward_in_slices(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, list[RoutingChoice]]:
-        """Return forward()'s sum for all tokens, computed a slice at a time; and each slice's
-        choice for recomputed_backward(). Nothing else is saved."""
         sums, choices, counts = [], [], []
         for tokens in each_slice(call, len(mid_residual), self.slice_tokens):
             out, saved = self._forward_slice(
@@ -205,11 +200,10 @@ class MoESublayer:
             add_balance(call.layer, counts)
         return joined(sums), choices
 
-    def recomputed_backward(
+    def backward_in_slices(
         self, call: LayerCall, mlp_input: Tensor, grad: Tensor,
         routing_choices: list[RoutingChoice]
     ) -> Tensor:
-        """backward() for all tokens, a slice at a time, after computing forward() again."""
         grads = []
         slices = each_slice(call, len(mlp_input), self.slice_tokens)
         for tokens, choice in zip(slices, routing_choices, strict=True):
@@ -422,7 +416,6 @@ class MoESublayer:
 
     @property
     def choice_values(self) -> int:
-        """Values saved per token if everything else is recomputed: the chosen experts, int16."""
         return self.moe.top_k
 
     @property
@@ -432,7 +425,6 @@ class MoESublayer:
 
     @property
     def saved_values(self) -> int:
-        """Values saved for backward, if nothing is recomputed; 2 bytes each."""
         arch, moe = self.arch, self.moe
         values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
         # the Routing: scores in fp32; for each row, four int64 numbers and two fp32 weights
@@ -448,7 +440,6 @@ class MoESublayer:
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """Peak bytes of backward(), besides what is saved."""
         n_tokens, itemsize = plan.micro_batch_tokens, plan.dtype.itemsize
         n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
         arch, hidden, moe = self.arch, self.arch.hidden_size, self.moe
@@ -497,22 +488,19 @@ class MoESublayer:
 
     @property
     def active_weights(self) -> float:
-        """Weights that one token is multiplied by."""
         share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.dense_linears)
         return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
 
     @property
     def recomputed_weights(self) -> float:
-        """The part of active_weights that recomputed_backward() multiplies again."""
         share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.dense_linears)
         return shared + share * self.expert_gate_up.n_weights
 
     @property
     def elementwise_values(self) -> int:
-        """Values that elementwise work reads or writes, in forward and backward; counted, not
-        measured."""
+        """Counted, not measured."""
         # per row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
         hidden, top_k = self.arch.hidden_size, self.moe.top_k
         width = self.expert_gate_up.in_features

@@ -97,7 +97,7 @@ class LayerFunction(torch.autograd.Function):
             return call.scaled(out), *call.kv_out
         if layer.saves == "mid_residual":
             saved.mid_residual = put(mid_residual)
-        out, saved.routing_choices = mlp.forward_to_recompute(
+        out, saved.routing_choices = mlp.forward_in_slices(
             call, mid_residual, x if layer.arch.parallel else mid_residual)
         return call.scaled(out), *call.kv_out
 
@@ -119,7 +119,7 @@ class LayerFunction(torch.autograd.Function):
                 grad_mid_residual = mlp.backward(call, saved.offloaded_mlp(), grad)
             else:
                 (mid_residual,) = take(saved.mid_residual)
-                grad_mid_residual = mlp.recomputed_backward(
+                grad_mid_residual = mlp.backward_in_slices(
                     call, mid_residual, grad, saved.routing_choices)
                 del mid_residual
             (x,) = take(saved.x)  # copied back while the MLP ran
@@ -130,7 +130,7 @@ class LayerFunction(torch.autograd.Function):
             mid_residual, mixer_saved = mixer.forward(call, x, wants_sum=not parallel)
             call.attention_results.clear()
             call.dequantized.clear()  # room for the MLP's weights
-            grad_mid_residual = mlp.recomputed_backward(
+            grad_mid_residual = mlp.backward_in_slices(
                 call, x if parallel else mid_residual, grad, saved.routing_choices)
             del mid_residual
         # in a parallel layer the mixer gets the gradient of the layer's sum, and grad_mid_residual

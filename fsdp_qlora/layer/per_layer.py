@@ -31,7 +31,7 @@ def gate_inputs_backward(grad: Tensor, gates: Tensor, inputs: Tensor, activation
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerLayerGate:
     """The gate after one layer's MLP, x + norm(out(activation(gate(x)) * input)): forward and
-    backward, and its costs, in the same terms as MLPSublayer's."""
+    backward, and its costs, in the same terms as FeedForward's."""
 
     arch: Architecture
     gate: FusedLinear

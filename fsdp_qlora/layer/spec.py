@@ -9,11 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
 from fsdp_qlora.layer.attention_mixer import AttentionMixer
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.latent_moe import ExpertLatent
@@ -24,6 +28,7 @@ from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
+from fsdp_qlora.layer.router import RoutingChoice
 from fsdp_qlora.plan import Plan, Saves
 from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
@@ -33,7 +38,7 @@ class LayerSpec(ParameterLayout):
     """The two sublayers of one layer, on top of the layout of its parameters."""
 
     mixer: MixerSublayer | NoMixerSublayer
-    mlp: MLPSublayer | MoESublayer | NoMLPSublayer
+    mlp: FeedForward
 
     def saved_values(self, saves: Saves) -> int:
         """Values per token that a layer saves for backward, see LayerFunction."""
@@ -80,6 +85,72 @@ class LayerSpec(ParameterLayout):
         wants_sum = saves in ("input", "attention") and not self.mixer.arch.parallel
         weights = self.mixer.recomputed_weights(wants_sum)
         return weights if saves == "mlp" else weights + self.mlp.recomputed_weights
+
+
+class FeedForward(Protocol):
+    """Interface of the sublayers after the mixer: MLPSublayer, MoESublayer and NoMLPSublayer.
+
+    Such a sublayer adds MLP(norm(mlp_input)) to `mid_residual`, the sum after the mixer.
+    `mlp_input` is `mid_residual` too, except in a parallel layer (Cohere), where it is the layer's
+    own x.
+    """
+
+    @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        """All its linears."""
+
+    def forward(
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Return mid_residual + MLP(norm(mlp_input)) [tokens, hidden], and the record that
+        backward() needs."""
+
+    def backward(self, call: LayerCall, saved: Any, grad: Tensor) -> Tensor:
+        """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the
+        MLP. `grad` is the gradient of forward()'s sum."""
+
+    def forward_in_slices(
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
+    ) -> tuple[Tensor, list[RoutingChoice] | None]:
+        """Return forward()'s sum, computed a slice of tokens at a time with nothing saved; and each
+        slice's choice of experts, which backward_in_slices() must repeat. None without experts."""
+
+    def backward_in_slices(
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choices: Any
+    ) -> Tensor:
+        """Return backward()'s result, a slice of tokens at a time, after computing forward() of the
+        slice again."""
+
+    # ---- what it costs, for the planner ----
+
+    @property
+    def saved_values(self) -> int:
+        """Values per token saved for backward(), if nothing is recomputed; in fp32 they count
+        twice."""
+
+    @property
+    def choice_values(self) -> int:
+        """Values per token saved by forward_in_slices(): the chosen experts, int16."""
+
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        """Peak bytes of backward(), besides what is saved; with `recomputed`, of
+        backward_in_slices()."""
+
+    @property
+    def active_weights(self) -> float:
+        """Weights that one token is multiplied by."""
+
+    @property
+    def recomputed_weights(self) -> float:
+        """The part of active_weights that backward_in_slices() multiplies again."""
+
+    @property
+    def matmul_speed(self) -> float:
+        """Speed of its matmuls, relative to large ones."""
+
+    @property
+    def elementwise_values(self) -> int:
+        """Values per token that elementwise work reads or writes, in forward and backward."""
 
 
 def make_layer_specs(
@@ -140,7 +211,7 @@ def _make_mixer(
 
 def _make_mlp(
     arch: Architecture, kind: LayerKind, fused: Mapping[str, FusedLinear]
-) -> MLPSublayer | MoESublayer | NoMLPSublayer:
+) -> FeedForward:
     """`fused`: see _make_mixer()."""
     if kind.routed:
         latent = (ExpertLatent(fused["latent_entry"], fused["latent_exit"])
