@@ -24,22 +24,22 @@ from fsdp_qlora.kernels.elementwise import (
     glu_backward_, glu_weight_gradients, limited, norm_backward)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
-from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.grouped_mm import (
     ExpertChunk, add_expert_gradients, cut_experts, fill_expert_lora_hidden, grouped, put_rows,
     split_lora_gradient, why_no_grouped_mm)
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
+from fsdp_qlora.layer.lora_matmul import widen
 from fsdp_qlora.layer.mlp import each_slice, joined, token_slices
 from fsdp_qlora.layer.residual import (
     add_residual, apply_norm, branch_gradient, norm_gradient, norm_padded,
     saved_or_recomputed_inputs)
 from fsdp_qlora.layer.router import (
     Routing, RoutingChoice, add_balance, count_experts, route, route_backward)
-from fsdp_qlora.layer.saved import SavedGatedMLP, SavedMoE
+from fsdp_qlora.layer.saved import SavedMoE
+from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits, MoE
+from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, MoE
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200
@@ -53,12 +53,11 @@ class MoESublayer:
     """The experts of one layer, a FeedForward (spec.py)."""
 
     arch: Architecture
-    shared_gate_up: FusedLinear | None  # None: there is no shared expert
-    shared_down: FusedLinear | None
+    shared: SharedExpert | None
     latent: ExpertLatent | None  # None: experts read the same inputs as router and shared expert
     expert_gate_up: FusedLinear  # all experts, one after the other
     expert_down: FusedLinear
-    limits: Limits
+    limit: float | None  # see LimitedActivation
     slice_tokens: int = dataclasses.field(default_factory=lambda: EXPERT_SLICE_TOKENS)
 
     @property
@@ -69,11 +68,11 @@ class MoESublayer:
     @property
     def _sum_factor(self) -> float:
         """Factor of the sum of the routed experts' outputs and the shared expert's."""
-        return 0.5 if self.moe.combination == "average" and self.shared_gate_up else 1.0
+        return 0.5 if self.moe.combination == "average" and self.shared else 1.0
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        shared = (self.shared_gate_up, self.shared_down) if self.shared_gate_up else ()
+        shared = self.shared.fused_linears if self.shared else ()
         latent = self.latent.fused_linears if self.latent else ()
         return *shared, *latent, self.expert_gate_up, self.expert_down
 
@@ -129,17 +128,15 @@ class MoESublayer:
                 call, saved.routing, expert_inputs, save_gate_ups)
             if self.latent:
                 branch = self.latent.leave(call, saved, branch, needs_branch)
-        if self.shared_gate_up:
-            shared = self._shared_forward(call, saved, inputs)
-            if norms:
-                assert branch is not None, "the norm after the experts needs it"
-                saved.expert_output, saved.shared_before_norm = branch, shared
-                branch = apply_norm(call, norms.after, branch)
-                shared = apply_norm(call, norms.after_shared, shared)
-            if needs_branch:
-                branch += shared
-                if self._sum_factor != 1:
-                    branch *= self._sum_factor
+        shared_output = self.shared.forward(call, saved, inputs) if self.shared else None
+        if norms:
+            assert branch is not None, "the norm after the experts needs it"
+            saved.expert_output = branch
+            branch = apply_norm(call, norms.after, branch)
+        if shared_output is not None and needs_branch:
+            branch += shared_output
+            if self._sum_factor != 1:
+                branch *= self._sum_factor
         saved.inputs = inputs if call.is_backward else None
         out = None
         if branch is not None:
@@ -154,17 +151,17 @@ class MoESublayer:
         if self._sum_factor != 1:
             upstream = upstream * self._sum_factor
         if norms:
-            return self._apart_backward(call, saved, upstream, grad, norms)
+            return self._backward_with_expert_norms(call, saved, upstream, grad, norms)
         grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         if self.latent:
             grad_x = self.latent.enter_backward(call, saved, grad_x, self._inputs(call, saved))
         grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
-        if self.shared_gate_up:
-            grad_x += self._shared_backward(call, saved, upstream)
+        if self.shared:
+            grad_x += self.shared.backward(call, saved, upstream)
         return norm_gradient(call, arch.mlp_norm, saved.mlp_input, grad_x, grad)
 
-    def _apart_backward(
+    def _backward_with_expert_norms(
         self, call: LayerCall, saved: SavedMoE, upstream: Tensor, grad: Tensor,
         norms: ExpertNorms
     ) -> Tensor:
@@ -177,10 +174,8 @@ class MoESublayer:
         grad = norm_gradient(call, norms.before, mlp_input, grad_x, grad)
         grad += route_backward(call, saved.routing, grad_weights, mlp_input)
         saved.expert_output = grad_out = None
-        grad_shared = norm_backward(
-            saved.shared_before_norm, upstream, None, call.vector(norms.after_shared), kind, eps)
-        grad_x = self._shared_backward(call, saved, grad_shared)
-        saved.shared_before_norm = None
+        assert self.shared, "it is in the place of these layers' MLP"
+        grad_x = self.shared.backward(call, saved, upstream)
         return norm_gradient(call, self.arch.mlp_norm, mlp_input, grad_x, grad)
 
     def forward_in_slices(
@@ -219,7 +214,7 @@ class MoESublayer:
 
     @property
     def _activation(self) -> str | LimitedActivation | tuple[float, float]:
-        return self.moe.clamp or limited(self.arch.activation, self.limits.experts)
+        return self.moe.clamp or limited(self.arch.activation, self.limit)
 
     def _inputs(self, call: LayerCall, saved: SavedMoE) -> Tensor:
         """Return the normed inputs [n, hidden] of router and experts in backward()."""
@@ -365,51 +360,6 @@ class MoESublayer:
                         len(experts), -1, part.width) for part in parts]
                 yield ExpertChunk(experts, slice(start, min(start + most, stop)), routing, *weights)
 
-    # ---- the shared expert ----
-
-    @property
-    def _shared_activation(self) -> str | LimitedActivation:
-        return limited(self.arch.activation, self.limits.mlp)
-
-    def _shared_forward(
-        self, call: LayerCall, saved: SavedMoE, inputs: Tensor
-    ) -> Tensor:
-        """Return the shared expert's output [n, hidden], times the sigmoid of its gate, if any."""
-        assert self.shared_gate_up and self.shared_down, "checked by the caller"
-        saved.shared = shared = SavedGatedMLP()
-        shared.gate_up, shared.lora_hidden = lora_matmul(call, self.shared_gate_up, inputs)
-        activated = activate(call, shared, self.shared_down, self._shared_activation)
-        out, shared.down_lora_hidden = lora_matmul(call, self.shared_down, activated)
-        if name := self.moe.shared_gate:
-            saved.shared_before_gate = out
-            x = inputs[:, : self.arch.hidden_size]
-            weight = call.layer.small_tensors[f"{name}.weight"].to(x.dtype)
-            saved.shared_factor = F.linear(x, weight).sigmoid()
-            out = out * saved.shared_factor
-        return out
-
-    def _shared_backward(
-        self, call: LayerCall, saved: SavedMoE, grad: Tensor
-    ) -> Tensor:
-        """Return the gradient of x [n, hidden] through the shared expert, from the gradient of its
-        output."""
-        assert self.shared_gate_up and self.shared_down, "checked by the caller"
-        assert saved.shared, "forward has made it"
-        from_factor: Tensor | int = 0
-        if name := self.moe.shared_gate:
-            factor = saved.shared_factor.float()
-            slope = (grad.float() * saved.shared_before_gate.float()).sum(-1, keepdim=True)
-            slope = (slope * factor * (1 - factor)).to(grad.dtype)
-            from_factor = slope @ call.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
-            grad = grad * saved.shared_factor
-            saved.shared_before_gate = None
-        grad_gate_up = down_backward(
-            call, saved.shared, self.shared_down, self._shared_activation, grad)
-        inputs = self._inputs(call, saved)
-        grad_x = lora_matmul_backward(
-            call, self.shared_gate_up, saved.shared.lora_hidden, grad_gate_up, inputs)
-        return grad_x + from_factor
-
     # ---- what it costs, for the planner ----
 
     matmul_speed = GROUPED_SPEED
@@ -429,12 +379,10 @@ class MoESublayer:
         values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
         # the Routing: scores in fp32; for each row, four int64 numbers and two fp32 weights
         values += 2 * moe.n_experts + (4 * 4 + 2 * 2) * moe.top_k
-        if self.shared_gate_up and self.shared_down:
-            padded_lora = self.shared_gate_up.padded_lora + self.shared_down.padded_lora
-            values += self.shared_gate_up.out_features + padded_lora
-            values += (arch.hidden_size + 1) * (moe.shared_gate is not None)
-        if moe.norms:  # the outputs of experts and shared expert
-            values += 2 * arch.hidden_size
+        if self.shared:
+            values += self.shared.saved_values
+        if moe.norms:  # the experts' output
+            values += arch.hidden_size
         if self.latent:
             values += self.latent.saved_values
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
@@ -468,11 +416,11 @@ class MoESublayer:
             gone = 0 if recomputed else min(self._gate_up_size, only_backward)
             first += max(0, rows * width - rows * gone // plan.expert_ranges)
         # then the gradient of their inputs beside that of the rows, or beside the shared expert's
-        shared_width = self.shared_down.width + hidden if self.shared_down else 0
-        second = max(rows * width, n * shared_width) + n * hidden * (3 + recomputed + n_upstream)
+        shared_values = self.shared.live_values if self.shared else 0
+        second = max(rows * width, n * shared_values) + n * hidden * (3 + recomputed + n_upstream)
         values = max(first, second if recomputed else second - rows * self._gate_up_size)
-        if recomputed and self.shared_gate_up and self.shared_down:
-            values += n * (self.shared_gate_up.out_features + self.shared_down.width)
+        if recomputed and self.shared:
+            values += n * self.shared.recomputed_values
         if n < n_tokens:  # gradients: of the sum and of finished slices, which are joined at last
             values = max(values + 2 * (n_tokens - n) * hidden, 3 * n_tokens * hidden)
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs

@@ -99,6 +99,15 @@ class SavedMLP(SavedMLPInput, SavedGatedMLP, SavedPerLayer):
 
 
 @dataclasses.dataclass
+class SavedSharedExpert(SavedGatedMLP):
+    """The tensors that a SharedExpert saves."""
+
+    before_gate: Tensor = None  # [n, hidden], its output before the factor of its gate
+    factor: Tensor = None  # [n, 1]
+    before_norm: Tensor = None  # [n, hidden], its output before its norm
+
+
+@dataclasses.dataclass
 class SavedMoE(SavedMLPInput):
     """The tensors that a MoESublayer saves."""
 
@@ -106,11 +115,7 @@ class SavedMoE(SavedMLPInput):
     routing: Routing = None
     gate_ups: list[Tensor] | None = None  # one per ExpertChunk; None: they are computed again
     expert_output: Tensor = None  # [n, hidden], the experts' output, before a norm of their own
-    # for the shared expert
-    shared: SavedGatedMLP | None = None
-    shared_before_norm: Tensor = None  # its output, before a norm of its own
-    shared_before_gate: Tensor = None  # its output, before the factor of its gate
-    shared_factor: Tensor = None
+    shared: SavedSharedExpert = None
     # for the latent space, see ExpertLatent
     latent: Tensor = None
     entry_lora_hidden: Tensor = None

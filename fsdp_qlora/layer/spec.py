@@ -29,6 +29,7 @@ from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.router import RoutingChoice
+from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.plan import Plan, Saves
 from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
@@ -214,10 +215,16 @@ def _make_mlp(
 ) -> FeedForward:
     """`fused`: see _make_mixer()."""
     if kind.routed:
-        latent = (ExpertLatent(fused["latent_entry"], fused["latent_exit"])
-                  if arch.expert_latent else None)
-        return MoESublayer(arch, fused.get("shared_gate_up"), fused.get("shared_down"), latent,
-                           fused["expert_gate_up"], fused["expert_down"], kind.limits)
+        assert arch.moe, "the layer has experts"
+        shared = latent = None
+        if arch.shared_gate_up:
+            shared = SharedExpert(
+                arch, fused["shared_gate_up"], fused["shared_down"], arch.moe.shared_gate,
+                arch.moe.norms and arch.moe.norms.after_shared, kind.limits.mlp)
+        if arch.expert_latent:
+            latent = ExpertLatent(fused["latent_entry"], fused["latent_exit"])
+        return MoESublayer(arch, shared, latent, fused["expert_gate_up"], fused["expert_down"],
+                           kind.limits.experts)
     if kind.sublayers == "mixer":
         return NoMLPSublayer(arch)
     per_layer = (PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"])
