@@ -388,43 +388,16 @@ class MoESublayer:
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        n_tokens, itemsize = plan.micro_batch_tokens, plan.dtype.itemsize
+        moe, hidden, n_tokens = self.moe, self.arch.hidden_size, plan.micro_batch_tokens
         n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
-        arch, hidden, moe = self.arch, self.arch.hidden_size, self.moe
-        width = self.expert_gate_up.in_features  # hidden size or latent size
-        rows = n * moe.top_k
-        up = self.expert_gate_up
-        down = self.expert_down
-        # plus gate and up, if they are recomputed, and if their gradient is a new tensor
-        row_values = up.width + down.width
-        adapter_values = 0
-        if up.n_lora:  # the rows' gradient, its part from d, their sum; A's gradient, also fp32
-            row_values = max(3 * up.width, up.width + 3 * down.width)
-            adapter_values = 3 * moe.n_experts * up.n_lora * width
-        row_values += self._gate_up_size * (recomputed + bool(moe.clamp))
-        chunk_values = math.ceil((rows * row_values + adapter_values) / plan.expert_ranges)
-        weights = sum(fused.out_features * fused.width for fused in (up, down))
-        weights = math.ceil(weights / plan.expert_ranges)
-        # the gradient of the branch, where it is not that of the sum
-        n_upstream = bool(arch.mlp_post_norm) or arch.residual_multiplier != 1
-        # first the experts, beside the gradient of the sum and their inputs, if these are needed
-        n_inputs = recomputed or up.n_lora > 0
-        first = chunk_values + weights + n * hidden * (1 + n_inputs + n_upstream)
-        if plan.expert_ranges > 1:  # and all rows' outputs in forward, their gradients in backward,
-            # when the first range's saved gate and up are gone
-            only_backward = row_values - up.width - down.width
-            gone = 0 if recomputed else min(self._gate_up_size, only_backward)
-            first += max(0, rows * width - rows * gone // plan.expert_ranges)
-        # then the gradient of their inputs beside that of the rows, or beside the shared expert's
-        shared_values = self.shared.live_values if self.shared else 0
-        second = max(rows * width, n * shared_values) + n * hidden * (3 + recomputed + n_upstream)
-        values = max(first, second if recomputed else second - rows * self._gate_up_size)
+        values = max(self._values_in_experts(n, plan, recomputed),
+                     self._values_after_experts(n, recomputed))
         if recomputed and self.shared:
             values += n * self.shared.recomputed_values
         if n < n_tokens:  # gradients: of the sum and of finished slices, which are joined at last
             values = max(values + 2 * (n_tokens - n) * hidden, 3 * n_tokens * hidden)
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
-            values += n * hidden * (2 + 2 * recomputed + bool(up.n_lora))
+            values += n * hidden * (2 + 2 * recomputed + (self.expert_gate_up.n_lora > 0))
         if self._sum_factor != 1:  # the gradient of the sum before its factor
             values += n * hidden
         if self.latent:
@@ -432,7 +405,50 @@ class MoESublayer:
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
         # the router, in fp32: five values per row, three tensors as large as its scores, and each
         # expert's rows, counted twice
-        return values * itemsize + 4 * (5 * rows + 3 * n * moe.n_experts + 2 * moe.n_experts)
+        router = 5 * n * moe.top_k + 3 * n * moe.n_experts + 2 * moe.n_experts
+        return values * plan.dtype.itemsize + 4 * router
+
+    def _values_in_experts(self, n: int, plan: Plan, recomputed: bool) -> int:
+        """Values alive while the experts of n tokens run: a chunk's rows and weights, the gradient
+        of the sum and, where they are needed, the experts' inputs."""
+        up, down, rows = self.expert_gate_up, self.expert_down, n * self.moe.top_k
+        row_values = self._row_values(recomputed)
+        chunk = rows * row_values
+        if up.n_lora:  # A's gradient, also in fp32
+            chunk += 3 * self.moe.n_experts * up.n_lora * up.in_features
+        weights = sum(fused.out_features * fused.width for fused in (up, down))
+        values = math.ceil(chunk / plan.expert_ranges) + math.ceil(weights / plan.expert_ranges)
+        n_inputs = recomputed or up.n_lora > 0
+        values += n * self.arch.hidden_size * (1 + n_inputs + self._has_branch_gradient)
+        if plan.expert_ranges > 1:  # and all rows' outputs in forward, their gradients in backward,
+            # when the first range's saved gate and up are gone
+            only_backward = row_values - up.width - down.width
+            gone = 0 if recomputed else min(self._gate_up_size, only_backward)
+            values += max(0, rows * up.in_features - rows * gone // plan.expert_ranges)
+        return values
+
+    def _row_values(self, recomputed: bool) -> int:
+        """Values alive per row of a chunk; plus gate and up, if they are recomputed, and if their
+        gradient is a new tensor."""
+        up, down = self.expert_gate_up.width, self.expert_down.width
+        values = up + down
+        if self.expert_gate_up.n_lora:  # the rows' gradient, its part from d, their sum
+            values = max(3 * up, up + 3 * down)
+        return values + self._gate_up_size * (recomputed + bool(self.moe.clamp))
+
+    def _values_after_experts(self, n: int, recomputed: bool) -> int:
+        """Values alive after the experts of n tokens: the gradient of their inputs beside that of
+        the rows, or beside the shared expert's; less the saved gate and up, which are gone."""
+        rows = n * self.moe.top_k
+        shared = self.shared.live_values if self.shared else 0
+        values = max(rows * self.expert_gate_up.in_features, n * shared)
+        values += n * self.arch.hidden_size * (3 + recomputed + self._has_branch_gradient)
+        return values if recomputed else values - rows * self._gate_up_size
+
+    @property
+    def _has_branch_gradient(self) -> bool:
+        """True if the gradient of the branch is another tensor than that of the sum."""
+        return bool(self.arch.mlp_post_norm) or self.arch.residual_multiplier != 1
 
     @property
     def active_weights(self) -> float:
