@@ -93,7 +93,8 @@ class SavedGatedMLP:
 
 @dataclasses.dataclass
 class SavedMLP(SavedMLPInput, SavedGatedMLP, SavedPerLayer):
-    """The tensors that an MLPSublayer saves."""
+    """The tensors that an MLPSublayer saves. Flat, because put_record() offloads all tensors of a
+    record in one put()."""
 
     branch: Tensor = None  # [n, hidden], the branch before its norm
 
