@@ -199,7 +199,7 @@ def kernels_make_shapes_alone(monkeypatch):
         monkeypatch.setattr(module, "dequantize", only_shape)
     for module in (grouped_mm, experts):
         monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
-        monkeypatch.setattr(module, "grouped", lambda rows, weights, _: rows.new_empty(
+        monkeypatch.setattr(module, "grouped_matmul", lambda rows, weights, _: rows.new_empty(
             len(rows), weights.shape[2]))
     monkeypatch.setattr(grouped_mm, "grouped_outer", lambda a, b, chunk: a.new_empty(
         len(chunk.experts), a.shape[1], b.shape[1], dtype=torch.float32))

@@ -25,8 +25,8 @@ from fsdp_qlora.kernels.elementwise import (
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.grouped_mm import (
-    ExpertChunk, add_expert_gradients, cut_experts, fill_expert_lora_hidden, grouped, put_rows,
-    split_lora_gradient, why_no_grouped_mm)
+    ExpertChunk, add_expert_gradients, cut_experts, fill_expert_lora_hidden, grouped_matmul,
+    put_rows, split_lora_gradient, why_no_grouped_mm)
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import widen
@@ -58,6 +58,7 @@ class MoESublayer:
     expert_gate_up: FusedLinear  # all experts, one after the other
     expert_down: FusedLinear
     limit: float | None  # see LimitedActivation
+    # tokens at once where it is recomputed; a factory, because tests set the constant
     slice_tokens: int = dataclasses.field(default_factory=lambda: EXPERT_SLICE_TOKENS)
 
     @property
@@ -239,12 +240,12 @@ class MoESublayer:
         outputs = None
         saved = []
         for chunk in self._chunks(call, routing):
-            gate_up = self._expert_gate_up(call, routing, x, chunk)
+            gate_up = self._chunk_gate_up(call, routing, x, chunk)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
             glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
                 self.arch.gated, is_evaluation=call.is_evaluation)
             fill_expert_lora_hidden(call, self.expert_down, activated, chunk)
-            rows = grouped(activated, chunk.down.transpose(1, 2), chunk)
+            rows = grouped_matmul(activated, chunk.down.transpose(1, 2), chunk)
             self._add_bias(call, "down_proj", rows, routing, chunk)
             outputs = put_rows(outputs, rows, chunk, len(routing.token))
             if save_gate_ups:
@@ -254,7 +255,7 @@ class MoESublayer:
             outputs, routing.slots, routing.weights, is_evaluation=call.is_evaluation)
         return out, saved or None
 
-    def _expert_gate_up(
+    def _chunk_gate_up(
         self, call: LayerCall, routing: Routing, x: Tensor, chunk: ExpertChunk
     ) -> Tensor:
         """Return gate and up of the rows of one chunk, [m, 2 inner]."""
@@ -262,7 +263,7 @@ class MoESublayer:
         if self.expert_gate_up.n_lora:
             inputs = widen(inputs, self.expert_gate_up)
             fill_expert_lora_hidden(call, self.expert_gate_up, inputs, chunk)
-        gate_up = grouped(inputs, chunk.gate_up.transpose(1, 2), chunk)
+        gate_up = grouped_matmul(inputs, chunk.gate_up.transpose(1, 2), chunk)
         self._add_bias(call, "gate_up_proj", gate_up, routing, chunk)
         return gate_up
 
@@ -301,10 +302,10 @@ class MoESublayer:
                 gate_up = saved.gate_ups.pop(0)
             else:
                 assert x is not None, "made above"
-                gate_up = self._expert_gate_up(call, routing, x, chunk)
+                gate_up = self._chunk_gate_up(call, routing, x, chunk)
             # grad_activated and grad_d exclude the routing weights; grad_gate_up includes them
             upstream = grad[routing.token[chunk.rows]]
-            grad_activated = grouped(upstream, chunk.down, chunk)
+            grad_activated = grouped_matmul(upstream, chunk.down, chunk)
             grad_activated, grad_d = split_lora_gradient(
                 call, self.expert_down, grad_activated, chunk)
             grad_weights[chunk.rows] = glu_weight_gradients(
@@ -317,7 +318,7 @@ class MoESublayer:
                     call, self.expert_down, activated * weights[:, None].to(activated.dtype),
                     grad_d, upstream, chunk)
             del grad_activated, activated, upstream, gate_up
-            rows = grouped(grad_gate_up, chunk.gate_up, chunk)
+            rows = grouped_matmul(grad_gate_up, chunk.gate_up, chunk)
             rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
             if grad_d is not None:
                 add_expert_gradients(

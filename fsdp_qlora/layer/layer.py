@@ -1,6 +1,6 @@
 """A decoder layer: one autograd function with a hand-written backward.
 
-Start at LayerFunction. layer.saves, which the Plan decides, says what a layer saves for backward.
+Start at LayerFunction. spec.py says which two sublayers a layer has.
 """
 
 from __future__ import annotations
@@ -52,11 +52,18 @@ class LayerFunction(torch.autograd.Function):
     """Forward and backward of a decoder layer, from x [tokens, hidden] to the same shape: a token
     mixer, after which the sum is `mid_residual`, then the MLP.
 
-    layer.saves is what is saved for backward: "all"; "mlp": x and what the MLP needs;
-    "mid_residual": x and mid_residual; "attention": x and the results of attention, which is then
-    resumed; "input": x. The rest is recomputed, except the choice of experts. A parallel layer,
-    whose MLP reads x, saves "all" or "input". A layer with experts never saves "mlp". Backward
-    reads the parameters from the layer, where FSDP2 has gathered them again by then.
+    layer.saves, which the Plan decides:
+
+                    forward saves              backward computes again
+    "all"           both sublayers' records    nothing
+    "mlp"           x, the MLP's record        the mixer
+    "mid_residual"  x, mid_residual            the mixer; the MLP, in slices of tokens
+    "attention"     x, attention's results     the mixer but its kernel; the MLP, in slices
+    "input"         x                          the mixer; the MLP, in slices
+
+    A parallel layer, whose MLP reads x, has "all" or "input"; a layer with experts never has "mlp".
+    The choice of experts is saved in any case. Backward reads the parameters from the layer, where
+    FSDP2 has gathered them again by then.
 
     Keys and values that later layers read are outputs of this function and inputs of theirs, so
     that autograd sums their gradients. They stay on the GPU, and no layer recomputes those of
@@ -75,47 +82,46 @@ class LayerFunction(torch.autograd.Function):
         x = x.detach()
         ctx.kv_in = tuple(part.detach() for part in kv_in)
         call = LayerCall(layer, batch, ctx.kv_in, is_evaluation=is_evaluation)
-        put = batch.store.put
-        mixer, mlp = layer.spec.mixer, layer.spec.mlp
-        if layer.saves == "all":
+        put, saves = batch.store.put, layer.saves
+        mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
+        if saves == "all":
             mid_residual, mixer_saved = mixer.forward(call, x)
-            mlp_inputs = x if layer.arch.parallel else mid_residual
-            out, mlp_saved = mlp.forward(call, mid_residual, mlp_inputs)
+            out, mlp_saved = mlp.forward(call, mid_residual, x if parallel else mid_residual)
             ctx.saved = SavedLayer(mixer=mixer_saved, mlp=mlp_saved)
             return call.scaled(out), *call.kv_out
         # put() returns a key for take(); they move activations to the host and back, if offloaded
         ctx.saved = saved = SavedLayer()
-        if layer.saves != "attention":
+        if saves != "attention":
             saved.x = put(x)  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
-        if layer.saves == "attention":  # in one put(), because backward needs both at once
+        if saves == "attention":  # in one put(), because backward needs both at once
             saved.x = put(x, *call.attention_results)
             call.attention_results.clear()  # the store frees them
-        if layer.saves == "mlp":
+        if saves == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
             saved.offloaded_mlp = put_record(batch.store, mlp_saved)
             return call.scaled(out), *call.kv_out
-        if layer.saves == "mid_residual":
+        if saves == "mid_residual":
             saved.mid_residual = put(mid_residual)
         out, saved.routing_choices = mlp.forward_in_slices(
-            call, mid_residual, x if layer.arch.parallel else mid_residual)
+            call, mid_residual, x if parallel else mid_residual)
         return call.scaled(out), *call.kv_out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *grad_kv_out: Tensor) -> tuple[Tensor | None, ...]:
         layer, batch, saved = ctx.layer, ctx.batch, ctx.saved
         call = LayerCall(layer, batch, ctx.kv_in, is_backward=True)
-        take = batch.store.take
+        take, saves = batch.store.take, layer.saves
         ctx.saved = None
         ctx.kv_in = ()
         call.grad_kv_out = grad_kv_out
         mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
         grad = call.scaled(grad)
-        if layer.saves == "all":
+        if saves == "all":
             mixer_saved = saved.mixer
             grad_mid_residual = mlp.backward(call, saved.mlp, grad)
-        elif layer.saves in ("mlp", "mid_residual"):
-            if layer.saves == "mlp":
+        elif saves in ("mlp", "mid_residual"):
+            if saves == "mlp":
                 grad_mid_residual = mlp.backward(call, saved.offloaded_mlp(), grad)
             else:
                 (mid_residual,) = take(saved.mid_residual)

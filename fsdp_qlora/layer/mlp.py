@@ -40,6 +40,7 @@ class MLPSublayer:
     down: FusedLinear
     per_layer: PerLayerGate | None = None  # after the sum, in layers with an input of their own
     limit: float | None = None  # see LimitedActivation
+    # tokens at once where it is recomputed; a factory, because tests set the constant
     slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
 
     @property

@@ -94,10 +94,6 @@ class PerLayerGate:
         return n * values * itemsize + sum(weights)
 
     @property
-    def n_weights(self) -> int:
-        return self.gate.n_weights + self.out.n_weights
-
-    @property
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes; counted, not measured."""
         return 12 * self.arch.hidden_size + 9 * self.gate.out_features
