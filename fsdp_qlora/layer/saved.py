@@ -16,8 +16,8 @@ from fsdp_qlora.layer.router import Routing
 
 
 @dataclasses.dataclass
-class SavedMixing:
-    """A token mixer's inputs, and inputs of the matmul that follows it."""
+class SavedTokenMixer:
+    """The tensors that any TokenMixer saves, and LoRA's of the matmul that follows it."""
 
     projected: Tensor = None  # [n, projected_width], in_proj's outputs for this mixer
     out_lora_hidden: Tensor = None  # of the matmul after the mixer
@@ -31,12 +31,16 @@ class HeadGroup(NamedTuple):
 
 
 @dataclasses.dataclass
-class SavedAttention(SavedMixing):
+class SavedAttention(SavedTokenMixer):
+    """The tensors that an AttentionMixer saves."""
+
     groups: list[HeadGroup] = None
 
 
 @dataclasses.dataclass
 class SavedMLA(SavedAttention):
+    """The tensors that an MLAMixer saves."""
+
     q_latent: Tensor = None  # both latents are before their norms
     kv_latent: Tensor = None
     q_lora_hidden: Tensor = None
@@ -44,7 +48,7 @@ class SavedMLA(SavedAttention):
 
 
 @dataclasses.dataclass
-class SavedGraph(SavedMixing):
+class SavedGraph(SavedTokenMixer):
     """The tensors that an AutogradMixer saves."""
 
     start: Any = None  # the graph's edge at which autograd returns the gradient of `projected`
@@ -58,7 +62,7 @@ class SavedMixer:
     x: Tensor = None  # [n, hidden], the sublayer's input
     lora_hidden: Tensor = None  # of in_proj
     branch: Tensor = None  # [n, hidden], the branch before its norm
-    mixers: list[SavedMixing] = None  # one for each of MixerSublayer.paths
+    mixers: list[SavedTokenMixer] = None  # one for each of MixerSublayer.paths
 
 
 @dataclasses.dataclass
