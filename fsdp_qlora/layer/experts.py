@@ -1,4 +1,4 @@
-"""The MoE sublayer: routed experts and an optional shared one.
+"""The MoE sublayer: routed experts and an optional shared one (shared_expert.py).
 
 Forward and backward, and what it costs. pretrained/families.py says which models have experts.
 

@@ -79,9 +79,9 @@ def grouped_matmul(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
 
 # ---- adapters of experts ----
 
-# They are columns of the grouped matmuls, as in lora_matmul.py: rows [x, d] times an
-# expert's [W, B].
-# grouped_mm needs rows of whole 16 bytes, 8 values of bf16, so ranks must be multiples of 8.
+# They are columns of the grouped matmuls, as in lora_matmul.py: rows [x, d] times an expert's
+# [W, B]. grouped_mm needs rows of whole 16 bytes, 8 values of bf16, so ranks must be multiples of
+# 8.
 
 
 def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:

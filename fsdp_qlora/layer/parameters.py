@@ -73,7 +73,7 @@ class LayerParameters(nn.Module):
     def __init__(self, arch: Architecture, spec: ParameterLayout, index: int, plan: Plan) -> None:
         super().__init__()
         self.arch, self.spec, self.index, self.plan = arch, spec, index, plan
-        self.saves: Saves = plan.saves(index)
+        self.saves: Saves = plan.saves(index)  # see LayerFunction
         # index of the layer whose keys and values it reads; None: it has its own
         self.kv_source = arch.kv_sources[index]
         self.is_kv_source = index in arch.kv_sources

@@ -1,7 +1,7 @@
 """LayerSpec: the two sublayers of a layer, its parameters, and what it costs.
 
-Layers of one model may differ, so each has its LayerSpec; layers of one kind share it. The
-functions of a layer's costs are for the planner.
+Layers of one model may differ, so each has its LayerSpec; layers of one kind share it. FeedForward
+is the interface of the second sublayer; that of the first one's mixer is TokenMixer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LayerSpec(ParameterLayout):
-    """The two sublayers of one layer, on top of the layout of its parameters."""
+    """The two sublayers of one layer, on top of the layout of its parameters. The functions are for
+    the planner."""
 
     mixer: MixerSublayer | NoMixerSublayer
     mlp: FeedForward
