@@ -370,7 +370,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
         plan = dataclasses.replace(model.plan, recomputed=n_layers, n_mlp_saved=n_mlp,
                                    save_mid_residual=middle, offload_activations=bool(on_host))
         for layer in model.layers:
-            layer.saves, layer.adapter.grad = plan.saves(layer.index), None
+            layer.save_policy, layer.adapter.grad = plan.save_policy(layer.index), None
         model.store = make_store(plan, model.device)
         for n in 9, 5, len(ids), len(ids) - 3:
             rows = rows_of([(ids[:n], ids[:n])])

@@ -286,7 +286,7 @@ def measure(arch, layout, index, plan, with_backward=True):
 
 def planned(layout, plan):
     """The same by the plan."""
-    item, saves = plan.dtype.itemsize, plan.saves(0)
+    item, saves = plan.dtype.itemsize, plan.save_policy(0)
     kept = layout.saved_values(saves) * plan.micro_batch_tokens * item
     # the adapter's gradient, and the adapter in the compute dtype
     return kept, kept + layout.live_bytes(plan, saves) + (4 + item) * layout.n_adapter

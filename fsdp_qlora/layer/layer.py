@@ -52,7 +52,7 @@ class LayerFunction(torch.autograd.Function):
     """Forward and backward of a decoder layer, from x [tokens, hidden] to the same shape: a token
     mixer, after which the sum is `mid_residual`, then the MLP.
 
-    layer.saves, which the Plan decides:
+    layer.save_policy, which the Plan decides:
 
                     forward saves              backward computes again
     "all"           both sublayers' records    nothing
@@ -82,26 +82,26 @@ class LayerFunction(torch.autograd.Function):
         x = x.detach()
         ctx.kv_in = tuple(part.detach() for part in kv_in)
         call = LayerCall(layer, batch, ctx.kv_in, is_evaluation=is_evaluation)
-        put, saves = batch.store.put, layer.saves
+        put, policy = batch.store.put, layer.save_policy
         mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
-        if saves == "all":
+        if policy == "all":
             mid_residual, mixer_saved = mixer.forward(call, x)
             out, mlp_saved = mlp.forward(call, mid_residual, x if parallel else mid_residual)
             ctx.saved = SavedLayer(mixer=mixer_saved, mlp=mlp_saved)
             return call.scaled(out), *call.kv_out
         # put() returns a key for take(); they move activations to the host and back, if offloaded
         ctx.saved = saved = SavedLayer()
-        if saves != "attention":
+        if policy != "attention":
             saved.x = put(x)  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
-        if saves == "attention":  # in one put(), because backward needs both at once
+        if policy == "attention":  # in one put(), because backward needs both at once
             saved.x = put(x, *call.attention_results)
             call.attention_results.clear()  # the store frees them
-        if saves == "mlp":
+        if policy == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
             saved.offloaded_mlp = put_record(batch.store, mlp_saved)
             return call.scaled(out), *call.kv_out
-        if saves == "mid_residual":
+        if policy == "mid_residual":
             saved.mid_residual = put(mid_residual)
         out, saved.routing_choices = mlp.forward_in_slices(
             call, mid_residual, x if parallel else mid_residual)
@@ -111,17 +111,17 @@ class LayerFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *grad_kv_out: Tensor) -> tuple[Tensor | None, ...]:
         layer, batch, saved = ctx.layer, ctx.batch, ctx.saved
         call = LayerCall(layer, batch, ctx.kv_in, is_backward=True)
-        take, saves = batch.store.take, layer.saves
+        take, policy = batch.store.take, layer.save_policy
         ctx.saved = None
         ctx.kv_in = ()
         call.grad_kv_out = grad_kv_out
         mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
         grad = call.scaled(grad)
-        if saves == "all":
+        if policy == "all":
             mixer_saved = saved.mixer
             grad_mid_residual = mlp.backward(call, saved.mlp, grad)
-        elif saves in ("mlp", "mid_residual"):
-            if saves == "mlp":
+        elif policy in ("mlp", "mid_residual"):
+            if policy == "mlp":
                 grad_mid_residual = mlp.backward(call, saved.offloaded_mlp(), grad)
             else:
                 (mid_residual,) = take(saved.mid_residual)

@@ -30,7 +30,7 @@ from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.router import RoutingChoice
 from fsdp_qlora.layer.shared_expert import SharedExpert
-from fsdp_qlora.plan import Plan, Saves
+from fsdp_qlora.plan import Plan, SavePolicy
 from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
 
@@ -42,28 +42,28 @@ class LayerSpec(ParameterLayout):
     mixer: MixerSublayer | NoMixerSublayer
     mlp: FeedForward
 
-    def saved_values(self, saves: Saves) -> int:
+    def saved_values(self, policy: SavePolicy) -> int:
         """Values per token that a layer saves for backward, see LayerFunction."""
         hidden = self.mixer.arch.hidden_size  # width of x and of mid_residual
-        if saves == "all":
+        if policy == "all":
             return self.mixer.saved_values + self.mlp.saved_values
-        if saves == "mlp":
+        if policy == "mlp":
             return hidden + self.mlp.saved_values
         more = {"mid_residual": hidden, "attention": self.mixer.attention_values}
-        return hidden + more.get(saves, 0) + self.mlp.choice_values
+        return hidden + more.get(policy, 0) + self.mlp.choice_values
 
-    def live_bytes(self, plan: Plan, saves: Saves) -> int:
+    def live_bytes(self, plan: Plan, policy: SavePolicy) -> int:
         """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
         and recomputed values."""
         n = plan.micro_batch_tokens
         itemsize = plan.dtype.itemsize
-        mixer = self.mixer.live_bytes(plan, recomputed=saves != "all")
-        mlp = self.mlp.live_bytes(plan, recomputed=saves not in ("all", "mlp"))
-        if saves in ("input", "attention"):
+        mixer = self.mixer.live_bytes(plan, recomputed=policy != "all")
+        mlp = self.mlp.live_bytes(plan, recomputed=policy not in ("all", "mlp"))
+        if policy in ("input", "attention"):
             # mid_residual is recomputed first, and with it what the mixer needs
             mlp += n * self.mixer.saved_values * itemsize
         live = max(mixer, mlp)
-        if saves == "attention":  # its results are among the saved ones, too
+        if policy == "attention":  # its results are among the saved ones, too
             live -= n * self.mixer.attention_values * itemsize
         if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
             live += n * self.mixer.arch.hidden_size * itemsize
@@ -80,13 +80,13 @@ class LayerSpec(ParameterLayout):
         return (sum(fused.n_weights for fused in self.mixer.fused_linears)
                 + self.mlp.active_weights / speed)
 
-    def recomputed_weights(self, saves: Saves) -> float:
+    def recomputed_weights(self, policy: SavePolicy) -> float:
         """Weights of the matmuls that a layer's backward computes again."""
-        if saves == "all":
+        if policy == "all":
             return 0
-        wants_sum = saves in ("input", "attention") and not self.mixer.arch.parallel
+        wants_sum = policy in ("input", "attention") and not self.mixer.arch.parallel
         weights = self.mixer.recomputed_weights(wants_sum)
-        return weights if saves == "mlp" else weights + self.mlp.recomputed_weights
+        return weights if policy == "mlp" else weights + self.mlp.recomputed_weights
 
 
 class FeedForward(Protocol):
