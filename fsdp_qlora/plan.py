@@ -12,8 +12,8 @@ import torch
 
 
 # what a layer saves for backward, see LayerFunction
-Saves = Literal["all", "mlp", "attention", "mid_residual", "input"]
-SAVES: tuple[Saves, ...] = get_args(Saves)
+SavePolicy = Literal["all", "mlp", "attention", "mid_residual", "input"]
+SAVE_POLICIES: tuple[SavePolicy, ...] = get_args(SavePolicy)
 
 # fraction of the GPU's memory lost to fragmentation: with 22.5 GiB a plan of 21.4 GiB ran, one of
 # 21.8 GiB did not
@@ -76,7 +76,7 @@ class Plan:
     def bytes(self) -> int:
         return sum(self.memory.values())
 
-    def saves(self, index: int) -> Saves:
+    def save_policy(self, index: int) -> SavePolicy:
         """Return what a layer saves for backward, see LayerFunction."""
         if index >= self.recomputed:
             return "all"

@@ -351,11 +351,11 @@ def sliced_results(layer, slice_tokens):
     backward = LayerCall(layer, batch, is_backward=True)
     layer.balance = None
     with torch.no_grad():
-        evaluated = sublayer.forward_to_recompute(
+        evaluated = sublayer.forward_in_slices(
             LayerCall(layer, batch, is_evaluation=True), x, mlp_input)[0]
         assert layer.balance is None
-        out, choices = sublayer.forward_to_recompute(LayerCall(layer, batch), x, mlp_input)
-        grad_input = sublayer.recomputed_backward(backward, mlp_input, grad, choices)
+        out, choices = sublayer.forward_in_slices(LayerCall(layer, batch), x, mlp_input)
+        grad_input = sublayer.backward_in_slices(backward, mlp_input, grad, choices)
     assert len(choices) == math.ceil(61 / slice_tokens) and not backward.dequantized
     return {
         "choice": torch.cat([choice.chosen for choice in choices]), "balance": layer.balance,

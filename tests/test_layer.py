@@ -43,9 +43,9 @@ from fsdp_qlora.layer import (
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
-from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.saved import SavedMLP
+from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.micro_batch.offload import OffloadedActivations, make_store, put_record
 from fsdp_qlora.model.embedding import embed
@@ -370,7 +370,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
         plan = dataclasses.replace(model.plan, recomputed=n_layers, n_mlp_saved=n_mlp,
                                    save_mid_residual=middle, offload_activations=bool(on_host))
         for layer in model.layers:
-            layer.saves, layer.adapter.grad = plan.saves(layer.index), None
+            layer.save_policy, layer.adapter.grad = plan.save_policy(layer.index), None
         model.store = make_store(plan, model.device)
         for n in 9, 5, len(ids), len(ids) - 3:
             rows = rows_of([(ids[:n], ids[:n])])
@@ -994,7 +994,7 @@ WRONG_CODE = {
     ),
     "slices computed again": (
         "llama",
-        "MLPSublayer.recomputed_backward",
+        "MLPSublayer.backward_in_slices",
         lambda f: lambda *a: f(*a).roll(1, 0),
     ),
     "inputs of layers": ("gemma4_e", "add_inputs", lambda f: lambda *a: f(*a).roll(1, 1)),

@@ -24,7 +24,8 @@ from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
-from fsdp_qlora.layer.layer import DecoderLayer, make_layer_specs
+from fsdp_qlora.layer.layer import DecoderLayer
+from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model import lm_head
@@ -198,7 +199,7 @@ def kernels_make_shapes_alone(monkeypatch):
         monkeypatch.setattr(module, "dequantize", only_shape)
     for module in (grouped_mm, experts):
         monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
-        monkeypatch.setattr(module, "grouped", lambda rows, weights, _: rows.new_empty(
+        monkeypatch.setattr(module, "grouped_matmul", lambda rows, weights, _: rows.new_empty(
             len(rows), weights.shape[2]))
     monkeypatch.setattr(grouped_mm, "grouped_outer", lambda a, b, chunk: a.new_empty(
         len(chunk.experts), a.shape[1], b.shape[1], dtype=torch.float32))
@@ -285,7 +286,7 @@ def measure(arch, layout, index, plan, with_backward=True):
 
 def planned(layout, plan):
     """The same by the plan."""
-    item, saves = plan.dtype.itemsize, plan.saves(0)
+    item, saves = plan.dtype.itemsize, plan.save_policy(0)
     kept = layout.saved_values(saves) * plan.micro_batch_tokens * item
     # the adapter's gradient, and the adapter in the compute dtype
     return kept, kept + layout.live_bytes(plan, saves) + (4 + item) * layout.n_adapter

@@ -21,7 +21,7 @@ from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation.compare_with_transformers import plain_model
 from fsdp_qlora.kernels.attention import (
     ATTENTION_TYPES, Kernels, batched_attention, document_attention)
-from fsdp_qlora.layer.layer import make_layer_specs
+from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.offload import pinned_copy
@@ -293,7 +293,7 @@ def test_plan_counts_what_a_layer_keeps_to_the_byte(family, saves):
     arch, model = tiny_plain_model(family)
     one = 4 if family == "gemma4_wide" else 1  # the next layer reads another's keys and values
     for layer in model.layers:
-        layer.saves = saves
+        layer.save_policy = saves
     held_bytes(arch, model, 1, 8)  # small tables are made at the first use
     held = {(n_layers, n): held_bytes(arch, model, n_layers, n)
             for n_layers in (one, one + 1) for n in (40, 56)}  # fmt: skip
@@ -461,7 +461,7 @@ LONG_ROWS = {"gpus": 1, "rows": 1, "uneven": False, "resumable_attention": True}
 def test_results_of_attention_are_saved_where_that_is_faster(name, longest, settings, saves):
     flags = {"recompute": "all", "offload_activations": True, "host_gib": 250, **LONG_ROWS}
     plan = choose(name, 140, longest=longest, **{**flags, **settings})
-    assert {plan.saves(i) for i in range(plan.n_layers)} == {saves}
+    assert {plan.save_policy(i) for i in range(plan.n_layers)} == {saves}
 
 
 def test_results_of_attention_are_saved_as_far_as_host_memory_allows():

@@ -26,7 +26,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import merge_adapters
 from fsdp_qlora.config import Config
-from fsdp_qlora.layer.layer import make_layer_specs
+from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory

@@ -12,7 +12,7 @@ from conftest import ROOT, one_process
 from test_benchmarks import bench
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.layer.layer import make_layer_specs
+from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.planner.gpu_specs import GPU_SPECS, gpu_machine, parse_gpus
 from fsdp_qlora.planner.machine import rounded

@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, BitsAndBytesConfig
 from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
-from fsdp_qlora.layer.layer import make_layer_specs
+from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.run.resolve import resolve_steps
 from train_fsdp_qlora import learning_rate, make_optimizer

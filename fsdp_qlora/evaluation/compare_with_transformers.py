@@ -26,8 +26,8 @@ from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, document_atte
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.experts import MoESublayer
-from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
 from fsdp_qlora.model.lm_head import logits_of_states, reference_losses, scaled_logits
 from fsdp_qlora.model.load import fill_model

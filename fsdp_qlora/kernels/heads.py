@@ -143,23 +143,23 @@ def rotate_forward(
 
 @elementwise
 def rotate_backward(
-    query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, projected: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None, q_weight: Tensor | None,
-    k_weight: Tensor | None, arch: Architecture
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, grad_gates: Tensor | None,
+    projected: Tensor | None, cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None,
+    q_weight: Tensor | None, k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
     """Return the gradient of rotate_forward()'s `projected` from the gradients of query, key, value
-    and gates [n, heads, head_dim]; gates is None without gates. `projected` is needed only if heads
-    are normed or clamped, else None."""
+    and gates [n, heads, head_dim]; grad_gates is None without gates. `projected` is needed only if
+    heads are normed or clamped, else None."""
     before: Sequence[Tensor | None] = (None, None)  # inputs of the norms of query and key, if any
-    dtype = value.dtype
+    dtype = grad_value.dtype
     if arch.qk_norm or arch.value_norm:
         assert projected is not None, "these norms need it"
         *heads_before, value_before, _ = split_projected(arch, clamped(projected, arch.qkv_limit))
         if arch.qk_norm:
             before = heads_before
         if arch.value_norm:
-            value = norm_grad_of(value, value_before, None, arch.norm, arch.norm_eps)
-    grads = [query.float(), key.float()]
+            grad_value = norm_grad_of(grad_value, value_before, None, arch.norm, arch.norm_eps)
+    grads = [grad_query.float(), grad_key.float()]
     out = []
     if temperature is not None:
         grads[0] = grads[0] * temperature[:, None, None]
@@ -174,19 +174,19 @@ def rotate_backward(
             grad = normed_heads(x, weight, arch, grad.unflatten(*as_heads)).flatten(1)
         out.append(grad)
     if arch.keys_are_values:
-        out[1] = out[1] + value.flatten(1)
+        out[1] = out[1] + grad_value.flatten(1)
     else:
-        out.append(value.flatten(1))
+        out.append(grad_value.flatten(1))
     out = [x.to(dtype) for x in out]
-    if gates is not None and arch.attention_gate and arch.attention_gate.linear:
-        out.append(gates.flatten(1))
-    elif gates is not None:  # each head's gates follow its query
-        out[0] = torch.stack([out[0].view_as(gates), gates], 2).flatten(1)
-    joined = torch.cat(out, 1)
+    if grad_gates is not None and arch.attention_gate and arch.attention_gate.linear:
+        out.append(grad_gates.flatten(1))
+    elif grad_gates is not None:  # each head's gates follow its query
+        out[0] = torch.stack([out[0].view_as(grad_gates), grad_gates], 2).flatten(1)
+    grad_projected = torch.cat(out, 1)
     if arch.qkv_limit:
         assert projected is not None, "clamping needs it"
-        joined = joined.masked_fill(projected.abs() > arch.qkv_limit, 0)
-    return joined
+        grad_projected = grad_projected.masked_fill(projected.abs() > arch.qkv_limit, 0)
+    return grad_projected
 
 
 def gate_factor(gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:

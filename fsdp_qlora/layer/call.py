@@ -28,21 +28,21 @@ class LayerCall:
         self.is_evaluation = is_evaluation  # True: no backward will follow
         # True if autograd's graph of this forward is needed: by the backward that is running it
         # now, or later, if the layer saves everything
-        self.saves_graph = is_backward or layer.saves == "all" and not is_evaluation
+        self.saves_graph = is_backward or layer.save_policy == "all" and not is_evaluation
         self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
         self.kv_in = kv_in  # keys and values of the kv_source
         self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
         self.grad_kv_out: tuple[Tensor, ...] = ()  # from those layers
         self.grad_kv_in: tuple[Tensor, ...] = ()  # for the kv_source
-        self.saves_attention = layer.saves == "attention" and not is_evaluation
+        self.saves_attention = layer.save_policy == "attention" and not is_evaluation
         # for each group of heads the two results of resumable_attention(): in forward to be saved,
         # in backward those saved; none if the micro-batch's kernel is not RESUMABLE
         self.attention_results: list[Tensor] = []
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         # weights to use twice: a recomputed layer's backward first runs forward() again
         self.dequantized: dict[FusedLinear, Tensor] = {}
-        self.reuses_dequantized = (
-            is_backward and layer.plan.reuse_dequantized and layer.saves not in ("all", "mlp"))
+        self.reuses_dequantized = (is_backward and layer.plan.reuse_dequantized
+                                   and layer.save_policy not in ("all", "mlp"))
         if is_backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 

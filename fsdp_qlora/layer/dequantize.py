@@ -1,6 +1,7 @@
 """Dequantize a layer's linears from NF4 or MXFP4, with their adapters' B beside them.
 
-quant/nf4.py has the codes and the kernel."""
+quant/nf4.py has the codes and the kernel.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import math
 
 import bitsandbytes as bnb
 import torch
+from torch import Tensor
 
 from fsdp_qlora.layer.linears import FusedLinear, LinearSlices
 from fsdp_qlora.layer.parameters import LayerParameters
@@ -17,7 +19,7 @@ from fsdp_qlora.quant.nf4 import launch_dequantize, mxfp4_code, mxfp4_values, nf
 from fsdp_qlora.quant.triton_trial import why_no_triton
 
 
-def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor) -> torch.Tensor:
+def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: Tensor) -> Tensor:
     """Return [W, B] of a FusedLinear, [out, width], in the dtype of `adapter`, the layer's whole
     adapter.
 
@@ -54,8 +56,9 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: torch.Tensor
     return weight
 
 
-def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: NestedScales,
-               linear: LinearSlices, dtype: torch.dtype) -> torch.Tensor:
+def nf4_values(
+    packed: Tensor, scales: Tensor, nested: NestedScales, linear: LinearSlices, dtype: torch.dtype
+) -> Tensor:
     """Return the weights [out, in] of one NF4 linear, dequantized from its blocks by bitsandbytes.
     """
     shape = linear.out_features, linear.in_features
@@ -71,7 +74,7 @@ def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: NestedScales,
 
 
 @functools.lru_cache(None)
-def linears_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
+def linears_table(fused: FusedLinear, device: torch.device) -> Tensor:
     """Return dequantize_kernel's table of the linears, int32 [linears, 7], whose columns are in
     quant/nf4.py."""
     table = []

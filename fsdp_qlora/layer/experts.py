@@ -1,4 +1,4 @@
-"""The MoE sublayer: routed experts and an optional shared one.
+"""The MoE sublayer: routed experts and an optional shared one (shared_expert.py).
 
 Forward and backward, and what it costs. pretrained/families.py says which models have experts.
 
@@ -24,22 +24,22 @@ from fsdp_qlora.kernels.elementwise import (
     glu_backward_, glu_weight_gradients, limited, norm_backward)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
-from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.grouped_mm import (
-    ExpertChunk, add_expert_gradients, cut_experts, fill_expert_lora_hidden, grouped, put_rows,
-    split_lora_gradient, why_no_grouped_mm)
+    ExpertChunk, add_expert_gradients, cut_experts, fill_expert_lora_hidden, grouped_matmul,
+    put_rows, split_lora_gradient, why_no_grouped_mm)
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
+from fsdp_qlora.layer.lora_matmul import widen
 from fsdp_qlora.layer.mlp import each_slice, joined, token_slices
 from fsdp_qlora.layer.residual import (
     add_residual, apply_norm, branch_gradient, norm_gradient, norm_padded,
     saved_or_recomputed_inputs)
 from fsdp_qlora.layer.router import (
     Routing, RoutingChoice, add_balance, count_experts, route, route_backward)
-from fsdp_qlora.layer.saved import SavedGatedMLP, SavedMoE
+from fsdp_qlora.layer.saved import SavedMoE
+from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits, MoE
+from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, MoE
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200
@@ -50,15 +50,15 @@ EXPERT_SLICE_TOKENS = 65536
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MoESublayer:
-    """The experts of one layer, with the same functions as MLPSublayer."""
+    """The experts of one layer, a FeedForward (spec.py)."""
 
     arch: Architecture
-    shared_gate_up: FusedLinear | None  # None: there is no shared expert
-    shared_down: FusedLinear | None
+    shared: SharedExpert | None
     latent: ExpertLatent | None  # None: experts read the same inputs as router and shared expert
     expert_gate_up: FusedLinear  # all experts, one after the other
     expert_down: FusedLinear
-    limits: Limits
+    limit: float | None  # see LimitedActivation
+    # tokens at once where it is recomputed; a factory, because tests set the constant
     slice_tokens: int = dataclasses.field(default_factory=lambda: EXPERT_SLICE_TOKENS)
 
     @property
@@ -69,11 +69,11 @@ class MoESublayer:
     @property
     def _sum_factor(self) -> float:
         """Factor of the sum of the routed experts' outputs and the shared expert's."""
-        return 0.5 if self.moe.combination == "average" and self.shared_gate_up else 1.0
+        return 0.5 if self.moe.combination == "average" and self.shared else 1.0
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        shared = (self.shared_gate_up, self.shared_down) if self.shared_gate_up else ()
+        shared = self.shared.fused_linears if self.shared else ()
         latent = self.latent.fused_linears if self.latent else ()
         return *shared, *latent, self.expert_gate_up, self.expert_down
 
@@ -91,7 +91,6 @@ class MoESublayer:
     def forward(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, SavedMoE]:
-        """Return mid_residual + MLP(norm(mlp_input)), and what backward() needs."""
         out, saved = self._forward_slice(call, mid_residual, mlp_input)
         if not call.is_evaluation:
             add_balance(call.layer, [count_experts(saved.routing, call.batch.n_unpadded)])
@@ -130,17 +129,15 @@ class MoESublayer:
                 call, saved.routing, expert_inputs, save_gate_ups)
             if self.latent:
                 branch = self.latent.leave(call, saved, branch, needs_branch)
-        if self.shared_gate_up:
-            shared = self._shared_forward(call, saved, inputs)
-            if norms:
-                assert branch is not None, "the norm after the experts needs it"
-                saved.expert_output, saved.shared_before_norm = branch, shared
-                branch = apply_norm(call, norms.after, branch)
-                shared = apply_norm(call, norms.after_shared, shared)
-            if needs_branch:
-                branch += shared
-                if self._sum_factor != 1:
-                    branch *= self._sum_factor
+        shared_output = self.shared.forward(call, saved, inputs) if self.shared else None
+        if norms:
+            assert branch is not None, "the norm after the experts needs it"
+            saved.expert_output = branch
+            branch = apply_norm(call, norms.after, branch)
+        if shared_output is not None and needs_branch:
+            branch += shared_output
+            if self._sum_factor != 1:
+                branch *= self._sum_factor
         saved.inputs = inputs if call.is_backward else None
         out = None
         if branch is not None:
@@ -149,25 +146,23 @@ class MoESublayer:
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
-        """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the
-        MLP. `grad` is the gradient of forward()'s sum."""
         arch, norms = self.arch, self.moe.norms
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
         if self._sum_factor != 1:
             upstream = upstream * self._sum_factor
         if norms:
-            return self._apart_backward(call, saved, upstream, grad, norms)
+            return self._backward_with_expert_norms(call, saved, upstream, grad, norms)
         grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         if self.latent:
             grad_x = self.latent.enter_backward(call, saved, grad_x, self._inputs(call, saved))
         grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
-        if self.shared_gate_up:
-            grad_x += self._shared_backward(call, saved, upstream)
+        if self.shared:
+            grad_x += self.shared.backward(call, saved, upstream)
         return norm_gradient(call, arch.mlp_norm, saved.mlp_input, grad_x, grad)
 
-    def _apart_backward(
+    def _backward_with_expert_norms(
         self, call: LayerCall, saved: SavedMoE, upstream: Tensor, grad: Tensor,
         norms: ExpertNorms
     ) -> Tensor:
@@ -180,17 +175,13 @@ class MoESublayer:
         grad = norm_gradient(call, norms.before, mlp_input, grad_x, grad)
         grad += route_backward(call, saved.routing, grad_weights, mlp_input)
         saved.expert_output = grad_out = None
-        grad_shared = norm_backward(
-            saved.shared_before_norm, upstream, None, call.vector(norms.after_shared), kind, eps)
-        grad_x = self._shared_backward(call, saved, grad_shared)
-        saved.shared_before_norm = None
+        assert self.shared, "it is in the place of these layers' MLP"
+        grad_x = self.shared.backward(call, saved, upstream)
         return norm_gradient(call, self.arch.mlp_norm, mlp_input, grad_x, grad)
 
-    def forward_to_recompute(
+    def forward_in_slices(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, list[RoutingChoice]]:
-        """Return forward()'s sum for all tokens, computed a slice at a time; and each slice's
-        choice for recomputed_backward(). Nothing else is saved."""
         sums, choices, counts = [], [], []
         for tokens in each_slice(call, len(mid_residual), self.slice_tokens):
             out, saved = self._forward_slice(
@@ -205,11 +196,10 @@ class MoESublayer:
             add_balance(call.layer, counts)
         return joined(sums), choices
 
-    def recomputed_backward(
+    def backward_in_slices(
         self, call: LayerCall, mlp_input: Tensor, grad: Tensor,
         routing_choices: list[RoutingChoice]
     ) -> Tensor:
-        """backward() for all tokens, a slice at a time, after computing forward() again."""
         grads = []
         slices = each_slice(call, len(mlp_input), self.slice_tokens)
         for tokens, choice in zip(slices, routing_choices, strict=True):
@@ -225,7 +215,7 @@ class MoESublayer:
 
     @property
     def _activation(self) -> str | LimitedActivation | tuple[float, float]:
-        return self.moe.clamp or limited(self.arch.activation, self.limits.experts)
+        return self.moe.clamp or limited(self.arch.activation, self.limit)
 
     def _inputs(self, call: LayerCall, saved: SavedMoE) -> Tensor:
         """Return the normed inputs [n, hidden] of router and experts in backward()."""
@@ -250,12 +240,12 @@ class MoESublayer:
         outputs = None
         saved = []
         for chunk in self._chunks(call, routing):
-            gate_up = self._expert_gate_up(call, routing, x, chunk)
+            gate_up = self._chunk_gate_up(call, routing, x, chunk)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
             glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
                 self.arch.gated, is_evaluation=call.is_evaluation)
             fill_expert_lora_hidden(call, self.expert_down, activated, chunk)
-            rows = grouped(activated, chunk.down.transpose(1, 2), chunk)
+            rows = grouped_matmul(activated, chunk.down.transpose(1, 2), chunk)
             self._add_bias(call, "down_proj", rows, routing, chunk)
             outputs = put_rows(outputs, rows, chunk, len(routing.token))
             if save_gate_ups:
@@ -265,7 +255,7 @@ class MoESublayer:
             outputs, routing.slots, routing.weights, is_evaluation=call.is_evaluation)
         return out, saved or None
 
-    def _expert_gate_up(
+    def _chunk_gate_up(
         self, call: LayerCall, routing: Routing, x: Tensor, chunk: ExpertChunk
     ) -> Tensor:
         """Return gate and up of the rows of one chunk, [m, 2 inner]."""
@@ -273,7 +263,7 @@ class MoESublayer:
         if self.expert_gate_up.n_lora:
             inputs = widen(inputs, self.expert_gate_up)
             fill_expert_lora_hidden(call, self.expert_gate_up, inputs, chunk)
-        gate_up = grouped(inputs, chunk.gate_up.transpose(1, 2), chunk)
+        gate_up = grouped_matmul(inputs, chunk.gate_up.transpose(1, 2), chunk)
         self._add_bias(call, "gate_up_proj", gate_up, routing, chunk)
         return gate_up
 
@@ -312,10 +302,10 @@ class MoESublayer:
                 gate_up = saved.gate_ups.pop(0)
             else:
                 assert x is not None, "made above"
-                gate_up = self._expert_gate_up(call, routing, x, chunk)
+                gate_up = self._chunk_gate_up(call, routing, x, chunk)
             # grad_activated and grad_d exclude the routing weights; grad_gate_up includes them
             upstream = grad[routing.token[chunk.rows]]
-            grad_activated = grouped(upstream, chunk.down, chunk)
+            grad_activated = grouped_matmul(upstream, chunk.down, chunk)
             grad_activated, grad_d = split_lora_gradient(
                 call, self.expert_down, grad_activated, chunk)
             grad_weights[chunk.rows] = glu_weight_gradients(
@@ -328,7 +318,7 @@ class MoESublayer:
                     call, self.expert_down, activated * weights[:, None].to(activated.dtype),
                     grad_d, upstream, chunk)
             del grad_activated, activated, upstream, gate_up
-            rows = grouped(grad_gate_up, chunk.gate_up, chunk)
+            rows = grouped_matmul(grad_gate_up, chunk.gate_up, chunk)
             rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
             if grad_d is not None:
                 add_expert_gradients(
@@ -371,58 +361,12 @@ class MoESublayer:
                         len(experts), -1, part.width) for part in parts]
                 yield ExpertChunk(experts, slice(start, min(start + most, stop)), routing, *weights)
 
-    # ---- the shared expert ----
-
-    @property
-    def _shared_activation(self) -> str | LimitedActivation:
-        return limited(self.arch.activation, self.limits.mlp)
-
-    def _shared_forward(
-        self, call: LayerCall, saved: SavedMoE, inputs: Tensor
-    ) -> Tensor:
-        """Return the shared expert's output [n, hidden], times the sigmoid of its gate, if any."""
-        assert self.shared_gate_up and self.shared_down, "checked by the caller"
-        saved.shared = shared = SavedGatedMLP()
-        shared.gate_up, shared.lora_hidden = lora_matmul(call, self.shared_gate_up, inputs)
-        activated = activate(call, shared, self.shared_down, self._shared_activation)
-        out, shared.down_lora_hidden = lora_matmul(call, self.shared_down, activated)
-        if name := self.moe.shared_gate:
-            saved.shared_before_gate = out
-            x = inputs[:, : self.arch.hidden_size]
-            weight = call.layer.small_tensors[f"{name}.weight"].to(x.dtype)
-            saved.shared_factor = F.linear(x, weight).sigmoid()
-            out = out * saved.shared_factor
-        return out
-
-    def _shared_backward(
-        self, call: LayerCall, saved: SavedMoE, grad: Tensor
-    ) -> Tensor:
-        """Return the gradient of x [n, hidden] through the shared expert, from the gradient of its
-        output."""
-        assert self.shared_gate_up and self.shared_down, "checked by the caller"
-        assert saved.shared, "forward has made it"
-        from_factor: Tensor | int = 0
-        if name := self.moe.shared_gate:
-            factor = saved.shared_factor.float()
-            slope = (grad.float() * saved.shared_before_gate.float()).sum(-1, keepdim=True)
-            slope = (slope * factor * (1 - factor)).to(grad.dtype)
-            from_factor = slope @ call.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
-            grad = grad * saved.shared_factor
-            saved.shared_before_gate = None
-        grad_gate_up = down_backward(
-            call, saved.shared, self.shared_down, self._shared_activation, grad)
-        inputs = self._inputs(call, saved)
-        grad_x = lora_matmul_backward(
-            call, self.shared_gate_up, saved.shared.lora_hidden, grad_gate_up, inputs)
-        return grad_x + from_factor
-
     # ---- what it costs, for the planner ----
 
     matmul_speed = GROUPED_SPEED
 
     @property
     def choice_values(self) -> int:
-        """Values saved per token if everything else is recomputed: the chosen experts, int16."""
         return self.moe.top_k
 
     @property
@@ -432,60 +376,29 @@ class MoESublayer:
 
     @property
     def saved_values(self) -> int:
-        """Values saved for backward, if nothing is recomputed; 2 bytes each."""
         arch, moe = self.arch, self.moe
         values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
         # the Routing: scores in fp32; for each row, four int64 numbers and two fp32 weights
         values += 2 * moe.n_experts + (4 * 4 + 2 * 2) * moe.top_k
-        if self.shared_gate_up and self.shared_down:
-            padded_lora = self.shared_gate_up.padded_lora + self.shared_down.padded_lora
-            values += self.shared_gate_up.out_features + padded_lora
-            values += (arch.hidden_size + 1) * (moe.shared_gate is not None)
-        if moe.norms:  # the outputs of experts and shared expert
-            values += 2 * arch.hidden_size
+        if self.shared:
+            values += self.shared.saved_values
+        if moe.norms:  # the experts' output
+            values += arch.hidden_size
         if self.latent:
             values += self.latent.saved_values
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """Peak bytes of backward(), besides what is saved."""
-        n_tokens, itemsize = plan.micro_batch_tokens, plan.dtype.itemsize
+        moe, hidden, n_tokens = self.moe, self.arch.hidden_size, plan.micro_batch_tokens
         n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
-        arch, hidden, moe = self.arch, self.arch.hidden_size, self.moe
-        width = self.expert_gate_up.in_features  # hidden size or latent size
-        rows = n * moe.top_k
-        up = self.expert_gate_up
-        down = self.expert_down
-        # plus gate and up, if they are recomputed, and if their gradient is a new tensor
-        row_values = up.width + down.width
-        adapter_values = 0
-        if up.n_lora:  # the rows' gradient, its part from d, their sum; A's gradient, also fp32
-            row_values = max(3 * up.width, up.width + 3 * down.width)
-            adapter_values = 3 * moe.n_experts * up.n_lora * width
-        row_values += self._gate_up_size * (recomputed + bool(moe.clamp))
-        chunk_values = math.ceil((rows * row_values + adapter_values) / plan.expert_ranges)
-        weights = sum(fused.out_features * fused.width for fused in (up, down))
-        weights = math.ceil(weights / plan.expert_ranges)
-        # the gradient of the branch, where it is not that of the sum
-        n_upstream = bool(arch.mlp_post_norm) or arch.residual_multiplier != 1
-        # first the experts, beside the gradient of the sum and their inputs, if these are needed
-        n_inputs = recomputed or up.n_lora > 0
-        first = chunk_values + weights + n * hidden * (1 + n_inputs + n_upstream)
-        if plan.expert_ranges > 1:  # and all rows' outputs in forward, their gradients in backward,
-            # when the first range's saved gate and up are gone
-            only_backward = row_values - up.width - down.width
-            gone = 0 if recomputed else min(self._gate_up_size, only_backward)
-            first += max(0, rows * width - rows * gone // plan.expert_ranges)
-        # then the gradient of their inputs beside that of the rows, or beside the shared expert's
-        shared_width = self.shared_down.width + hidden if self.shared_down else 0
-        second = max(rows * width, n * shared_width) + n * hidden * (3 + recomputed + n_upstream)
-        values = max(first, second if recomputed else second - rows * self._gate_up_size)
-        if recomputed and self.shared_gate_up and self.shared_down:
-            values += n * (self.shared_gate_up.out_features + self.shared_down.width)
+        values = max(self._values_in_experts(n, plan, recomputed),
+                     self._values_after_experts(n, recomputed))
+        if recomputed and self.shared:
+            values += n * self.shared.recomputed_values
         if n < n_tokens:  # gradients: of the sum and of finished slices, which are joined at last
             values = max(values + 2 * (n_tokens - n) * hidden, 3 * n_tokens * hidden)
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
-            values += n * hidden * (2 + 2 * recomputed + bool(up.n_lora))
+            values += n * hidden * (2 + 2 * recomputed + (self.expert_gate_up.n_lora > 0))
         if self._sum_factor != 1:  # the gradient of the sum before its factor
             values += n * hidden
         if self.latent:
@@ -493,26 +406,66 @@ class MoESublayer:
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
         # the router, in fp32: five values per row, three tensors as large as its scores, and each
         # expert's rows, counted twice
-        return values * itemsize + 4 * (5 * rows + 3 * n * moe.n_experts + 2 * moe.n_experts)
+        router = 5 * n * moe.top_k + 3 * n * moe.n_experts + 2 * moe.n_experts
+        return values * plan.dtype.itemsize + 4 * router
+
+    def _values_in_experts(self, n: int, plan: Plan, recomputed: bool) -> int:
+        """Values alive while the experts of n tokens run: a chunk's rows and weights, the gradient
+        of the sum and, where they are needed, the experts' inputs."""
+        up, down, rows = self.expert_gate_up, self.expert_down, n * self.moe.top_k
+        row_values = self._row_values(recomputed)
+        chunk = rows * row_values
+        if up.n_lora:  # A's gradient, also in fp32
+            chunk += 3 * self.moe.n_experts * up.n_lora * up.in_features
+        weights = sum(fused.out_features * fused.width for fused in (up, down))
+        values = math.ceil(chunk / plan.expert_ranges) + math.ceil(weights / plan.expert_ranges)
+        n_inputs = recomputed or up.n_lora > 0
+        values += n * self.arch.hidden_size * (1 + n_inputs + self._has_branch_gradient)
+        if plan.expert_ranges > 1:  # and all rows' outputs in forward, their gradients in backward,
+            # when the first range's saved gate and up are gone
+            only_backward = row_values - up.width - down.width
+            gone = 0 if recomputed else min(self._gate_up_size, only_backward)
+            values += max(0, rows * up.in_features - rows * gone // plan.expert_ranges)
+        return values
+
+    def _row_values(self, recomputed: bool) -> int:
+        """Values alive per row of a chunk; plus gate and up, if they are recomputed, and if their
+        gradient is a new tensor."""
+        up, down = self.expert_gate_up.width, self.expert_down.width
+        values = up + down
+        if self.expert_gate_up.n_lora:  # the rows' gradient, its part from d, their sum
+            values = max(3 * up, up + 3 * down)
+        return values + self._gate_up_size * (recomputed + bool(self.moe.clamp))
+
+    def _values_after_experts(self, n: int, recomputed: bool) -> int:
+        """Values alive after the experts of n tokens: the gradient of their inputs beside that of
+        the rows, or beside the shared expert's; less the saved gate and up, which are gone."""
+        rows = n * self.moe.top_k
+        shared = self.shared.live_values if self.shared else 0
+        values = max(rows * self.expert_gate_up.in_features, n * shared)
+        values += n * self.arch.hidden_size * (3 + recomputed + self._has_branch_gradient)
+        return values if recomputed else values - rows * self._gate_up_size
+
+    @property
+    def _has_branch_gradient(self) -> bool:
+        """True if the gradient of the branch is another tensor than that of the sum."""
+        return bool(self.arch.mlp_post_norm) or self.arch.residual_multiplier != 1
 
     @property
     def active_weights(self) -> float:
-        """Weights that one token is multiplied by."""
         share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.dense_linears)
         return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
 
     @property
     def recomputed_weights(self) -> float:
-        """The part of active_weights that recomputed_backward() multiplies again."""
         share = self.moe.top_k / self.moe.n_experts
         shared = sum(fused.n_weights for fused in self.dense_linears)
         return shared + share * self.expert_gate_up.n_weights
 
     @property
     def elementwise_values(self) -> int:
-        """Values that elementwise work reads or writes, in forward and backward; counted, not
-        measured."""
+        """Counted, not measured."""
         # per row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
         hidden, top_k = self.arch.hidden_size, self.moe.top_k
         width = self.expert_gate_up.in_features

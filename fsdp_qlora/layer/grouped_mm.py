@@ -66,7 +66,7 @@ def put_rows(whole: Tensor | None, rows: Tensor, chunk: ExpertChunk, n_rows: int
     return whole
 
 
-def grouped(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
+def grouped_matmul(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
     """Return rows [m, in], each times its own expert's matrix in `weights` [experts, in, out]."""
     if chunk.bounds is None:
         return F.grouped_mm(rows, weights, offs=chunk.ends)
@@ -79,9 +79,9 @@ def grouped(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
 
 # ---- adapters of experts ----
 
-# They are columns of the grouped matmuls, as in lora_matmul.py: rows [x, d] times an
-# expert's [W, B].
-# grouped_mm needs rows of whole 16 bytes, 8 values of bf16, so ranks must be multiples of 8.
+# They are columns of the grouped matmuls, as in lora_matmul.py: rows [x, d] times an expert's
+# [W, B]. grouped_mm needs rows of whole 16 bytes, 8 values of bf16, so ranks must be multiples of
+# 8.
 
 
 def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:
@@ -99,7 +99,7 @@ def fill_expert_lora_hidden(
         lora_hidden = inputs[:, fused.in_features :]
         lora_hidden[:, fused.n_lora :] = 0
         a = expert_a(call, fused, chunk)
-        d = grouped(inputs[:, : fused.in_features], a.transpose(1, 2), chunk)
+        d = grouped_matmul(inputs[:, : fused.in_features], a.transpose(1, 2), chunk)
         lora_hidden[:, : fused.n_lora] = d * call.spec.scaling
 
 
@@ -112,7 +112,7 @@ def split_lora_gradient(
         return grad_inputs, None
     grad_d = grad_inputs[:, fused.in_features : fused.in_features + fused.n_lora].contiguous()
     grad_x = grad_inputs[:, : fused.in_features]
-    from_d = grouped(grad_d, expert_a(call, fused, chunk), chunk)
+    from_d = grouped_matmul(grad_d, expert_a(call, fused, chunk), chunk)
     return torch.add(grad_x, from_d, alpha=call.spec.scaling), grad_d
 
 
@@ -128,7 +128,7 @@ def add_expert_gradients(
     n_lora = fused.n_lora
     grad_a = call.grad_adapter[fused.lora_a].view(n, n_lora, fused.in_features)[chunk_experts]
     grad_a.add_(grouped_outer(grad_d, x, chunk), alpha=scaling)
-    d = grouped(x, expert_a(call, fused, chunk).transpose(1, 2), chunk) * scaling
+    d = grouped_matmul(x, expert_a(call, fused, chunk).transpose(1, 2), chunk) * scaling
     first, last = fused.linears[0].lora_b, fused.linears[-1].lora_b
     assert first and last, "all experts have adapters, or none"
     grad_b = call.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[chunk_experts]

@@ -1,6 +1,6 @@
 """Identity sublayers, for layers that have only a mixer or only an MLP (Nemotron-H).
 
-They have the functions and properties of MixerSublayer and MLPSublayer.
+They have the interfaces of MixerSublayer and of FeedForward.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NoMixerSublayer(_Identity):
 
 
 class NoMLPSublayer(_Identity):
-    """An identity with the interface of MLPSublayer."""
+    """An identity that is a FeedForward."""
 
     recomputed_weights = 0
 
@@ -61,12 +61,12 @@ class NoMLPSublayer(_Identity):
     def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
         return grad
 
-    def forward_to_recompute(
+    def forward_in_slices(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, None]:
         return mid_residual, None
 
-    def recomputed_backward(
+    def backward_in_slices(
         self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choices: None
     ) -> Tensor:
         return grad

@@ -6,8 +6,8 @@ computes with them. For k_proj, with `own` its OwnBlocks on rank 0:
 
   packed_weights   |  q  |  k  |  v  |  o  | gate ..   linear.blocks: from the layer's first block
     ranks' shards  |   0    |   1    |   2    | ..
-    k on rank 0          [==]                          own.blocks: from k's first block
-                         [==]                          own.local: from the shard's first block
+    k on rank 0          [==]                          own.in_linear: from k's first block
+                         [==]                          own.in_shard: from the shard's first block
     one matmul     |  q  |  k  |  v  |                 linear.outputs: from the matmul's first row
 """
 

@@ -18,7 +18,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import (
     add_residual, branch_gradient, norm_gradient, norm_padded, weight_bytes)
-from fsdp_qlora.layer.saved import SavedMixer, SavedMixing
+from fsdp_qlora.layer.saved import SavedMixer, SavedTokenMixer
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -28,7 +28,7 @@ class TokenMixer(Protocol):
     properties are for the planner and count values per token."""
 
     @property
-    def saved_type(self) -> type[SavedMixing]:
+    def saved_type(self) -> type[SavedTokenMixer]:
         """The record of what the mixer saves, passed to the functions below."""
 
     @property

@@ -1,7 +1,8 @@
 """Multi-head latent attention (MLA) of DeepSeek and related models, as a token mixer.
 
-The sublayer's first matmul gives two latents of each token; the matmuls that make heads of them are
-here. The kernels are those of softmax attention.
+The sublayer's first matmul computes two latents of each token; the matmuls that make heads of them
+are here. The kernels are those of softmax attention. As in DeepSeek's code, `pe` names the
+dimensions of a query or key that are rotated, `nope` the others.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class MLAMixer:
         return (self.q_b, self.kv_b) if self.q_b else (self.kv_b,)
 
     def forward(self, call: LayerCall, saved: SavedMLA) -> Tensor:
-        query, kv_latent, rotary_key = saved.projected.split(self._projected_widths, 1)
+        query, kv_latent, k_pe = saved.projected.split(self._projected_widths, 1)
         saved.projected, saved.q_latent = None, None
         if self.q_b:
             saved.q_latent = query
@@ -56,10 +57,10 @@ class MLAMixer:
         # without q_b, a view would keep the tensor alive that also contains the queries
         saved.kv_latent = kv_latent if self.q_b else kv_latent.clone()
         key_value, saved.kv_lora_hidden = self._heads(call, self.kv_b, self.mla.kv_norm, kv_latent)
-        heads = latent_heads(query, key_value, rotary_key, *call.batch.ropes[self.rope], self.arch,
+        heads = latent_heads(query, key_value, k_pe, *call.batch.ropes[self.rope], self.arch,
                              kernel_value_width(call.batch, self.arch),
                              is_evaluation=call.is_evaluation)
-        del query, key_value, kv_latent, rotary_key
+        del query, key_value, kv_latent, k_pe
         saved.groups = attend_by_groups(call, self.arch, None, heads)
         return self.recompute_output(call, saved)
 
@@ -72,15 +73,16 @@ class MLAMixer:
         groups, saved.groups = saved.groups, None
         grad = F.pad(grad, (0, groups[0].attended.shape[2] - grad.shape[2]))
         grads = groups_backward(groups, grad)
-        query, key_value, rotary_key = latent_heads_backward(
+        grad_query, grad_key_value, grad_k_pe = latent_heads_backward(
             *grads, *call.batch.ropes[self.rope], self.arch)
         del grads, grad
-        if self.q_b:
-            query = self._heads_backward(call, self.q_b, self.mla.q_norm, saved.q_latent,
-                                         saved.q_lora_hidden, query)
-        kv_latent = self._heads_backward(call, self.kv_b, self.mla.kv_norm, saved.kv_latent,
-                                         saved.kv_lora_hidden, key_value)
-        return torch.cat([query, kv_latent, rotary_key], 1)
+        if self.q_b:  # then of their latent
+            grad_query = self._heads_backward(
+                call, self.q_b, self.mla.q_norm, saved.q_latent, saved.q_lora_hidden, grad_query)
+        grad_kv_latent = self._heads_backward(
+            call, self.kv_b, self.mla.kv_norm, saved.kv_latent, saved.kv_lora_hidden,
+            grad_key_value)
+        return torch.cat([grad_query, grad_kv_latent, grad_k_pe], 1)
 
     def _heads(
         self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor
@@ -159,43 +161,45 @@ def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
 
 @elementwise
 def latent_heads(
-    query: Tensor, key_value: Tensor, rotary_key: Tensor, cos: Tensor, sin: Tensor,
+    query: Tensor, key_value: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor,
     temperature: Tensor | None, arch: Architecture, value_width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Build query and key [n, heads, nope + rope], rotated, and value [n, heads, value_width],
     padded with 0, from the linears' outputs: `query` [n, heads * (nope + rope)], `key_value` [n,
-    heads * (nope + value)] and `rotary_key` [n, rope]. For cos, sin and temperature see
-    rope_tables()."""
+    heads * (nope + value)] and `k_pe` [n, rope], which all heads share. For cos, sin and
+    temperature see rope_tables()."""
     mla = arch.mla
     dtype = query.dtype
     assert mla, "the layer has latent attention"
     query, key_value = (x.unflatten(1, (arch.n_heads, -1)) for x in (query, key_value))
-    nope, turned = query.split([mla.nope, mla.rope], 2)
-    turned = rotate(turned.float(), cos, sin, arch).view_as(turned).to(dtype)
-    query = torch.cat([nope, turned], 2)
+    q_nope, q_pe = query.split([mla.nope, mla.rope], 2)
+    q_pe = rotate(q_pe.float(), cos, sin, arch).view_as(q_pe).to(dtype)
+    query = torch.cat([q_nope, q_pe], 2)
     if temperature is not None:
         query = (query * temperature[:, None, None]).to(dtype)
-    key, value = key_value.split([mla.nope, mla.value], 2)
-    shared = rotate(rotary_key[:, None].float(), cos, sin, arch).to(dtype)
-    key = torch.cat([key, shared[:, None].expand(-1, arch.n_heads, -1)], 2)
+    k_nope, value = key_value.split([mla.nope, mla.value], 2)
+    k_pe = rotate(k_pe[:, None].float(), cos, sin, arch).to(dtype)
+    key = torch.cat([k_nope, k_pe[:, None].expand(-1, arch.n_heads, -1)], 2)
     return query, key, F.pad(value, (0, value_width - mla.value))
 
 
 @elementwise
 def latent_heads_backward(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, cos: Tensor, sin: Tensor,
     temperature: Tensor | None, arch: Architecture
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of latent_heads()'s first three arguments, from the gradients of its
     results."""
     mla = arch.mla
-    dtype = query.dtype
+    dtype = grad_query.dtype
     assert mla, "the layer has latent attention"
-    query = query.float() if temperature is None else query.float() * temperature[:, None, None]
-    nope, turned = query.split([mla.nope, mla.rope], 2)
-    turned = rotate(turned, cos, -sin, arch).view_as(turned)
-    query = torch.cat([nope, turned], 2).to(dtype).flatten(1)
-    key, shared = key.split([mla.nope, mla.rope], 2)
-    rotary_key = rotate(shared.float().sum(1, keepdim=True), cos, -sin, arch).to(dtype)
-    key_value = torch.cat([key, value[..., : mla.value]], 2).flatten(1)
-    return query, key_value, rotary_key
+    grad_query = grad_query.float()
+    if temperature is not None:
+        grad_query = grad_query * temperature[:, None, None]
+    grad_q_nope, grad_q_pe = grad_query.split([mla.nope, mla.rope], 2)
+    grad_q_pe = rotate(grad_q_pe, cos, -sin, arch).view_as(grad_q_pe)
+    grad_query = torch.cat([grad_q_nope, grad_q_pe], 2).to(dtype).flatten(1)
+    grad_k_nope, grad_k_pe = grad_key.split([mla.nope, mla.rope], 2)
+    grad_k_pe = rotate(grad_k_pe.float().sum(1, keepdim=True), cos, -sin, arch).to(dtype)
+    grad_key_value = torch.cat([grad_k_nope, grad_value[..., : mla.value]], 2).flatten(1)
+    return grad_query, grad_key_value, grad_k_pe

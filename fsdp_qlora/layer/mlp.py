@@ -33,18 +33,14 @@ SLICE_TOKENS = 4096  # tokens of a recomputed MLP at once; fewer make its matmul
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MLPSublayer:
-    """The MLP of one layer: forward and backward, whole or recomputed in slices; and its costs, in
-    the same terms as MixerSublayer's.
-
-    It adds MLP(norm(mlp_input)) to `mid_residual`, the sum after the mixer. `mlp_input` is
-    `mid_residual` too, except in a parallel layer (Cohere), where it is the layer's own x.
-    """
+    """The MLP of one layer, a FeedForward (spec.py)."""
 
     arch: Architecture
     gate_up: FusedLinear  # up alone in an MLP without a gate
     down: FusedLinear
     per_layer: PerLayerGate | None = None  # after the sum, in layers with an input of their own
     limit: float | None = None  # see LimitedActivation
+    # tokens at once where it is recomputed; a factory, because tests set the constant
     slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
 
     @property
@@ -55,8 +51,8 @@ class MLPSublayer:
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
         wants_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMLP]:
-        """Return mid_residual + MLP(norm(mlp_input)) for the tokens call.tokens, after `per_layer`
-        if there is one, None without wants_sum; and what backward() needs."""
+        """For the tokens call.tokens. The sum, which is after `per_layer` if there is one, is None
+        without wants_sum."""
         arch = self.arch
         saved = SavedMLP(mlp_input=mlp_input)
         inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.gate_up)
@@ -74,8 +70,6 @@ class MLPSublayer:
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
-        """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the
-        MLP. `grad` is the gradient of forward()'s sum."""
         arch = self.arch
         if self.per_layer:
             grad = self.per_layer.backward(call, saved, grad)
@@ -88,20 +82,17 @@ class MLPSublayer:
             call, self.gate_up, saved.lora_hidden, grad_gate_up, inputs)
         return norm_gradient(call, arch.mlp_norm, saved.mlp_input, grad_inputs, grad)
 
-    def forward_to_recompute(
+    def forward_in_slices(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, None]:
-        """Return forward()'s sum for all tokens, computed a slice at a time with nothing saved; and
-        None, because an MLP without experts has no choice to repeat."""
         sums = []
         for tokens in each_slice(call, len(mid_residual), self.slice_tokens):
             sums.append(self.forward(call, mid_residual[tokens], mlp_input[tokens])[0])
         return joined(sums), None
 
-    def recomputed_backward(
+    def backward_in_slices(
         self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choices: None
     ) -> Tensor:
-        """backward() for all tokens, a slice at a time, after computing forward() again."""
         grads = []
         for tokens in each_slice(call, len(mlp_input), self.slice_tokens):
             mid_residual = mlp_input[tokens] if self.per_layer else None
@@ -125,21 +116,18 @@ class MLPSublayer:
 
     # ---- what it costs, for the planner ----
 
-    choice_values = 0  # values per token, see MoESublayer
-    matmul_speed = 1  # speed of its matmuls, relative to large ones
+    choice_values = 0
+    matmul_speed = 1
 
     @property
     def saved_values(self) -> int:
-        """Values saved for backward, if nothing is recomputed."""
-        hidden = self.arch.hidden_size
-        arch = self.arch
+        arch, hidden = self.arch, self.arch.hidden_size
         values = self.gate_up.out_features + self.gate_up.padded_lora + self.down.padded_lora
         values += hidden * (not arch.parallel)  # a parallel layer's x is counted with the mixer
         values += self.per_layer.saved_values if self.per_layer else 0
         return values + hidden * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """Peak bytes of backward(), besides what is saved."""
         hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
         n_tokens = plan.micro_batch_tokens
         itemsize = plan.dtype.itemsize
@@ -163,17 +151,16 @@ class MLPSublayer:
 
     @property
     def active_weights(self) -> int:
-        """Weights that one token is multiplied by."""
         return sum(fused.n_weights for fused in self.fused_linears)
 
     @property
     def recomputed_weights(self) -> int:
-        """Weights that recomputed_backward() multiplies again; down's only with `per_layer`."""
+        """Includes down's only with `per_layer`, which reads the sum."""
         return self.active_weights if self.per_layer else self.gate_up.n_weights
 
     @property
     def elementwise_values(self) -> int:
-        """Values that elementwise work reads or writes, forward and backward; measured."""
+        """Measured."""
         per_layer_values = self.per_layer.elementwise_values if self.per_layer else 0
         return (15 * self.arch.hidden_size + 6 * self.down.in_features
                 + 3 * self.gate_up.out_features + per_layer_values)

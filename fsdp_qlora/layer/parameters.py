@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_qlora.layer.linears import STATE_BLOCK, FusedLinear, LinearSlices
-from fsdp_qlora.plan import Plan, Saves
+from fsdp_qlora.plan import Plan, SavePolicy
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import FourBitBlocks, NestedScales
 
@@ -73,11 +73,11 @@ class LayerParameters(nn.Module):
     def __init__(self, arch: Architecture, spec: ParameterLayout, index: int, plan: Plan) -> None:
         super().__init__()
         self.arch, self.spec, self.index, self.plan = arch, spec, index, plan
-        self.saves: Saves = plan.saves(index)
+        self.save_policy: SavePolicy = plan.save_policy(index)  # see LayerFunction
         # index of the layer whose keys and values it reads; None: it has its own
         self.kv_source = arch.kv_sources[index]
         self.is_kv_source = index in arch.kv_sources
-        assert not arch.parallel or self.saves in ("all", "input"), "such a layer's MLP reads x"
+        assert not arch.parallel or self.save_policy in ("all", "input"), "the MLP reads x"
         self.nested: NestedScales | None = None  # whole on every rank
         self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
         self.balance: Tensor | None = None  # sums over this step's micro-batches, see add_balance()

@@ -31,7 +31,7 @@ def gate_inputs_backward(grad: Tensor, gates: Tensor, inputs: Tensor, activation
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerLayerGate:
     """The gate after one layer's MLP, x + norm(out(activation(gate(x)) * input)): forward and
-    backward, and its costs, in the same terms as MLPSublayer's."""
+    backward, and its costs, in the same terms as FeedForward's."""
 
     arch: Architecture
     gate: FusedLinear
@@ -92,10 +92,6 @@ class PerLayerGate:
         values = 2 * self.arch.hidden_size + 2 * self.out.width + self.gate.width
         weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in self.fused_linears]
         return n * values * itemsize + sum(weights)
-
-    @property
-    def n_weights(self) -> int:
-        return self.gate.n_weights + self.out.n_weights
 
     @property
     def elementwise_values(self) -> int:

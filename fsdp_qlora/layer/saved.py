@@ -16,8 +16,8 @@ from fsdp_qlora.layer.router import Routing
 
 
 @dataclasses.dataclass
-class SavedMixing:
-    """A token mixer's inputs, and inputs of the matmul that follows it."""
+class SavedTokenMixer:
+    """The tensors that any TokenMixer saves, and LoRA's of the matmul that follows it."""
 
     projected: Tensor = None  # [n, projected_width], in_proj's outputs for this mixer
     out_lora_hidden: Tensor = None  # of the matmul after the mixer
@@ -31,12 +31,16 @@ class HeadGroup(NamedTuple):
 
 
 @dataclasses.dataclass
-class SavedAttention(SavedMixing):
+class SavedAttention(SavedTokenMixer):
+    """The tensors that an AttentionMixer saves."""
+
     groups: list[HeadGroup] = None
 
 
 @dataclasses.dataclass
 class SavedMLA(SavedAttention):
+    """The tensors that an MLAMixer saves."""
+
     q_latent: Tensor = None  # both latents are before their norms
     kv_latent: Tensor = None
     q_lora_hidden: Tensor = None
@@ -44,7 +48,7 @@ class SavedMLA(SavedAttention):
 
 
 @dataclasses.dataclass
-class SavedGraph(SavedMixing):
+class SavedGraph(SavedTokenMixer):
     """The tensors that an AutogradMixer saves."""
 
     start: Any = None  # the graph's edge at which autograd returns the gradient of `projected`
@@ -58,7 +62,7 @@ class SavedMixer:
     x: Tensor = None  # [n, hidden], the sublayer's input
     lora_hidden: Tensor = None  # of in_proj
     branch: Tensor = None  # [n, hidden], the branch before its norm
-    mixers: list[SavedMixing] = None  # one for each of MixerSublayer.paths
+    mixers: list[SavedTokenMixer] = None  # one for each of MixerSublayer.paths
 
 
 @dataclasses.dataclass
@@ -93,9 +97,19 @@ class SavedGatedMLP:
 
 @dataclasses.dataclass
 class SavedMLP(SavedMLPInput, SavedGatedMLP, SavedPerLayer):
-    """The tensors that an MLPSublayer saves."""
+    """The tensors that an MLPSublayer saves. Flat, because put_record() offloads all tensors of a
+    record in one put()."""
 
     branch: Tensor = None  # [n, hidden], the branch before its norm
+
+
+@dataclasses.dataclass
+class SavedSharedExpert(SavedGatedMLP):
+    """The tensors that a SharedExpert saves."""
+
+    before_gate: Tensor = None  # [n, hidden], its output before the factor of its gate
+    factor: Tensor = None  # [n, 1]
+    before_norm: Tensor = None  # [n, hidden], its output before its norm
 
 
 @dataclasses.dataclass
@@ -106,11 +120,7 @@ class SavedMoE(SavedMLPInput):
     routing: Routing = None
     gate_ups: list[Tensor] | None = None  # one per ExpertChunk; None: they are computed again
     expert_output: Tensor = None  # [n, hidden], the experts' output, before a norm of their own
-    # for the shared expert
-    shared: SavedGatedMLP | None = None
-    shared_before_norm: Tensor = None  # its output, before a norm of its own
-    shared_before_gate: Tensor = None  # its output, before the factor of its gate
-    shared_factor: Tensor = None
+    shared: SavedSharedExpert = None
     # for the latent space, see ExpertLatent
     latent: Tensor = None
     entry_lora_hidden: Tensor = None

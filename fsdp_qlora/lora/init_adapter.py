@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config import Config
 from fsdp_qlora.errors import explain
 from fsdp_qlora.files import ADAPTER_CONFIG, ADAPTER_FILES, read_json
-from fsdp_qlora.layer.layer import LayerSpec
+from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_files import open_adapter
 from fsdp_qlora.lora.peft_names import (

@@ -155,6 +155,6 @@ def make_store(plan: Plan, device: torch.device) -> ActivationStore:
     """
     if not plan.offload_activations or not plan.recomputed:
         return DeviceActivations()
-    n_puts = sum(2 if plan.saves(i) in ("mid_residual", "mlp") else 1
+    n_puts = sum(2 if plan.save_policy(i) in ("mid_residual", "mlp") else 1
                  for i in range(plan.recomputed))
     return OffloadedActivations(n_puts, plan.n_fetched_ahead, plan.micro_batch_tokens, device)

@@ -210,8 +210,8 @@ def quantize(
         weights = weight_rows(read, names, name, own.rows).to(shard.device, dtype)[own.weights]
         if len(weights):
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
-            shard.packed[own.local].view(-1)[: codes.numel()] = codes.view(-1)
-            absmax[own.local] = state.absmax
+            shard.packed[own.in_shard].view(-1)[: codes.numel()] = codes.view(-1)
+            absmax[own.in_shard] = state.absmax
     all_absmax = model.gather(absmax).view(-1)
     for own, name in own_linears:
         if name not in nf4_states:
@@ -220,7 +220,7 @@ def quantize(
             whole -= (offset := whole.mean())
             codes, state = bnb.functional.quantize_blockwise(
                 whole, codebook, blocksize=NESTED_BLOCK)
-            shard.scales[own.local, 0] = codes[own.blocks]
+            shard.scales[own.in_shard, 0] = codes[own.in_linear]
             nested[name] = state.absmax, offset, codebook
     parts = [nested[name] for _, name in own_linears]
     return NestedScales(
@@ -237,10 +237,10 @@ def copy_mxfp4(
     for own, name in own_linears:
         if own.linear.mxfp4:
             first = own.weights.start // BLOCK  # read() returns whole rows
-            blocks = slice(first, first + own.blocks.stop - own.blocks.start)
+            blocks = slice(first, first + own.in_linear.stop - own.in_linear.start)
             packed = read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
-            shard.packed[own.local] = swap_nibbles(packed)
-            shard.scales[own.local] = read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
+            shard.packed[own.in_shard] = swap_nibbles(packed)
+            shard.scales[own.in_shard] = read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
     return [(own, name) for own, name in own_linears if not own.linear.mxfp4]
 
 
@@ -251,8 +251,8 @@ def copy_nf4(
     """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. `state`: of
     NF4States. Returns the linear's (absmax, offset, code values) for NestedScales."""
     codes = read(name)
-    shard.packed[own.local].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
-    shard.scales[own.local, 0] = read(f"{name}.absmax")
+    shard.packed[own.in_shard].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
+    shard.scales[own.in_shard, 0] = read(f"{name}.absmax")
     offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=shard.device)
     return read(f"{name}.nested_absmax"), offset, read(f"{name}.nested_quant_map")
 

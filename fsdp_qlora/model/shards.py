@@ -21,24 +21,24 @@ from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
 @dataclasses.dataclass(frozen=True)
 class OwnBlocks:
-    """The NF4 blocks of one linear that this rank stores; perhaps none."""
+    """The 4-bit blocks of one linear that this rank stores; perhaps none."""
 
     linear: LinearSlices
-    blocks: slice  # counted from the linear's first block
-    local: slice  # the same blocks in this rank's shard of the layer's `packed_weights`
+    in_linear: slice  # counted from the linear's first block
+    in_shard: slice  # counted from the first block of this rank's shard of `packed_weights`
 
     @property
     def rows(self) -> range:
         """The rows of the weight that contain these blocks."""
         n_out, n_in = self.linear.out_features, self.linear.in_features
-        stop = min(math.ceil(self.blocks.stop * BLOCK / n_in), n_out)
-        return range(self.blocks.start * BLOCK // n_in, stop)
+        stop = min(math.ceil(self.in_linear.stop * BLOCK / n_in), n_out)
+        return range(self.in_linear.start * BLOCK // n_in, stop)
 
     @property
     def weights(self) -> slice:
         """Slice into the flat tensor of `rows`: exactly the weights of these blocks."""
-        start = self.blocks.start * BLOCK % self.linear.in_features
-        return slice(start, start + (self.blocks.stop - self.blocks.start) * BLOCK)
+        start = self.in_linear.start * BLOCK % self.linear.in_features
+        return slice(start, start + (self.in_linear.stop - self.in_linear.start) * BLOCK)
 
 
 def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
@@ -55,8 +55,8 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
     for linear in layer.spec.linears:
         whole = linear.blocks
         start, stop = (min(max(i, whole.start), whole.stop) for i in (first, first + n))
-        blocks = slice(start - whole.start, stop - whole.start)
-        own.append(OwnBlocks(linear, blocks, slice(start - first, stop - first)))
+        in_linear = slice(start - whole.start, stop - whole.start)
+        own.append(OwnBlocks(linear, in_linear, slice(start - first, stop - first)))
     return own
 
 
@@ -101,7 +101,7 @@ def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool)
     """Return the Requests for this rank's blocks of a linear: whole rows, in FP8, INT4 and MXFP4
     with their scales; in NF4 the packed codes, their scales, and the whole second level of these
     scales."""
-    linear, blocks = own.linear, own.blocks
+    linear, blocks = own.linear, own.in_linear
     n_out, n_in = linear.out_features, linear.in_features
     if linear.mxfp4:
         widths = {f"{name}_blocks": n_in // 2, f"{name}_scales": n_in // MX_BLOCK}  # bytes

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from fsdp_qlora.kernels.recurrence import mixer_with_state
 from fsdp_qlora.layer.attention_mixer import n_head_groups
-from fsdp_qlora.layer.layer import LayerSpec
 from fsdp_qlora.layer.mlp import SLICE_TOKENS
+from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.model.embedding import CHUNK_BYTES
-from fsdp_qlora.plan import SAVES, Plan, Saves
+from fsdp_qlora.plan import SAVE_POLICIES, Plan, SavePolicy
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import BLOCK
@@ -25,8 +25,8 @@ class LayerTotals:
     comment says otherwise."""
 
     kinds: tuple[LayerSpec, ...]  # the different LayerSpecs
-    # {Saves: values per token that the first 0, 1, 2, .. layers save}
-    saved_values: dict[Saves, list[int]]
+    # {SavePolicy: values per token that the first 0, 1, 2, .. layers save}
+    saved_values: dict[SavePolicy, list[int]]
     nf4_bytes: int
     largest_nf4: int  # bytes of one layer
     small: int  # values of the tensors that every rank has whole, see small_tensors()
@@ -37,9 +37,9 @@ class LayerTotals:
     weights: int  # number of weights
     # weights that one token is multiplied by; those of slow matmuls count more, see LayerSpec
     active_weights: float
-    # {Saves: weights that backward multiplies by once more, if all layers save that}; here the
+    # {SavePolicy: weights that backward multiplies by once more, if all layers have it}; here the
     # weights of slow matmuls do not count more, because Fit was fitted without that
-    recomputed_weights: dict[Saves, float]
+    recomputed_weights: dict[SavePolicy, float]
     mlp_values: int  # values per token that the MLP of a layer saves, at most
     attention_values: int  # values per token of a layer's results of attention, at most
     # values of a token's queries in a layer, mean over the layers; those of wide heads count more
@@ -50,15 +50,15 @@ class LayerTotals:
 @functools.lru_cache(8)
 def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     """Return the LayerTotals of these LayerSpecs, a tuple."""
-    def running_sum(saves: Saves) -> list[int]:
-        values = {spec: spec.saved_values(saves) for spec in set(specs)}
+    def running_sum(policy: SavePolicy) -> list[int]:
+        values = {spec: spec.saved_values(policy) for spec in set(specs)}
         return list(itertools.accumulate((values[x] for x in specs), initial=0))
 
     bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
     vectors_each = [spec.n_vectors for spec in specs]
     return LayerTotals(
         kinds=tuple(dict.fromkeys(specs)),
-        saved_values={saves: running_sum(saves) for saves in SAVES},
+        saved_values={policy: running_sum(policy) for policy in SAVE_POLICIES},
         nf4_bytes=sum(bytes_each), largest_nf4=max(bytes_each),
         small=sum(math.prod(shape) for spec in specs
                   for shape in spec.small_tensors.values()),
@@ -68,8 +68,8 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         weights=sum(spec.n_weights for spec in specs),
         active_weights=sum(spec.active_weights(by_time=True) for spec in specs),
         recomputed_weights={
-            saves: sum(spec.recomputed_weights(saves) for spec in specs)
-            for saves in SAVES},
+            policy: sum(spec.recomputed_weights(policy) for spec in specs)
+            for policy in SAVE_POLICIES},
         mlp_values=max(spec.mlp.saved_values for spec in specs),
         attention_values=max(spec.mixer.attention_values for spec in specs),
         mean_query_width=sum(
@@ -117,7 +117,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
     host = looked_up * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
     if plan.offload_activations:  # all but the last put(), which stays on the GPU
-        last = put_values(plan.saves(plan.recomputed - 1), layers, arch.hidden_size)
+        last = put_values(plan.save_policy(plan.recomputed - 1), layers, arch.hidden_size)
         host += max(0, saved[0] - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
@@ -148,7 +148,7 @@ def saved_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int,
     """Return the bytes that the recomputed layers save, and those that the other layers save.
     `value_bytes`: the bytes of one value for each token of a micro-batch."""
     def bytes_of_layers(start: int, stop: int) -> int:  # all of these layers save the same
-        values = layers.saved_values[plan.saves(start)]
+        values = layers.saved_values[plan.save_policy(start)]
         return (values[stop] - values[start]) * value_bytes
 
     first_mlp = plan.recomputed - plan.n_mlp_saved
@@ -157,11 +157,11 @@ def saved_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int,
     return recomputed, bytes_of_layers(plan.recomputed, plan.n_layers)
 
 
-def put_values(saves: Saves, layers: LayerTotals, hidden: int) -> int:
+def put_values(policy: SavePolicy, layers: LayerTotals, hidden: int) -> int:
     """Return the values per token of a layer's last put(), see LayerFunction."""
-    if saves == "mlp":
+    if policy == "mlp":
         return layers.mlp_values
-    return hidden + layers.attention_values * (saves == "attention")
+    return hidden + layers.attention_values * (policy == "attention")
 
 
 def activation_peak(
@@ -169,18 +169,18 @@ def activation_peak(
 ) -> tuple[int, int, int]:
     """Return the bytes on the GPU when activations need most: those saved by recomputed layers,
     those saved by other layers, and those that a layer's backward needs besides. Layers with the
-    same layer.saves are adjacent, and backward frees what the other layers save first."""
+    same layer.save_policy are adjacent, and backward frees what the other layers save first."""
     recomputed, others = saved_bytes(plan, layers, value_bytes)
     peaks = []
     stops = 1, plan.recomputed - plan.n_mlp_saved, plan.recomputed, plan.n_layers
-    for saves in {plan.saves(max(0, stop - 1)) for stop in stops}:
-        live = max(spec.live_bytes(plan, saves) for spec in layers.kinds)
+    for policy in {plan.save_policy(max(0, stop - 1)) for stop in stops}:
+        live = max(spec.live_bytes(plan, policy) for spec in layers.kinds)
         on_gpu = recomputed
         if plan.offload_activations:  # the mixer's put, and those that are fetched ahead
-            put = put_values(saves, layers, hidden)
-            of_mixer = hidden if saves == "mlp" else put
+            put = put_values(policy, layers, hidden)
+            of_mixer = hidden if policy == "mlp" else put
             on_gpu = min(recomputed, value_bytes * (of_mixer + plan.n_fetched_ahead * put))
-        peaks.append((on_gpu, others if saves == "all" else 0, live))
+        peaks.append((on_gpu, others if policy == "all" else 0, live))
     return max(peaks, key=sum)
 
 
@@ -230,7 +230,7 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
     widths = [fused.out_features for spec in specs for fused in spec.fused_linears]
     n = plan.micro_batch_tokens
     itemsize = plan.dtype.itemsize
-    if plan.saves(plan.n_layers - 1) not in ("all", "mlp"):
+    if plan.save_policy(plan.n_layers - 1) not in ("all", "mlp"):
         # every layer's MLP runs in slices of tokens
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
@@ -351,7 +351,7 @@ def recomputed_whole(plan: Plan, n_layers: int) -> float:
 def weights_again(plan: Plan, layers: LayerTotals, n_layers: int) -> float:
     """Return the number of a mean layer's weights that backward multiplies by once more."""
     again = recomputed_whole(plan, n_layers)
-    return (again * layers.recomputed_weights[plan.saves(0)]
+    return (again * layers.recomputed_weights[plan.save_policy(0)]
             + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
 
 

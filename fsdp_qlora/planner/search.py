@@ -24,7 +24,7 @@ from fsdp_qlora.data.packing import RowSource, round_up
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.attention import Kernels, can_resume, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
-from fsdp_qlora.layer.layer import LayerSpec
+from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.micro_batch.context import LONG_SHARE, has_long_pieces
 from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.plan import FRAGMENTATION, Plan

@@ -194,7 +194,7 @@ def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
     rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
     # per weight and token: 2 operations in forward, 2 in backward, 2 more if recomputed
     weights = sum(layer.spec.active_weights() for layer in layers)
-    again = sum(layer.spec.recomputed_weights(layer.saves) for layer in layers)
+    again = sum(layer.spec.recomputed_weights(layer.save_policy) for layer in layers)
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
     place = device_word(run.device)
     log(f"measured: {rate:,.0f} tok/s/{place}, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB; predicted"

@@ -13,7 +13,7 @@ from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.packing import ShuffledRows
 from fsdp_qlora.data.rows import Rows, random_rows
 from fsdp_qlora.kernels.attention import architectures_by_attention_type
-from fsdp_qlora.layer.layer import make_layer_specs
+from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, GPUSpec, gpu_machine, parse_gpus

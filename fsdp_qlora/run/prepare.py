@@ -15,7 +15,7 @@ from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.tokenizer import check_tokenizer
 from fsdp_qlora.files import read_json
-from fsdp_qlora.layer.layer import LayerSpec, make_layer_specs
+from fsdp_qlora.layer.spec import LayerSpec, make_layer_specs
 from fsdp_qlora.lora.init_adapter import check_origin, read_adapter
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks

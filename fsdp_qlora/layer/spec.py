@@ -1,0 +1,233 @@
+"""LayerSpec: the two sublayers of a layer, its parameters, and what it costs.
+
+Layers of one model may differ, so each has its LayerSpec; layers of one kind share it. FeedForward
+is the interface of the second sublayer; that of the first one's mixer is TokenMixer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fsdp_qlora.config import Config
+from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
+from fsdp_qlora.layer.attention_mixer import AttentionMixer
+from fsdp_qlora.layer.autograd_mixers import AutogradMixer
+from fsdp_qlora.layer.call import LayerCall
+from fsdp_qlora.layer.experts import MoESublayer
+from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
+from fsdp_qlora.layer.latent_moe import ExpertLatent
+from fsdp_qlora.layer.linears import Allocator, FusedLinear, fuse_linears
+from fsdp_qlora.layer.lora_matmul import lora_scaling
+from fsdp_qlora.layer.mixer_sublayer import MixerSublayer, TokenMixer
+from fsdp_qlora.layer.mla import MLAMixer
+from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.parameters import ParameterLayout
+from fsdp_qlora.layer.per_layer import PerLayerGate
+from fsdp_qlora.layer.router import RoutingChoice
+from fsdp_qlora.layer.shared_expert import SharedExpert
+from fsdp_qlora.plan import Plan, SavePolicy
+from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LayerSpec(ParameterLayout):
+    """The two sublayers of one layer, on top of the layout of its parameters. The functions are for
+    the planner."""
+
+    mixer: MixerSublayer | NoMixerSublayer
+    mlp: FeedForward
+
+    def saved_values(self, policy: SavePolicy) -> int:
+        """Values per token that a layer saves for backward, see LayerFunction."""
+        hidden = self.mixer.arch.hidden_size  # width of x and of mid_residual
+        if policy == "all":
+            return self.mixer.saved_values + self.mlp.saved_values
+        if policy == "mlp":
+            return hidden + self.mlp.saved_values
+        more = {"mid_residual": hidden, "attention": self.mixer.attention_values}
+        return hidden + more.get(policy, 0) + self.mlp.choice_values
+
+    def live_bytes(self, plan: Plan, policy: SavePolicy) -> int:
+        """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
+        and recomputed values."""
+        n = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
+        mixer = self.mixer.live_bytes(plan, recomputed=policy != "all")
+        mlp = self.mlp.live_bytes(plan, recomputed=policy not in ("all", "mlp"))
+        if policy in ("input", "attention"):
+            # mid_residual is recomputed first, and with it what the mixer needs
+            mlp += n * self.mixer.saved_values * itemsize
+        live = max(mixer, mlp)
+        if policy == "attention":  # its results are among the saved ones, too
+            live -= n * self.mixer.attention_values * itemsize
+        if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
+            live += n * self.mixer.arch.hidden_size * itemsize
+        return live
+
+    @property
+    def n_weights(self) -> int:
+        return sum(fused.n_weights for fused in self.fused_linears)
+
+    def active_weights(self, by_time: bool = False) -> float:
+        """Weights that one token is multiplied by. With by_time, the weights of slow matmuls count
+        more."""
+        speed = self.mlp.matmul_speed if by_time else 1
+        return (sum(fused.n_weights for fused in self.mixer.fused_linears)
+                + self.mlp.active_weights / speed)
+
+    def recomputed_weights(self, policy: SavePolicy) -> float:
+        """Weights of the matmuls that a layer's backward computes again."""
+        if policy == "all":
+            return 0
+        wants_sum = policy in ("input", "attention") and not self.mixer.arch.parallel
+        weights = self.mixer.recomputed_weights(wants_sum)
+        return weights if policy == "mlp" else weights + self.mlp.recomputed_weights
+
+
+class FeedForward(Protocol):
+    """Interface of the sublayers after the mixer: MLPSublayer, MoESublayer and NoMLPSublayer.
+
+    Such a sublayer adds MLP(norm(mlp_input)) to `mid_residual`, the sum after the mixer.
+    `mlp_input` is `mid_residual` too, except in a parallel layer (Cohere), where it is the layer's
+    own x.
+    """
+
+    @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        """All its linears."""
+
+    def forward(
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Return mid_residual + MLP(norm(mlp_input)) [tokens, hidden], and the record that
+        backward() needs."""
+
+    def backward(self, call: LayerCall, saved: Any, grad: Tensor) -> Tensor:
+        """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the
+        MLP. `grad` is the gradient of forward()'s sum."""
+
+    def forward_in_slices(
+        self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
+    ) -> tuple[Tensor, list[RoutingChoice] | None]:
+        """Return forward()'s sum, computed a slice of tokens at a time with nothing saved; and each
+        slice's choice of experts, which backward_in_slices() must repeat. None without experts."""
+
+    def backward_in_slices(
+        self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choices: Any
+    ) -> Tensor:
+        """Return backward()'s result, a slice of tokens at a time, after computing forward() of the
+        slice again."""
+
+    # ---- what it costs, for the planner ----
+
+    @property
+    def saved_values(self) -> int:
+        """Values per token saved for backward(), if nothing is recomputed; in fp32 they count
+        twice."""
+
+    @property
+    def choice_values(self) -> int:
+        """Values per token saved by forward_in_slices(): the chosen experts, int16."""
+
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        """Peak bytes of backward(), besides what is saved; with `recomputed`, of
+        backward_in_slices()."""
+
+    @property
+    def active_weights(self) -> float:
+        """Weights that one token is multiplied by."""
+
+    @property
+    def recomputed_weights(self) -> float:
+        """The part of active_weights that backward_in_slices() multiplies again."""
+
+    @property
+    def matmul_speed(self) -> float:
+        """Speed of its matmuls, relative to large ones."""
+
+    @property
+    def elementwise_values(self) -> int:
+        """Values per token that elementwise work reads or writes, in forward and backward."""
+
+
+def make_layer_specs(
+    arch: Architecture, adapted: Collection[str], config: Config
+) -> tuple[LayerSpec, ...]:
+    """Return the LayerSpec of each layer; layers of the same kind share one.
+
+    `adapted`: the names, within a layer, of the linears that get an adapter.
+    """
+    kinds = arch.layer_kinds
+    made = {kind: _make_layer_spec(arch, adapted, config, kind) for kind in dict.fromkeys(kinds)}
+    n_adapter = max(spec.n_adapter for spec in made.values())  # one length, see Adapter
+    made = {kind: dataclasses.replace(spec, n_adapter=n_adapter) for kind, spec in made.items()}
+    return tuple(made[kind] for kind in kinds)
+
+
+def _make_layer_spec(
+    arch: Architecture, adapted: Collection[str], config: Config, kind: LayerKind
+) -> LayerSpec:
+    allocator = Allocator()
+    vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
+               for name, shape in arch.vectors(kind).items()}
+    groups = arch.fused_groups(kind)
+    assert len(groups) <= ATTENTION_SITE, "its number is its dropout site; others are in use"
+    fused = {
+        name: fuse_linears(site, linears, adapted, config, vectors, allocator,
+                           arch.moe.n_experts if arch.moe and name.startswith("expert_") else 0)
+        for site, (name, linears) in enumerate(groups.items()) if linears}
+    small_tensors = arch.small_tensors(kind)
+    arch = arch.of_kind(kind)
+    counts = allocator.counts
+    mixer, mlp = _make_mixer(arch, kind, fused), _make_mlp(arch, kind, fused)
+    return LayerSpec(
+        mixer=mixer, mlp=mlp, fused_linears=mixer.fused_linears + mlp.fused_linears,
+        vectors=vectors, small_tensors=small_tensors,
+        # at least one value, because FSDP2 shards it
+        n_blocks=counts["blocks"], n_vectors=counts.get("vectors", 1), n_adapter=counts["adapter"],
+        scaling=lora_scaling(config.lora_alpha, config.lora_rank, config.adapter == "rslora"),
+        dropout=config.lora_dropout, dora=config.adapter == "dora")
+
+
+def _make_mixer(
+    arch: Architecture, kind: LayerKind, fused: Mapping[str, FusedLinear]
+) -> MixerSublayer | NoMixerSublayer:
+    """`fused`: {name in fused_groups(): its FusedLinear} for the groups that have linears."""
+    if kind.sublayers == "mlp":
+        return NoMixerSublayer(arch)
+    token_mixer: TokenMixer = AttentionMixer(arch, kind.window, kind.rope)
+    second_path = None
+    if arch.mla:
+        token_mixer = MLAMixer(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
+    elif kind.mixer and arch.parallel_mixers:
+        second_path = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer], arch)
+    elif kind.mixer:
+        token_mixer = AutogradMixer(arch.mixers[kind.mixer], arch)
+    return MixerSublayer(arch, fused["in_proj"], fused["out"], token_mixer, second_path)
+
+
+def _make_mlp(
+    arch: Architecture, kind: LayerKind, fused: Mapping[str, FusedLinear]
+) -> FeedForward:
+    """`fused`: see _make_mixer()."""
+    if kind.routed:
+        assert arch.moe, "the layer has experts"
+        shared = latent = None
+        if arch.shared_gate_up:
+            shared = SharedExpert(
+                arch, fused["shared_gate_up"], fused["shared_down"], arch.moe.shared_gate,
+                arch.moe.norms and arch.moe.norms.after_shared, kind.limits.mlp)
+        if arch.expert_latent:
+            latent = ExpertLatent(fused["latent_entry"], fused["latent_exit"])
+        return MoESublayer(arch, shared, latent, fused["expert_gate_up"], fused["expert_down"],
+                           kind.limits.experts)
+    if kind.sublayers == "mixer":
+        return NoMLPSublayer(arch)
+    per_layer = (PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"])
+                 if arch.per_layer else None)
+    return MLPSublayer(arch, fused["gate_up"], fused["down"], per_layer, kind.limits.mlp)
