@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, LatentAttention,
-    Limits, Linear, Mamba2, MoE, PerLayerInputs, ShortConv, rotary_dim)
+    ACTIVATIONS, LAYER_TYPES, Architecture, Family, Heads, Limits, Linear, PerLayerInputs,
+    rotary_dim)
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.blocks import BLOCK
 
@@ -39,8 +40,7 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
 
 # fields whose values may differ between layers
 BY_LAYER = {"head_dim", "num_attention_heads", "num_key_value_heads"}
-AnyRecord = TypeVar("AnyRecord", Family, MoE, AttentionGate, LatentAttention, ShortConv,
-                    DeltaNet, Mamba2, PerLayerInputs)
+AnyRecord = TypeVar("AnyRecord")  # Family, or a record in its fields
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -74,10 +74,8 @@ def check_model(model_config: PreTrainedConfig) -> None:
         raise ValueError(f"{name}: layers that differ in {', '.join(other)} are not supported")
     c = c.per_layer_config[0]
     family = FAMILIES[c.model_type]
-    records = (family, *filter(None, (family.moe, family.attention_gate, family.mla,
-                                      family.per_layer)), *family.mixers.values())
-    values = [value for record in records for value in vars(record).values()]
-    known = {str(value).removeprefix("config.") for value in values}
+    known = {str(value).removeprefix("config.")
+             for record in records_of(family) for value in vars(record).values()}
     known |= KNOWN_FIELDS.union(family.unused)
     for field in dataclasses.fields(c):
         value, default = getattr(c, field.name), field.default
@@ -86,6 +84,15 @@ def check_model(model_config: PreTrainedConfig) -> None:
         default = family.must_be.get(field.name, default)
         if field.name not in known and value != default and (value or default):
             raise ValueError(f"{name}: {field.name}={value} is not supported, only {default}")
+
+
+def records_of(record: Any) -> Iterator[Any]:
+    """Yield a record, and the records in its fields: a family's experts, mixers and so on."""
+    yield record
+    for value in vars(record).values():
+        for inner in value.values() if isinstance(value, dict) else (value,):
+            if dataclasses.is_dataclass(inner):
+                yield from records_of(inner)
 
 
 def describe_model(model_config: PreTrainedConfig) -> Architecture:
@@ -164,7 +171,7 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
             raise ValueError(f"{odd[0]} attention heads are not a multiple of {n_kv} key-value"
                              " heads")
         dim = getattr(one, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        if len(heads) >= c.num_hidden_layers - (family.n_borrowers or 0):
+        if len(heads) >= c.num_hidden_layers - (family.n_kv_shared_layers or 0):
             heads.append(Heads(n, 0, dim, False))
             continue
         keys_are_values = bool(family.keys_are_values) and kind == "full_attention"
@@ -174,11 +181,12 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
 
 def describe_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]:
     """Return Architecture.kv_sources, from a text config."""
-    n_own, kinds = c.num_hidden_layers - (family.n_borrowers or 0), layer_types(c, family)
+    n_own, kinds = c.num_hidden_layers - (family.n_kv_shared_layers or 0), layer_types(c, family)
     last_of_kind = {kind: i for i, kind in enumerate(kinds[: max(0, n_own)])}
     if missing := set(kinds) - last_of_kind.keys():
-        raise ValueError(f"num_kv_shared_layers={family.n_borrowers}: none of the other layers has"
-                         f" keys and values of {', '.join(sorted(missing))} that they could read")
+        raise ValueError(f"num_kv_shared_layers={family.n_kv_shared_layers}: none of the other"
+                         f" layers has keys and values of {', '.join(sorted(missing))} that they"
+                         " could read")
     return [None if i < n_own else last_of_kind[kind] for i, kind in enumerate(kinds)]
 
 
@@ -250,16 +258,17 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
-        if key in ("moe", "attention_gate", "mla", "per_layer") and value:
+        if dataclasses.is_dataclass(value):
             values[key] = fill_record(value, c)
-        elif key == "mixers":
-            values[key] = {name: fill_record(mixer, c) for name, mixer in value.items()}
+        elif isinstance(value, dict):  # of mixers; or of names and values, which stay
+            values[key] = {name: fill_record(inner, c) if dataclasses.is_dataclass(inner) else inner
+                           for name, inner in value.items()}
         elif str(value).startswith("config."):
             name = value.removeprefix("config.")
             value = getattr(c, name) if name in declared else None
             is_uniform = isinstance(value, list) and value and value == value[:1] * len(value)
             values[key] = value[0] if is_uniform else value
-    return dataclasses.replace(record, **values)
+    return type(record)(**values)
 
 
 def describe_experts(
