@@ -38,7 +38,7 @@ from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
     DoesNotFit, Search, Workload, check_host, pick_plan, use_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
-from fsdp_qlora.run.checkpoints import MUST_MATCH, MAY_CHANGE, step_to_resume, refuse_other_run
+from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
 from fsdp_qlora.run.divergence import why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.startup_log import log_startup
@@ -396,7 +396,7 @@ def test_run_with_another_value_goes_on_or_is_refused(key):
 def test_changed_schedule_is_said_or_refused_once_all_is_done(name, monkeypatch, capsys, tmp_path):
     config, content, begun = begun_run()
     path = tmp_path / "checkpoint-000005"
-    monkeypatch.setattr("fsdp_qlora.run.checkpoints.newest_checkpoint", lambda _: (path, begun))
+    monkeypatch.setattr("fsdp_qlora.run.resume.newest_checkpoint", lambda _: (path, begun))
     begun["config"][name] = 9.5
     assert step_to_resume(config, tmp_path, content) == 5
     assert f"changed on resume: --{name} 9.5 -> {vars(config)[name]} (" in capsys.readouterr().out
