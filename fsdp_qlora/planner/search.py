@@ -190,6 +190,7 @@ def ways_to_recompute(
         in_part=n_recomputed == recomputed_counts(config, arch)[-1]))
     mid_residual = (False,) if arch.parallel else (True, False)  # parallel: the MLP reads x
     options = list(itertools.product(mid_residual, (True, False)))
+    # no layer recomputed: all options are the same plan
     for (saves_mid, reuses), (n_mlp, n_attention) in itertools.product(
             options if n_recomputed else options[-1:], n_saved):
         if not (saves_mid and n_attention):  # attention's results are worth more
@@ -208,9 +209,9 @@ def can_save_attention(search: Search) -> bool:
 def saved_counts(
     n: int, mlp_counts: Iterable[int], saves_attention: bool, in_part: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield (n_mlp_saved, n_attention_saved) of n recomputed layers. With saves_attention, none or
-    all layers that do not save what their MLP needs save attention's results; with `in_part`, also
-    some eighths of the layers, if none saves what its MLP needs, which is worth less."""
+    """Yield (n_mlp_saved, n_attention_saved) of n recomputed layers. With `saves_attention`, none
+    or all of the layers that do not save their MLP's values save the results of attention; with
+    `in_part`, where no layer saves its MLP's values, also an eighth of them, two eighths, .."""
     for n_mlp in mlp_counts:
         eighths = range(0, 9, 1 if in_part and not n_mlp else 8) if saves_attention else (0,)
         yield from ((n_mlp, (n - n_mlp) * eighth // 8) for eighth in eighths)

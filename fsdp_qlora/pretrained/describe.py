@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, Family, Heads, Limits, Linear, PerLayerInputs,
+    ACTIVATIONS, LAYER_TYPES, Architecture, Family, Heads, Limits, Linear, MoE, PerLayerInputs,
     rotary_dim)
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.blocks import BLOCK
@@ -36,9 +35,9 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     output_router_logits num_mtp_layers
     block_multiple_of block_ffn_dim_multiplier
     """.split())
-
-
-# fields whose values may differ between layers
+# fields of Architecture with the linears of experts
+EXPERT_FIELDS = "shared_gate_up", "shared_down", "expert_latent", "expert_gate_up", "expert_down"
+# fields of a config whose values may differ between layers
 BY_LAYER = {"head_dim", "num_attention_heads", "num_key_value_heads"}
 AnyRecord = TypeVar("AnyRecord")  # Family, or a record in its fields
 
@@ -104,7 +103,6 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     c = layer_configs[0]  # stands for all layers, except in BY_LAYER
     record = FAMILIES[c.model_type]
     family = fill_record(record, c)
-    values = dict(vars(family))
     if family.activation not in ACTIVATIONS:
         raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
                          f" supported: only {', '.join(ACTIVATIONS)}")
@@ -115,7 +113,9 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
                          " needs another intermediate_size")
     layer_heads = describe_heads(layer_configs, family)
     _, kv_heads, head_dim, keys_are_values = layer_heads[0]
-    values.update(describe_positions(c, family, layer_heads), keys_are_values=keys_are_values)
+    # the family's fields, some of them replaced below, then those that only an Architecture has
+    values = dict(vars(family), keys_are_values=keys_are_values)
+    values.update(describe_positions(c, family, layer_heads))
     if not (family.qk_norm and family.qk_norm_if):
         values.update(qk_norm=None, q_norm=None, k_norm=None)
     if not family.post_norm_if:
@@ -128,31 +128,34 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     values["kv_sources"] = describe_kv_sources(c, family)
     values["layer_limits"] = describe_limits(c, family)
     values["per_layer"] = describe_per_layer(c, family)
-    settings = stored_format(model_config)
     n_out = inner * (1 + family.gated) // len(family.mlp_in)
     gate_up = [Linear(name, n_out, hidden, family.mlp_bias) for name in family.mlp_in]
     down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
-    values.update(describe_experts(
-        c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
+    in_mxfp4 = stored_format(model_config).get("quant_method") == "mxfp4"
+    values.update(describe_experts(c, family, in_mxfp4, (gate_up, down)))
     if values["moe"] and (form := ADAPTERS_INSIDE.get(model_config.model_type)):
         values["moe"] = dataclasses.replace(values["moe"], adapters=form)
+    return Architecture(
+        **values, **describe_names(model_config, family), family=c.model_type,
+        n_layers=c.num_hidden_layers, hidden_size=hidden, n_heads=c.num_attention_heads,
+        n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size, layer_heads=layer_heads,
+        gate_up=gate_up, down=down,
+        # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
+        # text config may lack the flag, Voxtral's outer one does
+        tied=getattr(c, "tie_word_embeddings", True) and getattr(
+            model_config, "tie_word_embeddings", False),
+        added_rows=0)
+
+
+def describe_names(model_config: PreTrainedConfig, family: Family) -> dict[str, Any]:
+    """Return {field of Architecture: value} of the fields about names in files."""
     prefixes, head_names = [*family.prefixes], ["lm_head.weight"]
     if model_config.model_type in MULTIMODAL:
         module = TEXT_MODULES.get(model_config.model_type, "model.language_model")
         prefixes = [f"{module}.", *(f"language_model.{prefix}" for prefix in family.prefixes),
                     "model.language_model.model.", "model."]  # HyperCLOVA X's, Qwen2-VL's files
         head_names += ["language_model.lm_head.weight", "model.language_model.lm_head.weight"]
-    return Architecture(
-        **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
-        n_heads=c.num_attention_heads, n_kv_heads=kv_heads, head_dim=head_dim,
-        vocab_size=c.vocab_size, layer_heads=layer_heads,
-        gate_up=gate_up, down=down,
-        # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
-        # text config may lack the flag, Voxtral's outer one does
-        tied=getattr(c, "tie_word_embeddings", True) and getattr(
-            model_config, "tie_word_embeddings", False),
-        added_rows=0, module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
-        head_names=head_names)
+    return dict(module_prefix=prefixes[0], checkpoint_prefixes=prefixes, head_names=head_names)
 
 
 def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:
@@ -278,9 +281,9 @@ def describe_experts(
     """Return {field of Architecture: value} of the fields about experts, from a text config.
     `in_mxfp4`: the files have the experts in MXFP4. `dense`: the linears of the MLP without
     experts."""
-    n_layers, hidden, moe = c.num_hidden_layers, c.hidden_size, family.moe
-    names = "shared_gate_up", "shared_down", "expert_latent", "expert_gate_up", "expert_down"
-    none = {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "moe": None}
+    moe = family.moe
+    none = {"layer_routed": [False] * c.num_hidden_layers, "moe": None,
+            **dict.fromkeys(EXPERT_FIELDS, [])}
     if not moe or not moe.used or moe.shared_mlp and moe.n_experts == 0:
         return none
     sizes = moe.n_experts, moe.top_k, moe.expert_size
@@ -297,7 +300,15 @@ def describe_experts(
     if moe.scores not in ("softmax", "sigmoid") or moe.combination not in ("sum", "average"):
         raise ValueError(f"experts with {moe.scores} scores and the {moe.combination} with shared"
                          " experts are not supported")
+    return {"layer_routed": routed, "moe": moe,
+            **expert_linears(c.hidden_size, family, moe, in_mxfp4, dense)}
 
+
+def expert_linears(
+    hidden: int, family: Family, moe: MoE, in_mxfp4: bool, dense: tuple[list[Linear], list[Linear]],
+) -> dict[str, list[Linear]]:
+    """Return {field of Architecture: its linears} of EXPERT_FIELDS. `in_mxfp4`, `dense`: see
+    describe_experts()."""
     def mlp(stem: str, inner: int, bias: bool, outer: int) -> tuple[list[Linear], list[Linear]]:
         """Return the linears of an MLP that read its input, and those that compute its output."""
         names = ("gate", "up") if family.gated else ("up",)
@@ -315,21 +326,20 @@ def describe_experts(
         return ([Linear(f"{stem}.gate_up_proj", 2 * inner, hidden, False, in_mxfp4)],
                 [Linear(f"{stem}.down_proj", hidden, inner, False, in_mxfp4)])
 
-    shared_size = (moe.shared_size or 0) * (moe.n_shared or 0)
     shared: tuple[list[Linear], list[Linear]] = [], []
-    if shared_size:
+    if shared_size := (moe.shared_size or 0) * (moe.n_shared or 0):
         shared = mlp(moe.shared, shared_size, family.mlp_bias, hidden)
-    latent = list[Linear]()
     if moe.shared_mlp and dense[1][0].in_features:  # Granite's may have no shared expert
         shared = dense
+    latent = list[Linear]()
     if size := moe.latent_size:
         into, back = moe.latent_linears
         latent = [Linear(into, size, hidden, family.mlp_bias),
                   Linear(back, hidden, size, family.mlp_bias)]
-    gate_ups, downs = zip(*map(expert, range(moe.n_experts)))
-    experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
-    return {"layer_routed": routed, "moe": moe,
-            **dict(zip(names, (*shared, latent, *experts)))}
+    experts = [expert(i) for i in range(moe.n_experts)]
+    return {"shared_gate_up": shared[0], "shared_down": shared[1], "expert_latent": latent,
+            "expert_gate_up": [linear for gate_up, _ in experts for linear in gate_up],
+            "expert_down": [linear for _, down in experts for linear in down]}
 
 
 def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
