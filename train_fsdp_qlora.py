@@ -20,11 +20,12 @@ docs/internals.md is its map. Where to look:
     FSDP policy                  shard_model(), make_mesh()
     NF4                          quantize(), called by load_model(), in fsdp_qlora/model/load.py
     PagedAdamW8bit, schedule     make_optimizer(), optimizer_step(), learning_rate()
-    loss                         compute_loss(); of each token, LinearCrossEntropy in
+    loss                         compute_loss(); the loss of each token: LinearCrossEntropy in
                                  fsdp_qlora/model/lm_head.py
     the loop, a step             train(), train_step()
-    resume                       find_start(), start_adapter(); which run may continue, in
-                                 fsdp_qlora/run/resume.py; the files, in checkpoints.py beside it
+    resume                       find_start(), start_adapter(); step_to_resume() in
+                                 fsdp_qlora/run/resume.py
+    checkpoint files             fsdp_qlora/run/checkpoints.py
     gather and save              save_checkpoint(), save_results()
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
@@ -231,8 +232,8 @@ def agree_on_flags(user_config: Config) -> Config:
 
 def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:
     """Return the step of the latest complete checkpoint, from which the run continues; 0 if the run
-    is new or a dry run, which only checks that it could continue. From here on `status` is that of
-    the run in the directory. All ranks must call this."""
+    is new or a dry run, which only checks that it could continue. `status` then knows the run's
+    flags and writes status.json. All ranks must call this."""
     config = job.config
     status.enter("checkpoint")
     if is_dry:
@@ -494,6 +495,7 @@ def learning_rate(step: int, config: Config) -> float:
     warmup = warmup_steps(config)
     if step <= warmup:
         return config.learning_rate * step / warmup
+    # + 1: the rate reaches 0 one step after the last
     progress = (step - warmup) / (config.max_steps + 1 - warmup)
     return config.learning_rate * SCHEDULES[config.lr_schedule](progress)
 
@@ -560,8 +562,8 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
     compute_loss(). All ranks must call this."""
     plan = run.plan
     sums = []
-    # what the loss needs of all rows of the step: KTO's KL estimate, by one more forward; ORPO's
-    # weights of tokens
+    # values that the loss needs of all rows of the step: KTO's KL estimate, which takes one more
+    # forward; ORPO's weights of tokens
     global_values = global_loss_values(run.model, rows, [rows])
     while micro_batches:
         micro_batch = micro_batches.pop(0)  # not a for loop: frees each one's memory after use

@@ -293,9 +293,10 @@ def affordable_plans(search: Search, context_size: int) -> list[Plan]:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {search.config.shard_group_size} processes: use a smaller"
                          " --shard_group_size")
-    if not any(plan.fits(bound, MIN_FREE) for plan in plans) \
-            and search.workload.device.type == "cuda" \
-            and (arch.per_layer or not arch.tied) and not machine.why_no_triton:
+    has_table_to_move = arch.per_layer or not arch.tied
+    can_move_it = search.workload.device.type == "cuda" and not machine.why_no_triton
+    fits = any(plan.fits(bound, MIN_FREE) for plan in plans)
+    if not fits and has_table_to_move and can_move_it:
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
         plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]
@@ -393,11 +394,12 @@ def suggest_flags(plan: Plan, search: Search) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
     config, workload = search.config, search.workload
-    flags, n = "", workload.longest_row if workload.world_size == 1 else workload.longest
-    shorter: dict[str, Any] = {"micro_batch_tokens": n}
-    if plan.micro_batch_tokens <= n:  # a micro-batch is the longest row alone: shorten the rows
-        shorter = {"micro_batch_tokens": config.micro_batch_tokens and n // 2,
-                   "max_seq_len": min(n, config.max_seq_len or n) // 2}
+    least = workload.longest_row if workload.world_size == 1 else workload.longest
+    shorter: dict[str, Any] = {"micro_batch_tokens": least}
+    if plan.micro_batch_tokens <= least:  # a micro-batch is the longest row alone: shorten the rows
+        shorter = {"micro_batch_tokens": config.micro_batch_tokens and least // 2,
+                   "max_seq_len": min(least, config.max_seq_len or least) // 2}
+    flags: list[str] = []
     for tried in ({"recompute": "all"}, {"offload_activations": True}, {"offload_params": True},
                   shorter):
         change: dict[str, Any] = {name: value for name, value in tried.items()
@@ -406,16 +408,16 @@ def suggest_flags(plan: Plan, search: Search) -> tuple[str, Plan]:
             continue
         config = dataclasses.replace(config, **change)
         if "max_seq_len" in change:
-            mean = min(n // 2, workload.mean_document_tokens)
+            mean = min(least // 2, workload.mean_document_tokens)
             workload = dataclasses.replace(
                 workload, longest=workload.longest // 2, longest_row=workload.longest_row // 2,
                 mean_document_tokens=mean)
-        flags = " ".join([flags, *(f"--{name}" + ("" if value is True else f" {value}")
-                                   for name, value in change.items())]).strip()
+        flags += [f"--{name}" if value is True else f"--{name} {value}"
+                  for name, value in change.items()]
         plan = find_plan(dataclasses.replace(search, config=config, workload=workload))
         if plan.fits_both(search.limit, search.machine.host_bytes):
             break
-    return flags, plan
+    return " ".join(flags), plan
 
 
 def longest_document(rows: Rows) -> int:
@@ -480,8 +482,8 @@ def agree_on_plan(
     plain_recurrence = any(plain_recurrences & {*by_type.values()} for by_type in kernels)
     workload = describe_workload(
         config, source, eval_rows, dist.get_world_size(), device,
-        why_no_capture(arch, machine, plain, plain_recurrence), plain, state_bytes,
-        plain_recurrence)
+        why_no_capture(arch, machine, plain, plain_recurrence), plain_attention=plain,
+        plain_recurrence=plain_recurrence, state_bytes=state_bytes)
     if workload.mean_document_tokens >= LONG_DOCUMENT:
         workload = dataclasses.replace(
             workload, resumable_attention=can_resume(kernels, arch, device))

@@ -5,8 +5,8 @@
 
 What all ranks know of is a RunEnd, with which main() ends them together. What happens to one rank
 alone goes to Status.end_alone(), and torchrun ends the others. The watching thread, see watch.py,
-cannot wait for the main thread: it calls Status.leave(). Of the two threads the first that takes
-end_lock says why.
+cannot wait for the main thread: it calls Status.leave(). Whichever thread takes end_lock first
+reports the reason.
 
     main thread        a RunEnd, on all ranks           stop_together()   its code, or the phase's
                        any other error, of this rank    end_alone()       8, 70, or 75: LOST
