@@ -495,7 +495,7 @@ def learning_rate(step: int, config: Config) -> float:
     warmup = warmup_steps(config)
     if step <= warmup:
         return config.learning_rate * step / warmup
-    # + 1: the rate reaches 0 one step after the last
+    # + 1: a falling rate reaches 0 one step after the last
     progress = (step - warmup) / (config.max_steps + 1 - warmup)
     return config.learning_rate * SCHEDULES[config.lr_schedule](progress)
 
