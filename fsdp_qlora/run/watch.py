@@ -1,10 +1,10 @@
 """The watching thread: what ends a run from outside, whatever the main thread waits for.
 
-    a signal, or torchrun ends:
-        before training, or a second one    Status.on_signal() ends the process at once
-        the first one in training           .. lets the run save after the step, and end
-    another process of the run ends         Status.leave()
-    the deadline of a step is over          Status.leave_frozen()
+    a signal, or torchrun ends: Status.on_signal()
+        before training, or a second one    Status.leave(), exit code 75
+        the first one in training           Status.stop_reason, a RunEnd after the step
+    another process of the run ends         Status.leave(), exit code 75
+    the deadline of a step is over          Status.leave_frozen(), exit code 9
 
 Signal handlers do nothing; the signal's number comes to the thread through a socket.
 """
