@@ -112,7 +112,7 @@ from fsdp_qlora.run.metrics import MetricsWriter, draw_losses, log_evaluation, l
 from fsdp_qlora.run.plan_for import answer_plan_for
 from fsdp_qlora.run.prepare import prepare
 from fsdp_qlora.run.resolve import resolve_config, save_interval
-from fsdp_qlora.run.resume import check_resumable, set_aside, step_to_resume
+from fsdp_qlora.run.resume import check_resumable, set_aside_later, step_to_resume
 from fsdp_qlora.run.start import end_process
 from fsdp_qlora.run.startup_log import (
     describe_steps, log_extension, log_parameters, log_startup, log_steps)
@@ -240,7 +240,7 @@ def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:
         on_rank_0(check_resumable, config, directory, job.digests, job.saved_config)
         return 0
     start_step = on_rank_0(step_to_resume, config, directory, job.digests)
-    on_rank_0(set_aside, directory, start_step)
+    on_rank_0(set_aside_later, directory, start_step)
     status.begin(config, start_step)
     if start_step:
         status.checkpoint = checkpoints.checkpoint_path(directory, start_step).name
