@@ -183,10 +183,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
+def newest_checkpoint(
+        directory: Path, flag: str) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
     """Return the path and the state of a run's latest complete checkpoint, or (None, None). Logs
-    the damaged ones that it skips. Raises ValueError if all are damaged, OSError if one cannot be
-    read. Rank 0 only."""
+    the damaged ones that it skips. Raises ValueError, which names `flag`, if all are damaged;
+    OSError if one cannot be read. Rank 0 only."""
     broken = []
     for _, path in checkpoints_of(directory):
         try:
@@ -195,8 +196,7 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
             broken.append(str(e))
             log(f"warning: skipped {e}")
     if broken:
-        why = f"--output_dir {directory} has no complete checkpoint"
-        raise ValueError("; ".join([why, *broken]))
+        raise ValueError("; ".join([f"{flag} {directory} has no complete checkpoint", *broken]))
     return None, None
 
 

@@ -31,11 +31,12 @@ def step_to_resume(config: Config, directory: Path, digests: dict[str, str | Non
     """Return the step of the latest complete checkpoint in --output_dir, 0 if there is none. Logs
     the flags that have changed. Raises ValueError if the run there has other flags, data or base
     model. Rank 0 only."""
-    path, state = newest_checkpoint(directory)
+    flag = "--resume must:" if config.resume == "must" else "--output_dir"
+    path, state = newest_checkpoint(directory, flag)
     # checkpoint.json has the keys of train_config.json that are compared
     saved_config = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
-        raise ValueError(f"--resume must: {directory} has no complete checkpoint")
+        raise ValueError(f"{flag} {directory} has no complete checkpoint")
     if not path and (directory / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"--output_dir {directory} already contains a trained adapter, but no"
                          " checkpoint to resume from. Use another directory; --init_adapter can"
