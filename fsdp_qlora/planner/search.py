@@ -293,10 +293,9 @@ def affordable_plans(search: Search, context_size: int) -> list[Plan]:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {search.config.shard_group_size} processes: use a smaller"
                          " --shard_group_size")
-    has_table_to_move = arch.per_layer or not arch.tied
-    can_move_it = search.workload.device.type == "cuda" and not machine.why_no_triton
     fits = any(plan.fits(bound, MIN_FREE) for plan in plans)
-    if not fits and has_table_to_move and can_move_it:
+    can_move_table = search.workload.device.type == "cuda" and not machine.why_no_triton
+    if not fits and can_move_table and (arch.per_layer or not arch.tied):
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
         plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]
