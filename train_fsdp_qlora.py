@@ -20,11 +20,12 @@ docs/internals.md is its map. Where to look:
     FSDP policy                  shard_model(), make_mesh()
     NF4                          quantize(), called by load_model(), in fsdp_qlora/model/load.py
     PagedAdamW8bit, schedule     make_optimizer(), optimizer_step(), learning_rate()
-    loss                         compute_loss(); of each token, LinearCrossEntropy in
+    loss                         compute_loss(); the loss of each token: LinearCrossEntropy in
                                  fsdp_qlora/model/lm_head.py
     the loop, a step             train(), train_step()
-    resume                       find_start(), start_adapter(); the files, in
-                                 fsdp_qlora/run/checkpoints.py
+    resume                       find_start(), start_adapter(); step_to_resume() in
+                                 fsdp_qlora/run/resume.py
+    checkpoint files             fsdp_qlora/run/checkpoints.py
     gather and save              save_checkpoint(), save_results()
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
@@ -67,7 +68,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp_qlora.config import SCHEDULES, Config
+from fsdp_qlora.config import SCHEDULES, Config, warmup_steps
 from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
@@ -109,20 +110,22 @@ from fsdp_qlora.run.flags import parse_flags
 from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.run.metrics import MetricsWriter, draw_losses, log_evaluation, log_speed
 from fsdp_qlora.run.plan_for import answer_plan_for
-from fsdp_qlora.run.prepare import Prepared, prepare
+from fsdp_qlora.run.prepare import prepare
 from fsdp_qlora.run.resolve import resolve_config, save_interval
+from fsdp_qlora.run.resume import check_resumable, set_aside_later, step_to_resume
 from fsdp_qlora.run.start import end_process
 from fsdp_qlora.run.startup_log import (
     describe_steps, log_extension, log_parameters, log_startup, log_steps)
-from fsdp_qlora.run.state import Run
-from fsdp_qlora.run.status import ACTIONS, Status, watch_process
+from fsdp_qlora.run.state import Job, Run
+from fsdp_qlora.run.status import ACTIONS, Status
+from fsdp_qlora.run.watch import watch_process
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
 TIMEOUT = timedelta(hours=12)  # one process may tokenize a large file while the others wait
 RETRY_SECONDS = 60  # after a save that failed
 clock = time.monotonic  # seconds
-Record = dict[str, float]  # a line of metrics.jsonl
+Record = dict[str, float]  # metrics by their names in metrics.jsonl
 Optimizer = bnb.optim.PagedAdamW8bit  # make_optimizer() makes one
 
 
@@ -201,10 +204,9 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         # 6. The adapter, new or from a checkpoint, and its optimizer
         adapter = make_adapter(model, job)
         run = make_run(job, plan, status, directory, source, model, adapter, start_step)
-        start_adapter(run, job.saved_config)
+        start_adapter(run)
         status.enter("saving")
-        on_rank_0(describe_run, run, user_config, job.weights_dir, loaded, job.template_date,
-                  VERSIONS)
+        on_rank_0(describe_run, run, user_config, loaded, VERSIONS)
         on_rank_0(save_tokenizer, directory, job.weights_dir, base)
         verify_model(model, plan)
         log_parameters(adapter.n_trainable, loaded.n_parameters)
@@ -228,24 +230,24 @@ def agree_on_flags(user_config: Config) -> Config:
     return dataclasses.replace(flags, output_dir=on_rank_0(lambda: flags.output_dir))
 
 
-def find_start(job: Prepared, directory: Path, status: Status, is_dry: bool) -> int:
+def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:
     """Return the step of the latest complete checkpoint, from which the run continues; 0 if the run
-    is new or a dry run, which only checks that it could continue. From here on `status` is that of
-    the run in the directory. All ranks must call this."""
+    is new or a dry run, which only checks that it could continue. `status` then knows the run's
+    flags and writes status.json. All ranks must call this."""
     config = job.config
     status.enter("checkpoint")
     if is_dry:
-        on_rank_0(checkpoints.check_run, config, directory, job.digests, job.saved_config)
+        on_rank_0(check_resumable, config, directory, job.digests, job.saved_config)
         return 0
-    start_step = on_rank_0(checkpoints.step_to_resume, config, directory, job.digests)
-    on_rank_0(checkpoints.set_aside, directory, start_step)
+    start_step = on_rank_0(step_to_resume, config, directory, job.digests)
+    on_rank_0(set_aside_later, directory, start_step)
     status.begin(config, start_step)
     if start_step:
         status.checkpoint = checkpoints.checkpoint_path(directory, start_step).name
     return start_step
 
 
-def make_plan(job: Prepared, source: RowSource, limit: int,
+def make_plan(job: Job, source: RowSource, limit: int,
               device: torch.device) -> tuple[Kernels, Plan]:
     """Return the attention kernels, and the fastest plan that fits. All ranks must call this."""
     config = job.config
@@ -261,7 +263,7 @@ def make_plan(job: Prepared, source: RowSource, limit: int,
     return kernels, plan
 
 
-def make_adapter(model: Model, job: Prepared) -> Adapter:
+def make_adapter(model: Model, job: Job) -> Adapter:
     """Return the adapter of all layers and of --trainable_tokens, without its initial values. All
     ranks must call this."""
     base = job.base
@@ -273,24 +275,22 @@ def make_adapter(model: Model, job: Prepared) -> Adapter:
     return adapter
 
 
-def make_run(job: Prepared, plan: Plan, status: Status, directory: Path, source: RowSource,
+def make_run(job: Job, plan: Plan, status: Status, directory: Path, source: RowSource,
              model: Model, adapter: Adapter, start_step: int) -> Run:
     """Make the Run, with its optimizer and, if planned, CUDA graphs."""
-    config = job.config
     graphs = None
     if plan.graphs:
-        graphs = Graphs(model, functools.partial(compute_loss, config=config))
+        graphs = Graphs(model, functools.partial(compute_loss, config=job.config))
     return Run(
-        config=config, plan=plan, status=status, directory=directory, device=model.device,
-        source=source, eval_rows=job.eval_rows, tokenizer=job.base.tokenizer, digests=job.digests,
-        lora_config=job.lora_config, model=model, adapter=adapter,
-        optimizer=make_optimizer(adapter.weights, config), merge_check=MergeCheck(job.rows),
+        job=job, plan=plan, status=status, directory=directory, device=model.device, source=source,
+        eval_rows=job.eval_rows, model=model, adapter=adapter,
+        optimizer=make_optimizer(adapter.weights, job.config), merge_check=MergeCheck(job.rows),
         graphs=graphs, saved_step=start_step)
 
 
-def start_adapter(run: Run, saved_config: dict[str, Any]) -> None:
-    """Initialize the adapter, or load it and the optimizer's state from the latest checkpoint.
-    `saved_config`: see Prepared. All ranks must call this."""
+def start_adapter(run: Run) -> None:
+    """Initialize the adapter, or load it and the optimizer's state from the latest checkpoint. All
+    ranks must call this."""
     config = run.config
     step = run.saved_step
     if not step:
@@ -301,7 +301,7 @@ def start_adapter(run: Run, saved_config: dict[str, Any]) -> None:
     with raise_on_all_ranks():
         run.progress = checkpoints.load_checkpoint(path, run.adapter, run.optimizer)
     log(f"resumed from {path} at step {step} of {config.max_steps}")
-    before = saved_config["config"]["max_steps"]
+    before = run.job.saved_config["config"]["max_steps"]
     if step == before < config.max_steps:  # the run was complete
         last_rate = learning_rate(step, dataclasses.replace(config, max_steps=before))
         log_extension(config, step, last_rate, learning_rate(step + 1, config))
@@ -492,9 +492,10 @@ def optimizer_step(optimizer: Optimizer, adapter: Adapter, lr: float) -> None:
 def learning_rate(step: int, config: Config) -> float:
     """Return the learning rate of step 1..max_steps: linear warm-up to the peak, then
     --lr_schedule, see SCHEDULES."""
-    warmup = max(1, round(config.warmup_fraction * config.max_steps))
+    warmup = warmup_steps(config)
     if step <= warmup:
         return config.learning_rate * step / warmup
+    # + 1: a falling rate reaches 0 one step after the last
     progress = (step - warmup) / (config.max_steps + 1 - warmup)
     return config.learning_rate * SCHEDULES[config.lr_schedule](progress)
 
@@ -561,8 +562,8 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
     compute_loss(). All ranks must call this."""
     plan = run.plan
     sums = []
-    # what the loss needs of all rows of the step: KTO's KL estimate, by one more forward; ORPO's
-    # weights of tokens
+    # values that the loss needs of all rows of the step: KTO's KL estimate, which takes one more
+    # forward; ORPO's weights of tokens
     global_values = global_loss_values(run.model, rows, [rows])
     while micro_batches:
         micro_batch = micro_batches.pop(0)  # not a for loop: frees each one's memory after use
@@ -680,8 +681,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
         progress.best_loss = loss
         progress.best_step = step
     seconds = clock() - started
-    samples = sample_answers(run.model, run.tokenizer, run.eval_rows, run.config, run.status,
-                             writer.pace if writer else None)
+    samples = sample_answers(run, writer.pace if writer else None)
     log_evaluation(step, run.config.max_steps, metrics, samples, is_best and step > 0)
     if writer:
         assert run.eval_rows, "it was evaluated"

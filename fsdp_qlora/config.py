@@ -171,3 +171,8 @@ class Config:
     compute_dtype: str = flag(
         "bfloat16", "dtype of activations and matmuls", on_resume="refused",
         choices=("bfloat16", "float32"))
+
+
+def warmup_steps(config: Config) -> int:
+    """Return the number of steps in which the learning rate rises to its peak, at least one."""
+    return max(1, round(config.warmup_fraction * config.max_steps))

@@ -423,7 +423,7 @@ def write_in_place():
         path.mkdir()
         described = {
             "step": step, "progress": dataclasses.asdict(run.progress),
-            "config": dataclasses.asdict(run.config), **run.digests}  # fmt: skip
+            "config": dataclasses.asdict(run.config), **run.job.digests}  # fmt: skip
         (path / "checkpoint.json").write_text(json.dumps(described))
         save_file = house.get("save_file")
         save_file(weights, path / "adapter_model.safetensors")

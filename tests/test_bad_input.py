@@ -25,7 +25,7 @@ from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import base_model
 from fsdp_qlora.run.directory import open_output
 from fsdp_qlora.run.resolve import resolve_max_seq_len
-from fsdp_qlora.run.status import watch_process
+from fsdp_qlora.run.watch import watch_process
 
 FLAGS, MODEL, DATA, DIVERGED, CHECKPOINT, OUT_OF_MEMORY = 2, 3, 4, 6, 7, 8  # exit codes
 LOADING = "load and quantize"  # the progress bar of the weights

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from test_step import FLAGS, SMALL, load_reference, rows_of_step, write_uneven_rows
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.describe import describe_model
 
 BAR = 1e-5  # of relative differences of a first step in fp32
@@ -182,7 +183,8 @@ def make_reference(directory, name, layout, **settings):
     whole = directory if layout == "NF4 of transformers 5" else directory / "whole"
     skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg", "router.proj"]
     arch = describe_model(AutoConfig.from_pretrained(whole if whole.exists() else directory))
-    adapted = sorted({linear.rsplit(".", 1)[-1] for linear in arch.adapted(["all-linear"])})
+    linears = adapted_linears(arch, ["all-linear"])
+    adapted = sorted({linear.rsplit(".", 1)[-1] for linear in linears})
     model = load_reference(whole, adapted, skipped, layout == "DoRA", **settings)
     device = "cpu" if layout == "NF4 of transformers 4" else DEVICE  # its file was written on a CPU
     before_5 = layout == "NF4 of transformers 4" and name not in ROUTER_NO_LINEAR_IN_4

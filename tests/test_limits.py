@@ -21,6 +21,7 @@ from rows import CHATML, chat_tokenizer, write_jsonl
 from safetensors.torch import save_file
 from test_layer import VOCABULARY
 from test_memory import H200, PLAN
+from train_fsdp_qlora import learning_rate
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache
@@ -38,8 +39,8 @@ from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
     DoesNotFit, Search, Workload, check_host, pick_plan, use_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
-from fsdp_qlora.run.checkpoints import MUST_MATCH, MAY_CHANGE, step_to_resume, refuse_other_run
-from fsdp_qlora.run.divergence import why_diverged, why_worse
+from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
+from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.startup_log import log_startup
 from fsdp_qlora.run.state import Progress
@@ -396,7 +397,7 @@ def test_run_with_another_value_goes_on_or_is_refused(key):
 def test_changed_schedule_is_said_or_refused_once_all_is_done(name, monkeypatch, capsys, tmp_path):
     config, content, begun = begun_run()
     path = tmp_path / "checkpoint-000005"
-    monkeypatch.setattr("fsdp_qlora.run.checkpoints.newest_checkpoint", lambda _: (path, begun))
+    monkeypatch.setattr("fsdp_qlora.run.resume.newest_checkpoint", lambda *_: (path, begun))
     begun["config"][name] = 9.5
     assert step_to_resume(config, tmp_path, content) == 5
     assert f"changed on resume: --{name} 9.5 -> {vars(config)[name]} (" in capsys.readouterr().out
@@ -409,6 +410,27 @@ def test_changed_schedule_is_said_or_refused_once_all_is_done(name, monkeypatch,
     begun["step"] = 10
     with pytest.raises(ValueError, match="is already at step 10"):
         step_to_resume(config, tmp_path, content)
+
+
+def test_directory_of_damaged_checkpoints_is_told_by_its_flag(tmp_path):
+    """--resume is "auto" where nobody typed it."""
+    config, content, _ = begun_run()
+    (tmp_path / "checkpoint-000005").mkdir()
+    words = f"^--output_dir {tmp_path} has no complete checkpoint; .*checkpoint-000005, which is"
+    with pytest.raises(ValueError, match=words):
+        step_to_resume(config, tmp_path, content)
+
+
+def test_warm_up_ends_for_the_loss_where_it_ends_for_the_rate():
+    """3 % of 10 steps are one step, whose loss is not one of after the warm-up."""
+    config = Config(max_steps=10, warmup_fraction=0.03, learning_rate=1e-3)
+    progress = Progress()
+    run = types.SimpleNamespace(config=config, progress=progress,
+                                adapter=types.SimpleNamespace(largest=None))  # fmt: skip
+    for step, lowest in (1, None), (2, 3.0), (3, 2.0):
+        stop_if_diverged(run, step, [1.0, 3.0, 2.0][step - 1], 1.0)
+        assert progress.lowest_loss == lowest
+    assert learning_rate(1, config) == config.learning_rate
 
 
 # ------------------------------------------------------------------------------------------------

@@ -41,12 +41,14 @@ from fsdp_qlora.exit_codes import (
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.run import checkpoints, status as lifecycle
-from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
+from fsdp_qlora.run.checkpoints import checkpoint_path, read_checkpoint
 from fsdp_qlora.run.divergence import why_diverged
 from fsdp_qlora.run.new_directory import open_partial
 from fsdp_qlora.run.metrics import MetricsWriter
 from fsdp_qlora.run.state import Progress
-from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process
+from fsdp_qlora.run.resume import MUST_MATCH
+from fsdp_qlora.run.status import LOST, Status, out_of_memory_text
+from fsdp_qlora.run.watch import watch_process
 
 STEPS = 10
 TIMES = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "peak_memory_gib"}
@@ -1351,7 +1353,8 @@ def test_adapter_that_no_disk_takes_leaves_nothing_behind(tmp_path, monkeypatch)
     (tmp_path / "run").mkdir()
     status = types.SimpleNamespace(check_lock=lambda: None, checkpoint=None)
     lora_config = peft.LoraConfig(r=4, target_modules=["q_proj"])
-    run = types.SimpleNamespace(directory=tmp_path / "run", status=status, lora_config=lora_config)
+    job = types.SimpleNamespace(lora_config=lora_config)
+    run = types.SimpleNamespace(directory=tmp_path / "run", status=status, job=job)
     weights, limits = {"x": torch.ones(9999)}, resource.getrlimit(resource.RLIMIT_FSIZE)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     for status.checkpoint, end in (None, "it is lost"), ("checkpoint-000002", "latest state"):

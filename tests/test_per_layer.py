@@ -27,6 +27,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 import merge_adapters
 from fsdp_qlora.config import Config
 from fsdp_qlora.layer.spec import make_layer_specs
+from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
@@ -188,7 +189,7 @@ def test_run_evaluates_resumes_and_merges_to_what_peft_gives(
 def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, kv_to_share, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     arch = describe_model(AutoConfig.from_pretrained(tmp_path))
-    layouts = make_layer_specs(arch, arch.adapted(["all-linear"]), Config(model=name))
+    layouts = make_layer_specs(arch, adapted_linears(arch, ["all-linear"]), Config(model=name))
     plan = Plan(
         compute_dtype="bfloat16", n_layers=arch.n_layers, shard_group_size=2,
         reshard_after_forward=True, micro_batch_tokens=1024, recomputed=0, save_mid_residual=False,

@@ -518,7 +518,8 @@ def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
     path = tmp_path / "reference.safetensors"
     found = {"train": torch.full((3,), math.nan, dtype=torch.float64)}
     run = types.SimpleNamespace(
-        directory=tmp_path, digests={"rows": "1"}, saved_step=0, status=Status(),
+        directory=tmp_path, job=types.SimpleNamespace(digests={"rows": "1"}), saved_step=0,
+        status=Status(),
         config=types.SimpleNamespace(init_adapter=None))  # fmt: skip
     run.status.check_lock = lambda: None
     values = torch.arange(4 if name == "longer" else 3, dtype=torch.float64)
@@ -530,7 +531,7 @@ def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
     if name == "another's":
         save_file({"train": values.bfloat16()}, path, {"format": "pt"})
     if name == "of other rows":
-        run.digests = {"rows": "2"}
+        run.job.digests = {"rows": "2"}
     if "another start" in name:
         (tmp_path / "adapter_model.safetensors").touch()
         run.config.init_adapter = tmp_path

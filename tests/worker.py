@@ -39,7 +39,7 @@ from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.quant.blocks import FourBitBlocks
 from fsdp_qlora.ranks import all_gather, on_rank_0
 from fsdp_qlora.run.demo import write_demo
-from fsdp_qlora.run.status import watch_process
+from fsdp_qlora.run.watch import watch_process
 
 from minimal_runs import minimal  # noqa: F401 - a case
 
@@ -156,8 +156,7 @@ def samples(job, process):
                "stopped": (run.status.__setattr__("stop_reason", "SIGTERM"),
                            write_answers(run.model, run.status, prompts, closing, math.inf))[1]}
         run.status.stop_reason = None
-        out["n_unasked"] = [len(sample_answers(run.model, run.tokenizer, run.eval_rows, run.config,
-                                               run.status, pace)) for pace in (1e6, 1e-9, None)]
+        out["n_unasked"] = [len(sample_answers(run, pace)) for pace in (1e6, 1e-9, None)]
         n = [min(job["n"], run.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
         out |= {f"whole {i}": ids for i, ids in enumerate(whole)}
         out |= {f"cut {i}": ids for i, ids in enumerate(cut)}

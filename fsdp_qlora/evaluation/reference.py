@@ -167,7 +167,7 @@ def identify_model(run: Run) -> dict[str, str]:
     """Return digests of the rows and the base model together, and of the adapter that the run
     begins with."""
     adapter = Path(run.config.init_adapter or "") / ADAPTER_WEIGHTS
-    return {"content": text_digest(run.digests),
+    return {"content": text_digest(run.job.digests),
             "init_adapter": digest(adapter) if adapter.is_file() else "none"}
 
 

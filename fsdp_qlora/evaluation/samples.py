@@ -11,9 +11,7 @@ import math
 import time
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.packing import make_micro_batch, pack_rows
 from fsdp_qlora.data.rows import Rows, rows_of
@@ -22,6 +20,7 @@ from fsdp_qlora.model.lm_head import best_tokens
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.ranks import gather_objects
 from fsdp_qlora.run.metrics import beginning, ending
+from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status
 
 
@@ -30,12 +29,12 @@ N_SAMPLES, SHARE = 2, 0.01  # without --eval_samples: how many, and their fracti
 LONGEST_TEXT = 1000  # characters shown of the end of a prompt, and of the wanted answer
 
 
-def sample_answers(model: Model, tokenizer: PreTrainedTokenizerFast | None, rows: Rows | None,
-                   config: Config, status: Status, pace: float | None) -> list[dict[str, str]]:
+def sample_answers(run: Run, pace: float | None) -> list[dict[str, str]]:
     """Return [{"prompt", "answer", "wanted"}] of the first held-out rows, as texts with special
     tokens; [] if the run was asked to stop, or if samples were not requested and would take too
     long. `pace`: rank 0's seconds per step so far; None: not known yet. All ranks must call this.
     """
+    config, rows, tokenizer = run.config, run.eval_rows, run.job.base.tokenizer
     n = config.eval_samples
     budget = math.inf
     if n is None:
@@ -44,9 +43,10 @@ def sample_answers(model: Model, tokenizer: PreTrainedTokenizerFast | None, rows
     if not (n and rows and tokenizer):
         return []
     # each rank computes whole prompts, with context parallelism too
-    prompts, wanted = choose_prompts(rows, n, model.plan.micro_batch_tokens)
+    prompts, wanted = choose_prompts(rows, n, run.plan.micro_batch_tokens)
     closing = {ids[-1] for ids in wanted if ids} & tokenizer.added_tokens_decoder.keys()
-    answers = write_answers(model, status, prompts, closing | {tokenizer.eos_token_id}, budget)
+    closing.add(tokenizer.eos_token_id)
+    answers = write_answers(run.model, run.status, prompts, closing, budget)
     texts = [[tokenizer.decode(ids) for ids in some] for some in (prompts, answers, wanted)]
     return [{"prompt": ending(prompt, LONGEST_TEXT), "answer": answer,
              "wanted": beginning(want, LONGEST_TEXT)}

@@ -18,6 +18,7 @@ from fsdp_qlora.lora.peft_files import open_adapter
 from fsdp_qlora.lora.peft_names import (
     as_saved, expert_parts, layer_names, lora_settings, stack_experts, token_row_names,
     token_row_settings, unstack_experts)
+from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
 
@@ -40,7 +41,7 @@ def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
             raise ValueError(f"is not an adapter in PEFT's format: {e}")
         wanted = lora_settings(
             arch, config.lora_rank, config.lora_alpha, config.adapter,
-            arch.adapted(config.target_modules),
+            adapted_linears(arch, config.target_modules),
             trainable_token_indices=token_row_settings(arch, token_ids))
         shapes = {name: shape for i, spec in enumerate(specs)
                   for name, (_, shape) in layer_names(own_arch, i, spec).items()}

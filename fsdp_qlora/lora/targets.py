@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from peft import LoraConfig
 
@@ -15,6 +15,32 @@ from fsdp_qlora.pretrained.tensor_names import renamed
 
 
 KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the log
+
+
+def adaptable_linears(arch: Architecture) -> list[str]:
+    """Return the names, in a layer, of the linears that --target_modules can name: all but the
+    experts and those that PEFT refuses."""
+    experts = set(arch.experts())
+    return [x.name for x in arch.all_linears()
+            if x.name not in experts and not x.name.endswith(arch.peft_refuses)]
+
+
+def adapted_linears(arch: Architecture, target_modules: Iterable[str]) -> list[str]:
+    """Return the names, in a layer, of the linears that --target_modules means. "all-linear" means
+    all linears; in an MoE model those of attention and other mixers, except names that PEFT 0.21
+    takes for experts' (gate_proj). "experts" means all experts. Any other word is the end of a
+    name."""
+    adaptable = adaptable_linears(arch)
+    ends, every = tuple(f".{target}" for target in target_modules), set()
+    if "all-linear" in target_modules and arch.moe:
+        expert_names = {name.rsplit(".", 1)[-1] for name in arch.experts()}
+        every = {x.name for kind in dict.fromkeys(arch.layer_kinds)
+                 for group in arch.mixer_groups(kind).values() for x in group
+                 if x.name.rsplit(".", 1)[-1] not in expert_names}
+    elif "all-linear" in target_modules:
+        every = {*adaptable}
+    names = [name for name in adaptable if name in every or f".{name}".endswith(ends)]
+    return names + arch.experts() if "experts" in target_modules else names
 
 
 def resolve_adapter(
@@ -31,7 +57,7 @@ def resolve_adapter(
     words = requested_words(arch, config)
     log(f"adapter: {KINDS[config.adapter]}, rank {config.lora_rank}, alpha {config.lora_alpha}, on"
         f" {' '.join(words)}")
-    adapted = arch.adapted(config.target_modules)
+    adapted = adapted_linears(arch, config.target_modules)
     check_rank(arch, config.lora_rank, adapted)
     lora_config = lora_settings(
         arch, config.lora_rank, config.lora_alpha, config.adapter, adapted,
@@ -59,7 +85,8 @@ def check_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
 def requested_words(arch: Architecture, config: Config) -> list[str]:
     """Return the words of --target_modules, each of which names linears of the model; all-linear is
     replaced by the names that it means. Raises ValueError for other words."""
-    experts, names, default = arch.experts(), arch.adaptable(), arch.adapted(["all-linear"])
+    experts, names = arch.experts(), adaptable_linears(arch)
+    default = adapted_linears(arch, ["all-linear"])
     short = sorted({name.rsplit(".", 1)[-1] for name in default})
     others = [name for name in names if name not in default]
     expert_names = {name.rsplit(".", 1)[-1] for name in experts}

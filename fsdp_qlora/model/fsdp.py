@@ -33,9 +33,11 @@ def gathered(layer: nn.Module) -> Iterator[None]:
     """Gather the layer's parameters for the `with` body. All ranks must call this."""
     if isinstance(layer, FSDPModule):
         layer.unshard()
-    yield
-    if isinstance(layer, FSDPModule):
-        layer.reshard()
+    try:
+        yield
+    finally:
+        if isinstance(layer, FSDPModule):
+            layer.reshard()
 
 
 def reshard_all(model: nn.Module) -> None:

@@ -28,7 +28,8 @@ from fsdp_qlora.ranks import all_gather
 
 class ModelParameters(nn.Module):
     """Decoder layers, embedding, lm_head and final norm, with the attention kernels and the store
-    of activations.
+    of activations. Apart from Model, so that embedding.py and lm_head.py can name it without an
+    import cycle.
 
     Each rank has its own rows of embedding, lm_head and per_layer_table, outside of FSDP2, which
     would gather them whole: 2.1 GB each for Llama-3-70B, and twice that while it copies.

@@ -10,13 +10,18 @@ from collections.abc import Sequence
 
 from fsdp_qlora.kernels.recurrence import mixer_with_state
 from fsdp_qlora.layer.attention_mixer import n_head_groups
-from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.layer.spec import LayerSpec
+from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.model.embedding import CHUNK_BYTES
 from fsdp_qlora.plan import SAVE_POLICIES, Plan, SavePolicy
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import BLOCK
+
+
+# ------------------------------------------------------------------------------------------------
+# Totals over the layers, for both
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +32,17 @@ class LayerTotals:
     kinds: tuple[LayerSpec, ...]  # the different LayerSpecs
     # {SavePolicy: values per token that the first 0, 1, 2, .. layers save}
     saved_values: dict[SavePolicy, list[int]]
-    nf4_bytes: int
-    largest_nf4: int  # bytes of one layer
-    small: int  # values of the tensors that every rank has whole, see small_tensors()
-    nested: int  # fp32 values of the second level of 4-bit scales, which every rank has whole
-    vectors: int  # values of norms and biases
-    largest_vectors: int  # values of one layer
-    adapter: int  # values of one layer, the same for all layers
-    weights: int  # number of weights
+    packed_bytes: int  # of 4-bit weights and their scales
+    largest_packed: int  # of one layer, at most
+    n_small: int  # values of the tensors that every rank has whole, see small_tensors()
+    n_nested: int  # fp32 values of the second level of 4-bit scales, which every rank has whole
+    n_vectors: int  # values of norms and biases
+    largest_vectors: int  # of one layer, at most
+    n_adapter: int  # values of one layer's adapter, the same for all layers
+    n_weights: int  # 4-bit weights
     # weights that one token is multiplied by; those of slow matmuls count more, see LayerSpec
     active_weights: float
-    # {SavePolicy: weights that backward multiplies by once more, if all layers have it}; here the
+    # {SavePolicy: weights that backward multiplies by once more, if all layers save that}; here the
     # weights of slow matmuls do not count more, because Fit was fitted without that
     recomputed_weights: dict[SavePolicy, float]
     mlp_values: int  # values per token that the MLP of a layer saves, at most
@@ -49,7 +54,7 @@ class LayerTotals:
 
 @functools.lru_cache(8)
 def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
-    """Return the LayerTotals of these LayerSpecs, a tuple."""
+    """Return the LayerTotals of a model's layers."""
     def running_sum(policy: SavePolicy) -> list[int]:
         values = {spec: spec.saved_values(policy) for spec in set(specs)}
         return list(itertools.accumulate((values[x] for x in specs), initial=0))
@@ -59,13 +64,13 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     return LayerTotals(
         kinds=tuple(dict.fromkeys(specs)),
         saved_values={policy: running_sum(policy) for policy in SAVE_POLICIES},
-        nf4_bytes=sum(bytes_each), largest_nf4=max(bytes_each),
-        small=sum(math.prod(shape) for spec in specs
-                  for shape in spec.small_tensors.values()),
-        nested=sum(spec.n_nested for spec in specs),
-        vectors=sum(vectors_each), largest_vectors=max(vectors_each),
-        adapter=specs[0].n_adapter,
-        weights=sum(spec.n_weights for spec in specs),
+        packed_bytes=sum(bytes_each), largest_packed=max(bytes_each),
+        n_small=sum(math.prod(shape) for spec in specs
+                    for shape in spec.small_tensors.values()),
+        n_nested=sum(spec.n_nested for spec in specs),
+        n_vectors=sum(vectors_each), largest_vectors=max(vectors_each),
+        n_adapter=specs[0].n_adapter,
+        n_weights=sum(spec.n_weights for spec in specs),
         active_weights=sum(spec.active_weights(by_time=True) for spec in specs),
         recomputed_weights={
             policy: sum(spec.recomputed_weights(policy) for spec in specs)
@@ -79,52 +84,60 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
                                for sublayer in (spec.mixer, spec.mlp)))
 
 
+# ------------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------------
+
+
 def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...]) -> Plan:
     """Return the plan with its `memory` and `host_bytes`."""
     shards = plan.shard_group_size
     itemsize = plan.dtype.itemsize
     layers = count_layers(specs)
-    value_bytes = plan.micro_batch_tokens * itemsize
-    adapter = layers.adapter * 4  # bytes of one layer's adapter in fp32
-    table = arch.vocab_size * arch.hidden_size * itemsize / shards
+    value_bytes = plan.micro_batch_tokens * itemsize  # of one value for each token
+    packed_bytes = layers.packed_bytes / shards
+    adapter_bytes = 4 * layers.n_adapter  # of one layer, in fp32
+    # of this rank's rows of the lm_head, and as many of the embedding
+    table_bytes = arch.vocab_size * arch.hidden_size * itemsize / shards
     # values of all layers' own inputs for a token, see PerLayerInputs
-    layer_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
-    # bytes of the tables that no matmul reads, which can be in host memory
-    looked_up = table * (not arch.tied) + arch.vocab_size * layer_inputs * itemsize / shards
-    saved = saved_bytes(plan, layers, value_bytes)
-    recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
-    head = head_bytes(plan, arch, table)
+    n_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
+    # of the tables that no matmul reads, which can be in host memory
+    looked_up_bytes = (
+        table_bytes * (not arch.tied) + arch.vocab_size * n_inputs * itemsize / shards)
+    by_recomputed, by_others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
+    head = head_bytes(plan, arch, table_bytes)
     row_weights = plan.token_rows * arch.hidden_size
     memory = {
-        "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
-        "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
-        + (layers.vectors / shards + layers.small + layer_inputs * arch.hidden_size) * itemsize
-        + 4 * layers.nested,
-        "adapter and gradients": 2 * plan.n_layers * adapter / shards + 8 * row_weights,
+        "4-bit weights": 0 if plan.offload_params else packed_bytes,
+        "embedding, head, norms": table_bytes + looked_up_bytes * (not plan.embedding_on_host)
+        + (layers.n_vectors / shards + layers.n_small + n_inputs * arch.hidden_size) * itemsize
+        + 4 * layers.n_nested,
+        "adapter and gradients": 2 * plan.n_layers * adapter_bytes / shards + 8 * row_weights,
         "optimizer's state": plan.state_bytes * (
-            plan.n_layers * layers.adapter / shards + row_weights),
-        "kept by recomputed layers": recomputed,
-        "kept by other layers": others,
+            plan.n_layers * layers.n_adapter / shards + row_weights),
+        "kept by recomputed layers": by_recomputed,
+        "kept by other layers": by_others,
         # and shared keys and values, their gradients, and one layer's gradients of them
-        "inputs of all layers": (layer_inputs + 3 * shared_kv_values(arch)) * value_bytes,
+        "inputs of all layers": (n_inputs + 3 * shared_kv_values(arch)) * value_bytes,
         "live layer or head": head if plan.graphs else max(live, head),
         # FSDP2 copies it for the sum over ranks
-        "one layer's adapter gradient": adapter * (3 if plan.uses_fsdp else 1),
+        "one layer's adapter gradient": adapter_bytes * (3 if plan.uses_fsdp else 1),
         "gathered weights": gathered_bytes(plan, layers, itemsize),
         "keys and values of other ranks": exchanged_bytes(plan, arch, value_bytes),
         "DoRA": dora_bytes(plan, specs)}
     if plan.graphs:  # besides the memory above, which evaluations need
-        memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
-    host = looked_up * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
+        memory["CUDA graphs' own"] = plan.graph_room * (by_recomputed + by_others + live) + live
+    host = looked_up_bytes * plan.embedding_on_host + packed_bytes * plan.offload_params
     if plan.offload_activations:  # all but the last put(), which stays on the GPU
+        offloaded, _ = saved_bytes(plan, layers, value_bytes)
         last = put_values(plan.save_policy(plan.recomputed - 1), layers, arch.hidden_size)
-        host += max(0, saved[0] - last * value_bytes)
+        host += max(0, offloaded - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
 
 
-def head_bytes(plan: Plan, arch: Architecture, table: float) -> float:
-    """Return the bytes that the lm_head and the loss need besides weights. `table`: the bytes of
+def head_bytes(plan: Plan, arch: Architecture, table_bytes: float) -> float:
+    """Return the bytes that the lm_head and the loss need besides weights. `table_bytes`: those of
     this rank's rows of the lm_head."""
     itemsize = plan.dtype.itemsize
     inputs = 2 * arch.hidden_size * plan.micro_batch_tokens * itemsize  # x and its gradient
@@ -135,7 +148,7 @@ def head_bytes(plan: Plan, arch: Architecture, table: float) -> float:
     # logits and gradient with four tensors in fp32, 20 bytes; or the lm_head, and its product with
     # rows of x, in fp32
     both_bytes = (2 * itemsize + 4) * (n_logits + n_rows * arch.hidden_size)
-    return inputs + max(20 * n_logits, both_bytes + 4 * table / itemsize)
+    return inputs + max(20 * n_logits, both_bytes + 4 * table_bytes / itemsize)
 
 
 def shared_kv_values(arch: Architecture) -> int:
@@ -168,12 +181,13 @@ def activation_peak(
     plan: Plan, layers: LayerTotals, value_bytes: int, hidden: int,
 ) -> tuple[int, int, int]:
     """Return the bytes on the GPU when activations need most: those saved by recomputed layers,
-    those saved by other layers, and those that a layer's backward needs besides. Layers with the
-    same layer.save_policy are adjacent, and backward frees what the other layers save first."""
+    those saved by other layers, and those that a layer's backward needs besides. Layers that save
+    the same are adjacent, and backward frees what the other layers save first."""
     recomputed, others = saved_bytes(plan, layers, value_bytes)
     peaks = []
-    stops = 1, plan.recomputed - plan.n_mlp_saved, plan.recomputed, plan.n_layers
-    for policy in {plan.save_policy(max(0, stop - 1)) for stop in stops}:
+    # the first layer, and the last ones that save attention's results, their MLP's values, all
+    indices = 0, plan.recomputed - plan.n_mlp_saved - 1, plan.recomputed - 1, plan.n_layers - 1
+    for policy in dict.fromkeys(plan.save_policy(max(0, index)) for index in indices):
         live = max(spec.live_bytes(plan, policy) for spec in layers.kinds)
         on_gpu = recomputed
         if plan.offload_activations:  # the mixer's put, and those that are fetched ahead
@@ -212,11 +226,11 @@ def exchanged_bytes(plan: Plan, arch: Architecture, value_bytes: int) -> float:
 
 def gathered_bytes(plan: Plan, layers: LayerTotals, itemsize: int) -> int:
     """Return the bytes of weights that FSDP2 has gathered, and of adapters in the compute dtype."""
-    one = layers.adapter * itemsize
+    one = layers.n_adapter * itemsize
     every = plan.n_layers * one
     if plan.uses_fsdp:
-        one += layers.largest_nf4 + layers.largest_vectors * itemsize
-        every += layers.nf4_bytes + layers.vectors * itemsize
+        one += layers.largest_packed + layers.largest_vectors * itemsize
+        every += layers.packed_bytes + layers.n_vectors * itemsize
         if not plan.reshard_after_forward:
             return every + one  # all layers stay until their backward, and one more
     return 2 * one  # a layer and the next one
@@ -237,13 +251,18 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
     return 4 * sum(widths) + (itemsize + 8) * n * max(widths)
 
 
+# ------------------------------------------------------------------------------------------------
+# Time
+# ------------------------------------------------------------------------------------------------
+
+
 def predict_time(
     plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...], machine: Machine,
     mean_document_tokens: float,
 ) -> Plan:
     """Return the plan with its `token_seconds`, the predicted time of one GPU per token. For the
-    rows that Fit names, the predicted tokens/s are 0.94 to 1.18 times the measured ones: good
-    enough to compare plans on H100s and H200s. Other GPUs were not compared."""
+    rows that tests/test_memory.py compares, the predicted tokens/s are 0.94 to 1.18 times the
+    measured ones: good enough to compare plans on H100s and H200s. Other GPUs were not compared."""
     layer = layer_seconds(plan, arch, count_layers(specs), machine, mean_document_tokens)
     seconds = layer.total(plan.graphs) * arch.n_layers + head_seconds(plan, arch, machine)
     return dataclasses.replace(plan, token_seconds=seconds / plan.micro_batch_tokens)
@@ -328,9 +347,9 @@ def layer_seconds(
     compute = compute_seconds(plan, arch, layers, machine, mean_document_tokens)
     active_weights = layers.active_weights / n_layers
     forward = compute * active_weights / (
-        2 * active_weights + weights_again(plan, layers, n_layers))
+        2 * active_weights + weights_multiplied_again(plan, layers))
     shards = plan.shard_group_size
-    gathered = layers.nf4_bytes / n_layers + layers.adapter * plan.dtype.itemsize
+    gathered = layers.packed_bytes / n_layers + layers.n_adapter * plan.dtype.itemsize
     gathers = gathered * (shards - 1) / shards / machine.link
     # each way: activations go to the host in forward and come back in backward; weights come twice
     copies = plan.offload_params * gathered / shards
@@ -343,16 +362,16 @@ def layer_seconds(
         waits=wait_seconds(plan, arch, machine))
 
 
-def recomputed_whole(plan: Plan, n_layers: int) -> float:
+def fraction_recomputed(plan: Plan) -> float:
     """Return the fraction of the layers that backward recomputes whole."""
-    return (plan.recomputed - plan.n_mlp_saved) / n_layers
+    return (plan.recomputed - plan.n_mlp_saved) / plan.n_layers
 
 
-def weights_again(plan: Plan, layers: LayerTotals, n_layers: int) -> float:
+def weights_multiplied_again(plan: Plan, layers: LayerTotals) -> float:
     """Return the number of a mean layer's weights that backward multiplies by once more."""
-    again = recomputed_whole(plan, n_layers)
-    return (again * layers.recomputed_weights[plan.save_policy(0)]
-            + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
+    of_whole = fraction_recomputed(plan) * layers.recomputed_weights[plan.save_policy(0)]
+    of_mixers = plan.n_mlp_saved / plan.n_layers * layers.recomputed_weights["mlp"]
+    return (of_whole + of_mixers) / plan.n_layers
 
 
 def compute_seconds(
@@ -362,7 +381,7 @@ def compute_seconds(
     """Return the predicted time of a mean layer's matmuls and memory traffic, in both passes."""
     n, n_layers = plan.micro_batch_tokens, arch.n_layers
     active_weights = layers.active_weights / n_layers
-    flops = 2 * n * (2 * active_weights + weights_again(plan, layers, n_layers))
+    flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, layers))
     context = min(n * plan.context_parallel_size, mean_document_tokens)
     # a recomputed layer's forward, unless it is resumed
     passes = FIT.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
@@ -381,8 +400,8 @@ def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: fl
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
     share = FIT.held_dequantized_again if plan.reuse_dequantized else FIT.dequantized_again
-    uses = 2 * (layers.weights / n_layers) + (
-        recomputed_whole(plan, n_layers) * share * (layers.active_weights / n_layers))
+    uses = 2 * (layers.n_weights / n_layers) + (
+        fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
     moved = (uses * (0.5 + itemsize) / FIT.dequantizing
              + n * layers.elementwise_values / n_layers * itemsize)
     if plan.plain_attention:
@@ -397,7 +416,7 @@ def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: fl
 
 def wait_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return how long a mean layer waits for the GPU, and for other ranks' keys and values."""
-    again, routed = recomputed_whole(plan, arch.n_layers), sum(arch.layer_routed) / arch.n_layers
+    again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     waits = 0.0
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
@@ -409,7 +428,7 @@ def wait_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
 
 def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return the CPU's time for the kernels of a mean layer, in units of Machine.launch."""
-    again, routed = recomputed_whole(plan, arch.n_layers), sum(arch.layer_routed) / arch.n_layers
+    again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     range_launches = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp
                 + routed * (FIT.routed_launches + range_launches * plan.expert_ranges))

@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,44 +113,36 @@ class Search:
 def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
     """Yield all plans that the flags allow."""
     config, arch, workload = search.config, search.arch, search.workload
-    world_size = workload.world_size
-    groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    groups = [config.shard_group_size] if config.shard_group_size else groups
-    sizes = micro_batch_sizes(search, context_size)
-    counts = recomputed_counts(config, arch)
-    save_mid_residual = (False,) if arch.parallel else (True, False)  # parallel: the MLP reads x
-    # (save_mid_residual, reuse_dequantized)
-    recompute_options = list(itertools.product(save_mid_residual, (True, False)))
+    varlen_attention = workload.varlen_attention(context_size)
+    plan_with = functools.partial(
+        Plan, compute_dtype=config.compute_dtype, n_layers=arch.n_layers,
+        offload_activations=config.offload_activations, offload_params=config.offload_params,
+        varlen_attention=varlen_attention, plain_attention=workload.plain_attention,
+        plain_recurrence=workload.plain_recurrence, fused=workload.device.type == "cuda",
+        context_parallel_size=context_size, state_bytes=workload.state_bytes,
+        token_rows=len(config.trainable_tokens or ()) * arch.n_tables)
+    saves_attention = can_save_attention(search) and not varlen_attention
     n_experts = arch.moe.n_experts if arch.moe else 1
     ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
-    # if all layers are recomputed, they can also save what their MLP needs, in host memory
-    can_save_mlp = (config.offload_activations and config.recompute == "auto"
-                    and not arch.moe and not arch.parallel)
-    varlen_attention = workload.varlen_attention(context_size)
-    saves_attention = can_save_attention(search) and not varlen_attention
-    for shards, micro_batch_tokens, n in itertools.product(groups, sizes, counts):
-        if shard_range(arch.vocab_size, shards - 1, shards):  # else a process has no rows of it
-            reshards = [True] if shards == 1 or config.offload_params else [True, False]
-            mlp_counts = range(n + 1) if can_save_mlp and n == arch.n_layers else (0,)
-            n_saved = saved_counts(n, mlp_counts, saves_attention, in_part=n == counts[-1])
-            for reshard, (mid_residual, reuse), (n_mlp, n_attention), n_ranges in itertools.product(
-                reshards, recompute_options if n else recompute_options[-1:], n_saved, ranges
-            ):
-                if mid_residual and n_attention:  # attention's results are worth more
-                    continue
-                plan = Plan(
-                    config.compute_dtype, arch.n_layers, shards, reshard, micro_batch_tokens, n,
-                    save_mid_residual=mid_residual, reuse_dequantized=reuse,
-                    offload_activations=config.offload_activations,
-                    offload_params=config.offload_params, n_mlp_saved=n_mlp,
-                    n_attention_saved=n_attention, expert_ranges=n_ranges,
-                    plain_attention=workload.plain_attention,
-                    plain_recurrence=workload.plain_recurrence,
-                    fused=workload.device.type == "cuda", state_bytes=workload.state_bytes,
-                    context_parallel_size=context_size,
-                    token_rows=len(config.trainable_tokens or ()) * arch.n_tables,
-                    varlen_attention=varlen_attention)
-                yield search.predict_memory(plan)
+    for n_shards, n_tokens, n_recomputed in itertools.product(
+            shard_group_sizes(search), micro_batch_sizes(search, context_size),
+            recomputed_counts(config, arch)):
+        reshards = [True] if n_shards == 1 or config.offload_params else [True, False]
+        ways = list(ways_to_recompute(search, n_recomputed, saves_attention))
+        for reshard, way, n_ranges in itertools.product(reshards, ways, ranges):
+            plan = plan_with(
+                shard_group_size=n_shards, reshard_after_forward=reshard,
+                micro_batch_tokens=n_tokens, recomputed=n_recomputed, expert_ranges=n_ranges,
+                **way._asdict())
+            yield search.predict_memory(plan)
+
+
+def shard_group_sizes(search: Search) -> list[int]:
+    """Return the possible --shard_group_size, ascending, with which each process has rows of the
+    vocabulary."""
+    given, n = search.config.shard_group_size, search.workload.world_size
+    sizes = [given] if given else [size for size in range(1, n + 1) if n % size == 0]
+    return [size for size in sizes if shard_range(search.arch.vocab_size, size - 1, size)]
 
 
 def micro_batch_sizes(search: Search, context_size: int) -> list[int]:
@@ -174,6 +167,36 @@ def recomputed_counts(config: Config, arch: Architecture) -> Sequence[int]:
     return [0 if config.recompute == "none" else int(config.recompute)]
 
 
+class WayToRecompute(NamedTuple):
+    """The fields of a Plan that say what its recomputed layers save and reuse."""
+
+    save_mid_residual: bool
+    reuse_dequantized: bool
+    n_mlp_saved: int
+    n_attention_saved: int
+
+
+def ways_to_recompute(
+    search: Search, n_recomputed: int, saves_attention: bool
+) -> Iterator[WayToRecompute]:
+    """Yield what `n_recomputed` layers may save and reuse. `saves_attention`: they may save the
+    results of attention."""
+    config, arch = search.config, search.arch
+    # if all layers are recomputed, they can also save what their MLP needs, in host memory
+    can_save_mlp = (config.offload_activations and config.recompute == "auto"
+                    and not arch.moe and not arch.parallel and n_recomputed == arch.n_layers)
+    n_saved = list(saved_counts(
+        n_recomputed, range(n_recomputed + 1) if can_save_mlp else (0,), saves_attention,
+        in_part=n_recomputed == recomputed_counts(config, arch)[-1]))
+    mid_residual = (False,) if arch.parallel else (True, False)  # parallel: the MLP reads x
+    options = list(itertools.product(mid_residual, (True, False)))
+    # no layer recomputed: all options are the same plan
+    for (saves_mid, reuses), (n_mlp, n_attention) in itertools.product(
+            options if n_recomputed else options[-1:], n_saved):
+        if not (saves_mid and n_attention):  # attention's results are worth more
+            yield WayToRecompute(saves_mid, reuses, n_mlp, n_attention)
+
+
 def can_save_attention(search: Search) -> bool:
     """Return True if recomputed layers may save the results of attention. A parallel layer may not,
     and no layer that has another one's keys."""
@@ -186,9 +209,9 @@ def can_save_attention(search: Search) -> bool:
 def saved_counts(
     n: int, mlp_counts: Iterable[int], saves_attention: bool, in_part: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield (n_mlp_saved, n_attention_saved) of n recomputed layers. With saves_attention, none or
-    all layers that do not save what their MLP needs save attention's results; with `in_part`, also
-    some eighths of the layers, if none saves what its MLP needs, which is worth less."""
+    """Yield (n_mlp_saved, n_attention_saved) of n recomputed layers. With `saves_attention`, none
+    or all of the layers that do not save their MLP's values save the results of attention; with
+    `in_part`, where no layer saves its MLP's values, also an eighth of them, two eighths, .."""
     for n_mlp in mlp_counts:
         eighths = range(0, 9, 1 if in_part and not n_mlp else 8) if saves_attention else (0,)
         yield from ((n_mlp, (n - n_mlp) * eighth // 8) for eighth in eighths)
@@ -270,9 +293,9 @@ def affordable_plans(search: Search, context_size: int) -> list[Plan]:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {search.config.shard_group_size} processes: use a smaller"
                          " --shard_group_size")
-    if not any(plan.fits(bound, MIN_FREE) for plan in plans) \
-            and search.workload.device.type == "cuda" \
-            and (arch.per_layer or not arch.tied) and not machine.why_no_triton:
+    fits = any(plan.fits(bound, MIN_FREE) for plan in plans)
+    can_move_table = search.workload.device.type == "cuda" and not machine.why_no_triton
+    if not fits and can_move_table and (arch.per_layer or not arch.tied):
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
         plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]
@@ -370,11 +393,12 @@ def suggest_flags(plan: Plan, search: Search) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
     config, workload = search.config, search.workload
-    flags, n = "", workload.longest_row if workload.world_size == 1 else workload.longest
-    shorter: dict[str, Any] = {"micro_batch_tokens": n}
-    if plan.micro_batch_tokens <= n:  # a micro-batch is the longest row alone: shorten the rows
-        shorter = {"micro_batch_tokens": config.micro_batch_tokens and n // 2,
-                   "max_seq_len": min(n, config.max_seq_len or n) // 2}
+    least = workload.longest_row if workload.world_size == 1 else workload.longest
+    shorter: dict[str, Any] = {"micro_batch_tokens": least}
+    if plan.micro_batch_tokens <= least:  # a micro-batch is the longest row alone: shorten the rows
+        shorter = {"micro_batch_tokens": config.micro_batch_tokens and least // 2,
+                   "max_seq_len": min(least, config.max_seq_len or least) // 2}
+    flags: list[str] = []
     for tried in ({"recompute": "all"}, {"offload_activations": True}, {"offload_params": True},
                   shorter):
         change: dict[str, Any] = {name: value for name, value in tried.items()
@@ -383,16 +407,16 @@ def suggest_flags(plan: Plan, search: Search) -> tuple[str, Plan]:
             continue
         config = dataclasses.replace(config, **change)
         if "max_seq_len" in change:
-            mean = min(n // 2, workload.mean_document_tokens)
+            mean = min(least // 2, workload.mean_document_tokens)
             workload = dataclasses.replace(
                 workload, longest=workload.longest // 2, longest_row=workload.longest_row // 2,
                 mean_document_tokens=mean)
-        flags = " ".join([flags, *(f"--{name}" + ("" if value is True else f" {value}")
-                                   for name, value in change.items())]).strip()
+        flags += [f"--{name}" if value is True else f"--{name} {value}"
+                  for name, value in change.items()]
         plan = find_plan(dataclasses.replace(search, config=config, workload=workload))
         if plan.fits_both(search.limit, search.machine.host_bytes):
             break
-    return flags, plan
+    return " ".join(flags), plan
 
 
 def longest_document(rows: Rows) -> int:
@@ -421,9 +445,11 @@ def describe_workload(
     tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
     lengths = rows.lengths.double()
     return Workload(
-        tokens, longest, longest_row, float(lengths.square().sum() / lengths.sum()), uneven,
-        world_size, device, plain_attention, plain_recurrence, why_no_capture, state_bytes,
-        shortest=int(rows.lengths.min()), resumable_attention=resumable_attention)
+        tokens=tokens, longest=longest, longest_row=longest_row, shortest=int(rows.lengths.min()),
+        mean_document_tokens=float(lengths.square().sum() / lengths.sum()), uneven=uneven,
+        world_size=world_size, device=device, plain_attention=plain_attention,
+        plain_recurrence=plain_recurrence, why_no_capture=why_no_capture, state_bytes=state_bytes,
+        resumable_attention=resumable_attention)
 
 
 def why_no_capture(
@@ -455,8 +481,8 @@ def agree_on_plan(
     plain_recurrence = any(plain_recurrences & {*by_type.values()} for by_type in kernels)
     workload = describe_workload(
         config, source, eval_rows, dist.get_world_size(), device,
-        why_no_capture(arch, machine, plain, plain_recurrence), plain, state_bytes,
-        plain_recurrence)
+        why_no_capture(arch, machine, plain, plain_recurrence), plain_attention=plain,
+        plain_recurrence=plain_recurrence, state_bytes=state_bytes)
     if workload.mean_document_tokens >= LONG_DOCUMENT:
         workload = dataclasses.replace(
             workload, resumable_attention=can_resume(kernels, arch, device))

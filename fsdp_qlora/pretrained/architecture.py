@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
 XIELU = "mlp.act_fn"  # prefix of a layer's xIELU scalars
 XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
@@ -341,49 +341,37 @@ class Family:
     """The differences of a model type from Llama. "config.x" means the config's field x, or None.
     """
 
+    # ---- norms
     norm: str = "rms"  # kind, see norm_of(); also for the final norm, q_norm and k_norm
     norm_eps: float | FromConfig = "config.rms_norm_eps"
-    post_norm_eps: float | FromConfig | None = None  # for the two post norms; None: norm_eps
-    final_norm_kind: str | None = None  # None: same as `norm`
-    embedding_norm: bool = False  # embeddings are divided by their root mean square
     norm_weight: bool = True  # False: the final norm and the four norms below have no weight
     norm_bias: bool = False  # the final norm and the four norms below have a bias
-    final_norm: str = "norm"  # its name in the model
-    embedding: str = "embed_tokens"
-    prefixes: tuple[str, ...] = ("model.",)  # of names in files; the first one is transformers'
-    one_sublayer: bool = False  # a layer has one sublayer with one norm: attention, a mixer or, if
-    #                         its layer type is "mlp" or "moe", an MLP or experts
     attention_norm: str | None = "input_layernorm"  # its name in the layer; None: no such norm
     attention_post_norm: str | None = None  # for attention's output
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None  # for the MLP's output
-    post_norm_of_experts: bool = False  # only layers with experts have mlp_post_norm
+    # {one of the four norm fields above: its value in layers with a mixer}
+    mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     post_norm_if: bool | FromConfig = True  # if a config can switch the two post norms off
-    parallel: bool = False  # the MLP reads attention's normed input, and both outputs are added
-    activation: str = "config.hidden_act"  # one of ACTIVATIONS
-    qkv_bias: bool | FromConfig = "config.attention_bias"
-    out_bias: bool | FromConfig = "config.attention_bias"
-    mlp_bias: bool | FromConfig = "config.mlp_bias"
-    heads_by_layer: FromConfig = None  # a list in the config, instead of num_attention_heads
-    keys_are_values: bool | FromConfig = False  # in layers without a window, see Heads
+    post_norm_eps: float | FromConfig | None = None  # for the two post norms; None: norm_eps
+    post_norm_of_experts: bool = False  # only layers with experts have mlp_post_norm
+    final_norm: str = "norm"  # its name in the model
+    final_norm_kind: str | None = None  # None: same as `norm`
+
+    # ---- attention: linears and heads
+    attention: str = "self_attn"  # prefix of q_proj and the like in a layer
+    attention_out: str = "self_attn.o_proj"
     one_qkv: bool = False  # one linear "qkv_proj"
     # a tensor that files may have in place of those of q_proj, k_proj and v_proj
     fused_qkv: str | None = None
-    attention: str = "self_attn"  # prefix of q_proj and the like in a layer
-    attention_out: str = "self_attn.o_proj"
-    gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
-    # linears whose concatenated outputs are gate and up, or up alone
-    mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    mlp_out: str = "mlp.down_proj"
-    intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
-    mlp_limits: FromConfig = None  # like MoE.limits, for the MLP and the shared expert
-    # LFM2: two thirds of intermediate_size, times a factor, rounded up to a multiple; see
-    # mlp_width()
-    two_thirds_wide: bool | FromConfig = False
+    qkv_bias: bool | FromConfig = "config.attention_bias"
+    out_bias: bool | FromConfig = "config.attention_bias"
+    heads_by_layer: FromConfig = None  # a list in the config, instead of num_attention_heads
+    keys_are_values: bool | FromConfig = False  # in layers without a window, see Heads
     # this many last layers have no keys and values of their own: they read those of the last layer
     # before these with the same layer type
-    n_borrowers: int | FromConfig = 0
-    wide_borrowers: bool | FromConfig = False  # the MLPs of these layers are twice as wide
+    n_kv_shared_layers: int | FromConfig = 0
+    double_wide_mlp: bool | FromConfig = False  # the MLPs of these last layers are twice as wide
     # shape of the weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]; or "without
     # weight", by head
     qk_norm: str | None = None
@@ -391,28 +379,52 @@ class Family:
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
     k_norm: str | None = "self_attn.k_norm"
     qk_norm_after_rotary: bool = False
+    value_norm: bool = False  # by head, without weight
     # outputs of q_proj, k_proj and v_proj are clamped to [-this, this]; None: they are not
     qkv_limit: float | FromConfig | None = None
-    value_norm: bool = False  # by head, without weight
+    attention_softcap: float | FromConfig | None = None
+    sinks: bool = False  # attention's softmax has one more logit per head, without a value
+    attention_gate: AttentionGate | None = None
+    mla: LatentAttention | None = None  # instead of q_proj, k_proj and v_proj
+
+    # ---- rotary and windows
     # rotates pairs (0, 1), (2, 3), .. instead of halves
     rotary_interleaved: bool | FromConfig = False
     rotary_backwards: bool = False  # rotates by the negative angle
     # partial_rotary_factor of rope_parameters is used; with rope_type "proportional" in any case
     partial_rotary: bool = False
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
+    layer_thetas: bool = False  # layer_rope_theta of the config has the rope_theta of each layer
     ntk_alpha: bool = False  # alpha of rope_parameters is used, whatever the length
     rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
-    # 1: layers without experts are rotated, whatever no_rotary says
-    dense_rotary: int | FromConfig = None
-    layer_thetas: bool = False  # layer_rope_theta of the config has the rope_theta of each layer
     # layers without rotary: "no_rope_layers" or "layer_rope_theta": those with 0 in this list of
     # the config; "full": those without a window; "full_if_window": the same, but none if the model
     # has no window
     no_rotary: str | None = None
+    # 1: layers without experts are rotated, whatever no_rotary says
+    dense_rotary: int | FromConfig = None
     window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
+
+    # ---- MLP
+    activation: str = "config.hidden_act"  # one of ACTIVATIONS
+    gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
+    # linears whose concatenated outputs are gate and up, or up alone
+    mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    mlp_out: str = "mlp.down_proj"
+    mlp_bias: bool | FromConfig = "config.mlp_bias"
+    intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
+    # LFM2: two thirds of intermediate_size, times a factor, rounded up to a multiple; see
+    # mlp_width()
+    two_thirds_wide: bool | FromConfig = False
+    mlp_limits: FromConfig = None  # like MoE.limits, for the MLP and the shared expert
+    parallel: bool = False  # the MLP reads attention's normed input, and both outputs are added
+
+    # ---- factors
     attention_scale: float | FromConfig | None = None  # None: see the next two
     query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5; None: head_dim
     query_factor: float | FromConfig = 1.0  # also multiplies it, unless attention_scale is given
+    # (beta, n): q *= 1 + beta * log(1 + position // n)
+    query_temperature: bool | tuple[float, int] = False
     # factors of the input of q, k and v, of k's output, and of o_proj's output; only if these
     # linears have no biases
     attention_in_multiplier: float | FromConfig = 1.0
@@ -420,38 +432,46 @@ class Family:
     attention_out_multiplier: float | FromConfig = 1.0
     # factors of [the MLP's gate, the MLP's output], or one for both; only without biases
     mlp_multipliers: FromConfig = 1.0
-    attention_softcap: float | FromConfig | None = None
-    sinks: bool = False  # attention's softmax has one more logit per head, without a value
-    attention_gate: AttentionGate | None = None
-    logits_softcap: float | FromConfig | None = None
-    # (beta, n): q *= 1 + beta * log(1 + position // n)
-    query_temperature: bool | tuple[float, int] = False
-    sqrt_embedding: bool | FromConfig = False  # embedding_multiplier = hidden_size ** 0.5
     embedding_multiplier: float | FromConfig = 1.0
+    sqrt_embedding: bool | FromConfig = False  # embedding_multiplier = hidden_size ** 0.5
     rounded_multiplier: bool = False  # embedding_multiplier is rounded to the embedding's dtype
     residual_multiplier: float | FromConfig = 1.0  # factor of a sublayer's branch
-    layer_scalar: str | None = None  # a tensor [1] in each layer, factor of the layer's output
     residual_scale: float | FromConfig | None = None  # residual_multiplier = this / layers ** 0.5
-    head_bias: bool = False  # the lm_head has a bias
+    layer_scalar: str | None = None  # a tensor [1] in each layer, factor of the layer's output
     logits_multiplier: float | FromConfig = 1.0
     logits_divisor: float | FromConfig = 1.0
     logits_width: int | FromConfig | None = None  # logits_divisor = hidden_size / this
+    logits_softcap: float | FromConfig | None = None
+
+    # ---- dropout
     attention_dropout: float | FromConfig = "config.attention_dropout"
     embedding_dropout: float | FromConfig = 0.0
     residual_dropout: float | FromConfig = 0.0  # for the outputs of o_proj and down_proj
-    mla: LatentAttention | None = None  # instead of q_proj, k_proj and v_proj
+
+    # ---- other mixers, experts, per-layer inputs
+    # a layer has one sublayer with one norm: attention, a mixer or, if its layer type is "mlp" or
+    # "moe", an MLP or experts
+    one_sublayer: bool = False
     # {layer type: the mixer that it has instead of softmax attention}
     mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
     # layers with a mixer also have softmax attention, and both outputs are added
     parallel_mixers: bool = False
-    # {one of the four norm fields above: its value in layers with a mixer}
-    mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    moe: MoE | None = None  # experts, instead of the MLP
+    per_layer: PerLayerInputs | None = None
+
+    # ---- embedding and lm_head
+    embedding: str = "embed_tokens"  # its name in the model
+    embedding_norm: bool = False  # embeddings are divided by their root mean square
+    head_bias: bool = False  # the lm_head has a bias
+
+    # ---- names in files
+    prefixes: tuple[str, ...] = ("model.",)  # of a model's names; the first one is transformers'
     # pairs: a part of a tensor's name here, and the part that files may have instead; those of
     # experts are in MoE.renames
     renames: tuple[tuple[str, str], ...] = ()
-    moe: MoE | None = None  # experts, instead of the MLP
-    per_layer: PerLayerInputs | None = None
     peft_refuses: tuple[str, ...] = ()  # name endings of linears to which PEFT adds no adapter
+
+    # ---- checks of config.json
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()  # fields of the config that change nothing here
@@ -588,7 +608,7 @@ class Architecture(Family):
             groups |= {name: [linear] for name, linear in zip(
                 ("latent_entry", "latent_exit"), self.expert_latent)}
             groups |= {"expert_gate_up": self.expert_gate_up, "expert_down": self.expert_down}
-        if self.wide_borrowers and not kind.heads.n_kv:
+        if self.double_wide_mlp and not kind.heads.n_kv:
             groups = {
                 "gate_up": [dataclasses.replace(x, out_features=2 * x.out_features)
                             for x in self.gate_up],
@@ -612,32 +632,9 @@ class Architecture(Family):
         return list({x.name: x for kind in dict.fromkeys(self.layer_kinds)
                      for x in self.linears(kind)}.values())
 
-    def adaptable(self) -> list[str]:
-        """Return the names, in a layer, of the linears that --target_modules can name: all but the
-        experts and those that PEFT refuses."""
-        experts = set(self.experts())
-        return [x.name for x in self.all_linears()
-                if x.name not in experts and not x.name.endswith(self.peft_refuses)]
-
     def experts(self) -> list[str]:
         """Return the names, in a layer, of the linears of all experts."""
         return [linear.name for linear in self.expert_gate_up + self.expert_down]
-
-    def adapted(self, target_modules: Iterable[str]) -> list[str]:
-        """Return the names, in a layer, of the linears that --target_modules means. "all-linear"
-        means all linears; in an MoE model those of attention and other mixers, except names that
-        PEFT 0.21 takes for experts' (gate_proj). "experts" means all experts. Any other word is the
-        end of a name."""
-        ends, every = tuple(f".{target}" for target in target_modules), set()
-        if "all-linear" in target_modules and self.moe:
-            expert_names = {name.rsplit(".", 1)[-1] for name in self.experts()}
-            every = {x.name for kind in dict.fromkeys(self.layer_kinds)
-                     for group in self.mixer_groups(kind).values() for x in group
-                     if x.name.rsplit(".", 1)[-1] not in expert_names}
-        elif "all-linear" in target_modules:
-            every = {*self.adaptable()}
-        names = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
-        return names + self.experts() if "experts" in target_modules else names
 
     def vectors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
         """Return {name in the layer: shape} of a layer's norms and biases, without those inside
@@ -704,6 +701,3 @@ def rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
     if rope.get("rope_type") == "proportional":
         return head_dim
     return int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
-
-
-LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, LatentAttention,
-    Limits, Linear, Mamba2, MoE, PerLayerInputs, ShortConv, rotary_dim)
+    ACTIVATIONS, LAYER_TYPES, Architecture, Family, Heads, Limits, Linear, MoE, PerLayerInputs,
+    rotary_dim)
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.blocks import BLOCK
 
@@ -35,12 +35,11 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     output_router_logits num_mtp_layers
     block_multiple_of block_ffn_dim_multiplier
     """.split())
-
-
-# fields whose values may differ between layers
+# fields of Architecture with the linears of experts
+EXPERT_FIELDS = "shared_gate_up", "shared_down", "expert_latent", "expert_gate_up", "expert_down"
+# fields of a config whose values may differ between layers
 BY_LAYER = {"head_dim", "num_attention_heads", "num_key_value_heads"}
-AnyRecord = TypeVar("AnyRecord", Family, MoE, AttentionGate, LatentAttention, ShortConv,
-                    DeltaNet, Mamba2, PerLayerInputs)
+AnyRecord = TypeVar("AnyRecord")  # Family, or a record in its fields
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -74,10 +73,8 @@ def check_model(model_config: PreTrainedConfig) -> None:
         raise ValueError(f"{name}: layers that differ in {', '.join(other)} are not supported")
     c = c.per_layer_config[0]
     family = FAMILIES[c.model_type]
-    records = (family, *filter(None, (family.moe, family.attention_gate, family.mla,
-                                      family.per_layer)), *family.mixers.values())
-    values = [value for record in records for value in vars(record).values()]
-    known = {str(value).removeprefix("config.") for value in values}
+    known = {str(value).removeprefix("config.")
+             for record in records_of(family) for value in vars(record).values()}
     known |= KNOWN_FIELDS.union(family.unused)
     for field in dataclasses.fields(c):
         value, default = getattr(c, field.name), field.default
@@ -86,6 +83,15 @@ def check_model(model_config: PreTrainedConfig) -> None:
         default = family.must_be.get(field.name, default)
         if field.name not in known and value != default and (value or default):
             raise ValueError(f"{name}: {field.name}={value} is not supported, only {default}")
+
+
+def records_of(record: Any) -> Iterator[Any]:
+    """Yield a record, and the records in its fields: a family's experts, mixers and so on."""
+    yield record
+    for value in vars(record).values():
+        for inner in value.values() if isinstance(value, dict) else (value,):
+            if dataclasses.is_dataclass(inner):
+                yield from records_of(inner)
 
 
 def describe_model(model_config: PreTrainedConfig) -> Architecture:
@@ -97,7 +103,6 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     c = layer_configs[0]  # stands for all layers, except in BY_LAYER
     record = FAMILIES[c.model_type]
     family = fill_record(record, c)
-    values = dict(vars(family))
     if family.activation not in ACTIVATIONS:
         raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
                          f" supported: only {', '.join(ACTIVATIONS)}")
@@ -108,7 +113,9 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
                          " needs another intermediate_size")
     layer_heads = describe_heads(layer_configs, family)
     _, kv_heads, head_dim, keys_are_values = layer_heads[0]
-    values.update(describe_positions(c, family, layer_heads), keys_are_values=keys_are_values)
+    # the family's fields, some of them replaced below, then those that only an Architecture has
+    values = dict(vars(family), keys_are_values=keys_are_values)
+    values.update(describe_positions(c, family, layer_heads))
     if not (family.qk_norm and family.qk_norm_if):
         values.update(qk_norm=None, q_norm=None, k_norm=None)
     if not family.post_norm_if:
@@ -121,31 +128,34 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     values["kv_sources"] = describe_kv_sources(c, family)
     values["layer_limits"] = describe_limits(c, family)
     values["per_layer"] = describe_per_layer(c, family)
-    settings = stored_format(model_config)
     n_out = inner * (1 + family.gated) // len(family.mlp_in)
     gate_up = [Linear(name, n_out, hidden, family.mlp_bias) for name in family.mlp_in]
     down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
-    values.update(describe_experts(
-        c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
+    in_mxfp4 = stored_format(model_config).get("quant_method") == "mxfp4"
+    values.update(describe_experts(c, family, in_mxfp4, (gate_up, down)))
     if values["moe"] and (form := ADAPTERS_INSIDE.get(model_config.model_type)):
         values["moe"] = dataclasses.replace(values["moe"], adapters=form)
+    return Architecture(
+        **values, **describe_names(model_config, family), family=c.model_type,
+        n_layers=c.num_hidden_layers, hidden_size=hidden, n_heads=c.num_attention_heads,
+        n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size, layer_heads=layer_heads,
+        gate_up=gate_up, down=down,
+        # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
+        # text config may lack the flag, Voxtral's outer one does
+        tied=getattr(c, "tie_word_embeddings", True) and getattr(
+            model_config, "tie_word_embeddings", False),
+        added_rows=0)
+
+
+def describe_names(model_config: PreTrainedConfig, family: Family) -> dict[str, Any]:
+    """Return {field of Architecture: value} of the fields about names in files."""
     prefixes, head_names = [*family.prefixes], ["lm_head.weight"]
     if model_config.model_type in MULTIMODAL:
         module = TEXT_MODULES.get(model_config.model_type, "model.language_model")
         prefixes = [f"{module}.", *(f"language_model.{prefix}" for prefix in family.prefixes),
                     "model.language_model.model.", "model."]  # HyperCLOVA X's, Qwen2-VL's files
         head_names += ["language_model.lm_head.weight", "model.language_model.lm_head.weight"]
-    return Architecture(
-        **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
-        n_heads=c.num_attention_heads, n_kv_heads=kv_heads, head_dim=head_dim,
-        vocab_size=c.vocab_size, layer_heads=layer_heads,
-        gate_up=gate_up, down=down,
-        # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
-        # text config may lack the flag, Voxtral's outer one does
-        tied=getattr(c, "tie_word_embeddings", True) and getattr(
-            model_config, "tie_word_embeddings", False),
-        added_rows=0, module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
-        head_names=head_names)
+    return dict(module_prefix=prefixes[0], checkpoint_prefixes=prefixes, head_names=head_names)
 
 
 def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:
@@ -164,7 +174,7 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
             raise ValueError(f"{odd[0]} attention heads are not a multiple of {n_kv} key-value"
                              " heads")
         dim = getattr(one, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        if len(heads) >= c.num_hidden_layers - (family.n_borrowers or 0):
+        if len(heads) >= c.num_hidden_layers - (family.n_kv_shared_layers or 0):
             heads.append(Heads(n, 0, dim, False))
             continue
         keys_are_values = bool(family.keys_are_values) and kind == "full_attention"
@@ -174,11 +184,12 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
 
 def describe_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]:
     """Return Architecture.kv_sources, from a text config."""
-    n_own, kinds = c.num_hidden_layers - (family.n_borrowers or 0), layer_types(c, family)
+    n_own, kinds = c.num_hidden_layers - (family.n_kv_shared_layers or 0), layer_types(c, family)
     last_of_kind = {kind: i for i, kind in enumerate(kinds[: max(0, n_own)])}
     if missing := set(kinds) - last_of_kind.keys():
-        raise ValueError(f"num_kv_shared_layers={family.n_borrowers}: none of the other layers has"
-                         f" keys and values of {', '.join(sorted(missing))} that they could read")
+        raise ValueError(f"num_kv_shared_layers={family.n_kv_shared_layers}: none of the other"
+                         f" layers has keys and values of {', '.join(sorted(missing))} that they"
+                         " could read")
     return [None if i < n_own else last_of_kind[kind] for i, kind in enumerate(kinds)]
 
 
@@ -250,16 +261,17 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
-        if key in ("moe", "attention_gate", "mla", "per_layer") and value:
+        if dataclasses.is_dataclass(value):
             values[key] = fill_record(value, c)
-        elif key == "mixers":
-            values[key] = {name: fill_record(mixer, c) for name, mixer in value.items()}
+        elif isinstance(value, dict):  # of mixers; or of names and values, which stay
+            values[key] = {name: fill_record(inner, c) if dataclasses.is_dataclass(inner) else inner
+                           for name, inner in value.items()}
         elif str(value).startswith("config."):
             name = value.removeprefix("config.")
             value = getattr(c, name) if name in declared else None
             is_uniform = isinstance(value, list) and value and value == value[:1] * len(value)
             values[key] = value[0] if is_uniform else value
-    return dataclasses.replace(record, **values)
+    return type(record)(**values)
 
 
 def describe_experts(
@@ -269,9 +281,9 @@ def describe_experts(
     """Return {field of Architecture: value} of the fields about experts, from a text config.
     `in_mxfp4`: the files have the experts in MXFP4. `dense`: the linears of the MLP without
     experts."""
-    n_layers, hidden, moe = c.num_hidden_layers, c.hidden_size, family.moe
-    names = "shared_gate_up", "shared_down", "expert_latent", "expert_gate_up", "expert_down"
-    none = {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "moe": None}
+    moe = family.moe
+    none = {"layer_routed": [False] * c.num_hidden_layers, "moe": None,
+            **dict.fromkeys(EXPERT_FIELDS, [])}
     if not moe or not moe.used or moe.shared_mlp and moe.n_experts == 0:
         return none
     sizes = moe.n_experts, moe.top_k, moe.expert_size
@@ -288,7 +300,15 @@ def describe_experts(
     if moe.scores not in ("softmax", "sigmoid") or moe.combination not in ("sum", "average"):
         raise ValueError(f"experts with {moe.scores} scores and the {moe.combination} with shared"
                          " experts are not supported")
+    return {"layer_routed": routed, "moe": moe,
+            **expert_linears(c.hidden_size, family, moe, in_mxfp4, dense)}
 
+
+def expert_linears(
+    hidden: int, family: Family, moe: MoE, in_mxfp4: bool, dense: tuple[list[Linear], list[Linear]],
+) -> dict[str, list[Linear]]:
+    """Return {field of Architecture: its linears} of EXPERT_FIELDS. `in_mxfp4`, `dense`: see
+    describe_experts()."""
     def mlp(stem: str, inner: int, bias: bool, outer: int) -> tuple[list[Linear], list[Linear]]:
         """Return the linears of an MLP that read its input, and those that compute its output."""
         names = ("gate", "up") if family.gated else ("up",)
@@ -306,21 +326,20 @@ def describe_experts(
         return ([Linear(f"{stem}.gate_up_proj", 2 * inner, hidden, False, in_mxfp4)],
                 [Linear(f"{stem}.down_proj", hidden, inner, False, in_mxfp4)])
 
-    shared_size = (moe.shared_size or 0) * (moe.n_shared or 0)
     shared: tuple[list[Linear], list[Linear]] = [], []
-    if shared_size:
+    if shared_size := (moe.shared_size or 0) * (moe.n_shared or 0):
         shared = mlp(moe.shared, shared_size, family.mlp_bias, hidden)
-    latent = list[Linear]()
     if moe.shared_mlp and dense[1][0].in_features:  # Granite's may have no shared expert
         shared = dense
+    latent = list[Linear]()
     if size := moe.latent_size:
         into, back = moe.latent_linears
         latent = [Linear(into, size, hidden, family.mlp_bias),
                   Linear(back, hidden, size, family.mlp_bias)]
-    gate_ups, downs = zip(*map(expert, range(moe.n_experts)))
-    experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
-    return {"layer_routed": routed, "moe": moe,
-            **dict(zip(names, (*shared, latent, *experts)))}
+    experts = [expert(i) for i in range(moe.n_experts)]
+    return {"shared_gate_up": shared[0], "shared_down": shared[1], "expert_latent": latent,
+            "expert_gate_up": [linear for gate_up, _ in experts for linear in gate_up],
+            "expert_down": [linear for _, down in experts for linear in down]}
 
 
 def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:

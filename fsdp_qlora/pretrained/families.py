@@ -36,7 +36,7 @@ GEMMA4: dict[str, Any] = GEMMA2 | dict(
     norm="rms_fp32", query_scalar=None, attention_scale=1.0, qk_norm="head", value_norm=True,
     keys_are_values="config.attention_k_eq_v", ropes_by_layer_type=True,
     logits_softcap="config.final_logit_softcapping", layer_scalar="layer_scalar",
-    n_borrowers="config.num_kv_shared_layers", wide_borrowers="config.use_double_wide_mlp",
+    n_kv_shared_layers="config.num_kv_shared_layers", double_wide_mlp="config.use_double_wide_mlp",
     per_layer=PerLayerInputs(),
     # with "vision" only pixels see later tokens; with "all", is_causal is False
     unused=("use_bidirectional_attention",))

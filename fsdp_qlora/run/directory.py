@@ -178,15 +178,15 @@ def flags_of(user_config: Config) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(run: Run, user_config: Config, weights_dir: Path, loaded: Loaded,
-                 template_date: str, versions: dict[str, str]) -> None:
+def describe_run(run: Run, user_config: Config, loaded: Loaded,
+                 versions: dict[str, str]) -> None:
     """Write train_config.json, which has everything that a merge needs. Rank 0 only.
 
     A resumed run keeps two things from before: the SHA-256 of an existing adapter, and the library
     versions with which the earlier steps were trained.
     """
     run.status.check_lock()
-    config, path = run.config, run.directory / "train_config.json"
+    job, config, path = run.job, run.config, run.directory / "train_config.json"
     saved_config = read_json(path, {}) if run.saved_step else {}
     kept = {key: saved_config[key] for key in ("earlier_versions",) if key in saved_config}
     if (before := saved_config.get("versions", versions)) != versions:
@@ -198,10 +198,10 @@ def describe_run(run: Run, user_config: Config, weights_dir: Path, loaded: Loade
     described = {
         "flags": flags_of(user_config),
         "config": dataclasses.asdict(config),
-        **run.digests,
+        **job.digests,
         "plan": dataclasses.asdict(run.plan),
-        "base_model": (str(weights_dir.resolve())
-                       if Path(config.model or weights_dir).is_dir() else config.model),
+        "base_model": (str(job.weights_dir.resolve())
+                       if Path(config.model or job.weights_dir).is_dir() else config.model),
         "quantization": {
             **QUANTIZATION,
             "quantized_from_dtype": config.compute_dtype,
@@ -210,7 +210,7 @@ def describe_run(run: Run, user_config: Config, weights_dir: Path, loaded: Loade
             "tensor_sums": loaded.sums,  # {tensor: content_sum()}: tell bases apart
         },
         "world_size": dist.get_world_size(),
-        "date": template_date,
+        "date": job.template_date,
         "trainable_token_ids": [*run.adapter.token_ids],
         "asked": [{"answers": n, "chat_template_kwargs": json.loads(kwargs)}
                   for kwargs, n in run.rows.template_kwargs.items()],  # see how_to_prompt()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from fsdp_qlora.config import warmup_steps
 from fsdp_qlora.exit_codes import EXIT_DIVERGED
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.state import Progress, Run
@@ -16,7 +17,7 @@ LAST = 0.1  # fraction of a run's steps that why_worse() looks at, at least thre
 MARGIN, SLIGHT = 0.1, 0.05
 
 
-def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progress: Progress,
+def why_diverged(step: int, loss: float, norm: float, n_warmup: int, progress: Progress,
                  largest_weight: Callable[[], float], saturates: bool = False) -> str:
     """Return why the run has diverged, or "". Also records the losses in `progress`.
 
@@ -25,14 +26,14 @@ def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progr
     """
     if progress.first_loss is None:
         progress.first_loss = loss
-    if step > warmup_steps:
+    if step > n_warmup:
         lowest = progress.lowest_loss
         progress.lowest_loss = loss if lowest is None else min(loss, lowest)
     if not math.isfinite(loss + norm):
         return f"loss {loss}, gradient norm {norm}"
     if norm == 0 and not (saturates and largest_weight() <= LARGEST_WEIGHT):
         return f"loss {loss:.4f}, but a gradient norm of exactly 0"
-    if step > warmup_steps + PATIENCE and progress.lowest_loss > progress.first_loss:
+    if step > n_warmup + PATIENCE and progress.lowest_loss > progress.first_loss:
         largest = largest_weight()
         if largest > LARGEST_WEIGHT:
             return (f"since the warm-up the loss has not been below the first step's"
@@ -42,9 +43,8 @@ def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progr
 
 def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
     """Raise RunEnd if the run has diverged, before the update. All ranks must call this."""
-    warmup = run.config.warmup_fraction * run.config.max_steps
-    why = why_diverged(step, loss, norm, warmup, run.progress, run.adapter.largest,
-                       saturates=run.config.loss != "sft")
+    why = why_diverged(step, loss, norm, warmup_steps(run.config), run.progress,
+                       run.adapter.largest, saturates=run.config.loss != "sft")
     if not why:
         return
     advice = "the run has diverged, and this step is not saved. Try a lower --learning_rate"

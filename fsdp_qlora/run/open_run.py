@@ -15,6 +15,7 @@ from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
     FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
     token_row_settings)
+from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
@@ -93,7 +94,7 @@ def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
     arch = as_saved(base.arch, read_json(path), tensors_of(file))
     names = base.names
-    adapted = set(arch.adapted(run.config["target_modules"]))
+    adapted = set(adapted_linears(arch, run.config["target_modules"]))
     lora = lora_settings(arch, rank, alpha, adapter_type, adapted,
                          trainable_token_indices=token_row_settings(arch, base.token_ids))
     parts = {}

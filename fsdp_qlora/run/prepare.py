@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
 from pathlib import Path
-from typing import Any
-
-from peft import LoraConfig
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data
-from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.tokenizer import check_tokenizer
 from fsdp_qlora.files import read_json
-from fsdp_qlora.layer.spec import LayerSpec, make_layer_specs
+from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.init_adapter import check_origin, read_adapter
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
-from fsdp_qlora.run.base_model import BaseModel, fetch_weights, open_model
-from fsdp_qlora.run.checkpoints import agree_on_digests
+from fsdp_qlora.run.base_model import fetch_weights, open_model
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.resolve import resolve_steps
+from fsdp_qlora.run.resume import agree_on_digests
 from fsdp_qlora.run.startup_log import log_rows
+from fsdp_qlora.run.state import Job
 from fsdp_qlora.run.status import Status
 
 
 DRY_ROWS = 5  # rows that a dry run prints
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """All that a run needs besides the base model's weights."""
-
-    config: Config  # the flags, all filled in
-    base: BaseModel
-    weights_dir: Path  # the directory of the base model's weights, which a dry run may lack
-    rows: Rows
-    eval_rows: Rows | None  # None: no evaluation
-    template_date: str  # the date for chat templates that have one; a resumed run keeps it
-    lora_config: LoraConfig
-    specs: tuple[LayerSpec, ...]
-    digests: dict[str, str | None]  # of rows and base model, see agree_on_digests()
-    saved_config: dict[str, Any]  # train_config.json of the run in the directory; {}: a new run
-
-    @property
-    def n_weights(self) -> int:
-        """The adapter's weights, those of the rows of --trainable_tokens included."""
-        arch = self.base.arch
-        n_row_weights = arch.n_tables * len(self.base.trainable_ids) * arch.hidden_size
-        return n_row_weights + sum(
-            math.prod(shape) for spec in self.specs for _, shape in spec.adapter_parts().values())
-
-
-def prepare(flags: Config, directory: Path, status: Status, is_dry: bool) -> Prepared:
+def prepare(flags: Config, directory: Path, status: Status, is_dry: bool) -> Job:
     """Read the model's config and the rows, check that all fits together, and download the weights,
     but not for a dry run. `flags`: the result of resolve_config(). All ranks must call this."""
     # the model, but for its weights
@@ -87,7 +58,7 @@ def prepare(flags: Config, directory: Path, status: Status, is_dry: bool) -> Pre
     digests = agree_on_digests(config, rows, eval_rows, base_sha256)
     if config.init_adapter and is_new:
         on_rank_0(check_origin, config, base_sha256, tokenizer)
-    return Prepared(
+    return Job(
         config=config, base=base, weights_dir=weights_dir, rows=rows, eval_rows=eval_rows,
         template_date=template_date, lora_config=lora_config, specs=specs, digests=digests,
         saved_config=saved_config)

@@ -1,4 +1,5 @@
-"""Run: everything a training step needs, and mutable progress."""
+"""Job, what a run is to do; Run, everything a training step needs; Progress, saved in checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +10,45 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import RowSource
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
+from fsdp_qlora.run.base_model import BaseModel
 from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.run.status import Status
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a run is to do: all that it needs besides the base model's weights. prepare() makes it.
+    """
+
+    config: Config  # the flags, all filled in
+    base: BaseModel
+    weights_dir: Path  # the directory of the base model's weights, which a dry run may lack
+    rows: Rows
+    eval_rows: Rows | None  # None: no evaluation
+    template_date: str  # the date for chat templates that have one; a resumed run keeps it
+    lora_config: LoraConfig
+    specs: tuple[LayerSpec, ...]
+    # SHA-256 of rows and base model by their keys in train_config.json, see agree_on_digests()
+    digests: dict[str, str | None]
+    saved_config: dict[str, Any]  # train_config.json of the run in the directory; {}: a new run
+
+    @property
+    def n_weights(self) -> int:
+        """The adapter's weights, those of the rows of --trainable_tokens included."""
+        arch = self.base.arch
+        n_row_weights = arch.n_tables * len(self.base.trainable_ids) * arch.hidden_size
+        return n_row_weights + sum(
+            math.prod(shape) for spec in self.specs for _, shape in spec.adapter_parts().values())
 
 
 @dataclasses.dataclass
@@ -39,17 +67,13 @@ class Progress:
 class Run:
     """Everything that finetune() has built, and the state that the steps change."""
 
-    config: Config
+    job: Job
     plan: Plan  # what is sharded, recomputed and offloaded
     status: Status  # signals, deadlines, status.json
     directory: Path
     device: torch.device
     source: RowSource  # chooses the rows of a step
-    eval_rows: Rows | None  # None: no evaluation
-    tokenizer: PreTrainedTokenizerFast | None  # None: there is no text
-    # SHA-256 of rows and base model by their keys in train_config.json, see agree_on_digests()
-    digests: dict[str, str | None]
-    lora_config: LoraConfig
+    eval_rows: Rows | None  # those of the job; ensure_reference() adds what DPO needs
     model: Model
     adapter: Adapter
     optimizer: Any  # the Optimizer of the script, which may be another one
@@ -64,6 +88,11 @@ class Run:
     prefetched: tuple[Rows, list[MicroBatch]] | None = None
 
     @property
+    def config(self) -> Config:
+        """The flags, all filled in."""
+        return self.job.config
+
+    @property
     def rows(self) -> Rows:
-        """All rows to train on."""
+        """All rows to train on; ensure_reference() adds what DPO needs."""
         return self.source.rows

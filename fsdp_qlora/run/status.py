@@ -1,39 +1,31 @@
-"""Signals, step timeout, exit codes and status.json: how a run ends.
-
-What all ranks know of is a RunEnd, with which main() ends them together. What happens to one rank
-alone goes to Status.end_alone(), and torchrun ends the others. The watching thread cannot wait for
-the main thread: it calls Status.leave().
+"""Status: what this process is doing, status.json, and how a run ends: exit code and last line.
 
     phase: flags -> model -> data -> model -> checkpoint -> model -> (resumed: checkpoint ->)
            saving -> training -> saving -> exit 0
 
+What all ranks know of is a RunEnd, with which main() ends them together. What happens to one rank
+alone goes to Status.end_alone(), and torchrun ends the others. The watching thread, see watch.py,
+cannot wait for the main thread: it calls Status.leave(). Whichever thread takes end_lock first
+reports the reason.
+
     main thread        a RunEnd, on all ranks           stop_together()   its code, or the phase's
                        any other error, of this rank    end_alone()       8, 70, or 75: LOST
-    watching thread    a signal, or torchrun ends:
-                         before training, or a second   leave()           75
-                         the first in training          stop_reason: RunEnd after the step
-                       another process ends             leave()           75
+    watching thread    a signal, another process ends   leave()           75
                        the deadline is over             leave_frozen()    9
-
-Of the two threads the first that takes end_lock says why. Signal handlers do nothing; the signal's
-number comes to the watching thread through a socket, whatever the main thread waits for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import math
 import os
 import re
-import signal
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,7 +34,7 @@ import torch.distributed as dist
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.exit_codes import (
-    EXITS, EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, SIGNALS)
+    EXITS, EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT)
 from fsdp_qlora.files import open_own, read_json
 from fsdp_qlora.log import print_error, tell_torchrun
 from fsdp_qlora.memory import memory_gib
@@ -55,7 +47,6 @@ LOST = "another process of this run has ended"
 LOST_DIRECTORY = (".lock is not this run's any more: the directory was moved, removed or taken by"
                   " another run, and this one writes nothing more there")
 FIRST_STEP_SECONDS = 180  # upper bound; the first step also compiles
-LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # for prctl(2)
 
 
 class Status:
@@ -136,6 +127,12 @@ class Status:
         if self.has_lost_directory():
             self.stop_reason = LOST_DIRECTORY
             raise OSError(LOST_DIRECTORY)
+
+    def close_lock(self) -> None:
+        """Close this process's descriptor of .lock, the last of which unlocks the directory."""
+        if self.lock_fd is not None:
+            os.close(self.lock_fd)
+            self.lock_fd = None
 
     def stop_together(self, stop: RunEnd) -> int:
         """Print and record why all ranks end. Returns the exit code."""
@@ -263,93 +260,6 @@ def replace_text(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             file.truncate()
-
-
-@contextlib.contextmanager
-def watch_process() -> Iterator[Status]:
-    """Yield a Status. While the `with` body runs, a thread watches for signals, for the end of
-    torchrun and for a step that never ends, whatever the main thread waits for."""
-    status = Status()
-    receive, send = socket.socketpair()
-    send.setblocking(False)
-    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS
-                if not (under_nohup and number == signal.SIGHUP)}
-    wakeup = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: reset_after_fork(status))
-    thread = threading.Thread(target=watch, args=(receive, status), daemon=True)
-    thread.start()
-    try:
-        yield status
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        send.close()
-        thread.join()
-        receive.close()
-        close_lock(status)
-
-
-def close_lock(status: Status) -> None:
-    if status.lock_fd is not None:
-        os.close(status.lock_fd)
-        status.lock_fd = None
-
-
-def reset_after_fork(status: Status) -> None:
-    """Prepare a forked process, which encodes data: end with the parent, close the parent's lock,
-    and handle signals by default."""
-    with contextlib.suppress(AttributeError, OSError):  # Linux only
-        LIBC.prctl(SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != status.pid:  # the parent ended before prctl() took effect
-        os._exit(1)
-    status.pid = os.getpid()
-    close_lock(status)
-    signal.set_wakeup_fd(-1)
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, signal.SIG_DFL)
-
-
-def watch(receive: socket.socket, status: Status) -> None:
-    """Watch this process until `receive` is closed."""
-    torchrun = parent = os.getppid()
-    n_processes, n_missing, last_look = 0, 0, time.monotonic()
-    receive.settimeout(0.2)
-    while True:
-        reasons = []
-        with contextlib.suppress(TimeoutError):
-            if not (numbers := receive.recv(64)):
-                return
-            reasons = [signal.Signals(n).name for n in numbers if n in SIGNALS]
-        if (gap := time.monotonic() - last_look) > 5:  # the process (or the whole job) was stopped
-            status.deadline += gap
-        last_look = time.monotonic()
-        if os.getppid() != parent and "RANK" in os.environ:  # plain Python may outlive its shell
-            reasons, parent = ["torchrun has ended"], os.getppid()
-        if reasons and not status.is_ending:
-            status.on_signal(reasons[0])
-        if status.phase == "training" and not status.is_ending:
-            n_now = count_siblings()
-            n_processes = max(n_processes, n_now)
-            n_expected = min(n_processes, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-            # a new parent (torchrun has ended) has no siblings to count
-            is_lost = n_now < n_expected and os.getppid() == torchrun
-            n_missing = n_missing + 1 if is_lost else 0
-            if n_missing > 1:  # seen twice, because torchrun may just be ending
-                # NCCL would wait for the missing process
-                status.leave(EXIT_RESUMABLE, f"{LOST}; {status.how_to_resume}")
-        if time.monotonic() > status.deadline:
-            status.leave_frozen()
-
-
-def count_siblings() -> int:
-    """Return the number of processes that torchrun has on this node; 0 if it cannot be read."""
-    path = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
-    with contextlib.suppress(OSError):
-        return len(path.read_text().split())
-    return 0
 
 
 def end_soon(code: int) -> None:
