@@ -52,20 +52,21 @@ class Workload:
     longest: int  # tokens of the longest document
     longest_row: int  # tokens of the longest row, with both answers of a pair
     mean_document_tokens: float  # of the document that a token is in: what attention works on
-    uneven: bool  # True if training rows differ in length or in their number of tokens in the loss
+    uneven_lengths: bool  # True if the documents that are trained differ in length
     world_size: int
     device: torch.device
     plain_attention: bool = False
     plain_recurrence: bool = False
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
     state_bytes: float = 0.0  # see Plan
+    uneven_labels: bool = False  # True if they differ in the number of their tokens in the loss
     shortest: int = 0  # tokens of the shortest document that is trained
     resumable_attention: bool = False  # see can_resume()
 
     def varlen_attention(self, context_size: int) -> bool:
         """Return Plan.varlen_attention, as make_micro_batch() decides it."""
         if context_size == 1:
-            return self.uneven
+            return self.uneven_lengths
         return not has_long_pieces(self.shortest, context_size)
 
     def least_tokens(self, context_size: int) -> int:
@@ -211,7 +212,8 @@ def choose_plan(
     # rows
     least = workload.least_tokens(plan.context_parallel_size)
     n_rows = workload.world_size * (plan.micro_batch_tokens // least)
-    uneven_micro_batches = workload.uneven or config.batch_size % n_rows > 0
+    uneven_micro_batches = (workload.uneven_lengths or workload.uneven_labels
+                            or config.batch_size % n_rows > 0)
     return use_graphs(plan, search, uneven_micro_batches)
 
 
@@ -415,15 +417,16 @@ def describe_workload(
     rows = source.rows
     longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
                             for count in (longest_document, longest_of_rows))
-    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_labels()))
+    uneven_lengths, uneven_labels = (
+        bool((numbers != numbers[0]).any()) for numbers in (rows.lengths, rows.n_labels()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
     row_lengths = rows.lengths.view(-1, rows.n_answers).sum(1)
     tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
     lengths = rows.lengths.double()
     return Workload(
-        tokens, longest, longest_row, float(lengths.square().sum() / lengths.sum()), uneven,
+        tokens, longest, longest_row, float(lengths.square().sum() / lengths.sum()), uneven_lengths,
         world_size, device, plain_attention, plain_recurrence, why_no_capture, state_bytes,
-        shortest=int(rows.lengths.min()), resumable_attention=resumable_attention)
+        uneven_labels, shortest=int(rows.lengths.min()), resumable_attention=resumable_attention)
 
 
 def why_no_capture(
