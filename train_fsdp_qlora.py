@@ -539,7 +539,7 @@ def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record
     tokens = int(rows.lengths.sum())
     computed_tokens = sum(len(x.input_ids) for x in micro_batches) * dist.get_world_size()
     return {"rows": len(rows), "tokens": tokens,
-            "trainable_tokens": int(rows.n_trainable_tokens.sum()),
+            "trainable_tokens": int(rows.n_loss_tokens.sum()),
             "micro_batches": len(micro_batches) * run.model.context.n_groups,
             "packing_efficiency": tokens / computed_tokens}
 
@@ -685,7 +685,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
     log_evaluation(step, run.config.max_steps, metrics, samples, is_best and step > 0)
     if writer:
         assert run.eval_rows, "it was evaluated"
-        n_tokens = int(run.eval_rows.n_trainable_tokens.sum())
+        n_tokens = int(run.eval_rows.n_loss_tokens.sum())
         writer.record({"step": step, **metrics, "eval_tokens": n_tokens, "eval_seconds": seconds,
                        **({"eval_samples": samples} if samples else {})})
     return True

@@ -218,7 +218,7 @@ def test_form_is_trained_as_specified(name, tokenizer, tmp_path):
     assert whole(documents, tokenizer) == [text]
     assert trained(documents, tokenizer) == [parts]
     (document,) = documents
-    assert document["n_trainable_tokens"] == sum(int(x) != IGNORE for x in document["labels"][1:])
+    assert document["n_loss_tokens"] == sum(int(x) != IGNORE for x in document["labels"][1:])
     assert document["length"] == len(document["input_ids"]) and not document["cut"]
 
 
@@ -228,7 +228,7 @@ def test_ids_are_taken_as_they_are(labels, tokenizer, tmp_path):
     (document,) = encode_row(row, tokenizer, tmp_path)
     assert document["input_ids"].tolist() == [5, 6, 7, 8]
     assert document["labels"].tolist() == (labels or [5, 6, 7, 8])
-    assert document["n_trainable_tokens"] == (1 if labels and IGNORE in labels else 3)
+    assert document["n_loss_tokens"] == (1 if labels and IGNORE in labels else 3)
 
 
 BOS_AND_EOS = ("$A", "<s> $A", "$A </s>", "<s> $A </s>")
@@ -733,7 +733,7 @@ def test_padding_goes_with_its_labels(names, tokenizer, tmp_path):
     assert len(rows) == len(want)
     for i, (ids, labels) in enumerate(want):
         assert [tensor.tolist() for tensor in rows.tokens(i)] == [ids, labels], i
-        assert rows.n_trainable_tokens[i] == sum(label != NO for label in labels[1:])
+        assert rows.n_loss_tokens[i] == sum(label != NO for label in labels[1:])
 
 
 ORDER = [  # of the table in docs/data.md
@@ -1072,7 +1072,7 @@ def test_any_row_is_trained_or_left_out_or_refused(template, tokenizer, tmp_path
                 assert len(ids) == len(labels) == one["length"] <= most
                 assert all(0 <= token < len(tokenizer) for token in ids)
                 assert all(label == IGNORE or 0 <= label < len(tokenizer) for label in labels)
-                assert one["n_trainable_tokens"] == sum(label != IGNORE for label in labels[1:]) > 0
+                assert one["n_loss_tokens"] == sum(label != IGNORE for label in labels[1:]) > 0
             else:
                 is_refused = one["refused"]
                 seen["refused" if is_refused else "skipped"] += 1

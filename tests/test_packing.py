@@ -320,7 +320,7 @@ def test_first_token_is_never_trained():
     got = make_micro_batch(batch, [[0, 1]], 0, torch.tensor(0), make_model(8))
     assert got.label_positions.tolist() == [0, 1, 2, 3, 5, 6]
     assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
-    assert batch.n_trainable_tokens.tolist() == [4, 2]
+    assert batch.n_loss_tokens.tolist() == [4, 2]
 
 
 def test_padding_is_no_longer_than_the_longest_document():

@@ -70,9 +70,10 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     if config.dataset and (n_repeated := rows.n_repeated()):
         log(f"note: {n_repeated:,} duplicate rows (identical tokens)")
     if config.model and tokenizer.chat_template and rows.n_plain:
-        way = "--columns completion=response" if rows.n_answers == 1 else "write them as messages"
-        log(f"note: {rows.n_plain // rows.n_answers:,} prompts and completions are trained as plain"
-            f" text, without the chat template. To use it: {way}")
+        n = rows.documents_per_row
+        way = "--columns completion=response" if n == 1 else "write them as messages"
+        log(f"note: {rows.n_plain // n:,} prompts and completions are trained as plain text,"
+            f" without the chat template. To use it: {way}")
     eval_rows = None
     fraction = held_out_fraction(config)
     if config.eval_dataset and fraction is None:
@@ -107,7 +108,7 @@ def prepare_eval_rows(sources: Sequence[str], read: Callable[..., tuple[Rows, st
     """
     eval_rows, line, renamed = read(sources, flag="--eval_dataset")
     log(f"eval data: {line}")
-    is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.n_answers)
+    is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.documents_per_row)
     if n_trained := int(is_trained.any(1).sum()):
         log(f"warning: {n_trained:,} of the {len(eval_rows):,} evaluation rows are also"
             " trained on (identical tokens): their loss says nothing about new rows")
@@ -134,7 +135,7 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
         raise RunEnd(f"--eval_dataset {' '.join(values)}: is {n} of {len(ids)} examples; must"
                      " be one fraction between 0 and 1, or files")
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(config.seed))
-    held_out = torch.isin(groups[:: rows.n_answers], ids[order[:n]])
+    held_out = torch.isin(groups[:: rows.documents_per_row], ids[order[:n]])
     log(f"eval data: {describe_count(rows, int(held_out.sum()))} held out of the training data")
     train, evaluation = (rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
     return train, evaluation
@@ -196,9 +197,9 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
     and how many were truncated or skipped."""
     forms = counts_of(table["form"].filter(table["kept"])).items()
     n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
-    counted = ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms)
+    counted = ", ".join(f"{n // rows.documents_per_row:,} {form}" for form, n in forms)
     parts = [f"{describe_count(rows, len(rows))},"
-             f" {rows.lengths.sum():,} tokens, {rows.n_trainable_tokens.sum():,} of them in the"
+             f" {rows.lengths.sum():,} tokens, {rows.n_loss_tokens.sum():,} of them in the"
              f" loss ({counted}; {name})"]
     if rows.loss_record.is_unpaired:
         good = rows.desirable
@@ -210,7 +211,7 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
 
 def describe_count(rows: Rows, n: int) -> str:
     """Return a number of these rows with their noun: 1 row, 2 pairs."""
-    return f"{n:,} {'pair' if rows.n_answers == 2 else 'row'}{'s' * (n != 1)}"
+    return f"{n:,} {'pair' if rows.documents_per_row == 2 else 'row'}{'s' * (n != 1)}"
 
 
 def describe_left_out(table: pyarrow.Table) -> str:
@@ -240,7 +241,7 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
             (find_pieces, parse_example, parse_preference, parse_chat, with_day, openai_calls,
              encode_pieces, columns_of)}
     kind = LOSSES[loss]
-    forms = "pairs" if kind.n_answers == 2 else "judged" if kind.is_unpaired else "text"
+    forms = "pairs" if kind.documents_per_row == 2 else "judged" if kind.is_unpaired else "text"
     return text_digest([
         sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
         vocab_size, new_names, forms, str(tokenizer.chat_template or ""),
@@ -249,7 +250,7 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
 
 def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     """Return the Rows of the documents in read_table()'s result that are kept."""
-    kept, is_first, lengths, prompt_lengths, n_trainable_tokens, desirable, digests = (
+    kept, is_first, lengths, prompt_lengths, n_loss_tokens, desirable, digests = (
         torch.from_numpy(table[name].to_numpy().copy())
         for name in ("kept", "is_first", "length", *COLUMNS))
     input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
@@ -258,7 +259,7 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     starts, example_ids = lengths.cumsum(0) - lengths, is_first.cumsum(0)
     documents = Rows(
         loss="sft", input_ids=input_ids, labels=labels, bounds=bounds, starts=starts,
-        lengths=lengths, prompt_lengths=prompt_lengths, n_trainable_tokens=n_trainable_tokens,
+        lengths=lengths, prompt_lengths=prompt_lengths, n_loss_tokens=n_loss_tokens,
         desirable=desirable, digests=digests, example_ids=example_ids)
     return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
                                n_plain=int(table["plain"].to_numpy().sum()),

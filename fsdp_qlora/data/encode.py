@@ -32,7 +32,7 @@ BATCH = 256  # examples that are parsed at once, and documents of one RecordBatc
 BATCH_CHARACTERS = 2**19
 ENCODED = {  # {column that encode_pieces() yields for each document: its type}
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
-    "n_trainable_tokens": "int32", "desirable": "bool", "digest": "int64",
+    "n_loss_tokens": "int32", "desirable": "bool", "digest": "int64",
     "cut": "bool",  # up to here: see columns_of()
     "kept": "bool", "refused": "bool",  # neither: the example is left out
     "is_first": "bool",  # the first document of its example?
@@ -80,7 +80,7 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
                        for good in found.desirable for ids in next(tokens)]
             errors = [found.error or check_tokens(columns, max_seq_len, vocab_size)
                       for columns in encoded]
-            if LOSSES[loss].n_answers == 2:
+            if LOSSES[loss].documents_per_row == 2:
                 error = next(filter(None, errors), None) or check_pair(encoded, max_seq_len)
                 if error:  # one document stands for the whole pair
                     encoded, errors = encoded[:1], [error]
@@ -301,7 +301,7 @@ def check_tokens(columns: dict[str, Any], max_seq_len: int, vocab_size: int) -> 
     if largest >= vocab_size:
         return RefusedExample(f"has token {largest}, but the model's vocabulary ends at"
                               f" {vocab_size - 1}")
-    if not columns["n_trainable_tokens"]:
+    if not columns["n_loss_tokens"]:
         within = f" within its first {max_seq_len} tokens" if columns["cut"] else ""
         return ValueError(f"nothing to train on{within}")
     return None

@@ -71,19 +71,19 @@ def epoch_order(epoch: int, n_rows: int, seed: int) -> torch.Tensor:
 
 
 def pack_rows(lengths: list[int], processes: int, max_tokens: int,
-              n_answers: int = 1) -> list[MicroStep]:
+              documents_per_row: int = 1) -> list[MicroStep]:
     """Pack documents of these lengths into micro-steps of a micro-batch for each process.
 
     The number of micro-steps is the smallest for which every micro-batch, all filled evenly, stays
-    within `max_tokens`. The `n_answers` documents of a row, which are consecutive, are in the same
-    micro-step, but may be in micro-batches of several processes. All ranks know all lengths, so all
-    get the same result.
+    within `max_tokens`. The documents of a row, which are consecutive, are in the same micro-step,
+    but may be in micro-batches of several processes. All ranks know all lengths, so all get the
+    same result.
     """
     fewest = max(1, math.ceil(sum(lengths) / (processes * max_tokens)))
-    rows = [range(i, i + n_answers) for i in range(0, len(lengths), n_answers)]
+    rows = [range(i, i + documents_per_row) for i in range(0, len(lengths), documents_per_row)]
     row_lengths = [sum(lengths[i] for i in row) for row in rows]
     for n in range(fewest, len(rows) + 1):
-        if n_answers == 1:
+        if documents_per_row == 1:
             micro_batches = distribute_evenly(range(len(lengths)), lengths, n * processes)
             micro_steps = [micro_batches[i : i + processes]
                            for i in range(0, len(micro_batches), processes)]
@@ -103,7 +103,7 @@ def micro_steps_of(rows: Rows, model: Model) -> list[MicroStep]:
     """Return pack_rows() of these rows, for the ranks and the plan of this run."""
     context = model.context
     return pack_rows(rows.lengths.tolist(), context.n_groups,
-                     context.size * model.plan.micro_batch_tokens, rows.n_answers)
+                     context.size * model.plan.micro_batch_tokens, rows.documents_per_row)
 
 
 def distribute_evenly(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:
@@ -307,16 +307,16 @@ def make_answers(rows: Rows, micro_step: MicroStep, shape: Shape, model: Model) 
     index_of = {document: rank * shape.n_documents + i
                 for rank, documents in enumerate(micro_step)
                 for i, document in enumerate(documents)}
-    documents = torch.tensor(sorted(index_of)).view(-1, rows.n_answers)
+    documents = torch.tensor(sorted(index_of)).view(-1, rows.documents_per_row)
     indices = torch.tensor([index_of[i] for i in documents.flatten().tolist()]).view_as(documents)
     spare = power_of_2(len(documents)) - len(documents) if model.plan.graphs else 0
-    n_trainable_tokens = rows.n_trainable_tokens[documents].double()
-    reference = torch.zeros_like(n_trainable_tokens)
+    n_loss_tokens = rows.n_loss_tokens[documents].double()
+    reference = torch.zeros_like(n_loss_tokens)
     if rows.reference is not None:
         reference = rows.reference[documents]
     return Answers(*(
         to_device(F.pad(tensor, (0, 0, 0, spare)), model.device)
-        for tensor in (indices, n_trainable_tokens, reference, rows.desirable[documents])))
+        for tensor in (indices, n_loss_tokens, reference, rows.desirable[documents])))
 
 
 def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | Any:

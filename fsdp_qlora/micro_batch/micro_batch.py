@@ -51,7 +51,7 @@ class Answers:
     has two answers, the better one first, or one."""
 
     documents: torch.Tensor  # int64 [rows, answers], index of each among the sums of all ranks
-    n_trainable_tokens: torch.Tensor  # fp64 [rows, answers], labels of the answer; 0: padding
+    n_loss_tokens: torch.Tensor  # fp64 [rows, answers], labels of the answer; 0: padding
     reference: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
     desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
     # the next two: fp64 [], of the whole step or evaluation, see global_loss_values()

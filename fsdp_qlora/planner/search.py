@@ -405,7 +405,7 @@ def longest_document(rows: Rows) -> int:
 
 def longest_of_rows(rows: Rows) -> int:
     """Return the tokens of the longest of these Rows, with both answers of a pair."""
-    return max(longest_document(rows), int(rows.lengths.view(-1, rows.n_answers).sum(1).max()))
+    return max(longest_document(rows), int(rows.row_lengths().max()))
 
 
 def describe_workload(
@@ -420,7 +420,7 @@ def describe_workload(
     uneven_lengths, uneven_labels = (
         bool((numbers != numbers[0]).any()) for numbers in (rows.lengths, rows.n_labels()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
-    row_lengths = rows.lengths.view(-1, rows.n_answers).sum(1)
+    row_lengths = rows.row_lengths()
     tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
     lengths = rows.lengths.double()
     return Workload(
