@@ -68,8 +68,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.config import SCHEDULES, Config
-from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, micro_steps_of
+from fsdp_qlora.data.collate import make_micro_batch
+from fsdp_qlora.data.packing import micro_steps_of
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.data.sampling import RowSource, ShuffledRows
 from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.evaluation.eval_loss import (
     evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
@@ -576,11 +578,10 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
-    context = run.model.context
     rows = run.rows.select(run.source.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
     return rows, [
-        make_micro_batch(rows, micro_step, context.index, step_seed, run.model, context)
+        make_micro_batch(rows, micro_step, run.model, step_seed, run.model.context)
         for micro_step in micro_steps_of(rows, run.model)]
 
 

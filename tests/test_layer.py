@@ -27,7 +27,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import segments_of
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import make_micro_batch
+from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
@@ -158,7 +158,7 @@ def micro_batch_of(documents, model):
     """A micro-batch of these documents, all of whose tokens are trained."""
     rows = rows_of([(ids, ids) for ids in documents])
     every = [*range(len(documents))]
-    return make_micro_batch(rows, [every], 0, torch.tensor(0), model)
+    return make_micro_batch(rows, [every], model, torch.tensor(0))
 
 
 class Pair:
@@ -374,7 +374,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
         model.store = make_store(plan, model.device)
         for n in 9, 5, len(ids), len(ids) - 3:
             rows = rows_of([(ids[:n], ids[:n])])
-            model(make_micro_batch(rows, [[0]], 0, torch.tensor(0), model)).sum().backward()
+            model(make_micro_batch(rows, [[0]], model, torch.tensor(0))).sum().backward()
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
         if on_host:
             layouts = tuple(layer.spec for layer in model.layers)
@@ -685,7 +685,7 @@ def test_no_document_sees_another(name):
                 for i, part in enumerate(parts)
             ]
             micro_batch = make_micro_batch(
-                rows_of(rows), [[2, 0, 3, 1]], 0, torch.tensor(0), model)
+                rows_of(rows), [[2, 0, 3, 1]], model, torch.tensor(0))
             yield model(micro_batch).sum().item()
 
     before, changed = list(losses(pair.ids)), pair.ids.clone()

@@ -17,9 +17,10 @@ from test_benchmarks import bench
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.packing import ShuffledRows, make_micro_batch
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.sampling import ShuffledRows
 from fsdp_qlora.evaluation.compare_with_transformers import plain_model
 from fsdp_qlora.kernels.attention import (
     ATTENTION_TYPES, Kernels, batched_attention, document_attention)
@@ -262,7 +263,7 @@ def held_bytes(arch, model, n_layers, n_tokens):
     kernel = {kind: lambda q, k, v, *_: CountedAttention.apply(q, k, v)
               for kind in ATTENTION_TYPES}  # fmt: skip
     model.kernels = Kernels(kernel, kernel)
-    micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), model)
+    micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], model, torch.tensor(0))
 
     def storages():
         # not FourBitBlocks, whose inner tensors are found, nor what an earlier test's tracing has
@@ -390,7 +391,7 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
     plan = choose_plan(config, arch, layouts, workload, 0, H200)
     model = types.SimpleNamespace(device=cpu, plan=plan, store=None,
                                   kernels=Kernels({"full": "fixed_len"}, {"full": "varlen"}))
-    kernel = make_micro_batch(rows, [[0, 1]], 0, None, model).kernels["full"]
+    kernel = make_micro_batch(rows, [[0, 1]], model).kernels["full"]
     assert plan.varlen_attention == (kernel == "varlen") == (lengths != (30, 30))
     assert workload.uneven_labels == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
 

@@ -31,9 +31,10 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data, prepare_rows
 from fsdp_qlora.data.encode import both_tokenizers, encode_pieces, tokenize
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.packing import ShuffledRows, pack_rows
+from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.sampling import ShuffledRows
 from fsdp_qlora.data.sources import RefusedExample, find_pieces
 from fsdp_qlora.evaluation import eval_loss, reference
 from fsdp_qlora.evaluation.reference import read_reference, tensor_digest, write_reference

@@ -1,7 +1,7 @@
 """Rows: the tokenized data set, from which training steps draw.
 
-dataset.py makes Rows, and defines examples, documents and rows; packing.py makes micro-batches of
-them.
+dataset.py makes Rows, and defines examples, documents and rows; sampling.py, packing.py and
+collate.py make micro-batches of them.
 """
 
 from __future__ import annotations

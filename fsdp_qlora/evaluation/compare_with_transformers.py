@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from fsdp_qlora.data.packing import make_micro_batch
+from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.errors import explain
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, document_attention
@@ -241,7 +241,7 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
 def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return {name of a compared result: tensor} for the two documents in one micro-batch."""
     rows = rows_of([(x, x) for x in ids.split(LENGTHS)])
-    micro_batch = make_micro_batch(rows, [[0, 1]], 0, None, model)
+    micro_batch = make_micro_batch(rows, [[0, 1]], model)
     with torch.no_grad():
         logits = logits_of_states(model, model(micro_batch, wants_loss=False))
     loss = model(micro_batch).sum()

@@ -1,4 +1,4 @@
-"""MicroBatch: what one GPU computes at once, as tensors. data/packing.py makes them."""
+"""MicroBatch: what one GPU computes at once, as tensors. data/collate.py makes them."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import RowSource, round_up
+from fsdp_qlora.data.collate import round_up
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.data.sampling import RowSource
 from fsdp_qlora.kernels.attention import Kernels, can_resume, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.layer import LayerSpec
