@@ -249,13 +249,13 @@ def find_start(job: Prepared, directory: Path, status: Status, is_dry: bool) -> 
 
 def make_plan(job: Prepared, source: RowSource, limit: int,
               device: torch.device) -> tuple[Kernels, Plan]:
-    """Return the attention kernels, and the fastest plan that fits. All ranks must call this."""
+    """Return the kernels of token mixers, and the fastest plan that fits. All ranks must call this.
+    """
     config = job.config
     arch = job.base.arch
     with raise_on_all_ranks():
-        kernels = choose_attention(config, arch, device)
-        if recurrence := choose_recurrence(arch, config.compute_dtype, device):
-            kernels = Kernels(*({**kind, "recurrence": recurrence} for kind in kernels))
+        kernels = choose_attention(config, arch, device)._replace(
+            recurrence=choose_recurrence(arch, config.compute_dtype, device))
     plan = agree_on_plan(config, arch, job.specs, source, job.eval_rows, limit, device, kernels,
                          optimizer_state_bytes(make_optimizer, config))
     if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models

@@ -33,7 +33,7 @@ from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
     compare_with_transformers, random_reference, read_weights, text_model)
 from fsdp_qlora.kernels import pieces, recurrence
-from fsdp_qlora.kernels.attention import Kernels, batched_attention, document_attention
+from fsdp_qlora.kernels.attention import batched_attention, document_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
@@ -134,8 +134,9 @@ def resumable_kernels(arch):
     plain = check.plain_kernels(arch)
     if arch.attention_softcap or arch.sinks:
         return plain
-    return Kernels(*(plain.varlen | dict.fromkeys(("full", "within"), kernel)
-                     for kernel in (batched_attention, piece_attention)))
+    fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "within"), kernel)
+                         for kernel in (batched_attention, piece_attention))
+    return plain._replace(fixed_len=fixed_len, varlen=varlen)
 
 
 def adapter_values(model, values):
@@ -849,8 +850,8 @@ def test_decays_of_large_values_are_finite(function):
     projected[:, -2:] = torch.tensor([-1000.0, -1, 0, 1, 1000])[:, None]
     assert [*mixer.widths][-1] == part  # the last columns
     tensors = {key: torch.ones(shape) for key, shape in mixer.tensors(64).items()}
-    micro_batch = types.SimpleNamespace(position_ids=torch.arange(n), kernels={
-        "recurrence": lambda *args: seen.extend(args[:-1]) or torch.ones(n, 2, 3)})
+    micro_batch = types.SimpleNamespace(position_ids=torch.arange(n), recurrence=(
+        lambda *args: seen.extend(args[:-1]) or torch.ones(n, 2, 3)))
     call = types.SimpleNamespace(
         layer=types.SimpleNamespace(small_tensors=tensors), batch=micro_batch
     )

@@ -364,7 +364,7 @@ def test_rows_of_the_evaluation_fit_into_the_bins():
     with one_process():
         source = ShuffledRows(rows, config)
         plan = agree_on_plan(
-            config, arch, layouts, source, eval_rows, 0, torch.device("cpu"), {})
+            config, arch, layouts, source, eval_rows, 0, torch.device("cpu"), Kernels({}, {}))
     assert plan.micro_batch_tokens >= 300
 
 

@@ -323,8 +323,8 @@ def work_of(tensors, micro_batch):
 def mixer_states(function, mixer, tensors, projected, out):
     """What a mixer gives the kernel of its state, and what it makes of the kernel's `out`."""
     seen = []
-    micro_batch = types.SimpleNamespace(position_ids=POSITIONS, kernels={
-        "recurrence": lambda *args: seen.extend(args[:-1]) or out})
+    micro_batch = types.SimpleNamespace(position_ids=POSITIONS, recurrence=(
+        lambda *args: seen.extend(args[:-1]) or out))
     mixed = function(work_of(tensors, micro_batch), projected, mixer)
     return [*seen, mixed]
 

@@ -46,7 +46,7 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
     if step_seed is not None:
         tensors["dropout_seeds"] = dropout_seeds(
             step_seed, documents, layout.lengths, tensors["position_ids"])
-    if "recurrence" in model.kernels.varlen:
+    if model.kernels.recurrence:
         of_any_lengths = model.plan.graphs and not layout.is_fixed_len
         tensors["chunks"] = chunk_table(layout.starts, of_any_lengths)
     shard = None
@@ -64,6 +64,7 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
         **tensors, lengths=tuple(layout.lengths), longest=layout.longest, context_shard=shard,
         answers=None if rows.loss == "sft" else make_answers(rows, micro_step, shape, model),
         kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen,
+        recurrence=model.kernels.recurrence,
         # an evaluation has no backward
         store=DeviceActivations() if step_seed is None else model.store)
 

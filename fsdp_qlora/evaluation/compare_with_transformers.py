@@ -197,10 +197,11 @@ def plain_model(
 def plain_kernels(arch: Architecture) -> Kernels:
     """Return attention in plain torch; and for mixers with a state, plain torch with chunks so
     small that each document has several."""
-    kernels: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION_TYPES, document_attention)
+    by_type: dict[str, Callable] = dict.fromkeys(ATTENTION_TYPES, document_attention)
+    recurrence = None
     if mixer := mixer_with_state(arch):
-        kernels["recurrence"] = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
-    return Kernels(kernels, kernels)
+        recurrence = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
+    return Kernels(by_type, by_type, recurrence)
 
 
 @torch.no_grad()

@@ -454,9 +454,8 @@ def agree_on_plan(
     if device.type == "cuda":  # so that reported peaks exclude the measurements above
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    plain = any(document_attention in pair.values() for pair in kernels)
-    plain_recurrences = {recurrence.plain for recurrence in RECURRENCES.values()}
-    plain_recurrence = any(plain_recurrences & {*by_type.values()} for by_type in kernels)
+    plain = document_attention in kernels.of_attention
+    plain_recurrence = kernels.recurrence in [record.plain for record in RECURRENCES.values()]
     workload = describe_workload(
         config, source, eval_rows, dist.get_world_size(), device,
         why_no_capture(arch, machine, plain, plain_recurrence), plain, state_bytes,

@@ -59,7 +59,7 @@ def log_startup(
             " train at 1e-5 to 1e-2")
     if device.type == "cuda" and why_no_triton():
         log(f"warning: slow path, no Triton kernels: {why_no_triton()}")
-    used = {f.__name__ for kind in kernels for f in kind.values()}
+    used = {f.__name__ for f in (*kernels.of_attention, kernels.recurrence) if f}
     log_on_gpu = log if device.type == "cuda" else log_debug
     names = sorted({KERNEL_NAMES.get(name, name) for name in used})
     log_on_gpu(f"attention: {', '.join(names)}")
