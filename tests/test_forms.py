@@ -752,7 +752,7 @@ def test_of_several_forms_the_upper_one_in_the_table_is_taken(tokenizer):
     form, (document,) = forms.parse_example({"text": "x", "conversations": SHAREGPT_TALK,
                                              "messages": ASKED, **NO_INPUT}, tokenizer)
     assert form == "messages (ignored: text, conversations, instruction, output)"
-    assert [document[0].text[slice(*span)] for span in document[0].trained] == [
+    assert [document[0].text[slice(*span)] for span in document[0].in_loss] == [
         "The answer is 7.<|im_end|>"]  # fmt: skip
 
 
@@ -823,7 +823,7 @@ def test_an_answer_is_trained_if_all_its_flags_say_so(tokenizer):
             assert forms.read_message({**ASKED[1], **pair})["train"] is False
     answers = [{**ASKED[1], "weight": 0}, *AGAIN]
     _, (document,) = forms.parse_example({"prompt": ASKED[:1], "completion": answers}, tokenizer)
-    assert [document[0].text[slice(*span)] for span in document[0].trained] == [
+    assert [document[0].text[slice(*span)] for span in document[0].in_loss] == [
         "It is 4.<|im_end|>"]  # fmt: skip
 
 
@@ -840,7 +840,7 @@ def test_reasoning_beside_reasoning_in_the_content_is_all_trained(tokenizer):
     answer = says("assistant", "<think>by hand</think>It is 7.", reasoning_content="so")
     tokenizer.chat_template = TEMPLATES["tools"]
     _, (document,) = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
-    assert [document[0].text[slice(*span)] for span in document[0].trained] == [
+    assert [document[0].text[slice(*span)] for span in document[0].in_loss] == [
         "<think>so</think><think>by hand</think>It is 7.<|im_end|>"]  # fmt: skip
     tokenizer.chat_template = TEMPLATES["drops reasoning"]
     with pytest.raises(RefusedExample, match="leaves out reasoning_content of message 2"):
@@ -852,7 +852,7 @@ def test_greeting_of_the_assistant_is_said_not_to_be_trained(tokenizer):
         {"messages": [says("assistant", "Hello."), *ASKED]}, tokenizer)
     assert "(not trained: the assistant's first message" in form
     (part,) = document
-    assert [part.text[slice(*span)] for span in part.trained] == ["The answer is 7.<|im_end|>"]
+    assert [part.text[slice(*span)] for span in part.in_loss] == ["The answer is 7.<|im_end|>"]
 
 
 def test_variables_of_a_row_are_given_to_the_template(tokenizer, tmp_path):
@@ -952,7 +952,7 @@ def test_keys_of_messages_that_the_template_does_not_name_are_told(tokenizer):
     assert form == "messages (ignored in messages: wieght, mood)"
     talk = [ASKED[0], ASKED[1] | {"loss": False, "mood": "bad"}, ASKED[0], answer]
     _, ((part,),) = forms.parse_example({"messages": talk}, tokenizer)
-    assert len(part.trained) == 1
+    assert len(part.in_loss) == 1
     tokenizer.chat_template = CHATML.replace("m.role }}", "m.role }}{{ m.mood }}")
     with pytest.raises(ValueError, match="prompt for an answer has 'assistant.n', but this"):
         forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)

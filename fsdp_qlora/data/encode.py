@@ -73,24 +73,25 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
     examples, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
     tokenizers = both_tokenizers(tokenizer)
     while batch := list(itertools.islice(examples, BATCH)):
-        parsed = [try_example(example, tokenizer, new_names, loss) for _, example in batch]
-        tokens = tokenize([d for found in parsed for d in found.documents], tokenizers)
-        for (where, example), found in zip(batch, parsed):
-            encoded = [columns_of(*ids, max_seq_len, good)
-                       for good in found.desirable for ids in next(tokens)]
-            errors = [found.error or check_tokens(columns, max_seq_len, vocab_size)
-                      for columns in encoded]
+        parsed_examples = [try_example(example, tokenizer, new_names, loss) for _, example in batch]
+        encoded = tokenize([d for parsed in parsed_examples for d in parsed.documents], tokenizers)
+        for (where, example), parsed in zip(batch, parsed_examples):
+            # next(encoded): a document of parse_example() may become several
+            documents = [columns_of(*ids, max_seq_len, is_good)
+                         for is_good in parsed.desirable for ids in next(encoded)]
+            errors = [parsed.error or check_tokens(document, max_seq_len, vocab_size)
+                      for document in documents]
             if LOSSES[loss].documents_per_row == 2:
-                error = next(filter(None, errors), None) or check_pair(encoded, max_seq_len)
+                error = next(filter(None, errors), None) or check_pair(documents, max_seq_len)
                 if error:  # one document stands for the whole pair
-                    encoded, errors = encoded[:1], [error]
+                    documents, errors = documents[:1], [error]
             renamed = old_names & example.keys() if type(example) is dict else ()
-            for i, (columns, error) in enumerate(zip(encoded, errors)):
+            for i, (document, error) in enumerate(zip(documents, errors)):
                 why = (str(error) or type(error).__name__) if error else ""
-                yield {**columns, "kept": not error, "refused": isinstance(error, RefusedExample),
-                       "is_first": i == 0, "form": printable(found.form),
-                       "plain": found.is_plain and not error,
-                       "template_kwargs": found.template_kwargs if i == 0 else "",
+                yield {**document, "kept": not error, "refused": isinstance(error, RefusedExample),
+                       "is_first": i == 0, "form": printable(parsed.form),
+                       "plain": parsed.is_plain and not error,
+                       "template_kwargs": parsed.template_kwargs if i == 0 else "",
                        "renamed": json.dumps(sorted(renamed)),
                        "left_out": printable(why), "where": where if error else ""}
 
@@ -146,13 +147,13 @@ def try_example(example: Any, tokenizer: PreTrainedTokenizerFast, new_names: Seq
 class Tokenizers(NamedTuple):
     """A tokenizer in the forms that tokenize() needs."""
 
-    first: PreTrainedTokenizerFast  # for the beginning of a text, see with_whole_offsets()
-    further: PreTrainedTokenizerFast  # for the continuation of a text, see without_prefix()
+    with_prefix: PreTrainedTokenizerFast  # for the beginning of a text, see with_whole_offsets()
+    without_prefix: PreTrainedTokenizerFast  # for the continuation of a text, see drop_prefix()
 
 
 def both_tokenizers(tokenizer: PreTrainedTokenizerFast) -> Tokenizers:
-    whole = with_whole_offsets(tokenizer)
-    return Tokenizers(whole, without_prefix(whole))
+    tokenizer = with_whole_offsets(tokenizer)
+    return Tokenizers(tokenizer, drop_prefix(tokenizer))
 
 
 def tokenize(documents: list[Document], tokenizers: Tokenizers) -> Iterator[list[Ids]]:
@@ -171,67 +172,69 @@ def tokenize(documents: list[Document], tokenizers: Tokenizers) -> Iterator[list
 
 def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[list[Ids]]:
     """tokenize() for a few documents at once."""
-    documents = [with_answer_apart(document) for document in documents]
+    documents = [split_single_answer(document) for document in documents]
     parts = [part for document in documents if isinstance(document, list) for part in document]
-    encoded = {}  # {(may_begin, continues): tokens of all such parts, in order}
-    for kind in {(part.may_begin, part.continues) for part in parts}:
-        may_begin, continues = kind
-        texts = [part.text for part in parts if (part.may_begin, part.continues) == kind]
-        batch = (tokenizers.further if continues else tokenizers.first)(
-            texts, verbose=False, add_special_tokens=may_begin, return_offsets_mapping=True,
+    tokens = {}  # {(add_bos, add_prefix_space): (ids, offsets) of each such part, in order}
+    for kind in {(part.add_bos, part.add_prefix_space) for part in parts}:
+        add_bos, add_prefix_space = kind
+        texts = [part.text for part in parts if (part.add_bos, part.add_prefix_space) == kind]
+        batch = (tokenizers.with_prefix if add_prefix_space else tokenizers.without_prefix)(
+            texts, verbose=False, add_special_tokens=add_bos, return_offsets_mapping=True,
             return_attention_mask=False, return_token_type_ids=False)
-        encoded[kind] = zip(batch["input_ids"], batch["offset_mapping"])
-    found: list[list[Ids]] = []
+        tokens[kind] = zip(batch["input_ids"], batch["offset_mapping"])
+    encoded_documents: list[list[Ids]] = []
+    eos = tokenizers.with_prefix.eos_token_id
     for document in documents:
         if not isinstance(document, list):  # already tokens
-            found.append([document])
+            encoded_documents.append([document])
             continue
         ids, labels, apart = [], [], list[Document]()
         for part in document:
-            new_ids, offsets = next(encoded[part.may_begin, part.continues])
-            if part.answers and not part.continues:
-                part, apart = part_apart(part, offsets)
-            new_ids, new_labels = part_labels(part, new_ids, offsets, tokenizers.first)
-            ids, labels = ids + new_ids, labels + new_labels
-        eos = tokenizers.first.eos_token_id
-        if document[-1].must_end and ids[-1:] != [eos]:
+            part_ids, offsets = next(tokens[part.add_bos, part.add_prefix_space])
+            if part.answers:
+                part, apart = answers_apart(part, offsets)
+            part_ids, labels_of_part = part_labels(part, part_ids, offsets, tokenizers.with_prefix)
+            ids, labels = ids + part_ids, labels + labels_of_part
+        if document[-1].add_eos and ids[-1:] != [eos]:
             ids, labels = [*ids, eos], [*labels, eos]
         others = tokenize_batch(apart, tokenizers) if apart else []
-        found.append([pair for pairs in others for pair in pairs])
-        if not apart or part.trained:
-            found[-1].append((ids, labels))
-    return found
+        encoded = [pair for pairs in others for pair in pairs]
+        if not apart or part.in_loss:  # else no answer is left in it
+            encoded.append((ids, labels))
+        encoded_documents.append(encoded)
+    return encoded_documents
 
 
-def with_answer_apart(document: Document) -> Document:
+def split_single_answer(document: Document) -> Document:
     """Split a conversation with one answer into two parts, so that nothing is tokenized twice;
     return any other document unchanged."""
-    if isinstance(document, list) and len(document[0].answers) == 1 and not document[0].continues:
+    if isinstance(document, list) and len(document[0].answers) == 1:
         (part,) = document
-        return answer_apart(part, part.answers[0].at, part.spans(), len(part.text))
+        return split_at_answer(part, part.answers[0].at, part.spans(), len(part.text))
     return document
 
 
-def answer_apart(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
+def split_at_answer(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
     """Return a conversation up to the end of one of its answers as two parts: its prompt, and the
     answer, of which these spans are in the loss."""
-    return [Part(part.text[:start], trained=False, may_begin=False),
-            Part(part.text[start:end], [(a - start, b - start) for a, b in spans],
-                 may_begin=False, answers=part.answers, continues=True)]
+    return [Part(part.text[:start], in_loss=False, add_bos=False),
+            Part(part.text[start:end], [(a - start, b - start) for a, b in spans], add_bos=False,
+                 add_prefix_space=False)]
 
 
-def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:
+def answers_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:
     """Return a conversation without those of its answers that begin inside a token, and a document
-    for each of these answers, up to its end."""
-    starts, trained = sorted(answer.at for answer in part.answers), part.spans()
+    for each of these answers, up to its end. `offsets`: of its tokens, (begin, end) in its text."""
+    starts = sorted(answer.at for answer in part.answers)
+    in_loss = part.spans()
     apart: list[Document] = []
     for start, next_start in zip(starts, [*starts[1:], len(part.text)]):
         token = bisect.bisect_right(offsets, start, key=lambda token: token[1])
         if token < len(offsets) and offsets[token][0] < start:
-            spans = [span for span in trained if start <= span[0] < next_start]
-            trained = [span for span in trained if span not in spans]
-            apart.append(answer_apart(part, start, spans, max(end for _, end in spans)))
-    return part._replace(trained=trained), apart
+            spans = [span for span in in_loss if start <= span[0] < next_start]
+            in_loss = [span for span in in_loss if span not in spans]
+            apart.append(split_at_answer(part, start, spans, max(end for _, end in spans)))
+    return part._replace(in_loss=in_loss), apart
 
 
 def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -239,18 +242,14 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenize
     offsets are trimmed, as in Llama 3, a token of spaces alone seems to have no text at all."""
     if "trim_offsets=True" not in str(tokenizer.backend_tokenizer.post_processor):
         return tokenizer
-    whole = copy.copy(tokenizer)
     text = tokenizer.backend_tokenizer.to_str()
-    whole._tokenizer = Tokenizer.from_str(
-        text.replace('"trim_offsets":true', '"trim_offsets":false'))
-    return whole
+    return with_backend(tokenizer, text.replace('"trim_offsets":true', '"trim_offsets":false'))
 
 
-def without_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+def drop_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """Return a copy of the tokenizer that puts nothing before a text that continues another.
     SentencePiece tokenizers such as Llama 2's and Mistral's put a space before every text."""
-    further = copy.copy(tokenizer)
-    whole = json.loads(tokenizer.backend_tokenizer.to_str())
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())  # as in tokenizer.json
 
     def change(step: Any) -> Any:
         """Return a normalizer or pre-tokenizer that puts nothing before a text; None if it did only
@@ -263,9 +262,15 @@ def without_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
             step[key] = [other for each in step[key] if (other := change(each))]
         return step
 
-    whole |= {key: change(whole[key]) for key in ("normalizer", "pre_tokenizer")}
-    further._tokenizer = Tokenizer.from_str(json.dumps(whole))
-    return further
+    settings |= {key: change(settings[key]) for key in ("normalizer", "pre_tokenizer")}
+    return with_backend(tokenizer, json.dumps(settings))
+
+
+def with_backend(tokenizer: PreTrainedTokenizerFast, text: str) -> PreTrainedTokenizerFast:
+    """Return a copy of the tokenizer with another tokenizer.json, as text."""
+    changed = copy.copy(tokenizer)
+    changed._tokenizer = Tokenizer.from_str(text)
+    return changed
 
 
 @functools.lru_cache(1)
@@ -279,16 +284,16 @@ def part_labels(part: Part, ids: list[int], offsets: list[tuple[int, int]],
                 tokenizer: PreTrainedTokenizerFast) -> Ids:
     """Return (input_ids, labels) of a Part, from its tokens and their offsets (begin, end) in its
     text."""
-    n_front = n_put_in_front(tokenizer) if part.may_begin else 0
+    n_front = n_put_in_front(tokenizer) if part.add_bos else 0
     if ids[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0) < offsets[1]:
         ids, offsets, n_front = ids[1:], offsets[1:], n_front - 1  # the text itself has BOS
     while (len(ids) > n_front and ids[-1] == tokenizer.eos_token_id
            and offsets[len(ids) - 1] == (0, 0)):
         ids = ids[:-1]  # EOS was not in the text: some tokenizers append it to every text
-    if isinstance(part.trained, bool):
-        return ids, ids if part.trained else [IGNORE] * len(ids)
+    if isinstance(part.in_loss, bool):
+        return ids, ids if part.in_loss else [IGNORE] * len(ids)
     labels, offsets = [IGNORE] * len(ids), offsets[: len(ids)]
-    for start, end in part.trained:  # all tokens that overlap the span
+    for start, end in part.in_loss:  # all tokens that overlap the span
         chosen = slice(bisect.bisect_right(offsets, start, key=lambda token: token[1]),
                        bisect.bisect_left(offsets, end, key=lambda token: token[0]))
         labels[chosen] = ids[chosen]
