@@ -22,9 +22,9 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow
@@ -62,23 +62,13 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
         template_date=template_date, columns=config.columns or (), loss=config.loss)
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line, renamed = read(sources)
-    log(f"data: {line}")
-    if n_answers := sum(rows.template_kwargs.values()):
-        how = how_to_prompt(rows.template_kwargs)
-        log(f"chat template: each of {n_answers:,} answers is trained after the prompt that the"
-            f" template makes; {how or 'serve with this chat template; it needs no variables'}")
-    if config.dataset and (n_repeated := rows.n_repeated()):
-        log(f"note: {n_repeated:,} duplicate rows (identical tokens)")
-    if config.model and tokenizer.chat_template and rows.n_plain:
-        n = rows.documents_per_row
-        way = "--columns completion=response" if n == 1 else "write them as messages"
-        log(f"note: {rows.n_plain // n:,} prompts and completions are trained as plain text,"
-            f" without the chat template. To use it: {way}")
+    log_data(rows, line, config, has_template=bool(tokenizer.chat_template))
     eval_rows = None
     fraction = held_out_fraction(config)
     if config.eval_dataset and fraction is None:
-        eval_rows, also = prepare_eval_rows(config.eval_dataset, read, rows)
-        renamed |= also
+        eval_rows, line, renamed_in_eval = read(config.eval_dataset, flag="--eval_dataset")
+        log_eval_data(eval_rows, line, rows)
+        renamed |= renamed_in_eval
     for column in config.columns or ():
         if (key := column.split("=")[0]) not in renamed:
             raise RunEnd(f"--columns {column}: no example has the key {key}")
@@ -101,18 +91,30 @@ def held_out_fraction(config: Config) -> float | None:
     return None
 
 
-def prepare_eval_rows(sources: Sequence[str], read: Callable[..., tuple[Rows, str, set[str]]],
-                      rows: Rows) -> tuple[Rows, set[str]]:
-    """Return the Rows of --eval_dataset's files, and the set of keys that --columns has renamed.
-    `read`: prepare_rows() with its settings; `rows`: those to train on. All ranks must call this.
-    """
-    eval_rows, line, renamed = read(sources, flag="--eval_dataset")
+def log_data(rows: Rows, line: str, config: Config, has_template: bool) -> None:
+    """Log ReadRows of --dataset, with what the user may want to change about them. `has_template`:
+    the tokenizer has a chat template."""
+    log(f"data: {line}")
+    if n_answers := sum(rows.template_kwargs.values()):
+        how = how_to_prompt(rows.template_kwargs)
+        log(f"chat template: each of {n_answers:,} answers is trained after the prompt that the"
+            f" template makes; {how or 'serve with this chat template; it needs no variables'}")
+    if config.dataset and (n_repeated := rows.n_repeated()):
+        log(f"note: {n_repeated:,} duplicate rows (identical tokens)")
+    if config.model and has_template and rows.n_plain:
+        n = rows.documents_per_row
+        way = "--columns completion=response" if n == 1 else "write them as messages"
+        log(f"note: {rows.n_plain // n:,} prompts and completions are trained as plain text,"
+            f" without the chat template. To use it: {way}")
+
+
+def log_eval_data(eval_rows: Rows, line: str, rows: Rows) -> None:
+    """Log ReadRows of --eval_dataset, with a warning if they are among the `rows` to train on."""
     log(f"eval data: {line}")
     is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.documents_per_row)
     if n_trained := int(is_trained.any(1).sum()):
         log(f"warning: {n_trained:,} of the {len(eval_rows):,} evaluation rows are also"
             " trained on (identical tokens): their loss says nothing about new rows")
-    return eval_rows, renamed
 
 
 def with_mismatched(rows: Rows, config: Config) -> Rows:
@@ -141,11 +143,18 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     return train, evaluation
 
 
+class ReadRows(NamedTuple):
+    """What prepare_rows() has read."""
+
+    rows: Rows
+    line: str  # for the log: what became of the examples
+    renamed: set[str]  # keys of examples that --columns has renamed
+
+
 def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
                  vocab_size: int, template_date: str, columns: Sequence[str] = (),
-                 loss: str = "sft", flag: str = "--dataset") -> tuple[Rows, str, set[str]]:
-    """Return the Rows of all `sources` for this loss, a log line on what became of them, and the
-    set of keys that `columns` has renamed. All ranks must call this."""
+                 loss: str = "sft", flag: str = "--dataset") -> ReadRows:
+    """Read all `sources` for this loss; `flag` names them. All ranks must call this."""
     name = " ".join(sources)
     with raise_on_all_ranks():
         if tokenizer.eos_token_id is None:
@@ -181,7 +190,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
             raise ValueError(f"{name}: none of its {len(table['kept'])} examples can be trained"
                              f" on: {describe_left_out(table)}")
         renamed = {key for keys in counts_of(table["renamed"]) for key in json.loads(keys)}
-        return rows, describe_rows(rows, table, max_seq_len, name), renamed
+        return ReadRows(rows, describe_rows(rows, table, max_seq_len, name), renamed)
 
 
 def pieces_of_all(sources: Sequence[str],
