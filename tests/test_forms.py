@@ -22,7 +22,7 @@ from tokenizers.processors import ByteLevel, RobertaProcessing, Sequence, Templa
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data import encode, forms
+from fsdp_qlora.data import forms, tokenization
 from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.sources import RefusedExample
@@ -521,7 +521,8 @@ def test_row_that_cannot_be_trained_is_left_out_and_counted(row, reason, tokeniz
 def test_tokenizer_gets_a_bounded_text_at_once(tokenizer, tmp_path, monkeypatch):
     """Long rows go through it one by one, short ones together; what comes out is the same."""
     rows = [{"text": "x" * n} for n in (3, 900, 4, 5, 6, 200, 7, 2000, 2)] + [{"input_ids": [5, 6]}]
-    path, sizes, tokenize = write_jsonl(tmp_path / "data.jsonl", rows), [], encode.tokenize_batch
+    path, sizes = write_jsonl(tmp_path / "data.jsonl", rows), []
+    tokenize = tokenization.tokenize_batch
 
     def noted(documents, tokenizers):
         sizes.append([sum(len(part.text) for part in document) for document in documents
@@ -529,8 +530,8 @@ def test_tokenizer_gets_a_bounded_text_at_once(tokenizer, tmp_path, monkeypatch)
         return tokenize(documents, tokenizers)
 
     want = [document["digest"] for document in encode_file(path, tokenizer)]
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
-    monkeypatch.setattr(encode, "tokenize_batch", noted)
+    monkeypatch.setattr(tokenization, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(tokenization, "tokenize_batch", noted)
     assert [document["digest"] for document in encode_file(path, tokenizer)] == want
     assert [n for batch in sizes for n in batch] == [len(row.get("text", "")) for row in rows[:-1]]
     assert all(sum(batch[1:]) < 500 for batch in sizes) and len(sizes) < len(rows)

@@ -29,13 +29,14 @@ from transformers import PreTrainedTokenizerFast
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data, prepare_rows
-from fsdp_qlora.data.encode import both_tokenizers, encode_pieces, tokenize
+from fsdp_qlora.data.encode import encode_pieces
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sampling import ShuffledRows
 from fsdp_qlora.data.sources import RefusedExample, find_pieces
+from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.evaluation import eval_loss, reference
 from fsdp_qlora.evaluation.reference import read_reference, tensor_digest, write_reference
 from fsdp_qlora.micro_batch.micro_batch import Answers

@@ -1,8 +1,10 @@
 """From --dataset and --eval_dataset to training and evaluation Rows, with the lines of the log that
 say what became of them.
 
-It uses sources.py for files, encode.py for tokens, cache.py to keep them, and rows.py for the
-result.
+    prepare_data()       all Rows, with what the log says of them
+      prepare_rows()     the Rows of one flag: finds pieces of files (sources.py), encodes them
+                         (encode.py) once into a table (cache.py), makes Rows of it (rows.py)
+      hold_out()         a fraction of them for the evaluation
 
 Three words, with one meaning in all of the package:
 
@@ -41,6 +43,7 @@ from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import COLUMNS, Rows, columns_of, random_rows
 from fsdp_qlora.data.sources import Piece, find_pieces
 from fsdp_qlora.data.template import how_to_prompt, with_day
+from fsdp_qlora.data.tokenization import tokenize
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.log import log
@@ -169,6 +172,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
         except ValueError as e:
             raise ValueError(f"{flag} {e}")
         key = cache_key(sources, contents, **settings)
+    # one process of each machine writes the table; the others wait at the end of the block
     with raise_on_all_ranks(), open_cache(key) as directory:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not has_table(directory):
             if not pieces:
@@ -248,7 +252,7 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
     version of transformers."""
     code = {str(inspect.getsourcefile(f)) for f in
             (find_pieces, parse_example, parse_preference, parse_chat, with_day, openai_calls,
-             encode_pieces, columns_of)}
+             encode_pieces, tokenize, columns_of)}
     kind = LOSSES[loss]
     forms = "pairs" if kind.documents_per_row == 2 else "judged" if kind.is_unpaired else "text"
     return text_digest([

@@ -1,15 +1,14 @@
-"""Tokenize examples: text, token ids, labels.
+"""Encode examples: parse and tokenize each, and say which cannot be used, as rows of a table.
 
-encode_pieces() -> try_example() -> parse_example() of forms.py -> parse_chat() of chat.py, if it is
-a conversation -> tokenize(). With a preference --loss, parse_preference() of preferences.py comes
-before parse_example().
+    encode_pieces()      of files, a batch of examples at a time
+      try_example()      parse_example() in forms.py; with a preference --loss parse_preference() in
+                         preferences.py. A conversation goes on to parse_chat() in chat.py
+      tokenize()         in tokenization.py
+      check_tokens(), check_pair()
 """
 
 from __future__ import annotations
 
-import bisect
-import copy
-import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -17,25 +16,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.chat import Spans
-from fsdp_qlora.data.forms import IGNORE, Document, Ids, Part, parse_example, printable
+from fsdp_qlora.data.forms import Document, Part, parse_example, printable
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import columns_of
 from fsdp_qlora.data.sources import Piece, RefusedExample, read_pieces
+from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.model.preference_loss import LOSSES
 
 BATCH = 256  # examples that are parsed at once, and documents of one RecordBatch
-# characters that the tokenizer gets at once; its result for them needs about 100 MB
-BATCH_CHARACTERS = 2**19
 ENCODED = {  # {column that encode_pieces() yields for each document: its type}
+    # of columns_of()
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
-    "n_loss_tokens": "int32", "desirable": "bool", "digest": "int64",
-    "cut": "bool",  # up to here: see columns_of()
-    "kept": "bool", "refused": "bool",  # neither: the example is left out
-    "is_first": "bool",  # the first document of its example?
+    "n_loss_tokens": "int32", "desirable": "bool", "digest": "int64", "cut": "bool",
+    # True if it is trained on; True if it ends the run. Neither: it is left out
+    "kept": "bool", "refused": "bool",
+    "is_first": "bool",  # True of the first document of its example
     "form": "string",  # form of its example, with the keys that are ignored
     "plain": "bool",  # True if its example is a prompt and a completion in plain text
     # variables of the chat template for its example's answers, a line each, see
@@ -76,7 +73,7 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
         parsed_examples = [try_example(example, tokenizer, new_names, loss) for _, example in batch]
         encoded = tokenize([d for parsed in parsed_examples for d in parsed.documents], tokenizers)
         for (where, example), parsed in zip(batch, parsed_examples):
-            # next(encoded): a document of parse_example() may become several
+            # tokenize() may yield several for one of the parsed documents
             documents = [columns_of(*ids, max_seq_len, is_good)
                          for is_good in parsed.desirable for ids in next(encoded)]
             errors = [parsed.error or check_tokens(document, max_seq_len, vocab_size)
@@ -112,7 +109,7 @@ class ParsedExample(NamedTuple):
     error: Exception | None
     form: str  # with the keys that are ignored
     documents: list[Document]
-    desirable: list[bool]  # is it a good answer? One for each document
+    desirable: list[bool]  # of each document: is it a good answer?
 
     @property
     def parts(self) -> list[Part]:
@@ -142,162 +139,6 @@ def try_example(example: Any, tokenizer: PreTrainedTokenizerFast, new_names: Seq
         if isinstance(e.__context__, (MemoryError, OSError)):  # not the example's fault
             raise e.__context__
         return ParsedExample(e, "", [([], [])], [True])
-
-
-class Tokenizers(NamedTuple):
-    """A tokenizer in the forms that tokenize() needs."""
-
-    with_prefix: PreTrainedTokenizerFast  # for the beginning of a text, see with_whole_offsets()
-    without_prefix: PreTrainedTokenizerFast  # for the continuation of a text, see drop_prefix()
-
-
-def both_tokenizers(tokenizer: PreTrainedTokenizerFast) -> Tokenizers:
-    tokenizer = with_whole_offsets(tokenizer)
-    return Tokenizers(tokenizer, drop_prefix(tokenizer))
-
-
-def tokenize(documents: list[Document], tokenizers: Tokenizers) -> Iterator[list[Ids]]:
-    """Yield the [(input_ids, labels)] of each document of parse_example(), in most cases one.
-
-    An answer that begins inside a token gets a document of its own, in which its prompt and the
-    answer are tokenized apart, as they are at inference. So the tokens before each answer are those
-    of its prompt: at a token boundary, the tokens before it are those of the text before it.
-    """
-    sizes = (0 if isinstance(document, tuple) else sum(len(part.text) for part in document)
-             for document in documents)
-    batches = (n // BATCH_CHARACTERS for n in itertools.accumulate(sizes))
-    for _, batch in itertools.groupby(zip(batches, documents), key=lambda pair: pair[0]):
-        yield from tokenize_batch([document for _, document in batch], tokenizers)
-
-
-def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[list[Ids]]:
-    """tokenize() for a few documents at once."""
-    documents = [split_single_answer(document) for document in documents]
-    parts = [part for document in documents if isinstance(document, list) for part in document]
-    tokens = {}  # {(add_bos, add_prefix_space): (ids, offsets) of each such part, in order}
-    for kind in {(part.add_bos, part.add_prefix_space) for part in parts}:
-        add_bos, add_prefix_space = kind
-        texts = [part.text for part in parts if (part.add_bos, part.add_prefix_space) == kind]
-        batch = (tokenizers.with_prefix if add_prefix_space else tokenizers.without_prefix)(
-            texts, verbose=False, add_special_tokens=add_bos, return_offsets_mapping=True,
-            return_attention_mask=False, return_token_type_ids=False)
-        tokens[kind] = zip(batch["input_ids"], batch["offset_mapping"])
-    encoded_documents: list[list[Ids]] = []
-    eos = tokenizers.with_prefix.eos_token_id
-    for document in documents:
-        if not isinstance(document, list):  # already tokens
-            encoded_documents.append([document])
-            continue
-        ids, labels, apart = [], [], list[Document]()
-        for part in document:
-            part_ids, offsets = next(tokens[part.add_bos, part.add_prefix_space])
-            if part.answers:
-                part, apart = answers_apart(part, offsets)
-            part_ids, labels_of_part = part_labels(part, part_ids, offsets, tokenizers.with_prefix)
-            ids, labels = ids + part_ids, labels + labels_of_part
-        if document[-1].add_eos and ids[-1:] != [eos]:
-            ids, labels = [*ids, eos], [*labels, eos]
-        others = tokenize_batch(apart, tokenizers) if apart else []
-        encoded = [pair for pairs in others for pair in pairs]
-        if not apart or part.in_loss:  # else no answer is left in it
-            encoded.append((ids, labels))
-        encoded_documents.append(encoded)
-    return encoded_documents
-
-
-def split_single_answer(document: Document) -> Document:
-    """Split a conversation with one answer into two parts, so that nothing is tokenized twice;
-    return any other document unchanged."""
-    if isinstance(document, list) and len(document[0].answers) == 1:
-        (part,) = document
-        return split_at_answer(part, part.answers[0].at, part.spans(), len(part.text))
-    return document
-
-
-def split_at_answer(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
-    """Return a conversation up to the end of one of its answers as two parts: its prompt, and the
-    answer, of which these spans are in the loss."""
-    return [Part(part.text[:start], in_loss=False, add_bos=False),
-            Part(part.text[start:end], [(a - start, b - start) for a, b in spans], add_bos=False,
-                 add_prefix_space=False)]
-
-
-def answers_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:
-    """Return a conversation without those of its answers that begin inside a token, and a document
-    for each of these answers, up to its end. `offsets`: of its tokens, (begin, end) in its text."""
-    starts = sorted(answer.at for answer in part.answers)
-    in_loss = part.spans()
-    apart: list[Document] = []
-    for start, next_start in zip(starts, [*starts[1:], len(part.text)]):
-        token = bisect.bisect_right(offsets, start, key=lambda token: token[1])
-        if token < len(offsets) and offsets[token][0] < start:
-            spans = [span for span in in_loss if start <= span[0] < next_start]
-            in_loss = [span for span in in_loss if span not in spans]
-            apart.append(split_at_answer(part, start, spans, max(end for _, end in spans)))
-    return part._replace(in_loss=in_loss), apart
-
-
-def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Return the tokenizer, or a copy whose offsets include the spaces around a token. Where
-    offsets are trimmed, as in Llama 3, a token of spaces alone seems to have no text at all."""
-    if "trim_offsets=True" not in str(tokenizer.backend_tokenizer.post_processor):
-        return tokenizer
-    text = tokenizer.backend_tokenizer.to_str()
-    return with_backend(tokenizer, text.replace('"trim_offsets":true', '"trim_offsets":false'))
-
-
-def drop_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Return a copy of the tokenizer that puts nothing before a text that continues another.
-    SentencePiece tokenizers such as Llama 2's and Mistral's put a space before every text."""
-    settings = json.loads(tokenizer.backend_tokenizer.to_str())  # as in tokenizer.json
-
-    def change(step: Any) -> Any:
-        """Return a normalizer or pre-tokenizer that puts nothing before a text; None if it did only
-        that."""
-        if not isinstance(step, dict) or step["type"] == "Prepend":
-            return None
-        for key, value in ("prepend_scheme", "never"), ("add_prefix_space", False):
-            step |= {key: value} if key in step else {}
-        for key in step.keys() & {"normalizers", "pretokenizers"}:  # steps of a Sequence
-            step[key] = [other for each in step[key] if (other := change(each))]
-        return step
-
-    settings |= {key: change(settings[key]) for key in ("normalizer", "pre_tokenizer")}
-    return with_backend(tokenizer, json.dumps(settings))
-
-
-def with_backend(tokenizer: PreTrainedTokenizerFast, text: str) -> PreTrainedTokenizerFast:
-    """Return a copy of the tokenizer with another tokenizer.json, as text."""
-    changed = copy.copy(tokenizer)
-    changed._tokenizer = Tokenizer.from_str(text)
-    return changed
-
-
-@functools.lru_cache(1)
-def n_put_in_front(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the number of special tokens that the tokenizer puts before a text."""
-    offsets = tokenizer("a", return_offsets_mapping=True)["offset_mapping"]
-    return next((i for i, (_, end) in enumerate(offsets) if end), 0)
-
-
-def part_labels(part: Part, ids: list[int], offsets: list[tuple[int, int]],
-                tokenizer: PreTrainedTokenizerFast) -> Ids:
-    """Return (input_ids, labels) of a Part, from its tokens and their offsets (begin, end) in its
-    text."""
-    n_front = n_put_in_front(tokenizer) if part.add_bos else 0
-    if ids[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0) < offsets[1]:
-        ids, offsets, n_front = ids[1:], offsets[1:], n_front - 1  # the text itself has BOS
-    while (len(ids) > n_front and ids[-1] == tokenizer.eos_token_id
-           and offsets[len(ids) - 1] == (0, 0)):
-        ids = ids[:-1]  # EOS was not in the text: some tokenizers append it to every text
-    if isinstance(part.in_loss, bool):
-        return ids, ids if part.in_loss else [IGNORE] * len(ids)
-    labels, offsets = [IGNORE] * len(ids), offsets[: len(ids)]
-    for start, end in part.in_loss:  # all tokens that overlap the span
-        chosen = slice(bisect.bisect_right(offsets, start, key=lambda token: token[1]),
-                       bisect.bisect_left(offsets, end, key=lambda token: token[0]))
-        labels[chosen] = ids[chosen]
-    return ids, labels
 
 
 def check_tokens(columns: dict[str, Any], max_seq_len: int, vocab_size: int) -> ValueError | None:

@@ -1,7 +1,7 @@
 """Recognize an example's form by its keys, and decide which text is in the loss.
 
 Conversations are in chat.py, examples with several answers in preferences.py, reading in
-sources.py, tokens in encode.py.
+sources.py, tokens in tokenization.py.
 """
 
 from __future__ import annotations
