@@ -69,8 +69,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.config import SCHEDULES, Config, warmup_steps
-from fsdp_qlora.data.packing import RowSource, ShuffledRows, make_micro_batch, micro_steps_of
+from fsdp_qlora.data.collate import make_micro_batch
+from fsdp_qlora.data.packing import micro_steps_of
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.data.sampling import RowSource, ShuffledRows
 from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.evaluation.eval_loss import (
     evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
@@ -249,13 +251,13 @@ def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:
 
 def make_plan(job: Job, source: RowSource, limit: int,
               device: torch.device) -> tuple[Kernels, Plan]:
-    """Return the attention kernels, and the fastest plan that fits. All ranks must call this."""
+    """Return the kernels of token mixers, and the fastest plan that fits. All ranks must call this.
+    """
     config = job.config
     arch = job.base.arch
     with raise_on_all_ranks():
-        kernels = choose_attention(config, arch, device)
-        if recurrence := choose_recurrence(arch, config.compute_dtype, device):
-            kernels = Kernels(*({**kind, "recurrence": recurrence} for kind in kernels))
+        kernels = choose_attention(config, arch, device)._replace(
+            recurrence=choose_recurrence(arch, config.compute_dtype, device))
     plan = agree_on_plan(config, arch, job.specs, source, job.eval_rows, limit, device, kernels,
                          optimizer_state_bytes(make_optimizer, config))
     if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
@@ -540,7 +542,7 @@ def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record
     tokens = int(rows.lengths.sum())
     computed_tokens = sum(len(x.input_ids) for x in micro_batches) * dist.get_world_size()
     return {"rows": len(rows), "tokens": tokens,
-            "trainable_tokens": int(rows.n_trainable_tokens.sum()),
+            "trainable_tokens": int(rows.n_loss_tokens.sum()),
             "micro_batches": len(micro_batches) * run.model.context.n_groups,
             "packing_efficiency": tokens / computed_tokens}
 
@@ -577,11 +579,10 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
-    context = run.model.context
     rows = run.rows.select(run.source.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
     return rows, [
-        make_micro_batch(rows, micro_step, context.index, step_seed, run.model, context)
+        make_micro_batch(rows, micro_step, run.model, step_seed, run.model.context)
         for micro_step in micro_steps_of(rows, run.model)]
 
 
@@ -685,7 +686,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
     log_evaluation(step, run.config.max_steps, metrics, samples, is_best and step > 0)
     if writer:
         assert run.eval_rows, "it was evaluated"
-        n_tokens = int(run.eval_rows.n_trainable_tokens.sum())
+        n_tokens = int(run.eval_rows.n_loss_tokens.sum())
         writer.record({"step": step, **metrics, "eval_tokens": n_tokens, "eval_seconds": seconds,
                        **({"eval_samples": samples} if samples else {})})
     return True

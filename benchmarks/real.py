@@ -47,9 +47,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(ROOT))
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.encode import both_tokenizers, tokenize
 from fsdp_qlora.data.forms import parse_example
-from fsdp_qlora.data.packing import step_rows
+from fsdp_qlora.data.sampling import step_rows
+from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.tokenizer import load_tokenizer
 from train_fsdp_qlora import learning_rate
@@ -166,10 +166,10 @@ def ours(config, model, files, rows, held_out, args):
     steps, evals = ([r for r in records if key in r] for key in ("loss", "eval_loss"))
     for step in steps:
         which = step_rows(step["step"], len(rows), config)
-        assert step["trainable_tokens"] == rows.n_trainable_tokens[which].sum(), (
+        assert step["trainable_tokens"] == rows.n_loss_tokens[which].sum(), (
             "PEFT would get other batches"
         )
-    assert evals[0]["eval_tokens"] == held_out.n_trainable_tokens.sum(), (
+    assert evals[0]["eval_tokens"] == held_out.n_loss_tokens.sum(), (
         "PEFT would get other labels"
     )
     if config.seed == args.seeds[0] and (results / "loss.png").is_file():
@@ -192,7 +192,7 @@ def summed_loss(model, rows, which):
 def evaluate(model, rows):
     batches = rows.lengths.argsort().split(16)
     total = sum(summed_loss(model, rows, which).item() for which in batches)
-    return total / int(rows.n_trainable_tokens.sum())
+    return total / int(rows.n_loss_tokens.sum())
 
 
 def by_peft(method, config, model, rows, held_out, args):
@@ -211,7 +211,7 @@ def by_peft(method, config, model, rows, held_out, args):
     before, started = evaluate(model, held_out), time.perf_counter()
     for step in range(1, config.max_steps + 1):
         which = step_rows(step, len(rows), config)
-        (summed_loss(model, rows, which) / int(rows.n_trainable_tokens[which].sum())).backward()
+        (summed_loss(model, rows, which) / int(rows.n_loss_tokens[which].sum())).backward()
         torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
@@ -275,7 +275,7 @@ def main(argv):
     settings = {"batch_size": args.batch_size, "max_steps": args.steps,
                 "learning_rate": args.learning_rate}  # fmt: skip
     counts = {"rows": len(data[0]), "held_out": len(data[1]),
-              "held_out_tokens": int(data[1].n_trainable_tokens.sum())}  # fmt: skip
+              "held_out_tokens": int(data[1].n_loss_tokens.sum())}  # fmt: skip
     for method in (m for m in METHODS if m in args.only.split(",")):  # PEFT leaves memory taken
         for seed in args.seeds:
             config = Config(**settings, seed=seed)

@@ -139,11 +139,11 @@ def reference_loss_of(base):
         if values is not None:
             found = set_peft_model_state_dict(model, values)
             assert not found.unexpected_keys
-        total, n_trainable_tokens = 0.0, 0
+        total, n_loss_tokens = 0.0, 0
         for ids, labels in rows:
             logits = model(ids[None].to(DEVICE)).logits[0, :-1].float()
             total += F.cross_entropy(logits, labels[1:].to(DEVICE), reduction="sum").item()
-            n_trainable_tokens += int((labels[1:] != IGNORE).sum())
-        return total / n_trainable_tokens, n_trainable_tokens
+            n_loss_tokens += int((labels[1:] != IGNORE).sum())
+        return total / n_loss_tokens, n_loss_tokens
 
     return compute

@@ -297,7 +297,7 @@ def test_turn_that_the_next_ones_marker_closes_learns_that_marker(glm, tmp_path)
     (document,) = encode_row({"messages": [*CALLED, *AGAIN]}, glm, tmp_path)
     assert trained([document], glm) == [
         [f"{CALL_OPEN}<|observation|>", "The answer is 7.<|user|>", "It is 4.</s>"]]  # fmt: skip
-    assert document["n_trainable_tokens"] == 3 + sum(
+    assert document["n_loss_tokens"] == 3 + sum(
         len(plain(glm, text)) for text in (CALL_OPEN, "The answer is 7.", "It is 4."))  # fmt: skip
     assert closing_tokens(glm) == ["</s>", "<|user|>", "<|observation|>"]
 

@@ -12,7 +12,7 @@ import torch
 from conftest import DEVICE, needs_ranks, segments_of, selected_params
 from families import TINY, write_model
 
-from fsdp_qlora.data.packing import make_micro_batch
+from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.kernels.attention import Kernels, document_attention
 from fsdp_qlora.kernels.flex import flex_document_attention
@@ -116,7 +116,7 @@ def kernel_of(lengths, micro_step, context):
     model = types.SimpleNamespace(device=torch.device("cpu"), plan=plan, store=None,
                                   kernels=Kernels({"full": "one by one"}, {"full": "in one call"}))
     rows = rows_of([([1] * n, [1] * n) for n in lengths])
-    return make_micro_batch(rows, micro_step, 0, None, model, context).kernels["full"]
+    return make_micro_batch(rows, micro_step, model, context=context).kernels["full"]
 
 
 @pytest.mark.parametrize("shared_by, lengths, is_one_by_one", [

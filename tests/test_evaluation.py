@@ -112,9 +112,9 @@ def test_evaluation_loss_equals_the_reference(nproc, name, runs, reference_loss,
     assert [record["step"] for record in found] == [0, 2, 4]
     middle = adapter_of(directory / "checkpoint-000002")
     for record, values in zip(found, (None, middle, adapter_of(directory))):
-        want, n_trainable_tokens = reference_loss(values)
+        want, n_loss_tokens = reference_loss(values)
         assert abs(record["eval_loss"] - want) <= 1e-5 * want, record["step"]
-        assert record["eval_tokens"] == n_trainable_tokens
+        assert record["eval_tokens"] == n_loss_tokens
         assert record["eval_perplexity"] == math.exp(record["eval_loss"])
     assert abs(found[-1]["eval_loss"] - found[0]["eval_loss"]) > 0.05
 
@@ -376,13 +376,13 @@ def test_board_is_written_where_it_is_asked_for(runs, read_metrics):
 def test_fraction_of_the_rows_is_not_trained_on(base, runs, read_metrics):
     directory, out = runs(1, "fraction")
     rows = read_rows(base / "many.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
-    n_trainable_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in rows)
+    n_loss_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in rows)
     assert "eval data: 4 rows held out of the training data\n" in out
     records = read_metrics(directory)
     assert [record["step"] for record in evaluations(records)] == [0, 4, 8, 9]
     # 36 rows in 9 steps of 4: one epoch
     of_steps = sum(record.get("trainable_tokens", 0) for record in records)
-    assert of_steps + records[0]["eval_tokens"] == n_trainable_tokens
+    assert of_steps + records[0]["eval_tokens"] == n_loss_tokens
     assert sum(record.get("rows", 0) for record in records) == 36
 
 

@@ -37,7 +37,7 @@ from test_merge_experts import watch_sums
 from transformers import AutoTokenizer
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import make_micro_batch
+from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
@@ -851,7 +851,7 @@ def test_balance_of_experts_counts_no_padding(name):
     rows = rows_of([(x, x) for x in torch.randint(3, 128, (45,), generator=seed(1)).split([9, 36])])
     found = []
     for packed in [[0]], [[0], [1]], [[], [1]]:
-        model(make_micro_batch(rows, packed, 0, None, model))
+        model(make_micro_batch(rows, packed, model))
         found.append(router.take_balance(model.layers, torch.device("cpu")))
     alone, padded, padding = found
     assert alone[2] == arch.layer_routed.count(True) and 1 < alone[1] / alone[2] < 8

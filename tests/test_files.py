@@ -117,7 +117,7 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
             ids, labels = (t.tolist() for t in found.tokens(i))
             assert ids == one["input_ids"].tolist() and labels == one["labels"].tolist()
         assert found.lengths.tolist() == [one["length"] for one in want]
-        assert found.n_trainable_tokens.tolist() == [one["n_trainable_tokens"] for one in want]
+        assert found.n_loss_tokens.tolist() == [one["n_loss_tokens"] for one in want]
         assert found.digests.tolist() == [one["digest"] for one in want]
 
 

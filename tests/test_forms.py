@@ -22,7 +22,7 @@ from tokenizers.processors import ByteLevel, RobertaProcessing, Sequence, Templa
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data import encode, forms
+from fsdp_qlora.data import forms, tokenization
 from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.sources import RefusedExample
@@ -218,7 +218,7 @@ def test_form_is_trained_as_specified(name, tokenizer, tmp_path):
     assert whole(documents, tokenizer) == [text]
     assert trained(documents, tokenizer) == [parts]
     (document,) = documents
-    assert document["n_trainable_tokens"] == sum(int(x) != IGNORE for x in document["labels"][1:])
+    assert document["n_loss_tokens"] == sum(int(x) != IGNORE for x in document["labels"][1:])
     assert document["length"] == len(document["input_ids"]) and not document["cut"]
 
 
@@ -228,7 +228,7 @@ def test_ids_are_taken_as_they_are(labels, tokenizer, tmp_path):
     (document,) = encode_row(row, tokenizer, tmp_path)
     assert document["input_ids"].tolist() == [5, 6, 7, 8]
     assert document["labels"].tolist() == (labels or [5, 6, 7, 8])
-    assert document["n_trainable_tokens"] == (1 if labels and IGNORE in labels else 3)
+    assert document["n_loss_tokens"] == (1 if labels and IGNORE in labels else 3)
 
 
 BOS_AND_EOS = ("$A", "<s> $A", "$A </s>", "<s> $A </s>")
@@ -521,7 +521,8 @@ def test_row_that_cannot_be_trained_is_left_out_and_counted(row, reason, tokeniz
 def test_tokenizer_gets_a_bounded_text_at_once(tokenizer, tmp_path, monkeypatch):
     """Long rows go through it one by one, short ones together; what comes out is the same."""
     rows = [{"text": "x" * n} for n in (3, 900, 4, 5, 6, 200, 7, 2000, 2)] + [{"input_ids": [5, 6]}]
-    path, sizes, tokenize = write_jsonl(tmp_path / "data.jsonl", rows), [], encode.tokenize_batch
+    path, sizes = write_jsonl(tmp_path / "data.jsonl", rows), []
+    tokenize = tokenization.tokenize_batch
 
     def noted(documents, tokenizers):
         sizes.append([sum(len(part.text) for part in document) for document in documents
@@ -529,8 +530,8 @@ def test_tokenizer_gets_a_bounded_text_at_once(tokenizer, tmp_path, monkeypatch)
         return tokenize(documents, tokenizers)
 
     want = [document["digest"] for document in encode_file(path, tokenizer)]
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
-    monkeypatch.setattr(encode, "tokenize_batch", noted)
+    monkeypatch.setattr(tokenization, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(tokenization, "tokenize_batch", noted)
     assert [document["digest"] for document in encode_file(path, tokenizer)] == want
     assert [n for batch in sizes for n in batch] == [len(row.get("text", "")) for row in rows[:-1]]
     assert all(sum(batch[1:]) < 500 for batch in sizes) and len(sizes) < len(rows)
@@ -733,7 +734,7 @@ def test_padding_goes_with_its_labels(names, tokenizer, tmp_path):
     assert len(rows) == len(want)
     for i, (ids, labels) in enumerate(want):
         assert [tensor.tolist() for tensor in rows.tokens(i)] == [ids, labels], i
-        assert rows.n_trainable_tokens[i] == sum(label != NO for label in labels[1:])
+        assert rows.n_loss_tokens[i] == sum(label != NO for label in labels[1:])
 
 
 ORDER = [  # of the table in docs/data.md
@@ -752,7 +753,7 @@ def test_of_several_forms_the_upper_one_in_the_table_is_taken(tokenizer):
     form, (document,) = forms.parse_example({"text": "x", "conversations": SHAREGPT_TALK,
                                              "messages": ASKED, **NO_INPUT}, tokenizer)
     assert form == "messages (ignored: text, conversations, instruction, output)"
-    assert [document[0].text[slice(*span)] for span in document[0].trained] == [
+    assert [document[0].text[slice(*span)] for span in document[0].in_loss] == [
         "The answer is 7.<|im_end|>"]  # fmt: skip
 
 
@@ -823,7 +824,7 @@ def test_an_answer_is_trained_if_all_its_flags_say_so(tokenizer):
             assert forms.read_message({**ASKED[1], **pair})["train"] is False
     answers = [{**ASKED[1], "weight": 0}, *AGAIN]
     _, (document,) = forms.parse_example({"prompt": ASKED[:1], "completion": answers}, tokenizer)
-    assert [document[0].text[slice(*span)] for span in document[0].trained] == [
+    assert [document[0].text[slice(*span)] for span in document[0].in_loss] == [
         "It is 4.<|im_end|>"]  # fmt: skip
 
 
@@ -840,7 +841,7 @@ def test_reasoning_beside_reasoning_in_the_content_is_all_trained(tokenizer):
     answer = says("assistant", "<think>by hand</think>It is 7.", reasoning_content="so")
     tokenizer.chat_template = TEMPLATES["tools"]
     _, (document,) = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
-    assert [document[0].text[slice(*span)] for span in document[0].trained] == [
+    assert [document[0].text[slice(*span)] for span in document[0].in_loss] == [
         "<think>so</think><think>by hand</think>It is 7.<|im_end|>"]  # fmt: skip
     tokenizer.chat_template = TEMPLATES["drops reasoning"]
     with pytest.raises(RefusedExample, match="leaves out reasoning_content of message 2"):
@@ -852,7 +853,7 @@ def test_greeting_of_the_assistant_is_said_not_to_be_trained(tokenizer):
         {"messages": [says("assistant", "Hello."), *ASKED]}, tokenizer)
     assert "(not trained: the assistant's first message" in form
     (part,) = document
-    assert [part.text[slice(*span)] for span in part.trained] == ["The answer is 7.<|im_end|>"]
+    assert [part.text[slice(*span)] for span in part.in_loss] == ["The answer is 7.<|im_end|>"]
 
 
 def test_variables_of_a_row_are_given_to_the_template(tokenizer, tmp_path):
@@ -952,7 +953,7 @@ def test_keys_of_messages_that_the_template_does_not_name_are_told(tokenizer):
     assert form == "messages (ignored in messages: wieght, mood)"
     talk = [ASKED[0], ASKED[1] | {"loss": False, "mood": "bad"}, ASKED[0], answer]
     _, ((part,),) = forms.parse_example({"messages": talk}, tokenizer)
-    assert len(part.trained) == 1
+    assert len(part.in_loss) == 1
     tokenizer.chat_template = CHATML.replace("m.role }}", "m.role }}{{ m.mood }}")
     with pytest.raises(ValueError, match="prompt for an answer has 'assistant.n', but this"):
         forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
@@ -1072,7 +1073,7 @@ def test_any_row_is_trained_or_left_out_or_refused(template, tokenizer, tmp_path
                 assert len(ids) == len(labels) == one["length"] <= most
                 assert all(0 <= token < len(tokenizer) for token in ids)
                 assert all(label == IGNORE or 0 <= label < len(tokenizer) for label in labels)
-                assert one["n_trainable_tokens"] == sum(label != IGNORE for label in labels[1:]) > 0
+                assert one["n_loss_tokens"] == sum(label != IGNORE for label in labels[1:]) > 0
             else:
                 is_refused = one["refused"]
                 seen["refused" if is_refused else "skipped"] += 1

@@ -27,13 +27,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import segments_of
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import make_micro_batch
+from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
     compare_with_transformers, random_reference, read_weights, text_model)
 from fsdp_qlora.kernels import pieces, recurrence
-from fsdp_qlora.kernels.attention import Kernels, batched_attention, document_attention
+from fsdp_qlora.kernels.attention import batched_attention, document_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
@@ -134,8 +134,9 @@ def resumable_kernels(arch):
     plain = check.plain_kernels(arch)
     if arch.attention_softcap or arch.sinks:
         return plain
-    return Kernels(*(plain.varlen | dict.fromkeys(("full", "within"), kernel)
-                     for kernel in (batched_attention, piece_attention)))
+    fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "within"), kernel)
+                         for kernel in (batched_attention, piece_attention))
+    return plain._replace(fixed_len=fixed_len, varlen=varlen)
 
 
 def adapter_values(model, values):
@@ -158,7 +159,7 @@ def micro_batch_of(documents, model):
     """A micro-batch of these documents, all of whose tokens are trained."""
     rows = rows_of([(ids, ids) for ids in documents])
     every = [*range(len(documents))]
-    return make_micro_batch(rows, [every], 0, torch.tensor(0), model)
+    return make_micro_batch(rows, [every], model, torch.tensor(0))
 
 
 class Pair:
@@ -374,7 +375,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
         model.store = make_store(plan, model.device)
         for n in 9, 5, len(ids), len(ids) - 3:
             rows = rows_of([(ids[:n], ids[:n])])
-            model(make_micro_batch(rows, [[0]], 0, torch.tensor(0), model)).sum().backward()
+            model(make_micro_batch(rows, [[0]], model, torch.tensor(0))).sum().backward()
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
         if on_host:
             layouts = tuple(layer.spec for layer in model.layers)
@@ -685,7 +686,7 @@ def test_no_document_sees_another(name):
                 for i, part in enumerate(parts)
             ]
             micro_batch = make_micro_batch(
-                rows_of(rows), [[2, 0, 3, 1]], 0, torch.tensor(0), model)
+                rows_of(rows), [[2, 0, 3, 1]], model, torch.tensor(0))
             yield model(micro_batch).sum().item()
 
     before, changed = list(losses(pair.ids)), pair.ids.clone()
@@ -849,8 +850,8 @@ def test_decays_of_large_values_are_finite(function):
     projected[:, -2:] = torch.tensor([-1000.0, -1, 0, 1, 1000])[:, None]
     assert [*mixer.widths][-1] == part  # the last columns
     tensors = {key: torch.ones(shape) for key, shape in mixer.tensors(64).items()}
-    micro_batch = types.SimpleNamespace(position_ids=torch.arange(n), kernels={
-        "recurrence": lambda *args: seen.extend(args[:-1]) or torch.ones(n, 2, 3)})
+    micro_batch = types.SimpleNamespace(position_ids=torch.arange(n), recurrence=(
+        lambda *args: seen.extend(args[:-1]) or torch.ones(n, 2, 3)))
     call = types.SimpleNamespace(
         layer=types.SimpleNamespace(small_tensors=tensors), batch=micro_batch
     )

@@ -172,8 +172,8 @@ def state_of(value, key):
 
 
 def counted_kernels(arch, plan):
-    """{reach: attention; "recurrence": that of the mixers}."""
-    kernels = dict.fromkeys(
+    """The fields kernels and recurrence of a micro-batch."""
+    recurrence, kernels = None, dict.fromkeys(
         ATTENTION_TYPES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
     if plan.plain_attention:
         kernels = dict.fromkeys(ATTENTION_TYPES, document_attention)
@@ -181,10 +181,12 @@ def counted_kernels(arch, plan):
         kernels = dict.fromkeys(ATTENTION_TYPES, batched_attention)
     if mixer := mixer_with_state(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
-        kernels["recurrence"] = lambda *args: counted.apply(*args[:5])
+        def recurrence(*args):
+            return counted.apply(*args[:5])
+
         if plan.plain_recurrence:
-            kernels["recurrence"] = RECURRENCES[type(mixer)].plain
-    return kernels
+            recurrence = RECURRENCES[type(mixer)].plain
+    return {"kernels": kernels, "recurrence": recurrence}
 
 
 def only_shape(layer, fused, adapter):
@@ -242,7 +244,7 @@ def fake_micro_batch(arch, plan, lengths):
         position_ids=torch.empty(n, dtype=torch.int64), dropout_seeds=keys,
         lengths=lengths, longest=max(lengths), context_shard=None,
         cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=DeviceActivations(),
-        kernels=counted_kernels(arch, plan),
+        **counted_kernels(arch, plan),
         n_unpadded=torch.empty(1, dtype=torch.int64),
         layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
     frequencies = [

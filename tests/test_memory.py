@@ -5,6 +5,7 @@ import functools
 import gc
 import math
 import re
+import types
 import unittest.mock
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from test_benchmarks import bench
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import ShuffledRows, make_micro_batch
+from fsdp_qlora.data.collate import make_micro_batch
+from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.sampling import ShuffledRows
 from fsdp_qlora.evaluation.compare_with_transformers import plain_model
 from fsdp_qlora.kernels.attention import (
     ATTENTION_TYPES, Kernels, batched_attention, document_attention)
@@ -193,14 +196,15 @@ def predicted(arch, layouts, **settings):
 
 
 def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, longest=2048,
-           shortest=None, tied=False, uneven=True, device="cuda", host_gib=64,
-           resumable_attention=False,
+           shortest=None, tied=False, uneven_lengths=True, uneven_labels=False, device="cuda",
+           host_gib=64, resumable_attention=False,
            **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     workload = Workload(
         tokens=gpus * rows * longest, longest=longest, longest_row=longest,
-        mean_document_tokens=longest, uneven=uneven, shortest=shortest or longest,
+        mean_document_tokens=longest, uneven_lengths=uneven_lengths,
+        uneven_labels=uneven_labels, shortest=shortest or longest,
         world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture,
         resumable_attention=resumable_attention)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
@@ -259,7 +263,7 @@ def held_bytes(arch, model, n_layers, n_tokens):
     kernel = {kind: lambda q, k, v, *_: CountedAttention.apply(q, k, v)
               for kind in ATTENTION_TYPES}  # fmt: skip
     model.kernels = Kernels(kernel, kernel)
-    micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), model)
+    micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], model, torch.tensor(0))
 
     def storages():
         # not FourBitBlocks, whose inner tensors are found, nor what an earlier test's tracing has
@@ -360,7 +364,7 @@ def test_rows_of_the_evaluation_fit_into_the_bins():
     with one_process():
         source = ShuffledRows(rows, config)
         plan = agree_on_plan(
-            config, arch, layouts, source, eval_rows, 0, torch.device("cpu"), {})
+            config, arch, layouts, source, eval_rows, 0, torch.device("cpu"), Kernels({}, {}))
     assert plan.micro_batch_tokens >= 300
 
 
@@ -372,6 +376,24 @@ def test_mean_document_is_that_of_a_token():
         workload = search.describe_workload(
             config, ShuffledRows(rows, config), None, 1, torch.device("cpu"), "")
     assert workload.mean_document_tokens == (10 * 10 + 30 * 30) / 40
+
+
+@pytest.mark.parametrize("lengths, n_masked", [
+    ((30, 30), (1, 1)), ((30, 30), (5, 20)), ((30, 20), (1, 1)), ((30, 20), (11, 1))])
+def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
+    """Chats that are all cut have one length, whatever number of their tokens is in the loss."""
+    config, arch, layouts = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
+    rows = rows_of([(list(range(n)), [IGNORE] * masked + list(range(masked, n)))
+                    for n, masked in zip(lengths, n_masked)])
+    cpu = torch.device("cpu")
+    with one_process():
+        workload = search.describe_workload(config, ShuffledRows(rows, config), None, 1, cpu, "")
+    plan = choose_plan(config, arch, layouts, workload, 0, H200)
+    model = types.SimpleNamespace(device=cpu, plan=plan, store=None,
+                                  kernels=Kernels({"full": "fixed_len"}, {"full": "varlen"}))
+    kernel = make_micro_batch(rows, [[0, 1]], model).kernels["full"]
+    assert plan.varlen_attention == (kernel == "varlen") == (lengths != (30, 30))
+    assert workload.uneven_labels == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
 
 
 def test_layers_of_different_sizes_add_up():
@@ -443,13 +465,14 @@ def test_recomputed_layers_keep_more_where_memory_allows():
     assert not plan.save_mid_residual and not plan.reuse_dequantized
 
 
-LONG_ROWS = {"gpus": 1, "rows": 1, "uneven": False, "resumable_attention": True}
+LONG_ROWS = {"gpus": 1, "rows": 1, "uneven_lengths": False, "resumable_attention": True}
 
 
 @pytest.mark.parametrize("name, longest, settings, saves", [
     ("llama-3-8b", 131_072, {}, "attention"),
     ("llama-3-8b", 131_072, {"resumable_attention": False}, "mid_residual"),
-    ("llama-3-8b", 131_072, {"uneven": True}, "mid_residual"),  # another kernel
+    ("llama-3-8b", 131_072, {"uneven_lengths": True}, "mid_residual"),  # another kernel
+    ("llama-3-8b", 131_072, {"uneven_labels": True}, "attention"),  # chats, all of them cut
     ("llama-3-8b", 131_072, {"host_gib": 40}, "input"),  # which pins no more than x
     ("llama-3-8b", 16_384, {}, "attention"),
     ("llama-3-8b", 4096, {}, "mid_residual"),  # attention is short there
@@ -574,7 +597,7 @@ def test_experts_are_in_no_more_ranges_than_there_are_experts():
     config, arch, layouts = shapes_of("qwen3-30b-a3b", 4)
     arch = dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, n_experts=8))
     workload = Workload(tokens=4096, longest=2048, longest_row=2048,
-                        mean_document_tokens=2048, uneven=False,
+                        mean_document_tokens=2048, uneven_lengths=False,
                         world_size=1, device=torch.device("cuda"))  # fmt: skip
     plans = possible_plans(Search(config, arch, layouts, workload, 0, H200), 1)
     assert {plan.expert_ranges for plan in plans} == {1, 4, 8}
@@ -633,7 +656,7 @@ def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processe
     def size_of_group(config):
         workload = Workload(
             tokens=4096, longest=2048, longest_row=2048,
-                        mean_document_tokens=2048, uneven=False,
+                        mean_document_tokens=2048, uneven_lengths=False,
             world_size=processes, device=torch.device("cuda"))  # fmt: skip
         return choose_plan(config, arch, layouts, workload, 0, H200).shard_group_size
 
@@ -690,7 +713,7 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
 
 def test_graphs_of_mixers():
     """flash-linear-attention takes many launches for a delta net; for Mamba-2 it waits."""
-    full = {"uneven": False, "rows": 2, "micro_batch_tokens": 4096, "recompute": "none"}
+    full = {"uneven_lengths": False, "rows": 2, "micro_batch_tokens": 4096, "recompute": "none"}
     assert choose("qwen3.5-9b", 75, gpus=1, **full).graphs
     assert not choose("llama-3-8b", 75, gpus=1, **full).graphs
     reasons = [why_no_capture(shapes_of(name)[1], H200, plain_recurrence=plain) for name, plain in (
@@ -706,11 +729,13 @@ def test_memory_of_graphs_by_how_many_shapes_the_bins_have():
     of_a_bin = one.memory["kept by other layers"] + one.memory["live layer or head"]
     assert 1.8 * of_a_bin < several.bytes - one.bytes <= 2 * of_a_bin
     short = {"longest": 200, "rows": 4}
-    one = choose("llama-3-8b", 140, **short, uneven=False)
+    one = choose("llama-3-8b", 140, **short, uneven_lengths=False)
     assert one.graphs and one.graph_room == 0
-    assert choose("llama-3-8b", 140, **short, uneven=True).graph_room == 2
+    assert choose("llama-3-8b", 140, **short, uneven_lengths=True).graph_room == 2
+    equal_lengths = {"uneven_lengths": False, "uneven_labels": True}
+    assert choose("llama-3-8b", 140, **short, **equal_lengths).graph_room == 2
     # its last micro-batch is shorter
-    odd = choose("llama-3-8b", 140, **short, uneven=False, batch_size=9)
+    odd = choose("llama-3-8b", 140, **short, uneven_lengths=False, batch_size=9)
     assert odd.graphs and odd.graph_room == 2
 
 
@@ -896,7 +921,7 @@ def test_long_pieces_are_planned_with_the_speed_of_whole_rows(longest, shortest,
 
     def plan(size):
         return choose("llama-3-8b", 77.5, rows=1, longest=longest, shortest=shortest,
-                      uneven=uneven, host_gib=400,
+                      uneven_lengths=uneven, host_gib=400,
                       context_parallel_size=size, offload_activations=True)  # fmt: skip
 
     one, two = plan(1), plan(2)

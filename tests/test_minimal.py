@@ -1039,12 +1039,12 @@ def plain_loop(directory, rank, n_steps, batch):
     rows, warmup = plain_rows(directory, n_steps * batch), max(1, round(0.03 * n_steps))
     for step in range(n_steps):
         loss, batch_rows = 0.0, rows[step * batch :][:batch]
-        n_trainable_tokens = sum(label != -100 for _, labels in batch_rows for label in labels[1:])
+        n_loss_tokens = sum(label != -100 for _, labels in batch_rows for label in labels[1:])
         for ids, labels in batch_rows:
             with torch.autocast(DEVICE, torch.bfloat16):
                 logits = model(input_ids=torch.tensor([ids], device=DEVICE)).logits[0, :-1]
             targets = torch.tensor(labels[1:], device=DEVICE)
-            part = F.cross_entropy(logits.float(), targets, reduction="sum") / n_trainable_tokens
+            part = F.cross_entropy(logits.float(), targets, reduction="sum") / n_loss_tokens
             part.backward()
             loss += part.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0).item()

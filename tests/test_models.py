@@ -140,7 +140,7 @@ def test_bins_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
     flags = tiny_model("llama"), "--recompute", "all", "--micro_batch_tokens", 100
     want = train("plain", *flags)
     # as on a GPU; the check at start stays on the CPU
-    monkeypatch.setattr("fsdp_qlora.data.packing.round_up", lambda n, device: -(-n // 64) * 64)
+    monkeypatch.setattr("fsdp_qlora.data.collate.round_up", lambda n, device: -(-n // 64) * 64)
     monkeypatch.setattr("train_fsdp_qlora.compare_with_transformers", lambda *args: None)
     got = train("round", *flags, "--offload_activations")
     assert got == [pytest.approx(row, rel=1e-5) for row in want]

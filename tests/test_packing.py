@@ -18,15 +18,16 @@ from conftest import one_process, read_rows
 from transformers import AutoTokenizer
 
 from fsdp_qlora.config import Config
+from fsdp_qlora.data.collate import make_micro_batch, round_up
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.packing import (
-    ShuffledRows, epoch_order, make_micro_batch, pack_rows, round_up, step_rows)
+from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import random_rows, rows_of
+from fsdp_qlora.data.sampling import ShuffledRows, epoch_order, step_rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
-from fsdp_qlora.micro_batch.context import NOT_SHARED
+from fsdp_qlora.micro_batch.context import NOT_SHARED, ContextGroup
 from train_fsdp_qlora import next_step
 
 CPU = torch.device("cpu")
@@ -201,6 +202,14 @@ def test_rows_are_balanced_over_processes():
     assert len(dealt) == 1 and sorted(map(len, dealt[0])) == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("lengths, processes, documents_per_row", [
+    ([], 2, 1), ([], 2, 2), ([11], 2, 1), ([4, 11, 4, 4], 1, 1), ([6, 5], 1, 2)])
+def test_rows_that_fit_no_bin_are_a_bug(lengths, processes, documents_per_row):
+    """The plan's micro-batches have room for the longest row, and there are rows."""
+    with pytest.raises(AssertionError, match="into micro-batches of 10 tokens"):
+        pack_rows(lengths, processes, 10, documents_per_row)
+
+
 def test_many_rows_are_dealt():
     draw = random.Random(0)
     lengths = [draw.randint(2, 4096) for _ in range(50_000)]
@@ -258,7 +267,8 @@ def test_bin_equals_one_token_at_a_time(processes):
             for packed in dealt:
                 for rank in range(processes):
                     batch, model = rows_of(rows), make_model(most)
-                    got = make_micro_batch(batch, packed, rank, torch.tensor(7), model)
+                    got = make_micro_batch(
+                        batch, packed, model, torch.tensor(7), ContextGroup(index=rank))
                     ids, position_ids, bounds, trained, labels, lengths = naive_micro_batch(
                         rows, packed, rank
                     )
@@ -289,12 +299,12 @@ def test_chunks_for_flash_linear_attention():
     assert chunk_table(torch.tensor([0, 70, 71, 135, 200])).tolist() == [
         [0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1]]
     model, tables = make_model(200), []
-    model.kernels.varlen["recurrence"] = model.kernels.fixed_len["recurrence"] = None
+    model.kernels = model.kernels._replace(recurrence=lambda *args: None)
     for lengths in [70, 1, 64, 65], [100, 100], [64, 64, 72]:
         batch = rows_of(make_rows(lengths))
         for model.plan.graphs in False, True:
             micro_batch = make_micro_batch(
-                batch, [list(range(len(lengths)))], 0, torch.tensor(0), model
+                batch, [list(range(len(lengths)))], model, torch.tensor(0)
             )
             real = [[i, k] for i, n in enumerate(lengths) for k in range(-(-n // 64))]
             assert (
@@ -310,25 +320,26 @@ def test_chunks_for_flash_linear_attention():
                 )
             else:
                 assert not len(spare)
-    assert make_micro_batch(batch, [[0]], 0, torch.tensor(0), make_model(200)).chunks is None
+    assert make_micro_batch(batch, [[0]], make_model(200), torch.tensor(0)).chunks is None
     assert len(tables) == 2
 
 
 def test_first_token_is_never_trained():
     rows = [(ids, ids) for ids, _ in make_rows([5, 3])]
     batch = rows_of(rows)
-    got = make_micro_batch(batch, [[0, 1]], 0, torch.tensor(0), make_model(8))
+    got = make_micro_batch(batch, [[0, 1]], make_model(8), torch.tensor(0))
     assert got.label_positions.tolist() == [0, 1, 2, 3, 5, 6]
     assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
-    assert batch.n_trainable_tokens.tolist() == [4, 2]
+    assert batch.n_loss_tokens.tolist() == [4, 2]
 
 
 def test_padding_is_no_longer_than_the_longest_document():
     """However much another process has: kernels are told how long a document may be."""
     batch = rows_of(make_rows([7, 7, 7, 4]))
-    got = make_micro_batch(batch, [[0, 1, 2, 3], [], [3]], 1, torch.tensor(0), make_model(25))
+    micro_step = [[0, 1, 2, 3], [], [3]]
+    got = make_micro_batch(batch, micro_step, make_model(25), context=ContextGroup(index=1))
     assert got.lengths == (7, 7, 7, 4) and got.longest == 7
-    got = make_micro_batch(batch, [[0, 1, 2, 3], [], [3]], 2, torch.tensor(0), make_model(25))
+    got = make_micro_batch(batch, micro_step, make_model(25), context=ContextGroup(index=2))
     assert got.lengths == (4, 7, 7, 7) and got.cu_seqlens.tolist() == [0, 4, 11, 18, 25]
 
 
@@ -338,7 +349,8 @@ def keys_of_rows(rows, most, processes, step):
     for packed in pack_rows(batch.lengths.tolist(), processes, most):
         for rank, mine in enumerate(packed):
             key = hash_ints(torch.tensor(step))
-            micro_batch = make_micro_batch(batch, packed, rank, key, make_model(most))
+            micro_batch = make_micro_batch(
+                batch, packed, make_model(most), key, ContextGroup(index=rank))
             parts = micro_batch.dropout_seeds.split(micro_batch.lengths)
             keys.update({i: part.tolist() for i, part in zip(mine, parts)})
     return keys

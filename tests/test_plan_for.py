@@ -92,7 +92,7 @@ def test_plan_is_that_of_a_run_there(directory):
     layouts = make_layer_specs(arch, resolve_adapter(arch, config, "")[1], config)
     workload = Workload(
         tokens=32 * 1024, longest=1024, longest_row=1024, mean_document_tokens=1024,
-        uneven=False, world_size=4,
+        uneven_lengths=False, world_size=4,
         device=torch.device("cuda"), why_no_capture=plan.why_no_graphs)  # fmt: skip
     machine = gpu_machine(GPU_SPECS["4090"])
     assert limit == int(22.5 * GIB)

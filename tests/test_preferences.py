@@ -29,12 +29,14 @@ from transformers import PreTrainedTokenizerFast
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data, prepare_rows
-from fsdp_qlora.data.encode import both_tokenizers, encode_pieces, tokenize
+from fsdp_qlora.data.encode import encode_pieces
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.packing import ShuffledRows, pack_rows
+from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.sampling import ShuffledRows
 from fsdp_qlora.data.sources import RefusedExample, find_pieces
+from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.evaluation import eval_loss, reference
 from fsdp_qlora.evaluation.reference import read_reference, tensor_digest, write_reference
 from fsdp_qlora.micro_batch.micro_batch import Answers
@@ -282,7 +284,7 @@ def test_loss_rewards_and_gradients_equal_the_reference(nproc, name, results, ex
         if key == "reference":
             if len(got[key]):  # only the rows that are drawn
                 drawn = ~got[key].isnan()
-                assert drawn.sum() >= 7 * LOSSES.get(loss, LOSSES["dpo"]).n_answers
+                assert drawn.sum() >= 7 * LOSSES.get(loss, LOSSES["dpo"]).documents_per_row
                 torch.testing.assert_close(got[key][drawn], value[drawn], rtol=1e-5, atol=1e-4)
             continue
         size = value.norm() if "lora" in key else value.abs().clamp(min=1)
@@ -369,7 +371,7 @@ def test_loss_and_rewards_of_one_pair(loss):
                     desirable_weight=0.8, undesirable_weight=1.5)  # fmt: skip
     numbers = [[0, 1], [2.0, 4.0], [-3.5, -4.0], [True, False]]
     value_of_all = torch.tensor(0.01, dtype=torch.float64)
-    answers = Answers(*(torch.tensor(x).view(-1, kind.n_answers) for x in numbers),
+    answers = Answers(*(torch.tensor(x).view(-1, kind.documents_per_row) for x in numbers),
                       kl=value_of_all, rows_per_token=value_of_all)  # fmt: skip
     sums = [3.0, 9.0, 5.0, 0.0] if kind.trains_prompt else [3.0, 5.0]
     with one_process():
@@ -387,7 +389,7 @@ def test_loss_and_rewards_of_one_pair(loss):
 def test_rows_that_pad_a_graph_count_nowhere(loss):
     kind, config = LOSSES[loss], Config(loss=loss, beta=0.5)
     sums = torch.tensor([3.0, 1, 2, 5, 4, 6, 2, 7], dtype=torch.float64)
-    documents = torch.arange(4).view(-1, kind.n_answers)
+    documents = torch.arange(4).view(-1, kind.documents_per_row)
     answers = documents, documents + 2.0, -documents - 1.0, documents % 2 == 0
     found = []
     for n in 0, 3:
@@ -1030,7 +1032,7 @@ def test_an_answer_without_a_prompt_has_room_after_another_one():
     other = rows.mismatch(seed=0, max_tokens=9)
     for i in range(2):
         ids, labels = other.tokens(i)
-        assert (labels[1:] != IGNORE).sum() <= other.n_trainable_tokens[i]
+        assert (labels[1:] != IGNORE).sum() <= other.n_loss_tokens[i]
     assert other.tokens(1)[1].tolist() == [IGNORE, IGNORE, 5, 6, 7]
 
 

@@ -21,7 +21,7 @@ from test_layer import Pair, adapter_values, make_model, make_plan
 
 import fsdp_qlora
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import make_micro_batch
+from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation.compare_with_transformers import random_reference
 from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
@@ -323,8 +323,8 @@ def work_of(tensors, micro_batch):
 def mixer_states(function, mixer, tensors, projected, out):
     """What a mixer gives the kernel of its state, and what it makes of the kernel's `out`."""
     seen = []
-    micro_batch = types.SimpleNamespace(position_ids=POSITIONS, kernels={
-        "recurrence": lambda *args: seen.extend(args[:-1]) or out})
+    micro_batch = types.SimpleNamespace(position_ids=POSITIONS, recurrence=(
+        lambda *args: seen.extend(args[:-1]) or out))
     mixed = function(work_of(tensors, micro_batch), projected, mixer)
     return [*seen, mixed]
 
@@ -514,7 +514,7 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
         layer.adapter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     ids = torch.arange(3, 48)
     micro_batch = make_micro_batch(
-        rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), model
+        rows_of([(ids, ids)]), [[0]], model, torch.tensor(0)
     )
     model(micro_batch).sum().backward()
     assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))

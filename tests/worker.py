@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import house
 import train_fsdp_qlora
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.packing import make_micro_batch
+from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation.samples import sample_answers, write_answers
 from fsdp_qlora.layer.dequantize import dequantize
@@ -137,7 +137,7 @@ def samples(job, process):
     def alone(run, prompt, n):
         ids = list(prompt)
         for _ in range(n):
-            micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, None, run.model)
+            micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], run.model)
             ids += best_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()
         return ids[len(prompt) :]
 

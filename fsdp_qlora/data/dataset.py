@@ -1,8 +1,10 @@
 """From --dataset and --eval_dataset to training and evaluation Rows, with the lines of the log that
 say what became of them.
 
-It uses sources.py for files, encode.py for tokens, cache.py to keep them, and rows.py for the
-result.
+    prepare_data()       all Rows, with what the log says of them
+      prepare_rows()     the Rows of one flag: finds pieces of files (sources.py), encodes them
+                         (encode.py) once into a table (cache.py), makes Rows of it (rows.py)
+      hold_out()         a fraction of them for the evaluation
 
 Three words, with one meaning in all of the package:
 
@@ -22,9 +24,9 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow
@@ -41,6 +43,7 @@ from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import COLUMNS, Rows, columns_of, random_rows
 from fsdp_qlora.data.sources import Piece, find_pieces
 from fsdp_qlora.data.template import how_to_prompt, with_day
+from fsdp_qlora.data.tokenization import tokenize
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.log import log
@@ -62,22 +65,13 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
         template_date=template_date, columns=config.columns or (), loss=config.loss)
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line, renamed = read(sources)
-    log(f"data: {line}")
-    if n_answers := sum(rows.template_kwargs.values()):
-        how = how_to_prompt(rows.template_kwargs)
-        log(f"chat template: each of {n_answers:,} answers is trained after the prompt that the"
-            f" template makes; {how or 'serve with this chat template; it needs no variables'}")
-    if config.dataset and (n_repeated := rows.n_repeated()):
-        log(f"note: {n_repeated:,} duplicate rows (identical tokens)")
-    if config.model and tokenizer.chat_template and rows.n_plain:
-        way = "--columns completion=response" if rows.n_answers == 1 else "write them as messages"
-        log(f"note: {rows.n_plain // rows.n_answers:,} prompts and completions are trained as plain"
-            f" text, without the chat template. To use it: {way}")
+    log_data(rows, line, config, has_template=bool(tokenizer.chat_template))
     eval_rows = None
     fraction = held_out_fraction(config)
     if config.eval_dataset and fraction is None:
-        eval_rows, also = prepare_eval_rows(config.eval_dataset, read, rows)
-        renamed |= also
+        eval_rows, line, renamed_in_eval = read(config.eval_dataset, flag="--eval_dataset")
+        log_eval_data(eval_rows, line, rows)
+        renamed |= renamed_in_eval
     for column in config.columns or ():
         if (key := column.split("=")[0]) not in renamed:
             raise RunEnd(f"--columns {column}: no example has the key {key}")
@@ -100,18 +94,30 @@ def held_out_fraction(config: Config) -> float | None:
     return None
 
 
-def prepare_eval_rows(sources: Sequence[str], read: Callable[..., tuple[Rows, str, set[str]]],
-                      rows: Rows) -> tuple[Rows, set[str]]:
-    """Return the Rows of --eval_dataset's files, and the set of keys that --columns has renamed.
-    `read`: prepare_rows() with its settings; `rows`: those to train on. All ranks must call this.
-    """
-    eval_rows, line, renamed = read(sources, flag="--eval_dataset")
+def log_data(rows: Rows, line: str, config: Config, has_template: bool) -> None:
+    """Log ReadRows of --dataset, with what the user may want to change about them. `has_template`:
+    the tokenizer has a chat template."""
+    log(f"data: {line}")
+    if n_answers := sum(rows.template_kwargs.values()):
+        how = how_to_prompt(rows.template_kwargs)
+        log(f"chat template: each of {n_answers:,} answers is trained after the prompt that the"
+            f" template makes; {how or 'serve with this chat template; it needs no variables'}")
+    if config.dataset and (n_repeated := rows.n_repeated()):
+        log(f"note: {n_repeated:,} duplicate rows (identical tokens)")
+    if config.model and has_template and rows.n_plain:
+        n = rows.documents_per_row
+        way = "--columns completion=response" if n == 1 else "write them as messages"
+        log(f"note: {rows.n_plain // n:,} prompts and completions are trained as plain text,"
+            f" without the chat template. To use it: {way}")
+
+
+def log_eval_data(eval_rows: Rows, line: str, rows: Rows) -> None:
+    """Log ReadRows of --eval_dataset, with a warning if they are among the `rows` to train on."""
     log(f"eval data: {line}")
-    is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.n_answers)
+    is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.documents_per_row)
     if n_trained := int(is_trained.any(1).sum()):
         log(f"warning: {n_trained:,} of the {len(eval_rows):,} evaluation rows are also"
             " trained on (identical tokens): their loss says nothing about new rows")
-    return eval_rows, renamed
 
 
 def with_mismatched(rows: Rows, config: Config) -> Rows:
@@ -134,17 +140,24 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
         raise RunEnd(f"--eval_dataset {' '.join(values)}: is {n} of {len(ids)} examples; must"
                      " be one fraction between 0 and 1, or files")
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(config.seed))
-    held_out = torch.isin(groups[:: rows.n_answers], ids[order[:n]])
+    held_out = torch.isin(groups[:: rows.documents_per_row], ids[order[:n]])
     log(f"eval data: {describe_count(rows, int(held_out.sum()))} held out of the training data")
     train, evaluation = (rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
     return train, evaluation
 
 
+class ReadRows(NamedTuple):
+    """What prepare_rows() has read."""
+
+    rows: Rows
+    line: str  # for the log: what became of the examples
+    renamed: set[str]  # keys of examples that --columns has renamed
+
+
 def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
                  vocab_size: int, template_date: str, columns: Sequence[str] = (),
-                 loss: str = "sft", flag: str = "--dataset") -> tuple[Rows, str, set[str]]:
-    """Return the Rows of all `sources` for this loss, a log line on what became of them, and the
-    set of keys that `columns` has renamed. All ranks must call this."""
+                 loss: str = "sft", flag: str = "--dataset") -> ReadRows:
+    """Read all `sources` for this loss; `flag` names them. All ranks must call this."""
     name = " ".join(sources)
     with raise_on_all_ranks():
         if tokenizer.eos_token_id is None:
@@ -159,6 +172,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
         except ValueError as e:
             raise ValueError(f"{flag} {e}")
         key = cache_key(sources, contents, **settings)
+    # one process of each machine writes the table; the others wait at the end of the block
     with raise_on_all_ranks(), open_cache(key) as directory:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not has_table(directory):
             if not pieces:
@@ -180,7 +194,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
             raise ValueError(f"{name}: none of its {len(table['kept'])} examples can be trained"
                              f" on: {describe_left_out(table)}")
         renamed = {key for keys in counts_of(table["renamed"]) for key in json.loads(keys)}
-        return rows, describe_rows(rows, table, max_seq_len, name), renamed
+        return ReadRows(rows, describe_rows(rows, table, max_seq_len, name), renamed)
 
 
 def pieces_of_all(sources: Sequence[str],
@@ -196,9 +210,9 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
     and how many were truncated or skipped."""
     forms = counts_of(table["form"].filter(table["kept"])).items()
     n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
-    counted = ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms)
+    counted = ", ".join(f"{n // rows.documents_per_row:,} {form}" for form, n in forms)
     parts = [f"{describe_count(rows, len(rows))},"
-             f" {rows.lengths.sum():,} tokens, {rows.n_trainable_tokens.sum():,} of them in the"
+             f" {rows.lengths.sum():,} tokens, {rows.n_loss_tokens.sum():,} of them in the"
              f" loss ({counted}; {name})"]
     if rows.loss_record.is_unpaired:
         good = rows.desirable
@@ -210,7 +224,7 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
 
 def describe_count(rows: Rows, n: int) -> str:
     """Return a number of these rows with their noun: 1 row, 2 pairs."""
-    return f"{n:,} {'pair' if rows.n_answers == 2 else 'row'}{'s' * (n != 1)}"
+    return f"{n:,} {'pair' if rows.documents_per_row == 2 else 'row'}{'s' * (n != 1)}"
 
 
 def describe_left_out(table: pyarrow.Table) -> str:
@@ -238,9 +252,9 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
     version of transformers."""
     code = {str(inspect.getsourcefile(f)) for f in
             (find_pieces, parse_example, parse_preference, parse_chat, with_day, openai_calls,
-             encode_pieces, columns_of)}
+             encode_pieces, tokenize, columns_of)}
     kind = LOSSES[loss]
-    forms = "pairs" if kind.n_answers == 2 else "judged" if kind.is_unpaired else "text"
+    forms = "pairs" if kind.documents_per_row == 2 else "judged" if kind.is_unpaired else "text"
     return text_digest([
         sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
         vocab_size, new_names, forms, str(tokenizer.chat_template or ""),
@@ -249,7 +263,7 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
 
 def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     """Return the Rows of the documents in read_table()'s result that are kept."""
-    kept, is_first, lengths, prompt_lengths, n_trainable_tokens, desirable, digests = (
+    kept, is_first, lengths, prompt_lengths, n_loss_tokens, desirable, digests = (
         torch.from_numpy(table[name].to_numpy().copy())
         for name in ("kept", "is_first", "length", *COLUMNS))
     input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
@@ -258,7 +272,7 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     starts, example_ids = lengths.cumsum(0) - lengths, is_first.cumsum(0)
     documents = Rows(
         loss="sft", input_ids=input_ids, labels=labels, bounds=bounds, starts=starts,
-        lengths=lengths, prompt_lengths=prompt_lengths, n_trainable_tokens=n_trainable_tokens,
+        lengths=lengths, prompt_lengths=prompt_lengths, n_loss_tokens=n_loss_tokens,
         desirable=desirable, digests=digests, example_ids=example_ids)
     return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
                                n_plain=int(table["plain"].to_numpy().sum()),

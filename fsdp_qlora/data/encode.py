@@ -1,15 +1,14 @@
-"""Tokenize examples: text, token ids, labels.
+"""Encode examples: parse and tokenize each, and say which cannot be used, as rows of a table.
 
-encode_pieces() -> try_example() -> parse_example() of forms.py -> parse_chat() of chat.py, if it is
-a conversation -> tokenize(). With a preference --loss, parse_preference() of preferences.py comes
-before parse_example().
+    encode_pieces()      of files, a batch of examples at a time
+      try_example()      parse_example() in forms.py; with a preference --loss parse_preference() in
+                         preferences.py. A conversation goes on to parse_chat() in chat.py
+      tokenize()         in tokenization.py
+      check_tokens(), check_pair()
 """
 
 from __future__ import annotations
 
-import bisect
-import copy
-import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -17,25 +16,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.chat import Spans
-from fsdp_qlora.data.forms import IGNORE, Document, Ids, Part, parse_example, printable
+from fsdp_qlora.data.forms import Document, Part, parse_example, printable
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import columns_of
 from fsdp_qlora.data.sources import Piece, RefusedExample, read_pieces
+from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.model.preference_loss import LOSSES
 
 BATCH = 256  # examples that are parsed at once, and documents of one RecordBatch
-# characters that the tokenizer gets at once; its result for them needs about 100 MB
-BATCH_CHARACTERS = 2**19
 ENCODED = {  # {column that encode_pieces() yields for each document: its type}
+    # of columns_of()
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
-    "n_trainable_tokens": "int32", "desirable": "bool", "digest": "int64",
-    "cut": "bool",  # up to here: see columns_of()
-    "kept": "bool", "refused": "bool",  # neither: the example is left out
-    "is_first": "bool",  # the first document of its example?
+    "n_loss_tokens": "int32", "desirable": "bool", "digest": "int64", "cut": "bool",
+    # True if it is trained on; True if it ends the run. Neither: it is left out
+    "kept": "bool", "refused": "bool",
+    "is_first": "bool",  # True of the first document of its example
     "form": "string",  # form of its example, with the keys that are ignored
     "plain": "bool",  # True if its example is a prompt and a completion in plain text
     # variables of the chat template for its example's answers, a line each, see
@@ -73,24 +70,25 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
     examples, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
     tokenizers = both_tokenizers(tokenizer)
     while batch := list(itertools.islice(examples, BATCH)):
-        parsed = [try_example(example, tokenizer, new_names, loss) for _, example in batch]
-        tokens = tokenize([d for found in parsed for d in found.documents], tokenizers)
-        for (where, example), found in zip(batch, parsed):
-            encoded = [columns_of(*ids, max_seq_len, good)
-                       for good in found.desirable for ids in next(tokens)]
-            errors = [found.error or check_tokens(columns, max_seq_len, vocab_size)
-                      for columns in encoded]
-            if LOSSES[loss].n_answers == 2:
-                error = next(filter(None, errors), None) or check_pair(encoded, max_seq_len)
+        parsed_examples = [try_example(example, tokenizer, new_names, loss) for _, example in batch]
+        encoded = tokenize([d for parsed in parsed_examples for d in parsed.documents], tokenizers)
+        for (where, example), parsed in zip(batch, parsed_examples):
+            # tokenize() may yield several for one of the parsed documents
+            documents = [columns_of(*ids, max_seq_len, is_good)
+                         for is_good in parsed.desirable for ids in next(encoded)]
+            errors = [parsed.error or check_tokens(document, max_seq_len, vocab_size)
+                      for document in documents]
+            if LOSSES[loss].documents_per_row == 2:
+                error = next(filter(None, errors), None) or check_pair(documents, max_seq_len)
                 if error:  # one document stands for the whole pair
-                    encoded, errors = encoded[:1], [error]
+                    documents, errors = documents[:1], [error]
             renamed = old_names & example.keys() if type(example) is dict else ()
-            for i, (columns, error) in enumerate(zip(encoded, errors)):
+            for i, (document, error) in enumerate(zip(documents, errors)):
                 why = (str(error) or type(error).__name__) if error else ""
-                yield {**columns, "kept": not error, "refused": isinstance(error, RefusedExample),
-                       "is_first": i == 0, "form": printable(found.form),
-                       "plain": found.is_plain and not error,
-                       "template_kwargs": found.template_kwargs if i == 0 else "",
+                yield {**document, "kept": not error, "refused": isinstance(error, RefusedExample),
+                       "is_first": i == 0, "form": printable(parsed.form),
+                       "plain": parsed.is_plain and not error,
+                       "template_kwargs": parsed.template_kwargs if i == 0 else "",
                        "renamed": json.dumps(sorted(renamed)),
                        "left_out": printable(why), "where": where if error else ""}
 
@@ -111,7 +109,7 @@ class ParsedExample(NamedTuple):
     error: Exception | None
     form: str  # with the keys that are ignored
     documents: list[Document]
-    desirable: list[bool]  # is it a good answer? One for each document
+    desirable: list[bool]  # of each document: is it a good answer?
 
     @property
     def parts(self) -> list[Part]:
@@ -143,165 +141,13 @@ def try_example(example: Any, tokenizer: PreTrainedTokenizerFast, new_names: Seq
         return ParsedExample(e, "", [([], [])], [True])
 
 
-class Tokenizers(NamedTuple):
-    """A tokenizer in the forms that tokenize() needs."""
-
-    first: PreTrainedTokenizerFast  # for the beginning of a text, see with_whole_offsets()
-    further: PreTrainedTokenizerFast  # for the continuation of a text, see without_prefix()
-
-
-def both_tokenizers(tokenizer: PreTrainedTokenizerFast) -> Tokenizers:
-    whole = with_whole_offsets(tokenizer)
-    return Tokenizers(whole, without_prefix(whole))
-
-
-def tokenize(documents: list[Document], tokenizers: Tokenizers) -> Iterator[list[Ids]]:
-    """Yield the [(input_ids, labels)] of each document of parse_example(), in most cases one.
-
-    An answer that begins inside a token gets a document of its own, in which its prompt and the
-    answer are tokenized apart, as they are at inference. So the tokens before each answer are those
-    of its prompt: at a token boundary, the tokens before it are those of the text before it.
-    """
-    sizes = (0 if isinstance(document, tuple) else sum(len(part.text) for part in document)
-             for document in documents)
-    batches = (n // BATCH_CHARACTERS for n in itertools.accumulate(sizes))
-    for _, batch in itertools.groupby(zip(batches, documents), key=lambda pair: pair[0]):
-        yield from tokenize_batch([document for _, document in batch], tokenizers)
-
-
-def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[list[Ids]]:
-    """tokenize() for a few documents at once."""
-    documents = [with_answer_apart(document) for document in documents]
-    parts = [part for document in documents if isinstance(document, list) for part in document]
-    encoded = {}  # {(may_begin, continues): tokens of all such parts, in order}
-    for kind in {(part.may_begin, part.continues) for part in parts}:
-        may_begin, continues = kind
-        texts = [part.text for part in parts if (part.may_begin, part.continues) == kind]
-        batch = (tokenizers.further if continues else tokenizers.first)(
-            texts, verbose=False, add_special_tokens=may_begin, return_offsets_mapping=True,
-            return_attention_mask=False, return_token_type_ids=False)
-        encoded[kind] = zip(batch["input_ids"], batch["offset_mapping"])
-    found: list[list[Ids]] = []
-    for document in documents:
-        if not isinstance(document, list):  # already tokens
-            found.append([document])
-            continue
-        ids, labels, apart = [], [], list[Document]()
-        for part in document:
-            new_ids, offsets = next(encoded[part.may_begin, part.continues])
-            if part.answers and not part.continues:
-                part, apart = part_apart(part, offsets)
-            new_ids, new_labels = part_labels(part, new_ids, offsets, tokenizers.first)
-            ids, labels = ids + new_ids, labels + new_labels
-        eos = tokenizers.first.eos_token_id
-        if document[-1].must_end and ids[-1:] != [eos]:
-            ids, labels = [*ids, eos], [*labels, eos]
-        others = tokenize_batch(apart, tokenizers) if apart else []
-        found.append([pair for pairs in others for pair in pairs])
-        if not apart or part.trained:
-            found[-1].append((ids, labels))
-    return found
-
-
-def with_answer_apart(document: Document) -> Document:
-    """Split a conversation with one answer into two parts, so that nothing is tokenized twice;
-    return any other document unchanged."""
-    if isinstance(document, list) and len(document[0].answers) == 1 and not document[0].continues:
-        (part,) = document
-        return answer_apart(part, part.answers[0].at, part.spans(), len(part.text))
-    return document
-
-
-def answer_apart(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
-    """Return a conversation up to the end of one of its answers as two parts: its prompt, and the
-    answer, of which these spans are in the loss."""
-    return [Part(part.text[:start], trained=False, may_begin=False),
-            Part(part.text[start:end], [(a - start, b - start) for a, b in spans],
-                 may_begin=False, answers=part.answers, continues=True)]
-
-
-def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:
-    """Return a conversation without those of its answers that begin inside a token, and a document
-    for each of these answers, up to its end."""
-    starts, trained = sorted(answer.at for answer in part.answers), part.spans()
-    apart: list[Document] = []
-    for start, next_start in zip(starts, [*starts[1:], len(part.text)]):
-        token = bisect.bisect_right(offsets, start, key=lambda token: token[1])
-        if token < len(offsets) and offsets[token][0] < start:
-            spans = [span for span in trained if start <= span[0] < next_start]
-            trained = [span for span in trained if span not in spans]
-            apart.append(answer_apart(part, start, spans, max(end for _, end in spans)))
-    return part._replace(trained=trained), apart
-
-
-def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Return the tokenizer, or a copy whose offsets include the spaces around a token. Where
-    offsets are trimmed, as in Llama 3, a token of spaces alone seems to have no text at all."""
-    if "trim_offsets=True" not in str(tokenizer.backend_tokenizer.post_processor):
-        return tokenizer
-    whole = copy.copy(tokenizer)
-    text = tokenizer.backend_tokenizer.to_str()
-    whole._tokenizer = Tokenizer.from_str(
-        text.replace('"trim_offsets":true', '"trim_offsets":false'))
-    return whole
-
-
-def without_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Return a copy of the tokenizer that puts nothing before a text that continues another.
-    SentencePiece tokenizers such as Llama 2's and Mistral's put a space before every text."""
-    further = copy.copy(tokenizer)
-    whole = json.loads(tokenizer.backend_tokenizer.to_str())
-
-    def change(step: Any) -> Any:
-        """Return a normalizer or pre-tokenizer that puts nothing before a text; None if it did only
-        that."""
-        if not isinstance(step, dict) or step["type"] == "Prepend":
-            return None
-        for key, value in ("prepend_scheme", "never"), ("add_prefix_space", False):
-            step |= {key: value} if key in step else {}
-        for key in step.keys() & {"normalizers", "pretokenizers"}:  # steps of a Sequence
-            step[key] = [other for each in step[key] if (other := change(each))]
-        return step
-
-    whole |= {key: change(whole[key]) for key in ("normalizer", "pre_tokenizer")}
-    further._tokenizer = Tokenizer.from_str(json.dumps(whole))
-    return further
-
-
-@functools.lru_cache(1)
-def n_put_in_front(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the number of special tokens that the tokenizer puts before a text."""
-    offsets = tokenizer("a", return_offsets_mapping=True)["offset_mapping"]
-    return next((i for i, (_, end) in enumerate(offsets) if end), 0)
-
-
-def part_labels(part: Part, ids: list[int], offsets: list[tuple[int, int]],
-                tokenizer: PreTrainedTokenizerFast) -> Ids:
-    """Return (input_ids, labels) of a Part, from its tokens and their offsets (begin, end) in its
-    text."""
-    n_front = n_put_in_front(tokenizer) if part.may_begin else 0
-    if ids[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0) < offsets[1]:
-        ids, offsets, n_front = ids[1:], offsets[1:], n_front - 1  # the text itself has BOS
-    while (len(ids) > n_front and ids[-1] == tokenizer.eos_token_id
-           and offsets[len(ids) - 1] == (0, 0)):
-        ids = ids[:-1]  # EOS was not in the text: some tokenizers append it to every text
-    if isinstance(part.trained, bool):
-        return ids, ids if part.trained else [IGNORE] * len(ids)
-    labels, offsets = [IGNORE] * len(ids), offsets[: len(ids)]
-    for start, end in part.trained:  # all tokens that overlap the span
-        chosen = slice(bisect.bisect_right(offsets, start, key=lambda token: token[1]),
-                       bisect.bisect_left(offsets, end, key=lambda token: token[0]))
-        labels[chosen] = ids[chosen]
-    return ids, labels
-
-
 def check_tokens(columns: dict[str, Any], max_seq_len: int, vocab_size: int) -> ValueError | None:
     """Return an error that explains why the tokens of a document cannot be trained on, or None."""
     largest = max(columns[key].max(initial=0) for key in ("input_ids", "labels"))
     if largest >= vocab_size:
         return RefusedExample(f"has token {largest}, but the model's vocabulary ends at"
                               f" {vocab_size - 1}")
-    if not columns["n_trainable_tokens"]:
+    if not columns["n_loss_tokens"]:
         within = f" within its first {max_seq_len} tokens" if columns["cut"] else ""
         return ValueError(f"nothing to train on{within}")
     return None

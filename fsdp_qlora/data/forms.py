@@ -1,7 +1,7 @@
 """Recognize an example's form by its keys, and decide which text is in the loss.
 
 Conversations are in chat.py, examples with several answers in preferences.py, reading in
-sources.py, tokens in encode.py.
+sources.py, tokens in tokenization.py.
 """
 
 from __future__ import annotations
@@ -81,19 +81,21 @@ class Part(NamedTuple):
     """A part of a document."""
 
     text: str
-    trained: bool | Spans  # what is in the loss: all of it, nothing, or some of its characters
-    may_begin: bool  # True: the tokenizer may put BOS before it
-    must_end: bool = False  # True: EOS follows, if the text does not end with it
+    in_loss: bool | Spans  # all of it, nothing, or some of its characters
+    add_bos: bool  # True: BOS comes before it, if the tokenizer adds one to a text
+    add_eos: bool = False  # True: EOS follows, if the text does not end with it
+    # True: a space comes before it, if the tokenizer adds one to a text, as SentencePiece does;
+    # False: it continues the part before
+    add_prefix_space: bool = True
     is_completion: bool = False  # completion of a plain-text prompt, which this part may include
-    # of a conversation's answers in the loss: the document becomes several if a token would contain
-    # the end of a prompt and the beginning of its answer
+    # of a conversation: all answers in the loss. A document becomes several if a token would
+    # contain the end of a prompt and the beginning of its answer
     answers: Sequence[AnswerStart] = ()
-    continues: bool = False  # it follows another part: the tokenizer must not put a space before it
 
     def spans(self) -> Spans:
         """Return the characters in the loss, if only some are."""
-        assert not isinstance(self.trained, bool), "all of it is trained, or nothing"
-        return list(self.trained)
+        assert not isinstance(self.in_loss, bool), "all of it is in the loss, or nothing"
+        return list(self.in_loss)
 
 
 Ids = tuple[list[int], list[int]]  # (input_ids, labels)
@@ -143,7 +145,7 @@ def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
             notes.append("not trained: the assistant's first message, which has no prompt")
         rendered, more_notes = parse_chat(messages, template_options(example), tokenizer)
         notes += more_notes
-        documents = [[Part(one.text, one.spans, may_begin=False, answers=one.answers)]
+        documents = [[Part(one.text, one.spans, add_bos=False, answers=one.answers)]
                      for one in rendered]
     return " and ".join(form) + (f" ({'; '.join(notes)})" if notes else ""), documents
 
@@ -321,7 +323,7 @@ def parse_text(example: dict[str, Any], form: tuple[str, ...], tokenizer: PreTra
         text = text_of(example, "text")
         if not text.strip():  # EOS alone would train the model to stop at once
             raise ValueError("text is empty")
-        return [[Part(text, trained=True, may_begin=True, must_end=True)]]
+        return [[Part(text, in_loss=True, add_bos=True, add_eos=True)]]
     is_plain = tokenizer.chat_template is None and form in (*INSTRUCTIONS, *QUESTIONS)
     if not is_plain and (form != COMPLETION or isinstance(example["prompt"], list)):
         return None
@@ -330,11 +332,11 @@ def parse_text(example: dict[str, Any], form: tuple[str, ...], tokenizer: PreTra
         raise ValueError("completion is empty")
     if is_one_text:
         text = prompt + completion.removesuffix(tokenizer.eos_token)
-        return [[Part(text, [(len(prompt), len(text))], may_begin=True, must_end=True,
+        return [[Part(text, [(len(prompt), len(text))], add_bos=True, add_eos=True,
                       is_completion=True)]]
-    return [[Part(prompt, trained=False, may_begin=True),
-             Part(completion, trained=True, may_begin=False, must_end=True, is_completion=True,
-                  continues=True)]]
+    return [[Part(prompt, in_loss=False, add_bos=True),
+             Part(completion, in_loss=True, add_bos=False, add_eos=True, add_prefix_space=False,
+                  is_completion=True)]]
 
 
 def as_prompt(example: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
@@ -386,7 +388,7 @@ def join_segments(segments: list[Any]) -> Part:
         start = len(text)
         text += checked_text(segment.get("text"), "text of a segment")
         spans += [(start, len(text))] * segment["label"]
-    return Part(text, spans, may_begin=False)
+    return Part(text, spans, add_bos=False)
 
 
 def as_messages(example: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -1,33 +1,17 @@
-"""Choose the rows of a step, and pack their documents into evenly filled micro-batches.
+"""Pack the documents of a step into evenly filled micro-batches.
 
 A micro-batch is what one GPU computes at once. The micro-batches that all ranks compute side by
-side are a micro-step. Rows are in rows.py.
-
-ShuffledRows chooses the rows -> pack_rows() decides which documents go together, by their lengths
--> make_micro_batch() makes tensors of one rank's.
+side are a micro-step. sampling.py chooses the rows of a step, collate.py makes tensors of its
+micro-batches.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
 
-import torch
-import torch.nn.functional as F
-
-from fsdp_qlora.config import Config
-from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.hashing import hash_ints
-from fsdp_qlora.kernels.recurrence import chunk_table
-from fsdp_qlora.micro_batch.context import (
-    LEAST_PIECE, NOT_SHARED, ContextGroup, has_long_pieces, make_context_shard)
-from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
-from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.model.model import Model
 
 # What all ranks compute side by side, [micro-batches, documents]: for each rank (with context
@@ -36,54 +20,28 @@ from fsdp_qlora.model.model import Model
 MicroStep = list[list[int]]
 
 
-class RowSource(Protocol):
-    """Source of the rows of a step, for the training loop, the planner and DPO's reference. To draw
-    rows another way, write a class like ShuffledRows, and name it in finetune()."""
-
-    rows: Rows  # all of them
-
-    def indices(self, step: int) -> torch.Tensor:
-        """Return the rows of an optimizer step (the first is 1), int64, the same on all ranks."""
-
-
-@dataclasses.dataclass
-class ShuffledRows:
-    """--batch_size rows for each step; every epoch is a new shuffle."""
-
-    rows: Rows
-    config: Config
-
-    def indices(self, step: int) -> torch.Tensor:
-        return step_rows(step, len(self.rows), self.config)
-
-
-def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:
-    """Return the indices of the rows of an optimizer step (the first is 1). Every epoch is a new
-    shuffle."""
-    drawn = range((step - 1) * config.batch_size, step * config.batch_size)
-    return torch.stack([epoch_order(i // n_rows, n_rows, config.seed)[i % n_rows] for i in drawn])
-
-
-@functools.lru_cache(2)  # a step may span two epochs
-def epoch_order(epoch: int, n_rows: int, seed: int) -> torch.Tensor:
-    """Return the shuffled indices of one epoch's rows."""
-    return torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+def micro_steps_of(rows: Rows, model: Model) -> list[MicroStep]:
+    """Return pack_rows() of these rows, for the ranks and the plan of this run."""
+    context = model.context
+    return pack_rows(rows.lengths.tolist(), context.n_groups,
+                     context.size * model.plan.micro_batch_tokens, rows.documents_per_row)
 
 
 def pack_rows(lengths: list[int], processes: int, max_tokens: int,
-              n_answers: int = 1) -> list[MicroStep]:
+              documents_per_row: int = 1) -> list[MicroStep]:
     """Pack documents of these lengths into micro-steps of a micro-batch for each process.
 
     The number of micro-steps is the smallest for which every micro-batch, all filled evenly, stays
-    within `max_tokens`. The `n_answers` documents of a row, which are consecutive, are in the same
-    micro-step, but may be in micro-batches of several processes. All ranks know all lengths, so all
-    get the same result.
+    within `max_tokens`. The documents of a row, which are consecutive, are in the same micro-step,
+    but may be in micro-batches of several processes. All ranks know all lengths, so all get the
+    same result.
     """
-    fewest = max(1, math.ceil(sum(lengths) / (processes * max_tokens)))
-    rows = [range(i, i + n_answers) for i in range(0, len(lengths), n_answers)]
+    rows = [range(i, i + documents_per_row) for i in range(0, len(lengths), documents_per_row)]
     row_lengths = [sum(lengths[i] for i in row) for row in rows]
+    fewest = max(1, math.ceil(sum(lengths) / (processes * max_tokens)))
     for n in range(fewest, len(rows) + 1):
-        if n_answers == 1:
+        if documents_per_row == 1:
+            # sorted by their size: those of a micro-step, for whose fullest all wait, are alike
             micro_batches = distribute_evenly(range(len(lengths)), lengths, n * processes)
             micro_steps = [micro_batches[i : i + processes]
                            for i in range(0, len(micro_batches), processes)]
@@ -95,15 +53,10 @@ def pack_rows(lengths: list[int], processes: int, max_tokens: int,
         fullest = max(sum(lengths[i] for i in documents)
                       for micro_step in micro_steps for documents in micro_step)
         if fullest <= max_tokens:
-            break
-    return micro_steps
-
-
-def micro_steps_of(rows: Rows, model: Model) -> list[MicroStep]:
-    """Return pack_rows() of these rows, for the ranks and the plan of this run."""
-    context = model.context
-    return pack_rows(rows.lengths.tolist(), context.n_groups,
-                     context.size * model.plan.micro_batch_tokens, rows.n_answers)
+            return micro_steps
+    raise AssertionError(f"cannot pack {len(rows)} rows, the longest of"
+                         f" {max(row_lengths, default=0)} tokens, into micro-batches of"
+                         f" {max_tokens} tokens on {processes} processes")
 
 
 def distribute_evenly(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:
@@ -115,212 +68,3 @@ def distribute_evenly(items: Iterable[int], sizes: Sequence[int], n: int) -> lis
         heapq.heapreplace(lists, (size + sizes[i], number, [*chosen, i]))
     lists.sort(key=lambda one: (-one[0], one[1]))
     return [sorted(chosen) for _, _, chosen in lists]
-
-
-# ------------------------------------------------------------------------------------------------
-# The tensors of a micro-batch
-# ------------------------------------------------------------------------------------------------
-
-
-def make_micro_batch(rows: Rows, micro_step: MicroStep, index: int,
-                     step_seed: torch.Tensor | None, model: Model,
-                     context: ContextGroup = NOT_SHARED) -> MicroBatch:
-    """Return this rank's MicroBatch of a micro-step of pack_rows(). `rows`: those of the step.
-    `step_seed`: of dropout; None: an evaluation. All ranks pad to one shape, because they compute
-    embedding and lm_head together, and every rank waits for the longest one anyway.
-
-    `index`: which micro-batch of the micro-step; with context parallelism the `context` group's
-    number, and the MicroBatch is this rank's part of it."""
-    documents = micro_step[index]
-    shape = padded_shape(rows, micro_step, model, context.size)
-    layout = lay_out(rows.lengths[documents].tolist(), shape, model.plan.graphs)
-    tensors = token_tensors(rows, documents, layout, shape)
-    if step_seed is not None:
-        tensors["dropout_seeds"] = dropout_seeds(
-            step_seed, documents, layout.lengths, tensors["position_ids"])
-    if "recurrence" in model.kernels.varlen:
-        of_any_lengths = model.plan.graphs and not layout.is_fixed_len
-        tensors["chunks"] = chunk_table(layout.starts, of_any_lengths)
-    shard, uses_fixed_len = None, layout.is_fixed_len
-    if context.size > 1:
-        shard = make_context_shard(layout.lengths, context)
-        tensors |= own_tensors(tensors, shard.tokens)
-        # these kernels also run pieces of any lengths, one after the other
-        uses_fixed_len = has_only_long_pieces(layout.lengths, len(documents), context)
-    tensors |= pad_labels(tensors, shape.n_labels)
-    tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
-    if shard:
-        shard = shard.to(model.device, tensors["dropout_seeds"])
-    return MicroBatch(
-        **tensors, lengths=tuple(layout.lengths), longest=layout.longest, context_shard=shard,
-        answers=None if rows.loss == "sft" else make_answers(rows, micro_step, shape, model),
-        kernels=model.kernels.fixed_len if uses_fixed_len else model.kernels.varlen,
-        # an evaluation has no backward
-        store=DeviceActivations() if step_seed is None else model.store)
-
-
-class Shape(NamedTuple):
-    """The sizes to which all ranks pad their micro-batches of a micro-step."""
-
-    n_tokens: int  # of a whole micro-batch, which several ranks may share
-    n_labels: int  # of a rank
-    n_documents: int  # without those of padding
-    longest: int  # tokens of the longest document
-
-
-def padded_shape(rows: Rows, micro_step: MicroStep, model: Model, context_size: int = 1) -> Shape:
-    """Return the Shape of a micro-step: that of its largest micro-batches, rounded up."""
-    lengths = [rows.lengths[documents].tolist() for documents in micro_step]
-    all_lengths = {length for document_lengths in lengths for length in document_lengths}
-    n_tokens = max(map(sum, lengths))
-    if len(all_lengths) > 1:
-        # but not above the plan's size
-        limit = max(n_tokens, model.plan.micro_batch_tokens * context_size)
-        n_tokens = min(round_up(n_tokens, model.device), limit)
-    n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
-    n_labels = max(int(rows.n_labels()[documents].sum()) for documents in micro_step)
-    n_labels = min(n_labels, n_tokens // context_size)  # at most all of a shard's
-    n_documents = max(map(len, micro_step))
-    if model.plan.graphs:
-        n_documents = power_of_2(n_documents)
-    return Shape(n_tokens, round_up(n_labels, model.device), n_documents, max(all_lengths))
-
-
-def round_up(n: int, device: torch.device) -> int:
-    """Round n up, on a GPU, to one of a few lengths, 16 from one power of 2 to the next: cuBLAS and
-    cuDNN choose kernels anew for each new length, and a CUDA graph has one length."""
-    if device.type == "cpu":
-        return n
-    multiple = max(64, 2 ** n.bit_length() // 32)
-    return math.ceil(n / multiple) * multiple
-
-
-def power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is at least n."""
-    return 2 ** (n - 1).bit_length()
-
-
-class Layout(NamedTuple):
-    """The documents of a micro-batch end to end, and after them the documents of its padding."""
-
-    lengths: list[int]  # in tokens
-    starts: torch.Tensor  # int64 [documents + 1], see MicroBatch.cu_seqlens
-    longest: int  # upper bound of `lengths`
-    is_fixed_len: bool  # True if all have one length
-
-
-def lay_out(lengths: list[int], shape: Shape, graphs: bool) -> Layout:
-    """Return the Layout of documents of these lengths. The padding's are not longer than the
-    longest, `shape.longest`."""
-    n_full, rest = divmod(shape.n_tokens - sum(lengths), shape.longest)
-    lengths = lengths + [shape.longest] * n_full + [rest] * (rest > 0)
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    if len(set(lengths)) == 1:
-        return Layout(lengths, starts, shape.longest, is_fixed_len=True)
-    longest = shape.longest
-    if graphs:  # one graph serves micro-batches of other numbers of documents, too
-        longest = power_of_2(longest)
-        n_empty = power_of_2(len(lengths) + 1) - len(lengths)  # at least one, for chunk_table()
-        starts = F.pad(starts, (0, n_empty), value=shape.n_tokens)
-    return Layout(lengths, starts, longest, is_fixed_len=False)
-
-
-def token_tensors(rows: Rows, documents: list[int], layout: Layout,
-                  shape: Shape) -> dict[str, Any]:
-    """Return those tensors of a MicroBatch that depend on its tokens, by name, its labels without
-    padding; no dropout, no chunks."""
-    n_tokens = shape.n_tokens
-    # per document: its answer's, then its prompt's
-    n_sums = 2 if rows.loss_record.trains_prompt else 1
-    ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
-    sum_at = torch.zeros(n_tokens, dtype=torch.int64)  # index of the sum that a token belongs to
-    for position, i in enumerate(documents):
-        document_ids, document_labels = rows.tokens(i)
-        start = int(layout.starts[position])
-        whole, trained = (slice(start, start + len(document_ids) - n) for n in (0, 1))
-        ids[whole], labels[trained] = document_ids, document_labels[1:]
-        sum_at[whole] = n_sums * position
-        if rows.loss_record.trains_prompt and rows.desirable[i]:
-            is_prompt = labels[trained] == IGNORE
-            labels[trained] = document_ids[1:]
-            sum_at[trained] += is_prompt
-    label_positions = (labels != IGNORE).nonzero().view(-1)
-    label_positions = label_positions[sum_at[label_positions].argsort(stable=True)]
-    bounds = torch.searchsorted(
-        sum_at[label_positions], torch.arange(n_sums * shape.n_documents + 1))
-    starts = layout.starts
-    return {"input_ids": ids, "n_unpadded": rows.lengths[documents].sum()[None],
-            "position_ids":
-                torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff()),
-            "cu_seqlens": starts.int(), "label_positions": label_positions,
-            "labels": labels[label_positions], "loss_bounds": bounds,
-            "dropout_seeds": None, "chunks": None}
-
-
-def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[int],
-                  position_ids: torch.Tensor) -> torch.Tensor:
-    """Return each token's seed of dropout, from the numbers of the step and of its document, and
-    its position. `lengths`: those of the documents, then those of the padding."""
-    numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
-    document_seeds = hash_ints(step_seed + numbers).repeat_interleave(torch.tensor(lengths))
-    # drop() adds a number for the layer and the site
-    return hash_ints(document_seeds + position_ids)
-
-
-def own_tensors(tensors: dict[str, Any], own_tokens: torch.Tensor) -> dict[str, Any]:
-    """Return {name: tensor} of those tensors of a shared micro-batch that differ between its ranks,
-    as the rank has them that computes `own_tokens`."""
-    own_at = torch.full((len(tensors["input_ids"]),), -1)
-    own_at[own_tokens] = torch.arange(len(own_tokens))
-    label_positions, seeds = tensors["label_positions"], tensors["dropout_seeds"]
-    is_own = own_at[label_positions] >= 0
-    return {
-        "input_ids": tensors["input_ids"][own_tokens],
-        "position_ids": tensors["position_ids"][own_tokens],
-        "n_unpadded": (own_tokens < tensors["n_unpadded"]).sum()[None],
-        "label_positions": own_at[label_positions[is_own]],
-        "labels": tensors["labels"][is_own],
-        "loss_bounds": F.pad(is_own.cumsum(0), (1, 0))[tensors["loss_bounds"]],
-        "dropout_seeds": None if seeds is None else seeds[own_tokens]}
-
-
-def has_only_long_pieces(lengths: list[int], n_documents: int, context: ContextGroup) -> bool:
-    """Return True if the pieces of all documents are long enough to run attention one piece after
-    the other, see has_long_pieces(). `lengths`: those of the `n_documents` documents, then those of
-    the padding, which may be shorter."""
-    shortest = min(lengths[:n_documents], default=0)
-    return (has_long_pieces(shortest, context.size)
-            and min(lengths) >= 2 * context.size * LEAST_PIECE)
-
-
-def pad_labels(tensors: dict[str, Any], n_labels: int) -> dict[str, torch.Tensor]:
-    """Return labels and label_positions, padded to n_labels."""
-    labels, positions = tensors["labels"], tensors["label_positions"]
-    assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
-    padding = (0, n_labels - len(labels))
-    return {"labels": F.pad(labels, padding, value=IGNORE),
-            "label_positions": F.pad(positions, padding)}
-
-
-def make_answers(rows: Rows, micro_step: MicroStep, shape: Shape, model: Model) -> Answers:
-    """Return the Answers of all ranks in a micro-step."""
-    index_of = {document: rank * shape.n_documents + i
-                for rank, documents in enumerate(micro_step)
-                for i, document in enumerate(documents)}
-    documents = torch.tensor(sorted(index_of)).view(-1, rows.n_answers)
-    indices = torch.tensor([index_of[i] for i in documents.flatten().tolist()]).view_as(documents)
-    spare = power_of_2(len(documents)) - len(documents) if model.plan.graphs else 0
-    n_trainable_tokens = rows.n_trainable_tokens[documents].double()
-    reference = torch.zeros_like(n_trainable_tokens)
-    if rows.reference is not None:
-        reference = rows.reference[documents]
-    return Answers(*(
-        to_device(F.pad(tensor, (0, 0, 0, spare)), model.device)
-        for tensor in (indices, n_trainable_tokens, reference, rows.desirable[documents])))
-
-
-def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | Any:
-    """Return the tensor on the device; the CPU does not wait until it is copied to a GPU."""
-    if tensor is None or device.type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 """Rows: the tokenized data set, from which training steps draw.
 
-dataset.py makes Rows, and defines examples, documents and rows; packing.py makes micro-batches of
-them.
+dataset.py makes Rows, and defines examples, documents and rows; sampling.py, packing.py and
+collate.py make micro-batches of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.preference_loss import LOSSES, Loss
 
 
-COLUMNS = "prompt_length", "n_trainable_tokens", "desirable", "digest"  # in the order of Rows
+COLUMNS = "prompt_length", "n_loss_tokens", "desirable", "digest"  # in the order of Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Rows:
     The tokens lie end to end in a few int32 arrays, views of a memory-mapped file that all ranks of
     a node share.
 
-    `labels` are the tokens in the loss, and IGNORE elsewhere. n_trainable_tokens counts them, but
-    for a document's first token, which nothing predicts. n_labels() counts the tokens whose loss is
+    `labels` are the tokens in the loss, and IGNORE elsewhere. n_loss_tokens counts them, but for a
+    document's first token, which nothing predicts. n_labels() counts the tokens whose loss is
     computed: the same ones and, for ORPO, the prompts of good answers."""
 
     loss: str  # the loss that these rows are for, a key of LOSSES
@@ -40,7 +40,7 @@ class Rows:
     starts: torch.Tensor  # int64 [documents], position of each first token among all tokens
     lengths: torch.Tensor  # [documents], in tokens
     prompt_lengths: torch.Tensor  # [documents], tokens before the first one in the loss
-    n_trainable_tokens: torch.Tensor  # [documents], tokens in the loss
+    n_loss_tokens: torch.Tensor  # [documents], tokens in the loss
     desirable: torch.Tensor  # bool [documents]: a good answer, or the better one of a pair?
     digests: torch.Tensor  # int64 [documents], hash of tokens, labels and `desirable`
     example_ids: torch.Tensor  # int64 [documents], number of the example that each was made from
@@ -60,18 +60,18 @@ class Rows:
         return LOSSES[self.loss]
 
     @property
-    def n_answers(self) -> int:
-        """Number of documents per row."""
-        return self.loss_record.n_answers
+    def documents_per_row(self) -> int:
+        """1, or 2 for a loss of pairs."""
+        return self.loss_record.documents_per_row
 
     def __len__(self) -> int:
-        return len(self.starts) // self.n_answers
+        return len(self.starts) // self.documents_per_row
 
     @property
     def loss_divisor(self) -> int:
         """Divisor of the summed loss of these Rows: the number of tokens in the loss, or of rows.
         """
-        return int(self.n_trainable_tokens.sum()) if self.loss == "sft" else len(self)
+        return int(self.n_loss_tokens.sum()) if self.loss == "sft" else len(self)
 
     def tokens(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (input_ids, labels) of document i, int64 [tokens]; labels are IGNORE outside the
@@ -96,7 +96,8 @@ class Rows:
 
     def documents_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the indices of the documents of these rows, a tensor of indices."""
-        return (rows[:, None] * self.n_answers + torch.arange(self.n_answers)).flatten()
+        n = self.documents_per_row
+        return (rows[:, None] * n + torch.arange(n)).flatten()
 
     def select(self, rows: torch.Tensor) -> Rows:
         """Return the Rows with these indices, a tensor; they share the token arrays."""
@@ -112,7 +113,7 @@ class Rows:
 
     def mismatch(self, seed: int, max_tokens: int) -> Rows:
         """Return the prompts of these rows, each with the answer, perhaps cut already, of the row
-        before it in a random order, cut to `max_tokens`. `n_trainable_tokens` is an upper bound,
+        before it in a random order, cut to `max_tokens`. `n_loss_tokens` is an upper bound,
         because some rows are cut here, and the first token of an answer without a prompt is in the
         loss only after another row's prompt."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
@@ -121,17 +122,21 @@ class Rows:
         return dataclasses.replace(
             self.as_documents(), lengths=lengths.clamp(max=max_tokens),
             answer_starts=(self.starts + self.prompt_lengths)[other],
-            n_trainable_tokens=(self.n_trainable_tokens + (self.prompt_lengths == 0))[other])
+            n_loss_tokens=(self.n_loss_tokens + (self.prompt_lengths == 0))[other])
+
+    def row_lengths(self) -> torch.Tensor:
+        """Return [rows], in tokens, with both answers of a pair."""
+        return self.lengths.view(-1, self.documents_per_row).sum(1)
 
     def n_labels(self) -> torch.Tensor:
         """Return [documents], the number of MicroBatch.labels: of tokens whose loss is computed."""
         if not self.loss_record.trains_prompt:
-            return self.n_trainable_tokens
-        return torch.where(self.desirable, self.lengths - 1, self.n_trainable_tokens)
+            return self.n_loss_tokens
+        return torch.where(self.desirable, self.lengths - 1, self.n_loss_tokens)
 
     def n_repeated(self) -> int:
         """Return the number of rows that repeat an earlier row, token for token."""
-        return len(self) - len(self.digests.view(-1, self.n_answers).unique(dim=0))
+        return len(self) - len(self.digests.view(-1, self.documents_per_row).unique(dim=0))
 
     def groups(self) -> torch.Tensor:
         """Return int64 [documents], with one number for documents that were made from one example
@@ -159,13 +164,13 @@ def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str 
                for i, (ids, labels) in enumerate(documents)]
     input_ids, labels = (np.concatenate([document[name] for document in encoded])
                          for name in ("input_ids", "labels"))
-    lengths, prompt_lengths, n_trainable_tokens, desirable, digests = (
+    lengths, prompt_lengths, n_loss_tokens, desirable, digests = (
         torch.tensor([document[name] for document in encoded]) for name in ("length", *COLUMNS))
     starts = lengths.cumsum(0) - lengths
-    example_ids = torch.arange(len(encoded)) // LOSSES[loss].n_answers
+    example_ids = torch.arange(len(encoded)) // LOSSES[loss].documents_per_row
     return Rows(
         loss=loss, input_ids=[input_ids], labels=[labels], bounds=[0], starts=starts,
-        lengths=lengths, prompt_lengths=prompt_lengths, n_trainable_tokens=n_trainable_tokens,
+        lengths=lengths, prompt_lengths=prompt_lengths, n_loss_tokens=n_loss_tokens,
         desirable=desirable, digests=digests, example_ids=example_ids)
 
 
@@ -173,7 +178,7 @@ def random_rows(vocab_size: int, config: Config) -> Rows:
     """Return Rows of random tokens, all of full length, for measuring without a data set."""
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     generator = torch.Generator().manual_seed(config.seed)
-    n_documents = config.batch_size * LOSSES[config.loss].n_answers
+    n_documents = config.batch_size * LOSSES[config.loss].documents_per_row
     ids = torch.randint(vocab_size, (n_documents, config.max_seq_len), generator=generator,
                         dtype=torch.int32)
     return rows_of([(document, document) for document in ids], config.loss)
@@ -190,6 +195,6 @@ def columns_of(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
     is_trained = labels != IGNORE
     return {"input_ids": ids, "labels": labels, "length": len(ids),
             "prompt_length": int(is_trained.argmax()) if len(ids) else 0,
-            "n_trainable_tokens": int(is_trained[1:].sum()),  # nothing predicts the first token
+            "n_loss_tokens": int(is_trained[1:].sum()),  # nothing predicts the first token
             "desirable": desirable, "cut": is_cut,
             "digest": int.from_bytes(sha, "little", signed=True)}

@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from fsdp_qlora.data.packing import make_micro_batch
+from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.errors import explain
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, document_attention
@@ -197,10 +197,11 @@ def plain_model(
 def plain_kernels(arch: Architecture) -> Kernels:
     """Return attention in plain torch; and for mixers with a state, plain torch with chunks so
     small that each document has several."""
-    kernels: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION_TYPES, document_attention)
+    by_type: dict[str, Callable] = dict.fromkeys(ATTENTION_TYPES, document_attention)
+    recurrence = None
     if mixer := mixer_with_state(arch):
-        kernels["recurrence"] = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
-    return Kernels(kernels, kernels)
+        recurrence = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
+    return Kernels(by_type, by_type, recurrence)
 
 
 @torch.no_grad()
@@ -241,7 +242,7 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
 def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return {name of a compared result: tensor} for the two documents in one micro-batch."""
     rows = rows_of([(x, x) for x in ids.split(LENGTHS)])
-    micro_batch = make_micro_batch(rows, [[0, 1]], 0, None, model)
+    micro_batch = make_micro_batch(rows, [[0, 1]], model)
     with torch.no_grad():
         logits = logits_of_states(model, model(micro_batch, wants_loss=False))
     loss = model(micro_batch).sum()

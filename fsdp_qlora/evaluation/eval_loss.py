@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fsdp_qlora.data.packing import MicroStep, make_micro_batch, micro_steps_of
+from fsdp_qlora.data.collate import make_micro_batch
+from fsdp_qlora.data.packing import MicroStep, micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.fsdp import reshard_all
@@ -38,9 +39,8 @@ def evaluation_micro_batches(
         model: Model, rows: Rows) -> Iterator[tuple[MicroBatch, MicroStep]]:
     """Yield this rank's MicroBatch of each micro-step of a few Rows, and the micro-step. All ranks
     must call this, and exhaust it."""
-    context = model.context
     for micro_step in micro_steps_of(rows, model):
-        yield make_micro_batch(rows, micro_step, context.index, None, model, context), micro_step
+        yield make_micro_batch(rows, micro_step, model, context=model.context), micro_step
 
 
 @torch.no_grad()

@@ -114,7 +114,7 @@ def describe_missing(missing: dict[str, torch.Tensor], needed: dict[str, Needed]
         if n := len(missing.get(name, ())):
             rows = needed[name].rows
             others = f" of {len(rows):,} (the others are known, or no step uses them)"
-            texts.append(f"{n:,} {purpose} {'pairs' if rows.n_answers == 2 else 'answers'}"
+            texts.append(f"{n:,} {purpose} {'pairs' if rows.documents_per_row == 2 else 'answers'}"
                          f"{others if n < len(rows) else ''}")
     if n := sum(len(numbers) for name, numbers in missing.items() if name.endswith("mismatched")):
         texts.append(f"{n:,} answers after other rows' prompts, for the KL divergence")

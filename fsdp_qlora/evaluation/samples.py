@@ -13,7 +13,8 @@ import time
 import torch
 
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.packing import make_micro_batch, pack_rows
+from fsdp_qlora.data.collate import make_micro_batch
+from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import Rows, rows_of
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.lm_head import best_tokens
@@ -88,7 +89,7 @@ def write_answers(model: Model, status: Status, prompts: list[list[int]], closin
     rows, answers = rows_of([(ids, ids) for ids in padded]), [[] for _ in prompts]
     micro_steps = pack_rows(rows.lengths.tolist(), 1, model.plan.micro_batch_tokens)
     for (numbers,) in micro_steps:
-        micro_batch = make_micro_batch(rows, [numbers], 0, None, model)
+        micro_batch = make_micro_batch(rows, [numbers], model)
         ends = dict(zip(numbers, itertools.accumulate(len(padded[i]) for i in numbers)))
         waiting = numbers
         while waiting:

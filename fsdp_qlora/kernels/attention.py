@@ -41,11 +41,17 @@ GROUPED: dict[str, Any] = (
 
 
 class Kernels(NamedTuple):
-    """The attention kernels, for micro-batches whose documents have one length or any lengths. Both
-    fields are {one of ATTENTION_TYPES: kernel}, with "recurrence" for a mixer with a state."""
+    """The kernels of token mixers. Of attention they are {one of ATTENTION_TYPES: kernel}, for
+    micro-batches whose documents have one length or any lengths."""
 
     fixed_len: dict[str, Callable]  # one length; with context parallelism, long: has_long_pieces()
     varlen: dict[str, Callable]  # any lengths
+    recurrence: Callable | None = None  # of a mixer with a state; None: there is none
+
+    @property
+    def of_attention(self) -> set[Callable]:
+        """All attention kernels."""
+        return {*self.fixed_len.values(), *self.varlen.values()}
 
 
 class AttentionKernel(Protocol):

@@ -233,7 +233,8 @@ def delta_net(call: LayerCall, projected: Tensor, record: DeltaNet) -> Tensor:
             "qkv", weights, (record.key_heads, record.key_heads, record.value_heads)))
     beta = parts["b"].sigmoid() * (2 if record.double_beta else 1)
     g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
-    out = call.batch.kernels["recurrence"](query, key, value, g, beta, call.batch)
+    assert call.batch.recurrence, "the model has a mixer with a state"
+    out = call.batch.recurrence(query, key, value, g, beta, call.batch)
     z = parts["z"].unflatten(1, (record.value_heads, -1))
     weight = tensors[f"{record.norm}.weight"]
     mixed: Tensor = GatedNorm.apply(out, z, weight, record.norm_eps)
@@ -260,7 +261,8 @@ def mamba2(call: LayerCall, projected: Tensor, record: Mamba2) -> Tensor:
     low = max(low, record.min_step)
     step = F.softplus(dt.float() + tensors["dt_bias"].float()).clamp(low, high)
     decay = -tensors["A_log"].float().exp() * step
-    out = call.batch.kernels["recurrence"](b, c, x, decay, step, call.batch)
+    assert call.batch.recurrence, "the model has a mixer with a state"
+    out = call.batch.recurrence(b, c, x, decay, step, call.batch)
     out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
     out, z = (part.reshape(len(x), record.groups, -1) for part in (out, z))
     weight = tensors["norm.weight"].view(record.groups, -1) if record.norm else None

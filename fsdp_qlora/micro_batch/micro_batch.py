@@ -1,4 +1,4 @@
-"""MicroBatch: what one GPU computes at once, as tensors. data/packing.py makes them."""
+"""MicroBatch: what one GPU computes at once, as tensors. data/collate.py makes them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class MicroBatch:
     answers: Answers | None  # answers of all ranks in this micro-step; None: --loss sft
     lengths: tuple[int, ...]  # lengths of the documents, in tokens
     longest: int  # upper bound of `lengths`
-    # {one of ATTENTION_TYPES: kernel}, with "recurrence" for a mixer with a state
-    kernels: dict[str, Callable]
+    kernels: dict[str, Callable]  # of attention, {one of ATTENTION_TYPES: kernel}
     store: ActivationStore  # where layers put what they save
     ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
     layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
     segments: Segments | None = None  # the keys that attention reads; None: see context_shard
-    chunks: torch.Tensor | None = None  # see chunk_table(); None: no mixer has a state
+    recurrence: Callable | None = None  # kernel of a mixer with a state; None: there is none
+    chunks: torch.Tensor | None = None  # for that kernel, see chunk_table()
     context_shard: ContextShard | None = None  # this rank's part; None: it has all
 
 
@@ -51,7 +51,7 @@ class Answers:
     has two answers, the better one first, or one."""
 
     documents: torch.Tensor  # int64 [rows, answers], index of each among the sums of all ranks
-    n_trainable_tokens: torch.Tensor  # fp64 [rows, answers], labels of the answer; 0: padding
+    n_loss_tokens: torch.Tensor  # fp64 [rows, answers], labels of the answer; 0: padding
     reference: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
     desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
     # the next two: fp64 [], of the whole step or evaluation, see global_loss_values()

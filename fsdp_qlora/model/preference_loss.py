@@ -40,7 +40,7 @@ def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 def ipo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Identity preference optimization: the target of the margin per token is 1 / (2 beta)."""
     scores = answers.logps - answers.reference
-    margins = (scores / answers.n_trainable_tokens).diff(dim=1)[:, 0].neg()
+    margins = (scores / answers.n_loss_tokens).diff(dim=1)[:, 0].neg()
     return (margins - 1 / (2 * config.beta)) ** 2, config.beta * scores
 
 
@@ -58,7 +58,7 @@ def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     odds = logps - torch.log(-torch.expm1(logps))
     ratio = F.logsigmoid(odds[:, 0] - odds[:, 1])
     cross_entropy = (answers.prompt_losses[:, 0]
-                     - answers.logps[:, 0] * answers.n_trainable_tokens[:, 0])
+                     - answers.logps[:, 0] * answers.n_loss_tokens[:, 0])
     # the mean of this over rows is the mean over tokens
     cross_entropy = cross_entropy * answers.rows_per_token
     return cross_entropy - config.beta * ratio, config.beta * logps
@@ -80,7 +80,7 @@ class Loss:
 
     function: Callable | None  # one of the above; None: the mean over the tokens in the loss
     flags: tuple[str, ...] = ("beta",)  # the loss-specific flags that it reads
-    n_answers: int = 2  # per row
+    documents_per_row: int = 2  # 2: a pair of answers
     has_reference: bool = True  # reads Answers.reference
     per_token: bool = False  # reads mean log-probabilities
     trains_prompt: bool = False  # reads Answers.prompt_losses of chosen answers, rows_per_token
@@ -88,16 +88,16 @@ class Loss:
     @property
     def is_unpaired(self) -> bool:
         """True if a row has one answer, good or bad, whose reward is compared with Answers.kl."""
-        return self.function is not None and self.n_answers == 1
+        return self.function is not None and self.documents_per_row == 1
 
 
 LOSSES = {
-    "sft": Loss(None, flags=(), n_answers=1, has_reference=False),
+    "sft": Loss(None, flags=(), documents_per_row=1, has_reference=False),
     "dpo": Loss(dpo, flags=("beta", "label_smoothing")),
     "ipo": Loss(ipo),
     "simpo": Loss(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
     "orpo": Loss(orpo, has_reference=False, per_token=True, trains_prompt=True),
-    "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), n_answers=1)}
+    "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), documents_per_row=1)}
 # {name in metrics.jsonl, which is TRL's: the answers that it averages over}. The sums have this
 # order: --loss sft has the first only, pairs have all but the last. mean_metrics()
 # divides them, in evaluation/step_stats.py
@@ -143,7 +143,7 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Confi
     document_losses = gather_documents(sum_documents(token_losses, batch), context_size)
     answers = read_answers(batch.answers, document_losses, loss_record)
     losses, rewards = loss_record.function(answers, config)
-    is_row = batch.answers.n_trainable_tokens[:, 0] > 0  # else padding
+    is_row = batch.answers.n_loss_tokens[:, 0] > 0  # else padding
     losses = losses.where(is_row, 0)
     assert answers.logps is not None, "read_answers() has set it"
     rewards, logps = rewards.detach(), answers.logps.detach()
@@ -167,11 +167,11 @@ def read_answers(answers: Answers, sums: torch.Tensor, loss_record: Loss) -> Ans
     if loss_record.trains_prompt:
         sums, prompts = sums.view(-1, 2).unbind(1)
         answers = dataclasses.replace(answers, prompt_losses=prompts[answers.documents])
-    n_trainable_tokens = answers.n_trainable_tokens.clamp(min=1)  # 0 in padding
+    n_loss_tokens = answers.n_loss_tokens.clamp(min=1)  # 0 in padding
     logps = -sums[answers.documents]
     if loss_record.per_token:
-        logps = logps / n_trainable_tokens
-    return dataclasses.replace(answers, n_trainable_tokens=n_trainable_tokens, logps=logps)
+        logps = logps / n_loss_tokens
+    return dataclasses.replace(answers, n_loss_tokens=n_loss_tokens, logps=logps)
 
 
 def gather_documents(document_losses: torch.Tensor, context_size: int) -> torch.Tensor:

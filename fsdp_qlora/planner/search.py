@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import RowSource, round_up
+from fsdp_qlora.data.collate import round_up
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.data.sampling import RowSource
 from fsdp_qlora.kernels.attention import Kernels, can_resume, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.spec import LayerSpec
@@ -53,20 +54,21 @@ class Workload:
     longest: int  # tokens of the longest document
     longest_row: int  # tokens of the longest row, with both answers of a pair
     mean_document_tokens: float  # of the document that a token is in: what attention works on
-    uneven: bool  # True if training rows differ in length or in their number of tokens in the loss
+    uneven_lengths: bool  # True if the documents that are trained differ in length
     world_size: int
     device: torch.device
     plain_attention: bool = False
     plain_recurrence: bool = False
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
     state_bytes: float = 0.0  # see Plan
+    uneven_labels: bool = False  # True if they differ in the number of their tokens in the loss
     shortest: int = 0  # tokens of the shortest document that is trained
     resumable_attention: bool = False  # see can_resume()
 
     def varlen_attention(self, context_size: int) -> bool:
         """Return Plan.varlen_attention, as make_micro_batch() decides it."""
         if context_size == 1:
-            return self.uneven
+            return self.uneven_lengths
         return not has_long_pieces(self.shortest, context_size)
 
     def least_tokens(self, context_size: int) -> int:
@@ -234,7 +236,8 @@ def choose_plan(
     # rows
     least = workload.least_tokens(plan.context_parallel_size)
     n_rows = workload.world_size * (plan.micro_batch_tokens // least)
-    uneven_micro_batches = workload.uneven or config.batch_size % n_rows > 0
+    uneven_micro_batches = (workload.uneven_lengths or workload.uneven_labels
+                            or config.batch_size % n_rows > 0)
     return use_graphs(plan, search, uneven_micro_batches)
 
 
@@ -427,7 +430,7 @@ def longest_document(rows: Rows) -> int:
 
 def longest_of_rows(rows: Rows) -> int:
     """Return the tokens of the longest of these Rows, with both answers of a pair."""
-    return max(longest_document(rows), int(rows.lengths.view(-1, rows.n_answers).sum(1).max()))
+    return max(longest_document(rows), int(rows.row_lengths().max()))
 
 
 def describe_workload(
@@ -439,16 +442,18 @@ def describe_workload(
     rows = source.rows
     longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
                             for count in (longest_document, longest_of_rows))
-    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_labels()))
+    uneven_lengths, uneven_labels = (
+        bool((numbers != numbers[0]).any()) for numbers in (rows.lengths, rows.n_labels()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
-    row_lengths = rows.lengths.view(-1, rows.n_answers).sum(1)
+    row_lengths = rows.row_lengths()
     tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
     lengths = rows.lengths.double()
     return Workload(
         tokens=tokens, longest=longest, longest_row=longest_row, shortest=int(rows.lengths.min()),
-        mean_document_tokens=float(lengths.square().sum() / lengths.sum()), uneven=uneven,
-        world_size=world_size, device=device, plain_attention=plain_attention,
-        plain_recurrence=plain_recurrence, why_no_capture=why_no_capture, state_bytes=state_bytes,
+        mean_document_tokens=float(lengths.square().sum() / lengths.sum()),
+        uneven_lengths=uneven_lengths, uneven_labels=uneven_labels, world_size=world_size,
+        device=device, plain_attention=plain_attention, plain_recurrence=plain_recurrence,
+        why_no_capture=why_no_capture, state_bytes=state_bytes,
         resumable_attention=resumable_attention)
 
 
@@ -476,9 +481,8 @@ def agree_on_plan(
     if device.type == "cuda":  # so that reported peaks exclude the measurements above
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    plain = any(document_attention in pair.values() for pair in kernels)
-    plain_recurrences = {recurrence.plain for recurrence in RECURRENCES.values()}
-    plain_recurrence = any(plain_recurrences & {*by_type.values()} for by_type in kernels)
+    plain = document_attention in kernels.of_attention
+    plain_recurrence = kernels.recurrence in [record.plain for record in RECURRENCES.values()]
     workload = describe_workload(
         config, source, eval_rows, dist.get_world_size(), device,
         why_no_capture(arch, machine, plain, plain_recurrence), plain_attention=plain,

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from fsdp_qlora.data.packing import make_micro_batch, pack_rows
+from fsdp_qlora.data.collate import make_micro_batch
+from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.peft_names import token_row_names
@@ -61,7 +62,7 @@ class MergeCheck:
             # each rank computes whole rows, with context parallelism too
             n_tokens = max(model.plan.micro_batch_tokens, int(rows.lengths.max()))
             for micro_step in pack_rows(rows.lengths.tolist(), 1, n_tokens):
-                micro_batch = make_micro_batch(rows, micro_step, 0, None, model)
+                micro_batch = make_micro_batch(rows, micro_step, model)
                 states = model(micro_batch, wants_loss=False).cpu().split(micro_batch.lengths)
                 state_of_row.update(zip(micro_step[0], states))  # padding is after the rows
         reshard_all(model)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data
-from fsdp_qlora.data.packing import ShuffledRows
 from fsdp_qlora.data.rows import Rows, random_rows
+from fsdp_qlora.data.sampling import ShuffledRows
 from fsdp_qlora.kernels.attention import architectures_by_attention_type
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter

@@ -59,7 +59,7 @@ def log_startup(
             " train at 1e-5 to 1e-2")
     if device.type == "cuda" and why_no_triton():
         log(f"warning: slow path, no Triton kernels: {why_no_triton()}")
-    used = {f.__name__ for kind in kernels for f in kind.values()}
+    used = {f.__name__ for f in (*kernels.of_attention, kernels.recurrence) if f}
     log_on_gpu = log if device.type == "cuda" else log_debug
     names = sorted({KERNEL_NAMES.get(name, name) for name in used})
     log_on_gpu(f"attention: {', '.join(names)}")
@@ -149,7 +149,7 @@ def count(n: int, noun: str) -> str:
 
 def row_word(config: Config) -> str:
     """Return the word for what --batch_size counts."""
-    return "pairs" if LOSSES[config.loss].n_answers == 2 else "rows"
+    return "pairs" if LOSSES[config.loss].documents_per_row == 2 else "rows"
 
 
 def log_rows(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) -> None:
@@ -159,8 +159,8 @@ def log_rows(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) 
     if not tokenizer:
         return
     for row in range(0, len(rows), math.ceil(len(rows) / n)):
-        which, first = f"row {row + 1:,}" if row else "first row", row * rows.n_answers
-        names = [", chosen", ", rejected"] if rows.n_answers == 2 else [""]
+        which, first = f"row {row + 1:,}" if row else "first row", row * rows.documents_per_row
+        names = [", chosen", ", rejected"] if rows.documents_per_row == 2 else [""]
         if rows.loss_record.is_unpaired:
             names = [" (good)" if rows.desirable[first] else " (bad)"]
         for i, name in enumerate(names):
@@ -219,7 +219,7 @@ def log_steps(run: Run) -> None:
     """Log how many steps the loop is about to run."""
     config, rows = run.config, run.rows
     epochs = config.max_steps * config.batch_size / len(rows)
-    longest = rows.lengths.view(-1, rows.n_answers).sum(1).max()
+    longest = rows.row_lengths().max()
     log(f"training: {config.max_steps:,} steps of {config.batch_size:,} {row_word(config)},"
         f" {epochs:.3g} epochs; the longest has {longest:,} tokens; peak learning rate"
         f" {config.learning_rate}")

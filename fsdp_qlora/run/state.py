@@ -12,8 +12,8 @@ import torch
 from peft import LoraConfig
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import RowSource
 from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.data.sampling import RowSource
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch

@@ -1,0 +1,241 @@
+"""Collate the documents of a micro-batch: its tensors, padded to the sizes of all ranks.
+
+    make_micro_batch()     the MicroBatch of this rank in a micro-step of packing.py
+      padded_shape()       the sizes that the micro-batches of all ranks have
+      lay_out()            documents end to end, and then those of the padding
+      token_tensors()      tokens, positions and labels
+      dropout_seeds()      each token's own, whatever micro-batch it is in
+      own_tensors()        with context parallelism: this rank's part of them
+      make_answers()       for a preference loss: the rows of all ranks
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.packing import MicroStep
+from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.hashing import hash_ints
+from fsdp_qlora.kernels.recurrence import chunk_table
+from fsdp_qlora.micro_batch.context import (
+    LEAST_PIECE, NOT_SHARED, ContextGroup, has_long_pieces, make_context_shard)
+from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
+from fsdp_qlora.micro_batch.offload import DeviceActivations
+from fsdp_qlora.model.model import Model
+
+
+def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
+                     step_seed: torch.Tensor | None = None,
+                     context: ContextGroup = NOT_SHARED) -> MicroBatch:
+    """Return this rank's MicroBatch in a micro-step of pack_rows(), or with context parallelism its
+    part of the one that its group shares. All ranks pad to one shape, because they compute
+    embedding and lm_head together, and every rank waits for the longest one anyway.
+
+    `rows`: those of the step. `step_seed`: of dropout; None: an evaluation. `context`: this rank's
+    group; by default every rank gets all of the first micro-batch.
+    """
+    documents = micro_step[context.index]
+    shape = padded_shape(rows, micro_step, model, context.size)
+    layout = lay_out(rows.lengths[documents].tolist(), shape, model.plan.graphs)
+    tensors = token_tensors(rows, documents, layout, shape)
+    if step_seed is not None:
+        tensors["dropout_seeds"] = dropout_seeds(
+            step_seed, documents, layout.lengths, tensors["position_ids"])
+    if model.kernels.recurrence:
+        of_any_lengths = model.plan.graphs and not layout.is_fixed_len
+        tensors["chunks"] = chunk_table(layout.starts, of_any_lengths)
+    shard = None
+    is_fixed_len = layout.is_fixed_len
+    if context.size > 1:
+        shard = make_context_shard(layout.lengths, context)
+        tensors |= own_tensors(tensors, shard.tokens)
+        # the kernels for one length also run long pieces of any lengths, one after the other
+        is_fixed_len = has_only_long_pieces(layout.lengths, len(documents), context)
+    tensors |= pad_labels(tensors, shape.n_labels)
+    tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
+    if shard:
+        shard = shard.to(model.device, tensors["dropout_seeds"])
+    return MicroBatch(
+        **tensors, lengths=tuple(layout.lengths), longest=layout.longest, context_shard=shard,
+        answers=None if rows.loss == "sft" else make_answers(rows, micro_step, shape, model),
+        kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen,
+        recurrence=model.kernels.recurrence,
+        # an evaluation has no backward
+        store=DeviceActivations() if step_seed is None else model.store)
+
+
+class Shape(NamedTuple):
+    """The sizes to which all ranks pad their micro-batches of a micro-step."""
+
+    n_tokens: int  # of a whole micro-batch, which several ranks may share
+    n_labels: int  # of a rank
+    n_documents: int  # without those of padding
+    longest: int  # tokens of the longest document
+
+
+def padded_shape(rows: Rows, micro_step: MicroStep, model: Model, context_size: int = 1) -> Shape:
+    """Return the Shape of a micro-step: that of its largest micro-batches, rounded up."""
+    lengths = [rows.lengths[documents].tolist() for documents in micro_step]
+    all_lengths = {length for document_lengths in lengths for length in document_lengths}
+    n_tokens = max(map(sum, lengths))
+    if len(all_lengths) > 1:
+        # but not above the plan's size
+        limit = max(n_tokens, model.plan.micro_batch_tokens * context_size)
+        n_tokens = min(round_up(n_tokens, model.device), limit)
+    n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
+    n_labels = max(int(rows.n_labels()[documents].sum()) for documents in micro_step)
+    n_labels = min(n_labels, n_tokens // context_size)  # at most all of a shard's
+    n_documents = max(map(len, micro_step))
+    if model.plan.graphs:
+        n_documents = power_of_2(n_documents)
+    return Shape(n_tokens, round_up(n_labels, model.device), n_documents, max(all_lengths))
+
+
+def round_up(n: int, device: torch.device) -> int:
+    """Round n up, on a GPU, to one of a few lengths, 16 from one power of 2 to the next: cuBLAS and
+    cuDNN choose kernels anew for each new length, and a CUDA graph has one length."""
+    if device.type == "cpu":
+        return n
+    multiple = max(64, 2 ** n.bit_length() // 32)
+    return math.ceil(n / multiple) * multiple
+
+
+def power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is at least n."""
+    return 2 ** (n - 1).bit_length()
+
+
+class Layout(NamedTuple):
+    """The documents of a micro-batch end to end, and after them the documents of its padding."""
+
+    lengths: list[int]  # in tokens
+    starts: torch.Tensor  # int64 [documents + 1], see MicroBatch.cu_seqlens
+    longest: int  # upper bound of `lengths`
+    is_fixed_len: bool  # True if all have one length
+
+
+def lay_out(lengths: list[int], shape: Shape, graphs: bool) -> Layout:
+    """Return the Layout of documents of these lengths. The padding's are not longer than the
+    longest, `shape.longest`."""
+    n_full, rest = divmod(shape.n_tokens - sum(lengths), shape.longest)
+    lengths = lengths + [shape.longest] * n_full + [rest] * (rest > 0)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    if len(set(lengths)) == 1:
+        return Layout(lengths, starts, shape.longest, is_fixed_len=True)
+    longest = shape.longest
+    if graphs:  # one graph serves micro-batches of other numbers of documents, too
+        longest = power_of_2(longest)
+        n_empty = power_of_2(len(lengths) + 1) - len(lengths)  # at least one, for chunk_table()
+        starts = F.pad(starts, (0, n_empty), value=shape.n_tokens)
+    return Layout(lengths, starts, longest, is_fixed_len=False)
+
+
+def token_tensors(rows: Rows, documents: list[int], layout: Layout,
+                  shape: Shape) -> dict[str, Any]:
+    """Return the tensors of a MicroBatch by name: its labels without padding, and no dropout seeds
+    and chunks yet."""
+    ids = torch.zeros(shape.n_tokens, dtype=torch.int64)
+    targets = torch.full_like(ids, IGNORE)  # the token that each position predicts
+    # a loss that reads prompts has two sums of token losses for each document, its answer's and its
+    # prompt's; any other has one
+    n_sums = 2 if rows.loss_record.trains_prompt else 1
+    sum_numbers = torch.zeros_like(ids)  # the sum that each position belongs to
+    for number, i in enumerate(documents):
+        document_ids, labels = rows.tokens(i)
+        start = int(layout.starts[number])
+        stop = start + len(document_ids)
+        before_last = slice(start, stop - 1)  # the last position predicts nothing
+        ids[start:stop] = document_ids
+        targets[before_last] = labels[1:]
+        sum_numbers[start:stop] = n_sums * number
+        if rows.loss_record.trains_prompt and rows.desirable[i]:
+            targets[before_last] = document_ids[1:]
+            sum_numbers[before_last] += labels[1:] == IGNORE
+    label_positions = (targets != IGNORE).nonzero().view(-1)
+    label_positions = label_positions[sum_numbers[label_positions].argsort(stable=True)]
+    sum_bounds = torch.searchsorted(
+        sum_numbers[label_positions], torch.arange(n_sums * shape.n_documents + 1))
+    starts = layout.starts
+    first_positions = starts[:-1].repeat_interleave(starts.diff())  # of each token's document
+    return {"input_ids": ids, "n_unpadded": rows.lengths[documents].sum()[None],
+            "position_ids": torch.arange(shape.n_tokens) - first_positions,
+            "cu_seqlens": starts.int(), "label_positions": label_positions,
+            "labels": targets[label_positions], "loss_bounds": sum_bounds,
+            "dropout_seeds": None, "chunks": None}
+
+
+def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[int],
+                  position_ids: torch.Tensor) -> torch.Tensor:
+    """Return each token's seed of dropout, from the numbers of the step and of its document, and
+    its position. `lengths`: those of the documents, then those of the padding."""
+    numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
+    document_seeds = hash_ints(step_seed + numbers).repeat_interleave(torch.tensor(lengths))
+    # drop() adds a number for the layer and the site
+    return hash_ints(document_seeds + position_ids)
+
+
+def own_tensors(tensors: dict[str, Any], own_tokens: torch.Tensor) -> dict[str, Any]:
+    """Return {name: tensor} of those tensors of a shared micro-batch that differ between its ranks,
+    as the rank has them that computes `own_tokens`."""
+    own_at = torch.full((len(tensors["input_ids"]),), -1)
+    own_at[own_tokens] = torch.arange(len(own_tokens))
+    label_positions, seeds = tensors["label_positions"], tensors["dropout_seeds"]
+    is_own = own_at[label_positions] >= 0
+    return {
+        "input_ids": tensors["input_ids"][own_tokens],
+        "position_ids": tensors["position_ids"][own_tokens],
+        "n_unpadded": (own_tokens < tensors["n_unpadded"]).sum()[None],
+        "label_positions": own_at[label_positions[is_own]],
+        "labels": tensors["labels"][is_own],
+        "loss_bounds": F.pad(is_own.cumsum(0), (1, 0))[tensors["loss_bounds"]],
+        "dropout_seeds": None if seeds is None else seeds[own_tokens]}
+
+
+def has_only_long_pieces(lengths: list[int], n_documents: int, context: ContextGroup) -> bool:
+    """Return True if the pieces of all documents are long enough to run attention one piece after
+    the other, see has_long_pieces(). `lengths`: those of the `n_documents` documents, then those of
+    the padding, which may be shorter."""
+    shortest = min(lengths[:n_documents], default=0)
+    return (has_long_pieces(shortest, context.size)
+            and min(lengths) >= 2 * context.size * LEAST_PIECE)
+
+
+def pad_labels(tensors: dict[str, Any], n_labels: int) -> dict[str, torch.Tensor]:
+    """Return labels and label_positions, padded to n_labels."""
+    labels, positions = tensors["labels"], tensors["label_positions"]
+    assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
+    padding = (0, n_labels - len(labels))
+    return {"labels": F.pad(labels, padding, value=IGNORE),
+            "label_positions": F.pad(positions, padding)}
+
+
+def make_answers(rows: Rows, micro_step: MicroStep, shape: Shape, model: Model) -> Answers:
+    """Return the Answers of all ranks in a micro-step."""
+    # {document: index of its sum among the sums of all ranks, each of which has n_documents}
+    sum_of = {document: rank * shape.n_documents + i
+              for rank, documents in enumerate(micro_step)
+              for i, document in enumerate(documents)}
+    documents = torch.tensor(sorted(sum_of)).view(-1, rows.documents_per_row)  # [rows, answers]
+    n_loss_tokens = rows.n_loss_tokens[documents].double()
+    reference = torch.zeros_like(n_loss_tokens)
+    if rows.reference is not None:
+        reference = rows.reference[documents]
+    tensors = {
+        "documents": torch.tensor([[sum_of[i] for i in row] for row in documents.tolist()]),
+        "n_loss_tokens": n_loss_tokens, "reference": reference,
+        "desirable": rows.desirable[documents]}
+    n_spare = power_of_2(len(documents)) - len(documents) if model.plan.graphs else 0
+    return Answers(**{name: to_device(F.pad(tensor, (0, 0, 0, n_spare)), model.device)
+                      for name, tensor in tensors.items()})
+
+
+def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | Any:
+    """Return the tensor on the device; the CPU does not wait until it is copied to a GPU."""
+    if tensor is None or device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
