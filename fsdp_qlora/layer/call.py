@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ class LayerCall:
         # True if autograd's graph of this forward is needed: by the backward that is running it
         # now, or later, if the layer saves everything
         self.saves_graph = is_backward or layer.saves == "all" and not is_evaluation
+        self.dropout_seeds = batch.dropout_seeds  # see drop()
         self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
         self.kv_in = kv_in  # keys and values of the kv_source
         self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
@@ -45,6 +48,18 @@ class LayerCall:
             is_backward and layer.plan.reuse_dequantized and layer.saves not in ("all", "mlp"))
         if is_backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
+
+    def of_keys(self) -> LayerCall:
+        """Return the call for matmuls of the tokens whose keys this rank's queries see. With context
+        parallelism it has the dropout seeds of these tokens, and adds to the same gradient;
+        otherwise it is this call. All ranks must call this."""
+        shard = self.batch.context_shard
+        if not shard:
+            return self
+        call = copy.copy(self)
+        if self.spec.dropout:
+            call.dropout_seeds = shard.key_dropout_seeds
+        return call
 
     def weight(self, fused: FusedLinear) -> Tensor:
         """Return [W, B] of a FusedLinear, [out, width]."""
@@ -76,7 +91,7 @@ class LayerCall:
 
     def drop(self, x: Tensor, probability: float, site: int) -> Tensor:
         """Return x [n, width] after dropout. A recomputation drops the same values."""
-        if not probability or self.batch.dropout_seeds is None:
+        if not probability or self.dropout_seeds is None:
             return x
-        seeds = self.batch.dropout_seeds[self.tokens]
+        seeds = self.dropout_seeds[self.tokens]
         return drop(x, seeds, self.layer.index * N_SITES + site, probability)

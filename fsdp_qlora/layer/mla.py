@@ -2,11 +2,17 @@
 
 The sublayer's first matmul gives two latents of each token; the matmuls that make heads of them are
 here. The kernels are those of softmax attention.
+
+With context parallelism ranks exchange the latent of keys and values and the rotated part of keys,
+not the heads that kv_b makes of them. So each rank computes kv_b for all keys that its queries see.
+The heads of these keys would fill the memory: only kv_b's outputs are saved, see SeenKeys.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +22,14 @@ from fsdp_qlora.kernels.attention import document_attention, explicit_bytes
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward
 from fsdp_qlora.kernels.heads import rotate
 from fsdp_qlora.layer.attention_mixer import (
-    all_heads, attend_by_groups, groups_backward, kernel_values)
+    all_heads, attend_by_groups, group_gradients, groups_backward, kernel_values)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.residual import norm_padded
-from fsdp_qlora.layer.saved import SavedMLA
+from fsdp_qlora.layer.saved import HeadGroup, SavedMLA
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
 
@@ -53,11 +60,27 @@ class MLAMixer:
         if self.q_b:
             saved.q_latent = query
             query, saved.q_lora_hidden = self._heads(call, self.q_b, self.mla.q_norm, query)
+        ropes, keys = call.batch.ropes[self.rope], call.of_keys()
+        shard = call.batch.context_shard
+        if shard:
+            rotary_key = rotated_key(
+                rotary_key, *ropes[:2], self.arch, is_evaluation=call.is_evaluation)
+            rows = shard.exchange().gather(torch.cat([kv_latent, rotary_key], 1))
+            kv_latent, rotary_key = rows.split([self.mla.kv_rank, self.mla.rope], 1)
         # without q_b, a view would keep the tensor alive that also contains the queries
         saved.kv_latent = kv_latent if self.q_b else kv_latent.clone()
-        key_value, saved.kv_lora_hidden = self._heads(call, self.kv_b, self.mla.kv_norm, kv_latent)
-        heads = latent_heads(query, key_value, rotary_key, *call.batch.ropes[self.rope], self.arch,
-                             kernel_value_width(call.batch, self.arch),
+        key_value, saved.kv_lora_hidden = self._heads(keys, self.kv_b, self.mla.kv_norm, kv_latent)
+        width = kernel_value_width(call.batch, self.arch)
+        if shard:
+            query = rotated_queries(query, *ropes, self.arch, is_evaluation=call.is_evaluation)
+            saved.key_value = key_value.unflatten(1, (self.arch.n_heads, -1))
+            seen = SeenKeys(self.arch, width, shard.exchange().segments)
+            rotary_key = rotary_key[:, None].expand(-1, self.arch.n_heads, -1)
+            with torch.autograd.graph.saved_tensors_hooks(seen.pack, seen.unpack):
+                saved.groups = attend_by_groups(
+                    call, self.arch, None, (query, saved.key_value, rotary_key), seen.keys)
+            return self.recompute_output(call, saved)
+        heads = latent_heads(query, key_value, rotary_key, *ropes, self.arch, width,
                              is_evaluation=call.is_evaluation)
         del query, key_value, kv_latent, rotary_key
         saved.groups = attend_by_groups(call, self.arch, None, heads)
@@ -71,15 +94,25 @@ class MLAMixer:
         grad = grad.unflatten(1, (self.arch.n_heads, -1))
         groups, saved.groups = saved.groups, None
         grad = F.pad(grad, (0, groups[0].attended.shape[2] - grad.shape[2]))
-        grads = groups_backward(groups, grad)
-        query, key_value, rotary_key = latent_heads_backward(
-            *grads, *call.batch.ropes[self.rope], self.arch)
-        del grads, grad
+        ropes, shard = call.batch.ropes[self.rope], call.batch.context_shard
+        if shard:
+            query, key_value, rotary_key = seen_keys_backward(groups, grad, saved.key_value)
+            saved.key_value = None
+            query = rotated_queries_backward(query, *ropes, self.arch)
+        else:
+            grads = groups_backward(groups, grad)
+            query, key_value, rotary_key = latent_heads_backward(*grads, *ropes, self.arch)
+            del grads
+        del grad
         if self.q_b:
             query = self._heads_backward(call, self.q_b, self.mla.q_norm, saved.q_latent,
                                          saved.q_lora_hidden, query)
-        kv_latent = self._heads_backward(call, self.kv_b, self.mla.kv_norm, saved.kv_latent,
-                                         saved.kv_lora_hidden, key_value)
+        kv_latent = self._heads_backward(call.of_keys(), self.kv_b, self.mla.kv_norm,
+                                         saved.kv_latent, saved.kv_lora_hidden, key_value)
+        if shard:
+            rows = shard.exchange().return_gradients(torch.cat([kv_latent, rotary_key], 1))
+            kv_latent, rotary_key = rows.split([self.mla.kv_rank, self.mla.rope], 1)
+            rotary_key = rotated_key_backward(rotary_key, *ropes[:2], self.arch)
         return torch.cat([query, kv_latent, rotary_key], 1)
 
     def _heads(
@@ -157,6 +190,115 @@ def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
     return arch.mla.value if is_plain else arch.head_dim
 
 
+class SeenKeys:
+    """The keys and values that this rank's queries see, for a group of heads at a time. A kernel
+    saves them for its backward; with pack() and unpack() as autograd's hooks they are freed, and
+    made again when backward reads them. That moves memory, but computes nothing."""
+
+    def __init__(self, arch: Architecture, value_width: int, segments: Segments) -> None:
+        self.arch, self.value_width, self.segments = arch, value_width, segments
+        # of the last group: its key and its value, each as (strides and address, how to make it)
+        self.made: list[tuple[tuple, Callable[[], Tensor]]] = []
+
+    def keys(self, key_value: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor, Segments]:
+        """Return key and value of a group, and the Segments of queries and keys. `key_value`:
+        kv_b's outputs [keys, heads, nope + value]; `rotary_key` [keys, heads, rope], rotated."""
+        sources, mla = (key_value.detach(), rotary_key.detach()), self.arch.mla
+        makers = (functools.partial(key_heads, *sources, mla),
+                  functools.partial(value_heads, sources[0], mla, self.value_width))
+        key = key_heads(key_value, rotary_key, mla)
+        value = value_heads(key_value, mla, self.value_width)
+        self.made = [(place_of(x), make) for x, make in zip((key, value), makers)]
+        return key, value, self.segments
+
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns the tensor."""
+        place = place_of(tensor)
+        makers = [make for made, make in self.made if made == place]
+        tensor = tensor.detach()  # a kernel's output would keep its own graph alive
+        return makers[0] if makers else lambda: tensor
+
+    def unpack(self, make: Callable[[], Tensor]) -> Tensor:
+        return make()
+
+
+def place_of(tensor: Tensor) -> tuple:
+    """Return what two tensors have in common if one is the other."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def seen_keys_backward(
+    groups: list[HeadGroup], grad: Tensor, key_value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the queries [n, heads, nope + rope], of kv_b's outputs and of the
+    rotated part of keys [keys, rope], from that of attention's output. Those of kv_b's outputs
+    replace `key_value`, group by group, because nothing reads a group's again."""
+    queries, rotary_key = [], torch.zeros((), device=grad.device)
+    places, gradients = key_value.chunk(len(groups), 1), group_gradients(groups, grad)
+    for place in places:  # zip() would keep a group's gradients until it has the next one's
+        query, of_group, rotary = next(gradients)
+        place.copy_(of_group)
+        queries.append(query)
+        rotary_key = rotary_key + rotary.float().sum(1)
+        del query, of_group, rotary
+    return all_heads(queries), key_value.flatten(1), rotary_key.to(grad.dtype)
+
+
+def key_heads(key_value: Tensor, rotary_key: Tensor, mla: LatentAttention) -> Tensor:
+    """Return keys [n, heads, nope + rope], from kv_b's outputs [n, heads, nope + value] and the
+    rotated part [n, heads or 1, rope]."""
+    rotary_key = rotary_key.expand(-1, key_value.shape[1], -1)
+    return torch.cat([key_value[..., : mla.nope], rotary_key], 2)
+
+
+def value_heads(key_value: Tensor, mla: LatentAttention, width: int) -> Tensor:
+    """Return values [n, heads, width], padded with 0, from kv_b's outputs."""
+    return F.pad(key_value[..., mla.nope :], (0, width - mla.value))
+
+
+def query_heads(
+    query: Tensor, cos: Tensor, sin: Tensor, temperature: Tensor | None, arch: Architecture
+) -> Tensor:
+    """Return queries [n, heads, nope + rope], rotated, from the outputs of their linear."""
+    mla, dtype = arch.mla, query.dtype
+    assert mla, "the layer has latent attention"
+    nope, turned = query.unflatten(1, (arch.n_heads, -1)).split([mla.nope, mla.rope], 2)
+    turned = rotate(turned.float(), cos, sin, arch).view_as(turned).to(dtype)
+    query = torch.cat([nope, turned], 2)
+    if temperature is not None:
+        query = (query * temperature[:, None, None]).to(dtype)
+    return query
+
+
+def query_heads_backward(
+    query: Tensor, cos: Tensor, sin: Tensor, temperature: Tensor | None, arch: Architecture
+) -> Tensor:
+    """Return the gradient of query_heads()'s first argument, from that of its result."""
+    mla, dtype = arch.mla, query.dtype
+    assert mla, "the layer has latent attention"
+    query = query.float() if temperature is None else query.float() * temperature[:, None, None]
+    nope, turned = query.split([mla.nope, mla.rope], 2)
+    turned = rotate(turned, cos, -sin, arch).view_as(turned)
+    return torch.cat([nope, turned], 2).to(dtype).flatten(1)
+
+
+rotated_queries, rotated_queries_backward = map(elementwise, (query_heads, query_heads_backward))
+
+
+@elementwise
+def rotated_key(rotary_key: Tensor, cos: Tensor, sin: Tensor, arch: Architecture) -> Tensor:
+    """Return the part of keys that all heads share [n, rope], rotated."""
+    return rotate(rotary_key[:, None].float(), cos, sin, arch).to(rotary_key.dtype)
+
+
+@elementwise
+def rotated_key_backward(
+    rotary_key: Tensor, cos: Tensor, sin: Tensor, arch: Architecture
+) -> Tensor:
+    """Return the gradient of rotated_key()'s first argument, from that of its result."""
+    return rotate(rotary_key[:, None].float(), cos, -sin, arch).to(rotary_key.dtype)
+
+
 @elementwise
 def latent_heads(
     query: Tensor, key_value: Tensor, rotary_key: Tensor, cos: Tensor, sin: Tensor,
@@ -166,19 +308,12 @@ def latent_heads(
     padded with 0, from the linears' outputs: `query` [n, heads * (nope + rope)], `key_value` [n,
     heads * (nope + value)] and `rotary_key` [n, rope]. For cos, sin and temperature see
     rope_tables()."""
-    mla = arch.mla
-    dtype = query.dtype
-    assert mla, "the layer has latent attention"
-    query, key_value = (x.unflatten(1, (arch.n_heads, -1)) for x in (query, key_value))
-    nope, turned = query.split([mla.nope, mla.rope], 2)
-    turned = rotate(turned.float(), cos, sin, arch).view_as(turned).to(dtype)
-    query = torch.cat([nope, turned], 2)
-    if temperature is not None:
-        query = (query * temperature[:, None, None]).to(dtype)
-    key, value = key_value.split([mla.nope, mla.value], 2)
-    shared = rotate(rotary_key[:, None].float(), cos, sin, arch).to(dtype)
-    key = torch.cat([key, shared[:, None].expand(-1, arch.n_heads, -1)], 2)
-    return query, key, F.pad(value, (0, value_width - mla.value))
+    assert arch.mla, "the layer has latent attention"
+    key_value = key_value.unflatten(1, (arch.n_heads, -1))
+    shared = rotate(rotary_key[:, None].float(), cos, sin, arch).to(query.dtype)
+    return (query_heads(query, cos, sin, temperature, arch),
+            key_heads(key_value, shared[:, None], arch.mla),
+            value_heads(key_value, arch.mla, value_width))
 
 
 @elementwise
@@ -191,10 +326,7 @@ def latent_heads_backward(
     mla = arch.mla
     dtype = query.dtype
     assert mla, "the layer has latent attention"
-    query = query.float() if temperature is None else query.float() * temperature[:, None, None]
-    nope, turned = query.split([mla.nope, mla.rope], 2)
-    turned = rotate(turned, cos, -sin, arch).view_as(turned)
-    query = torch.cat([nope, turned], 2).to(dtype).flatten(1)
+    query = query_heads_backward(query, cos, sin, temperature, arch)
     key, shared = key.split([mla.nope, mla.rope], 2)
     rotary_key = rotate(shared.float().sum(1, keepdim=True), cos, -sin, arch).to(dtype)
     key_value = torch.cat([key, value[..., : mla.value]], 2).flatten(1)
