@@ -24,8 +24,8 @@ from fsdp_qlora.pretrained.architecture import Architecture
 # most kernels the gradients of keys and values for each query head. So long micro-batches run a
 # group of heads at a time, with at most this many bytes of queries, where there are enough heads.
 GROUP_BYTES = 2**27
-# makes the keys and values that a rank's queries see, for a group of heads; and their Segments
-KeySource = Callable[..., tuple[Tensor, Tensor, Segments]]
+# makes the key and value that a rank's queries see, of a group of heads; and their Segments
+KeySource = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Segments]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,8 +166,8 @@ def attend_by_groups(
     call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
     key_source: KeySource | None = None
 ) -> list[HeadGroup]:
-    """Run attend() on query, key and value [n, heads, head_dim], a group of heads at a time; or on
-    the query and what `key_source` makes keys and values of."""
+    """Run attend() on query, key and value [n, heads, head_dim], a group of heads at a time. With
+    `key_source` they are the query, and two tensors of which it makes key and value."""
     query = heads[0]
     groups = []
     results = call.attention_results
@@ -212,24 +212,22 @@ def attend(
     """Return causal attention within each document of the micro-batch, [n, heads, width of a
     value]; and its logsumexps, if the layer saves them. `window`: number of keys that a query sees;
     None: all. `heads`: query, key and value of the i-th of n groups, with `group` = (i, n).
-    `known`: these results, if the layer has saved them. `key_source`: makes key and value of the
-    other `heads`; None: they are this rank's own, and ranks that share the micro-batch exchange
-    them."""
-    query, *keys = heads
+    `known`: these results, if the layer has saved them. `key_source`: see attend_by_groups(); None:
+    ranks that share the micro-batch exchange keys and values."""
+    query, key, value = heads
     batch = call.batch
     attention_type = "window" if window else "full"
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"
     kernel = batch.kernels[attention_type]
+    segments = batch.segments
     if key_source:
-        key, value, segments = key_source(*keys)
+        key, value, segments = key_source(key, value)
     elif batch.context_shard:
         # attention dropout draws by a key's place in its document, so every rank needs all keys,
         # not only the window's
         key, value, segments = batch.context_shard.gather_keys(
-            *keys, None if arch.attention_dropout else window)
-    else:
-        (key, value), segments = keys, batch.segments
+            key, value, None if arch.attention_dropout else window)
     sinks = call.layer.small_tensors.get("self_attn.sinks")
     if sinks is not None:
         sinks = sinks.chunk(group[1])[group[0]]

@@ -33,6 +33,7 @@ class LayerCall:
         self.saves_graph = is_backward or layer.saves == "all" and not is_evaluation
         self.dropout_seeds = batch.dropout_seeds  # see drop()
         self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
+        self.most_tokens: int | None = None  # that DoRA's sums have at once; None: all
         self.kv_in = kv_in  # keys and values of the kv_source
         self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
         self.grad_kv_out: tuple[Tensor, ...] = ()  # from those layers
@@ -50,13 +51,14 @@ class LayerCall:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
     def of_keys(self) -> LayerCall:
-        """Return the call for matmuls of the tokens whose keys this rank's queries see. With context
-        parallelism it has the dropout seeds of these tokens, and adds to the same gradient;
-        otherwise it is this call. All ranks must call this."""
+        """Return the call for the tokens whose keys this rank's queries see: with context
+        parallelism a copy that has their dropout seeds and adds to the same gradient, otherwise
+        this call. All ranks must call this."""
         shard = self.batch.context_shard
         if not shard:
             return self
         call = copy.copy(self)
+        call.most_tokens = len(shard.tokens)
         if self.spec.dropout:
             call.dropout_seeds = shard.key_dropout_seeds
         return call

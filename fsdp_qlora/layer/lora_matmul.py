@@ -107,8 +107,7 @@ def input_gradients(
         if spec.dora and split.adapted:
             # y = c u + bias with c = m / norm; like PEFT, treat the norm as a constant
             factor, norm = dora_factors(call, split, weight)
-            u = torch.addmm(x @ weight[:, :n_in].t(), lora_hidden, weight[:, n_in:].t())
-            sums = (part.float() * u.float()).sum(0) / norm
+            sums = sums_with_outputs(call, weight, x, lora_hidden, part) / norm
             for linear in split.adapted:
                 call.grad_adapter[linear.magnitude] += sums[split.local_outputs(linear)]
             part = scale_columns(part, factor, None)
@@ -134,6 +133,20 @@ def input_gradients(
         from_d = spec.scaling * (grad_d @ a)
         return grad_x + call.drop(from_d, spec.dropout, fused.dropout_site), grad_d
     return grad_x.addmm_(grad_d, a, alpha=spec.scaling), grad_d
+
+
+def sums_with_outputs(
+    call: LayerCall, weight: Tensor, x: Tensor | None, lora_hidden: Tensor, grad: Tensor
+) -> Tensor:
+    """Return the sums over tokens of `grad` times the outputs before DoRA's factors, fp32 [out]."""
+    assert x is not None, "DoRA reads it"
+    n_in, most = x.shape[1], call.most_tokens or len(x)
+    totals = []
+    for x_part, d, grad_part in zip(x.split(most), lora_hidden.split(most), grad.split(most)):
+        u = torch.addmm(x_part @ weight[:, :n_in].t(), d, weight[:, n_in:].t())
+        totals.append((grad_part.float() * u.float()).sum(0))
+        del u
+    return totals[0] if len(totals) == 1 else torch.stack(totals).sum(0)
 
 
 def add_a_gradient(call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:

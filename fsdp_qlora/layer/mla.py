@@ -22,7 +22,7 @@ from fsdp_qlora.kernels.attention import document_attention, explicit_bytes
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward
 from fsdp_qlora.kernels.heads import rotate
 from fsdp_qlora.layer.attention_mixer import (
-    all_heads, attend_by_groups, group_gradients, groups_backward, kernel_values)
+    all_heads, attend_by_groups, group_gradients, groups_backward, kernel_values, n_head_groups)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
@@ -68,13 +68,13 @@ class MLAMixer:
             rows = shard.exchange().gather(torch.cat([kv_latent, rotary_key], 1))
             kv_latent, rotary_key = rows.split([self.mla.kv_rank, self.mla.rope], 1)
         # without q_b, a view would keep the tensor alive that also contains the queries
-        saved.kv_latent = kv_latent if self.q_b else kv_latent.clone()
+        saved.kv_latent = kv_latent if self.q_b or shard else kv_latent.clone()
         key_value, saved.kv_lora_hidden = self._heads(keys, self.kv_b, self.mla.kv_norm, kv_latent)
         width = kernel_value_width(call.batch, self.arch)
         if shard:
             query = rotated_queries(query, *ropes, self.arch, is_evaluation=call.is_evaluation)
             saved.key_value = key_value.unflatten(1, (self.arch.n_heads, -1))
-            seen = SeenKeys(self.arch, width, shard.exchange().segments)
+            seen = SeenKeys(self.mla, width, shard.exchange().segments)
             rotary_key = rotary_key[:, None].expand(-1, self.arch.n_heads, -1)
             with torch.autograd.graph.saved_tensors_hooks(seen.pack, seen.unpack):
                 saved.groups = attend_by_groups(
@@ -171,6 +171,8 @@ class MLAMixer:
 
     def live_bytes(self, plan: Plan) -> int:
         itemsize = plan.dtype.itemsize
+        if plan.context_parallel_size > 1:
+            return int(self._shared_values(plan) * plan.micro_batch_tokens * itemsize)
         others = 0
         # the gradients of query, key, value and attention's output, and of the tensors that these
         # heads are made from
@@ -180,6 +182,41 @@ class MLAMixer:
             values += 4 * self.query_width
             others = explicit_bytes(self.arch, None, plan.micro_batch_tokens)
         return values * plan.micro_batch_tokens * itemsize + others
+
+    @property
+    def exchanged_values(self) -> int:
+        """Values that go from rank to rank with context parallelism."""
+        return self.mla.kv_rank + self.mla.rope
+
+    @property
+    def key_values(self) -> int:
+        """Values that one pass reads or writes to make the heads of a key and of its value."""
+        return self.kv_b.out_features + 2 * self.query_width
+
+    def values_more_saved(self, plan: Plan) -> float:
+        """Return how many values per token of a rank's own are saved with context parallelism
+        beside saved_values: instead of heads of keys and values the rows that were received, LoRA's
+        hidden values and kv_b's outputs."""
+        rows = self.exchanged_values + self.kv_b.padded_lora + self.kv_b.out_features
+        if plan.plain_attention:  # its graph keeps keys and values
+            rows += 2 * self.query_width
+        return plan.seen_keys * rows - 2 * self.query_width
+
+    def _shared_values(self, plan: Plan) -> float:
+        """Return live_bytes() with context parallelism, besides values_more_saved(), as values per
+        token of a rank's own. The gradients of kv_b's outputs replace these."""
+        seen, queries = plan.seen_keys, self.query_width
+        n_groups = n_head_groups(self.arch, plan.micro_batch_tokens * plan.dtype.itemsize)
+        # a group's keys, values, and their gradients; where pieces run one after the other, also
+        # those of a call, which are copied to their places; and see kernel_values()
+        in_a_call = 0 if plan.varlen_attention else seen - 1
+        group = 4 * seen + 2 * in_a_call + 3
+        if plan.plain_attention:
+            group += 4 * seen
+        # afterwards the gradient of all queries at once; and kv_b's inputs, in two dtypes
+        projecting = queries + seen * 4 * self.kv_b.width
+        # the gradients of the queries and of attention's output
+        return 2 * queries + max(group * queries / n_groups, projecting)
 
 
 def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
@@ -195,19 +232,19 @@ class SeenKeys:
     saves them for its backward; with pack() and unpack() as autograd's hooks they are freed, and
     made again when backward reads them. That moves memory, but computes nothing."""
 
-    def __init__(self, arch: Architecture, value_width: int, segments: Segments) -> None:
-        self.arch, self.value_width, self.segments = arch, value_width, segments
+    def __init__(self, mla: LatentAttention, value_width: int, segments: Segments) -> None:
+        self.mla, self.value_width, self.segments = mla, value_width, segments
         # of the last group: its key and its value, each as (strides and address, how to make it)
         self.made: list[tuple[tuple, Callable[[], Tensor]]] = []
 
     def keys(self, key_value: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor, Segments]:
         """Return key and value of a group, and the Segments of queries and keys. `key_value`:
         kv_b's outputs [keys, heads, nope + value]; `rotary_key` [keys, heads, rope], rotated."""
-        sources, mla = (key_value.detach(), rotary_key.detach()), self.arch.mla
-        makers = (functools.partial(key_heads, *sources, mla),
-                  functools.partial(value_heads, sources[0], mla, self.value_width))
-        key = key_heads(key_value, rotary_key, mla)
-        value = value_heads(key_value, mla, self.value_width)
+        sources = key_value.detach(), rotary_key.detach()
+        makers = (functools.partial(key_heads, *sources, self.mla),
+                  functools.partial(value_heads, sources[0], self.mla, self.value_width))
+        key = key_heads(key_value, rotary_key, self.mla)
+        value = value_heads(key_value, self.mla, self.value_width)
         self.made = [(place_of(x), make) for x, make in zip((key, value), makers)]
         return key, value, self.segments
 
