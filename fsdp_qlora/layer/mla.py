@@ -213,10 +213,10 @@ class MLAMixer:
         group = 4 * seen + 2 * in_a_call + 3
         if plan.plain_attention:
             group += 4 * seen
-        # afterwards the gradient of all queries at once; and kv_b's inputs, in two dtypes
-        projecting = queries + seen * 4 * self.kv_b.width
-        # the gradients of the queries and of attention's output
-        return 2 * queries + max(group * queries / n_groups, projecting)
+        # afterwards kv_b's inputs and their gradient, in two dtypes
+        projecting = 4 * seen * self.kv_b.width
+        # the gradient of the queries, and twice that of attention's output: padded, and before
+        return 3 * queries + max(group * queries / n_groups, projecting)
 
 
 def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
@@ -240,11 +240,10 @@ class SeenKeys:
     def keys(self, key_value: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor, Segments]:
         """Return key and value of a group, and the Segments of queries and keys. `key_value`:
         kv_b's outputs [keys, heads, nope + value]; `rotary_key` [keys, heads, rope], rotated."""
-        sources = key_value.detach(), rotary_key.detach()
-        makers = (functools.partial(key_heads, *sources, self.mla),
-                  functools.partial(value_heads, sources[0], self.mla, self.value_width))
-        key = key_heads(key_value, rotary_key, self.mla)
-        value = value_heads(key_value, self.mla, self.value_width)
+        nope, value = key_value.split([self.mla.nope, self.mla.value], 2)
+        makers = (functools.partial(key_heads, nope.detach(), rotary_key.detach()),
+                  functools.partial(value_heads, value.detach(), self.value_width))
+        key, value = key_heads(nope, rotary_key), value_heads(value, self.value_width)
         self.made = [(place_of(x), make) for x, make in zip((key, value), makers)]
         return key, value, self.segments
 
@@ -281,16 +280,16 @@ def seen_keys_backward(
     return all_heads(queries), key_value.flatten(1), rotary_key.to(grad.dtype)
 
 
-def key_heads(key_value: Tensor, rotary_key: Tensor, mla: LatentAttention) -> Tensor:
-    """Return keys [n, heads, nope + rope], from kv_b's outputs [n, heads, nope + value] and the
-    rotated part [n, heads or 1, rope]."""
-    rotary_key = rotary_key.expand(-1, key_value.shape[1], -1)
-    return torch.cat([key_value[..., : mla.nope], rotary_key], 2)
+def key_heads(nope: Tensor, rotary_key: Tensor) -> Tensor:
+    """Return keys [n, heads, nope + rope], from their two parts; the rotated one may be shared by
+    all heads, [n, 1, rope]."""
+    return torch.cat([nope, rotary_key.expand(-1, nope.shape[1], -1)], 2)
 
 
-def value_heads(key_value: Tensor, mla: LatentAttention, width: int) -> Tensor:
-    """Return values [n, heads, width], padded with 0, from kv_b's outputs."""
-    return F.pad(key_value[..., mla.nope :], (0, width - mla.value))
+def value_heads(value: Tensor, width: int) -> Tensor:
+    """Return values [n, heads, width], contiguous, padded with 0."""
+    padding = width - value.shape[2]
+    return F.pad(value, (0, padding)) if padding else value.contiguous()
 
 
 def query_heads(
@@ -346,11 +345,11 @@ def latent_heads(
     heads * (nope + value)] and `rotary_key` [n, rope]. For cos, sin and temperature see
     rope_tables()."""
     assert arch.mla, "the layer has latent attention"
-    key_value = key_value.unflatten(1, (arch.n_heads, -1))
+    mla = arch.mla
+    key, value = key_value.unflatten(1, (arch.n_heads, -1)).split([mla.nope, mla.value], 2)
     shared = rotate(rotary_key[:, None].float(), cos, sin, arch).to(query.dtype)
-    return (query_heads(query, cos, sin, temperature, arch),
-            key_heads(key_value, shared[:, None], arch.mla),
-            value_heads(key_value, arch.mla, value_width))
+    return (query_heads(query, cos, sin, temperature, arch), key_heads(key, shared[:, None]),
+            F.pad(value, (0, value_width - mla.value)))
 
 
 @elementwise
