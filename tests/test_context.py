@@ -241,19 +241,21 @@ def test_shared_micro_batches_change_no_number(name, runs, read_metrics):
             assert abs(row[key] - same[key]) <= bar * max(abs(row[key]), 0.1), key
 
 
-def test_run_goes_on_with_another_number_of_ranks(runs, run_jobs, read_metrics):
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_run_goes_on_with_another_number_of_ranks(name, runs, run_jobs, read_metrics):
     """Two ranks share micro-batches, then one has them alone, then two share them again."""
-    base = runs(1, "qwen3").parent
-    argv = ["--model", "qwen3", "--dataset", "sft.jsonl", *FLAGS, "--learning_rate", "1e-2"]
+    base = runs(1, name).parent
+    argv = ["--model", name, "--dataset", "sft.jsonl", *FLAGS, "--learning_rate", "1e-2"]
+    argv += ["--lora_dropout", "0.2"] * (name == "deepseek_v3")
     parts = {}
-    for name, ranks in ("whole", [1]), ("resumed", [2, 1, 2]):
-        for steps, n in zip([6] if name == "whole" else [2, 4, 6], ranks):
+    for run, ranks in ("whole", [1]), ("resumed", [2, 1, 2]):
+        for steps, n in zip([6] if run == "whole" else [2, 4, 6], ranks):
             shared = ["--context_parallel_size", "2"] if n == 2 else []
             run_jobs(n, [{"argv": [*argv, *shared, "--micro_batch_tokens", str(700 // n),
                                    "--max_steps", str(steps), "--lr_schedule", "constant",
-                                   "--warmup_fraction", "0", "--output_dir", name]}],
+                                   "--warmup_fraction", "0", "--output_dir", f"{name}-{run}"]}],
                      cwd=base)  # fmt: skip
-        parts[name] = read_metrics(base / name)
+        parts[run] = read_metrics(base / f"{name}-{run}")
     assert len(parts["whole"]) == len(parts["resumed"]) == 6
     for row, same in zip(*parts.values()):
         assert abs(row["loss"] - same["loss"]) <= 1e-4 * row["loss"]  # 8-bit AdamW, six steps

@@ -223,6 +223,11 @@ def latent_cases():
     yield mla.latent_heads, *linears, *turns, TEMPERATURE, arch, 24
     for temperature in None, TEMPERATURE:
         yield mla.latent_heads_backward, *grads, cos, sin, temperature, arch
+        yield mla.rotated_queries_backward, grads[0], cos, sin, temperature, arch
+    yield mla.rotated_queries, linears[0], cos, sin, None, arch
+    yield mla.rotated_queries, linears[0], *turns, TEMPERATURE, arch
+    yield mla.rotated_key, linears[2], *turns, arch
+    yield mla.rotated_key_backward, linears[2], cos, sin, arch
 
 
 def head_cases():
