@@ -70,21 +70,32 @@ class MLAMixer:
         # without q_b, a view would keep the tensor alive that also contains the queries
         saved.kv_latent = kv_latent if self.q_b or shard else kv_latent.clone()
         key_value, saved.kv_lora_hidden = self._heads(keys, self.kv_b, self.mla.kv_norm, kv_latent)
-        width = kernel_value_width(call.batch, self.arch)
         if shard:
-            query = rotated_queries(query, *ropes, self.arch, is_evaluation=call.is_evaluation)
             saved.key_value = key_value.unflatten(1, (self.arch.n_heads, -1))
-            seen = SeenKeys(self.mla, width, shard.exchange().segments)
-            rotary_key = rotary_key[:, None].expand(-1, self.arch.n_heads, -1)
-            with torch.autograd.graph.saved_tensors_hooks(seen.pack, seen.unpack):
-                saved.groups = attend_by_groups(
-                    call, self.arch, None, (query, saved.key_value, rotary_key), seen.keys)
+            del key_value
+            saved.groups = self._attend_to_seen_keys(
+                call, shard.exchange().segments, query, saved.key_value, rotary_key)
             return self.recompute_output(call, saved)
-        heads = latent_heads(query, key_value, rotary_key, *ropes, self.arch, width,
+        heads = latent_heads(query, key_value, rotary_key, *ropes, self.arch,
+                             kernel_value_width(call.batch, self.arch),
                              is_evaluation=call.is_evaluation)
         del query, key_value, kv_latent, rotary_key
         saved.groups = attend_by_groups(call, self.arch, None, heads)
         return self.recompute_output(call, saved)
+
+    def _attend_to_seen_keys(
+        self, call: LayerCall, segments: Segments, query: Tensor, key_value: Tensor,
+        rotary_key: Tensor
+    ) -> list[HeadGroup]:
+        """Return attend_by_groups() with context parallelism, from the queries' linear's outputs;
+        for the rest see SeenKeys.keys()."""
+        query = rotated_queries(
+            query, *call.batch.ropes[self.rope], self.arch, is_evaluation=call.is_evaluation)
+        seen = SeenKeys(self.mla, kernel_value_width(call.batch, self.arch), segments)
+        rotary_key = rotary_key[:, None].expand(-1, self.arch.n_heads, -1)
+        with torch.autograd.graph.saved_tensors_hooks(seen.pack, seen.unpack):
+            return attend_by_groups(
+                call, self.arch, None, (query, key_value, rotary_key), seen.keys)
 
     def recompute_output(self, call: LayerCall, saved: SavedMLA) -> Tensor:
         attended = all_heads([group.attended.detach() for group in saved.groups])
