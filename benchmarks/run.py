@@ -407,6 +407,9 @@ GROUPS = {
              f"{ALL} {OFFLOAD} --context_parallel_size {{gpus}}", layers=8, base="long-8b8-131k"),
         case("long-8b-131k-2gpus", "llama-3-8b", 0.5, 131_072, 2,
              f"{OFFLOAD} --context_parallel_size {{gpus}}", base="long-8b-131k"),
+        case("long-v3-3-131k", "deepseek-v3", 1, 131_072, 3, f"{ALL} {OFFLOAD}", gpus=1, layers=3),
+        case("long-v3-3-131k-2gpus", "deepseek-v3", 0.5, 131_072, 3,
+             f"{ALL} {OFFLOAD} --context_parallel_size {{gpus}}", layers=3, base="long-v3-3-131k"),
         # the longest rows by the plan that GPU memory alone holds
         case("long-8b-24gb-kept", "llama-3-8b", 1, 54_272, 3, f"{CAP} {ALL} --lora_rank 32",
              gpus=1),

@@ -77,6 +77,12 @@ class Plan:
         return self.shard_group_size > 1 or self.offload_params
 
     @property
+    def seen_keys(self) -> float:
+        """Number of keys that the two pieces of a rank see, for each of its tokens, if ranks share
+        micro-batches."""
+        return self.context_parallel_size + 0.5
+
+    @property
     def n_fetched_ahead(self) -> int:
         """Number of put()s whose copies from host memory start before backward needs them. One is
         enough for a layer's inputs; what an MLP needs is several times as large."""

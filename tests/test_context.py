@@ -11,6 +11,8 @@ import pytest
 import torch
 from conftest import DEVICE, needs_ranks, segments_of, selected_params
 from families import TINY, write_model
+from safetensors.torch import load_file, save_file
+from test_numbers import of_setting
 
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
@@ -20,6 +22,7 @@ from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.micro_batch.context import (
     ContextGroup, KeyExchange, cut_documents, make_context_shard)
 from fsdp_qlora.micro_batch.segments import Segments
+from fsdp_qlora.pretrained.describe import describe_model
 
 
 def random_lengths(draw, n):
@@ -238,20 +241,118 @@ def test_shared_micro_batches_change_no_number(name, runs, read_metrics):
             assert abs(row[key] - same[key]) <= bar * max(abs(row[key]), 0.1), key
 
 
-def test_run_goes_on_with_another_number_of_ranks(runs, run_jobs, read_metrics):
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_run_goes_on_with_another_number_of_ranks(name, runs, run_jobs, read_metrics):
     """Two ranks share micro-batches, then one has them alone, then two share them again."""
-    base = runs(1, "qwen3").parent
-    argv = ["--model", "qwen3", "--dataset", "sft.jsonl", *FLAGS, "--learning_rate", "1e-2"]
+    base = runs(1, name).parent
+    argv = ["--model", name, "--dataset", "sft.jsonl", *FLAGS, "--learning_rate", "1e-2"]
+    argv += ["--lora_dropout", "0.2"] * (name == "deepseek_v3")
     parts = {}
-    for name, ranks in ("whole", [1]), ("resumed", [2, 1, 2]):
-        for steps, n in zip([6] if name == "whole" else [2, 4, 6], ranks):
+    for run, ranks in ("whole", [1]), ("resumed", [2, 1, 2]):
+        for steps, n in zip([6] if run == "whole" else [2, 4, 6], ranks):
             shared = ["--context_parallel_size", "2"] if n == 2 else []
             run_jobs(n, [{"argv": [*argv, *shared, "--micro_batch_tokens", str(700 // n),
                                    "--max_steps", str(steps), "--lr_schedule", "constant",
-                                   "--warmup_fraction", "0", "--output_dir", name]}],
+                                   "--warmup_fraction", "0", "--output_dir", f"{name}-{run}"]}],
                      cwd=base)  # fmt: skip
-        parts[name] = read_metrics(base / name)
+        parts[run] = read_metrics(base / f"{name}-{run}")
     assert len(parts["whole"]) == len(parts["resumed"]) == 6
     for row, same in zip(*parts.values()):
         assert abs(row["loss"] - same["loss"]) <= 1e-4 * row["loss"]  # 8-bit AdamW, six steps
     assert abs(parts["whole"][1]["loss"] - parts["resumed"][1]["loss"]) < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------
+# Latent attention: ranks exchange latents, and each makes the keys and values that it needs
+# ------------------------------------------------------------------------------------------------
+
+LATENT = "youtu", "minicpm3"  # with a latent of the queries, and without
+LATENT_FLAGS = ["--compute_dtype", "float32", "--batch_size", "6", "--max_seq_len", "512",
+                "--lora_rank", "4"]  # fmt: skip
+DROPOUT = ["--lora_dropout", "0.3"]
+LATENT_SETTINGS = {
+    "kept": ["--recompute", "none"], "dropout": [*DROPOUT, "--recompute", "all"],
+    "dora": ["--adapter", "dora", *DROPOUT, "--recompute", "1", "--offload_activations"]}
+
+
+def write_random_adapter(path, directory, arch):
+    """Also B and DoRA's magnitudes, which begin as what hides the others' gradients."""
+    generator, adapter = torch.Generator().manual_seed(1), {}
+    weights = load_file(directory / "model.safetensors")
+    for i, kind in enumerate(arch.layer_kinds):
+        for linear in arch.linears(kind):
+            stem = f"base_model.model.model.layers.{i}.{linear.name}"
+            norms = weights[f"model.layers.{i}.{linear.name}.weight"].float().norm(dim=1)
+            random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+            adapter |= {
+                f"{stem}.lora_A.weight": 0.05 * random(4, linear.in_features),
+                f"{stem}.lora_B.weight": 0.05 * random(linear.out_features, 4),
+                f"{stem}.lora_magnitude_vector": norms * (1 + 0.2 * random(len(norms)))}
+    save_file(adapter, path)
+
+
+@pytest.fixture(scope="module")
+def latent_gradients(tmp_path_factory, tiny_model, run_jobs, request):
+    """latent_gradients(n, name): loss and gradients of a step, by setting, on n ranks that share
+    each micro-batch."""
+    base, done = tmp_path_factory.mktemp("latent"), set()
+    selected = {(params.get("n"), params.get("name")) for params in selected_params(request)}
+    tokenizer = tiny_model("llama")
+    vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    write_data(base)
+    for name in LATENT:
+        (base / name).mkdir()
+        config = tiny_config(name, vocab_size)
+        write_model(base / name, config, seed=1, dtype=torch.float32)
+        for path in tokenizer.glob("*token*"):
+            (base / name / path.name).write_bytes(path.read_bytes())
+        write_random_adapter(base / f"{name}.adapter", base / name, describe_model(config))
+
+    def work(n, name):
+        if n not in done:
+            done.add(n)
+            needs_ranks(n)
+            shared = ["--context_parallel_size", n, "--micro_batch_tokens", 700 // n]
+            run_jobs(n, [
+                {"case": "gradients", "model": str(base / each), "dataset": str(base / "sft.jsonl"),
+                 "adapter": str(base / f"{each}.adapter"), "out": str(base / f"{each} on {n}"),
+                 "settings": {setting: [*LATENT_FLAGS, *flags, *map(str, shared)]
+                              for setting, flags in LATENT_SETTINGS.items()},
+                 "exchanged": True, "group_bytes": 1 if n == 2 else 2**27}
+                for each in LATENT if n == 1 or (n, each) in selected], cwd=base)  # fmt: skip
+        return load_file(base / f"{name} on {n}")
+
+    return work
+
+
+@pytest.mark.parametrize("setting", LATENT_SETTINGS)
+@pytest.mark.parametrize("n, name", [
+    (2, "youtu"), (3, "minicpm3"), pytest.param(2, "minicpm3", marks=pytest.mark.slow),
+    pytest.param(4, "youtu", marks=pytest.mark.slow)])  # fmt: skip
+def test_shared_latents_change_no_gradient(n, name, setting, latent_gradients):
+    one, shared = (of_setting(latent_gradients(ranks, name), setting) for ranks in (1, n))
+    one.pop("exchanged")
+    shared.pop("exchanged")
+    assert one.keys() == shared.keys() and any("kv_b_proj" in key for key in one)
+    bar = 1e-6 if DEVICE == "cpu" else 5e-3
+    for key in "loss", "norm":
+        assert abs(one[key] - shared[key]) <= bar * one[key]
+    # whole heads as well are 1e-6 apart in one of the queries' linears
+    for key, want in one.items():
+        assert want.norm() > 0 and (shared[key] - want).norm() <= 2 * bar * want.norm(), key
+    together = [torch.cat([grads[key].flatten() for key in sorted(one)]) for grads in (one, shared)]
+    assert (together[0] - together[1]).norm() <= bar * together[0].norm()
+
+
+@pytest.mark.parametrize("setting, passes", [("kept", 1), ("dropout", 2)])
+@pytest.mark.parametrize("n, name", [(2, "youtu")])
+def test_ranks_exchange_latents_alone(n, name, setting, passes, latent_gradients):
+    """Of each token a layer's latent and rotated key, and their gradients; and, once for a
+    micro-batch, the token's seed of dropout."""
+    widths = of_setting(latent_gradients(n, name), setting)["exchanged"].tolist()
+    arch = describe_model(tiny_config(name, 512))
+    width = arch.mla.kv_rank + arch.mla.rope
+    assert width < arch.n_heads * (arch.head_dim + arch.mla.value)  # whole keys and values
+    assert {*widths} - {1} == {width, -width} and (1 in widths) == (setting == "dropout")
+    assert widths.count(-width) % arch.n_layers == 0
+    assert widths.count(width) == passes * widths.count(-width)

@@ -22,16 +22,18 @@ from fsdp_qlora.kernels.attention import (
     ATTENTION_TYPES, batched_attention, document_attention)
 from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
+from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import make_layer_specs
+from fsdp_qlora.micro_batch.context import ContextGroup, KeyExchange, make_context_shard
 from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.lm_head import LinearCrossEntropy
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.planner.costs import predict_memory
+from fsdp_qlora.planner.costs import exchanged_bytes, predict_memory
 from fsdp_qlora.pretrained.architecture import rotary_dim
 
 
@@ -179,6 +181,8 @@ def counted_kernels(arch, plan):
         kernels = dict.fromkeys(ATTENTION_TYPES, document_attention)
     if plan.n_attention_saved:
         kernels = dict.fromkeys(ATTENTION_TYPES, batched_attention)
+    if plan.context_parallel_size > 1 and not plan.varlen_attention:
+        kernels = dict.fromkeys(ATTENTION_TYPES, piece_attention)
     if mixer := mixer_with_state(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         def recurrence(*args):
@@ -543,3 +547,50 @@ def test_plan_counts_doras_norms_to_the_byte():
     rows = 80 * (8192 + 2 * 1024 + 8192 + 2 * 28672 + 8192)
     memory = predict_memory(plan_of(arch, "all"), arch, layouts).memory
     assert memory["DoRA"] == 4 * rows + (2 + 4 + 4) * 2048 * 2 * 28672
+
+
+class FakeExchange(KeyExchange):
+    """Rows that were exchanged have shapes alone."""
+
+    def gather(self, rows):
+        return rows.new_empty(len(self.key_at), rows.shape[1])
+
+    def return_gradients(self, grad):
+        return grad.new_empty(sum(self.segments.lengths_q), grad.shape[1])
+
+
+@pytest.mark.parametrize("name, index, saves, settings, share", [
+    ("glm-4.7-flash", 0, "all", NOTHING, 0.954),
+    ("glm-4.7-flash", 0, "input", {"micro_batch_tokens": 32_768}, 0.953),
+    ("glm-4.7-flash", 0, "attention", {"micro_batch_tokens": 32_768}, 0.953),
+    ("glm-4.7-flash", 0, "input", {"context_parallel_size": 4, "varlen_attention": True}, 0.987),
+    ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384}, 0.888),
+    ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384, "context_parallel_size": 8}, 0.948),
+])  # fmt: skip
+def test_plan_is_no_less_than_what_shared_latents_take(
+    name, index, saves, settings, share, kernels_make_shapes_alone, kernels_can_be_resumed,
+    monkeypatch
+):
+    """With context parallelism, and so that what a kernel saves of keys and values is freed."""
+    arch, layouts = layers_of(name, monkeypatch)
+    plan = plan_of(arch, saves, **{"context_parallel_size": 2} | settings)
+    n, size = plan.micro_batch_tokens, plan.context_parallel_size
+    shard = make_context_shard([n * size], ContextGroup(size))
+    shard._exchanges[None] = FakeExchange.make(shard, None)
+    make_micro_batch = fake_micro_batch
+
+    def shared_micro_batch(*args):
+        micro_batch = make_micro_batch(*args)
+        micro_batch.context_shard = shard
+        return micro_batch
+
+    monkeypatch.setattr(sys.modules[__name__], "fake_micro_batch", shared_micro_batch)
+    layout, one_layer = layouts[index], dataclasses.replace(plan, n_layers=1)
+    kept, most = measure(arch, layout, index, plan)
+    more = exchanged_bytes(one_layer, arch, [layout], n * plan.dtype.itemsize)
+    want_kept, want = planned(layout, plan)
+    print(f"{most / 2**20:.1f} MiB at the peak, {(want + more) / 2**20:.1f} planned: "
+          f"{most / (want + more):.4f}")
+    if saves == "all":
+        assert 0.998 < kept / (want_kept + more) <= 1
+    assert most <= want + more and most / (want + more) == pytest.approx(share, abs=0.002)

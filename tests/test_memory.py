@@ -941,6 +941,25 @@ def test_exchanged_keys_take_what_was_measured():
     assert pieces.memory[kind] < plan.memory[kind]  # for two ranks; no call has all keys
 
 
+def test_latents_are_planned_as_what_ranks_exchange():
+    """A link of a tenth of the speed hardly matters; kv_b runs for all keys that a rank sees."""
+    _, arch, layouts = shapes_of("deepseek-v3", 4)
+    shared = predicted(arch, layouts, micro_batch_tokens=16_384, recomputed=4,
+                       context_parallel_size=8)  # fmt: skip
+    alone = dataclasses.replace(shared, context_parallel_size=1)
+
+    def seconds(plan, **speeds):
+        machine = dataclasses.replace(H200, **speeds)
+        return predict_time(plan, arch, layouts, machine, 16_384).token_seconds
+
+    assert 1 < seconds(shared, link=H200.link / 10) / seconds(shared) < 1.05
+    products = {"link": math.inf, "bandwidth": math.inf}  # they alone take time
+    kv_b = layouts[0].mixer.token_mixer.kv_b
+    flops = 4 * 3 * 2 * 7.5 * kv_b.n_weights  # layers, passes, a product and a sum, more keys
+    assert seconds(shared, **products) - seconds(alone, **products) == pytest.approx(
+        flops / (FIT.sustained * H200.flops), rel=1e-6)
+
+
 def test_recurrent_layers_share_no_micro_batches():
     with pytest.raises(ValueError, match="--context_parallel_size 2: .* recurrent layers"):
         choose("qwen3.5-9b", 77.5, context_parallel_size=2)

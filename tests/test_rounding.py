@@ -28,7 +28,7 @@ from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import (
-    autograd_mixers, experts, lora_matmul, mla, per_layer, residual, router)
+    autograd_mixers, experts, lora_matmul, mla_context, mla_heads, per_layer, residual, router)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
@@ -219,10 +219,15 @@ def latent_cases():
     linears = [draw(N, heads * (sizes.nope + sizes.rope)),
                draw(N, heads * (sizes.nope + sizes.value)), draw(N, sizes.rope)]
     grads = [draw(N, heads, sizes.nope + sizes.rope, seed=seed) for seed in range(3)]
-    yield mla.latent_heads, *linears, cos, sin, None, arch, 24
-    yield mla.latent_heads, *linears, *turns, TEMPERATURE, arch, 24
+    yield mla_heads.latent_heads, *linears, cos, sin, None, arch, 24
+    yield mla_heads.latent_heads, *linears, *turns, TEMPERATURE, arch, 24
     for temperature in None, TEMPERATURE:
-        yield mla.latent_heads_backward, *grads, cos, sin, temperature, arch
+        yield mla_heads.latent_heads_backward, *grads, cos, sin, temperature, arch
+        yield mla_context.rotated_queries_backward, grads[0], cos, sin, temperature, arch
+    yield mla_context.rotated_queries, linears[0], cos, sin, None, arch
+    yield mla_context.rotated_queries, linears[0], *turns, TEMPERATURE, arch
+    yield mla_context.rotated_key, linears[2], *turns, arch
+    yield mla_context.rotated_key_backward, linears[2], cos, sin, arch
 
 
 def head_cases():

@@ -242,13 +242,34 @@ def gradients(job, process):
         return {"loss": torch.tensor(record["loss"]), "norm": norm, **adapter.gather_weights()}
 
     house.replace("optimizer_step", lambda optimizer, adapter, rate: None)
-    return {
-        f"{name}/{key}": value
-        for name, flags in job["settings"].items()
-        for key, value in training(
-            job, process, job["model"], sharded(*flags, "--max_grad_norm", "1e30"), look
-        ).items()
-    }
+    widths = count_exchanged()
+    out = {}
+    for name, flags in job["settings"].items():
+        flags = sharded(*flags, "--max_grad_norm", "1e30")
+        seen = training(job, process, job["model"], flags, look)
+        out |= {f"{name}/{key}": value for key, value in seen.items()}
+        if job.get("exchanged"):
+            out[f"{name}/exchanged"] = torch.tensor(widths)
+        widths.clear()
+    return out
+
+
+def count_exchanged():
+    """A list to which each exchange between ranks that share a micro-batch adds the number of
+    values of a token that goes from rank to rank, each gradient that returns the negative."""
+    widths = []
+
+    class CountedExchange(house.get("KeyExchange")):
+        def gather(self, rows):
+            widths.append(rows.shape[1])
+            return super().gather(rows)
+
+        def return_gradients(self, grad):
+            widths.append(-grad.shape[1])
+            return super().return_gradients(grad)
+
+    house.replace("KeyExchange", CountedExchange)
+    return widths
 
 
 def preferences(job, process):

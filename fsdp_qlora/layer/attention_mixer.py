@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from fsdp_qlora.kernels.heads import (
 from fsdp_qlora.kernels.pieces import resumable_attention
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import HeadGroup, SavedAttention
+from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -23,6 +24,8 @@ from fsdp_qlora.pretrained.architecture import Architecture
 # most kernels the gradients of keys and values for each query head. So long micro-batches run a
 # group of heads at a time, with at most this many bytes of queries, where there are enough heads.
 GROUP_BYTES = 2**27
+# makes the key and value that a rank's queries see, of a group of heads; and their Segments
+KeySource = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Segments]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -160,9 +163,11 @@ def kernel_values(arch: Architecture, value_bytes: int) -> int:
 
 
 def attend_by_groups(
-    call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor]
+    call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
+    key_source: KeySource | None = None
 ) -> list[HeadGroup]:
-    """Run attend() on query, key and value [n, heads, head_dim], a group of heads at a time."""
+    """Run attend() on query, key and value [n, heads, head_dim], a group of heads at a time. With
+    `key_source` they are the query, and two tensors of which it makes key and value."""
     query = heads[0]
     groups = []
     results = call.attention_results
@@ -171,7 +176,8 @@ def attend_by_groups(
         known = results[2 * i : 2 * i + 2]  # none in forward
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             leaves = [part.detach().requires_grad_() for part in group]
-            attended, lse = attend(call, arch, window, leaves, (i, n_groups), known)
+            attended, lse = attend(call, arch, window, leaves, (i, n_groups), known,
+                                   key_source)
         groups.append(HeadGroup(leaves, attended))
         if lse is not None and not known:
             results += [attended.detach(), lse]
@@ -179,14 +185,19 @@ def attend_by_groups(
 
 
 def groups_backward(groups: list[HeadGroup], grad: Tensor) -> list[Tensor]:
-    """Return the gradients of query, key and value, from that of the output of all heads. Empties
+    """Return the gradients of query, key and value, from that of the output of all heads."""
+    return [all_heads(parts) for parts in zip(*group_gradients(groups, grad))]
+
+
+def group_gradients(groups: list[HeadGroup], grad: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the gradients of each group's `heads`, from that of the output of all heads. Empties
     `groups`, so that each group's memory is free before the next one runs."""
-    grads = []
     for part in grad.chunk(len(groups), 1):
         group = groups.pop(0)
-        grads.append(torch.autograd.grad(group.attended, group.heads, part))
+        grads = torch.autograd.grad(group.attended, group.heads, part)
         del group
-    return [all_heads(parts) for parts in zip(*grads)]
+        yield grads
+        del grads
 
 
 def all_heads(parts: Sequence[Tensor]) -> Tensor:
@@ -196,12 +207,13 @@ def all_heads(parts: Sequence[Tensor]) -> Tensor:
 
 def attend(
     call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
-    group: tuple[int, int], known: Sequence[Tensor] = ()
+    group: tuple[int, int], known: Sequence[Tensor] = (), key_source: KeySource | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return causal attention within each document of the micro-batch, [n, heads, width of a
     value]; and its logsumexps, if the layer saves them. `window`: number of keys that a query sees;
     None: all. `heads`: query, key and value of the i-th of n groups, with `group` = (i, n).
-    `known`: these results, if the layer has saved them."""
+    `known`: these results, if the layer has saved them. `key_source`: see attend_by_groups(); None:
+    ranks that share the micro-batch exchange keys and values."""
     query, key, value = heads
     batch = call.batch
     attention_type = "window" if window else "full"
@@ -209,9 +221,11 @@ def attend(
         window, attention_type = None, "within"
     kernel = batch.kernels[attention_type]
     segments = batch.segments
-    # attention dropout draws by a key's place in its document, so every rank needs all keys, not
-    # only the window's
-    if batch.context_shard:
+    if key_source:
+        key, value, segments = key_source(key, value)
+    elif batch.context_shard:
+        # attention dropout draws by a key's place in its document, so every rank needs all keys,
+        # not only the window's
         key, value, segments = batch.context_shard.gather_keys(
             key, value, None if arch.attention_dropout else window)
     sinks = call.layer.small_tensors.get("self_attn.sinks")

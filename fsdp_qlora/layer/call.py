@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ class LayerCall:
         # True if autograd's graph of this forward is needed: by the backward that is running it
         # now, or later, if the layer saves everything
         self.saves_graph = is_backward or layer.save_policy == "all" and not is_evaluation
+        self.dropout_seeds = batch.dropout_seeds  # see drop()
         self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
         self.kv_in = kv_in  # keys and values of the kv_source
         self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
@@ -45,6 +48,17 @@ class LayerCall:
                                    and layer.save_policy not in ("all", "mlp"))
         if is_backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
+
+    def of_keys(self) -> LayerCall:
+        """Return the call for the tokens whose keys this rank's queries see: with context
+        parallelism and dropout a copy that has their dropout seeds and adds to the same gradient,
+        otherwise this call. All ranks must call this."""
+        shard = self.batch.context_shard
+        if not (shard and self.spec.dropout):
+            return self
+        call = copy.copy(self)
+        call.dropout_seeds = shard.key_dropout_seeds
+        return call
 
     def weight(self, fused: FusedLinear) -> Tensor:
         """Return [W, B] of a FusedLinear, [out, width]."""
@@ -76,7 +90,7 @@ class LayerCall:
 
     def drop(self, x: Tensor, probability: float, site: int) -> Tensor:
         """Return x [n, width] after dropout. A recomputation drops the same values."""
-        if not probability or self.batch.dropout_seeds is None:
+        if not probability or self.dropout_seeds is None:
             return x
-        seeds = self.batch.dropout_seeds[self.tokens]
+        seeds = self.dropout_seeds[self.tokens]
         return drop(x, seeds, self.layer.index * N_SITES + site, probability)

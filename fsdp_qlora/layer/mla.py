@@ -3,6 +3,8 @@
 The sublayer's first matmul computes two latents of each token; the matmuls that make heads of them
 are here. The kernels are those of softmax attention. As in DeepSeek's code, `pe` names the
 dimensions of a query or key that are rotated, `nope` the others.
+
+Ranks that share a micro-batch exchange latents, see mla_context.py.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.attention import document_attention, explicit_bytes
-from fsdp_qlora.kernels.elementwise import elementwise, norm_backward
-from fsdp_qlora.kernels.heads import rotate
+from fsdp_qlora.kernels.elementwise import norm_backward
 from fsdp_qlora.layer.attention_mixer import (
-    all_heads, attend_by_groups, groups_backward, kernel_values)
+    all_heads, attend_by_groups, groups_backward, kernel_values, n_head_groups)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
+from fsdp_qlora.layer.mla_context import (
+    attend_to_seen_keys, exchange_latents, exchange_latents_backward, rotated_queries_backward,
+    seen_keys_backward)
+from fsdp_qlora.layer.mla_heads import latent_heads, latent_heads_backward
 from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
@@ -54,14 +59,25 @@ class MLAMixer:
         if self.q_b:
             saved.q_latent = query
             query, saved.q_lora_hidden = self._heads(call, self.q_b, self.mla.q_norm, query)
+        ropes, shard = call.batch.ropes[self.rope], call.batch.context_shard
+        if shard:
+            kv_latent, k_pe = exchange_latents(
+                shard, kv_latent, k_pe, ropes[0], ropes[1], self.arch, call.is_evaluation)
         # without q_b, a view would keep the tensor alive that also contains the queries
-        saved.kv_latent = kv_latent if self.q_b else kv_latent.clone()
-        key_value, saved.kv_lora_hidden = self._heads(call, self.kv_b, self.mla.kv_norm, kv_latent)
-        heads = latent_heads(query, key_value, k_pe, *call.batch.ropes[self.rope], self.arch,
-                             kernel_value_width(call.batch, self.arch),
-                             is_evaluation=call.is_evaluation)
-        del query, key_value, kv_latent, k_pe
-        saved.groups = attend_by_groups(call, self.arch, None, heads)
+        saved.kv_latent = kv_latent if self.q_b or shard else kv_latent.clone()
+        key_value, saved.kv_lora_hidden = self._heads(
+            call.of_keys(), self.kv_b, self.mla.kv_norm, kv_latent)
+        value_width = kernel_value_width(call.batch, self.arch)
+        if shard:
+            saved.key_value = key_value.unflatten(1, (self.arch.n_heads, -1))
+            del key_value
+            saved.groups = attend_to_seen_keys(
+                call, self.arch, self.rope, query, saved.key_value, k_pe, value_width)
+        else:
+            heads = latent_heads(query, key_value, k_pe, *ropes, self.arch, value_width,
+                                 is_evaluation=call.is_evaluation)
+            del query, key_value, kv_latent, k_pe
+            saved.groups = attend_by_groups(call, self.arch, None, heads)
         return self.recompute_output(call, saved)
 
     def recompute_output(self, call: LayerCall, saved: SavedMLA) -> Tensor:
@@ -72,16 +88,27 @@ class MLAMixer:
         grad = grad.unflatten(1, (self.arch.n_heads, -1))
         groups, saved.groups = saved.groups, None
         grad = F.pad(grad, (0, groups[0].attended.shape[2] - grad.shape[2]))
-        grads = groups_backward(groups, grad)
-        grad_query, grad_key_value, grad_k_pe = latent_heads_backward(
-            *grads, *call.batch.ropes[self.rope], self.arch)
-        del grads, grad
+        ropes, shard = call.batch.ropes[self.rope], call.batch.context_shard
+        if shard:
+            grad_query, grad_key_value, grad_k_pe = seen_keys_backward(
+                groups, grad, saved.key_value)
+            saved.key_value = None
+            grad_query = rotated_queries_backward(grad_query, *ropes, self.arch)
+        else:
+            grads = groups_backward(groups, grad)
+            grad_query, grad_key_value, grad_k_pe = latent_heads_backward(
+                *grads, *ropes, self.arch)
+            del grads
+        del grad
         if self.q_b:  # then of their latent
             grad_query = self._heads_backward(
                 call, self.q_b, self.mla.q_norm, saved.q_latent, saved.q_lora_hidden, grad_query)
         grad_kv_latent = self._heads_backward(
-            call, self.kv_b, self.mla.kv_norm, saved.kv_latent, saved.kv_lora_hidden,
+            call.of_keys(), self.kv_b, self.mla.kv_norm, saved.kv_latent, saved.kv_lora_hidden,
             grad_key_value)
+        if shard:
+            grad_kv_latent, grad_k_pe = exchange_latents_backward(
+                shard, grad_kv_latent, grad_k_pe, ropes[0], ropes[1], self.arch)
         return torch.cat([grad_query, grad_kv_latent, grad_k_pe], 1)
 
     def _heads(
@@ -140,6 +167,8 @@ class MLAMixer:
 
     def live_bytes(self, plan: Plan) -> int:
         itemsize = plan.dtype.itemsize
+        if plan.context_parallel_size > 1:
+            return int(self._shared_values(plan) * plan.micro_batch_tokens * itemsize)
         others = 0
         # the gradients of query, key, value and attention's output, and of the tensors that these
         # heads are made from
@@ -150,6 +179,41 @@ class MLAMixer:
             others = explicit_bytes(self.arch, None, plan.micro_batch_tokens)
         return values * plan.micro_batch_tokens * itemsize + others
 
+    @property
+    def exchanged_values(self) -> int:
+        """Values that go from rank to rank with context parallelism."""
+        return self.mla.kv_rank + self.mla.rope
+
+    @property
+    def key_values(self) -> int:
+        """Values that one pass reads or writes to make the heads of a key and of its value."""
+        return self.kv_b.out_features + 2 * self.query_width
+
+    def values_more_saved(self, plan: Plan) -> float:
+        """Return how many values per token of a rank's own are saved with context parallelism
+        beside saved_values: instead of heads of keys and values the rows that were received, LoRA's
+        hidden values and kv_b's outputs."""
+        rows = self.exchanged_values + self.kv_b.padded_lora + self.kv_b.out_features
+        if plan.plain_attention:  # its graph keeps keys and values
+            rows += 2 * self.query_width
+        return plan.seen_keys * rows - 2 * self.query_width
+
+    def _shared_values(self, plan: Plan) -> float:
+        """Return live_bytes() with context parallelism, besides values_more_saved(), as values per
+        token of a rank's own. The gradients of kv_b's outputs replace these."""
+        seen, queries = plan.seen_keys, self.query_width
+        n_groups = n_head_groups(self.arch, plan.micro_batch_tokens * plan.dtype.itemsize)
+        # a group's keys, values, and their gradients; where pieces run one after the other, also
+        # those of a call, which are copied to their places; and see kernel_values()
+        in_a_call = 0 if plan.varlen_attention else seen - 1
+        group = 4 * seen + 2 * in_a_call + 3
+        if plan.plain_attention:
+            group += 4 * seen
+        # afterwards kv_b's inputs and their gradient, in two dtypes
+        projecting = 4 * seen * self.kv_b.width
+        # the gradient of the queries, and twice that of attention's output: padded, and before
+        return 3 * queries + max(group * queries / n_groups, projecting)
+
 
 def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
     """Return the width of a head's value for the kernel: plain torch accepts any width, the other
@@ -157,49 +221,3 @@ def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
     is_plain = batch.kernels["full"] is document_attention
     assert arch.mla, "the layer has latent attention"
     return arch.mla.value if is_plain else arch.head_dim
-
-
-@elementwise
-def latent_heads(
-    query: Tensor, key_value: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor,
-    temperature: Tensor | None, arch: Architecture, value_width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Build query and key [n, heads, nope + rope], rotated, and value [n, heads, value_width],
-    padded with 0, from the linears' outputs: `query` [n, heads * (nope + rope)], `key_value` [n,
-    heads * (nope + value)] and `k_pe` [n, rope], which all heads share. For cos, sin and
-    temperature see rope_tables()."""
-    mla = arch.mla
-    dtype = query.dtype
-    assert mla, "the layer has latent attention"
-    query, key_value = (x.unflatten(1, (arch.n_heads, -1)) for x in (query, key_value))
-    q_nope, q_pe = query.split([mla.nope, mla.rope], 2)
-    q_pe = rotate(q_pe.float(), cos, sin, arch).view_as(q_pe).to(dtype)
-    query = torch.cat([q_nope, q_pe], 2)
-    if temperature is not None:
-        query = (query * temperature[:, None, None]).to(dtype)
-    k_nope, value = key_value.split([mla.nope, mla.value], 2)
-    k_pe = rotate(k_pe[:, None].float(), cos, sin, arch).to(dtype)
-    key = torch.cat([k_nope, k_pe[:, None].expand(-1, arch.n_heads, -1)], 2)
-    return query, key, F.pad(value, (0, value_width - mla.value))
-
-
-@elementwise
-def latent_heads_backward(
-    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, cos: Tensor, sin: Tensor,
-    temperature: Tensor | None, arch: Architecture
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of latent_heads()'s first three arguments, from the gradients of its
-    results."""
-    mla = arch.mla
-    dtype = grad_query.dtype
-    assert mla, "the layer has latent attention"
-    grad_query = grad_query.float()
-    if temperature is not None:
-        grad_query = grad_query * temperature[:, None, None]
-    grad_q_nope, grad_q_pe = grad_query.split([mla.nope, mla.rope], 2)
-    grad_q_pe = rotate(grad_q_pe, cos, -sin, arch).view_as(grad_q_pe)
-    grad_query = torch.cat([grad_q_nope, grad_q_pe], 2).to(dtype).flatten(1)
-    grad_k_nope, grad_k_pe = grad_key.split([mla.nope, mla.rope], 2)
-    grad_k_pe = rotate(grad_k_pe.float().sum(1, keepdim=True), cos, -sin, arch).to(dtype)
-    grad_key_value = torch.cat([grad_k_nope, grad_value[..., : mla.value]], 2).flatten(1)
-    return grad_query, grad_key_value, grad_k_pe

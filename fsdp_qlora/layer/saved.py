@@ -45,6 +45,8 @@ class SavedMLA(SavedAttention):
     kv_latent: Tensor = None
     q_lora_hidden: Tensor = None
     kv_lora_hidden: Tensor = None
+    # with context parallelism, of all keys that this rank's queries see, as kv_latent then is:
+    key_value: Tensor = None  # kv_b's outputs [keys, heads, nope + value]
 
 
 @dataclasses.dataclass

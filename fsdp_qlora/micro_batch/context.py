@@ -3,14 +3,15 @@
 Each document is cut into twice as many pieces as the group has ranks; rank r computes piece r and
 the piece that is as far from the end. So all ranks have the same number of tokens and, if documents
 are much longer than that, the same amount of causal attention. Only attention looks at other
-tokens: each rank gets the keys and values that its queries see from the ranks that computed them,
-and in backward returns their gradients. To a kernel a piece is a document with more keys than
-queries, see Segments.
+tokens: each rank gets the keys and values that its queries see, or the rows of which a mixer makes
+them, from the ranks that computed them, and in backward returns their gradients. To a kernel a
+piece is a document with more keys than queries, see Segments.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -89,17 +90,29 @@ class ContextShard:
         """Return a copy on `device`, with the dropout seeds of its tokens."""
         return ContextShard(self.context, self.pieces, self.tokens.to(device), dropout_seeds)
 
+    def exchange(self, window: int | None = None) -> KeyExchange:
+        """Return the KeyExchange for layers of this window; None: without one."""
+        if window not in self._exchanges:
+            self._exchanges[window] = KeyExchange.make(self, window)
+        return self._exchanges[window]
+
+    @functools.cached_property
+    def key_dropout_seeds(self) -> Tensor | None:
+        """The dropout seeds of the keys of exchange(), int64 [keys]; None: no dropout. All ranks of
+        the group must read this."""
+        if self.dropout_seeds is None:
+            return None
+        return self.exchange().gather(self.dropout_seeds[:, None])[:, 0]
+
     def gather_keys(
         self, key: Tensor, value: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Segments]:
         """Return the keys and the values that this rank's queries see, and the Segments of queries
         and keys. `key` and `value` are this rank's own, [own tokens, heads, head_dim]. All ranks of
         the group must call this, and its backward."""
-        if window not in self._exchanges:
-            self._exchanges[window] = KeyExchange.make(self, window)
-        exchange = self._exchanges[window]
+        exchange = self.exchange(window)
         rows = torch.cat([key.flatten(1), value.flatten(1)], 1)
-        rows = ExchangeKeys.apply(rows, exchange, self.context)
+        rows = ExchangeKeys.apply(rows, exchange)
         parts = rows.split([key[0].numel(), value[0].numel()], 1)
         key, value = (part.unflatten(1, x.shape[1:]) for part, x in zip(parts, (key, value)))
         return key, value, exchange.segments
@@ -127,6 +140,7 @@ def tokens_of(pieces: Sequence[DocumentPiece]) -> Tensor:
 class KeyExchange:
     """Which keys go from where to where, for layers of one window."""
 
+    context: ContextGroup
     sent: list[Tensor]  # int64, for each rank: which of this rank's tokens it gets, ascending
     n_received: list[int]  # from each rank
     key_at: Tensor  # int64 [keys], places of the segments' keys among those received
@@ -158,8 +172,39 @@ class KeyExchange:
                       for x in (lengths_q, lengths_k))
         segments = Segments(cu_q, cu_k, lengths_q, lengths_k, max(lengths_q), max(lengths_k),
                             shard.dropout_seeds)
-        return cls([is_needed[tokens[rank]].nonzero()[:, 0].to(device) for is_needed in needed],
-                   [len(part) for part in received], key_at.to(device), segments)
+        sent = [is_needed[tokens[rank]].nonzero()[:, 0].to(device) for is_needed in needed]
+        return cls(shard.context, sent, [len(part) for part in received], key_at.to(device),
+                   segments)
+
+    @property
+    def _n_sent(self) -> list[int]:
+        return [len(tokens) for tokens in self.sent]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of the keys that this rank's queries see, [keys, width], from each rank's
+        rows [own tokens, width]. A key that both pieces of a document see is there twice. All ranks
+        of the group must call this."""
+        sent = torch.cat([rows[tokens] for tokens in self.sent])
+        received = rows.new_empty(sum(self.n_received), rows.shape[1])
+        dist.all_to_all_single(received, sent, self.n_received, self._n_sent,
+                               group=self.context.group)
+        return received[self.key_at]
+
+    def return_gradients(self, grad: Tensor) -> Tensor:
+        """Return the gradient of gather()'s `rows`, from that of its result: the sum over all
+        ranks, in fp32 and in the ranks' order. All ranks of the group must call this."""
+        # a key is in at most two segments, and a sum of two does not depend on their order
+        grad_received = grad.new_zeros(sum(self.n_received), grad.shape[1])
+        grad_received.index_add_(0, self.key_at, grad)
+        grad_sent = grad.new_empty(sum(self._n_sent), grad.shape[1])
+        # back to the ranks from which the rows came
+        dist.all_to_all_single(grad_sent, grad_received, self._n_sent, self.n_received,
+                               group=self.context.group)
+        n_own = sum(self.segments.lengths_q)
+        total = grad.new_zeros(n_own, grad.shape[1], dtype=torch.float32)
+        for tokens, part in zip(self.sent, grad_sent.split(self._n_sent)):
+            total[tokens] += part
+        return total.to(grad.dtype)
 
 
 def first_key(piece: DocumentPiece, window: int | None) -> int:
@@ -168,29 +213,13 @@ def first_key(piece: DocumentPiece, window: int | None) -> int:
 
 
 class ExchangeKeys(torch.autograd.Function):
-    """Exchange rows: from each rank's [own tokens, width] to those that this rank's queries see,
-    [keys, width]. Backward sums up the gradients of all ranks, in fp32 and in the ranks' order."""
+    """KeyExchange.gather(), for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: KeyExchange, context: ContextGroup) -> Tensor:
-        ctx.exchange, ctx.context, ctx.n_own = exchange, context, len(rows)
-        sent = torch.cat([rows[tokens] for tokens in exchange.sent])
-        received = rows.new_empty(sum(exchange.n_received), rows.shape[1])
-        dist.all_to_all_single(received, sent, exchange.n_received,
-                               [len(tokens) for tokens in exchange.sent], group=context.group)
-        return received[exchange.key_at]
+    def forward(ctx: Any, rows: Tensor, exchange: KeyExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.gather(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, n_sent = ctx.exchange, [len(tokens) for tokens in ctx.exchange.sent]
-        # a key is in at most two segments, and a sum of two does not depend on their order
-        grad_received = grad.new_zeros(sum(exchange.n_received), grad.shape[1])
-        grad_received.index_add_(0, exchange.key_at, grad)
-        grad_sent = grad.new_empty(sum(n_sent), grad.shape[1])
-        # back to the ranks from which the rows came
-        dist.all_to_all_single(grad_sent, grad_received, n_sent, exchange.n_received,
-                               group=ctx.context.group)
-        total = grad.new_zeros(ctx.n_own, grad.shape[1], dtype=torch.float32)
-        for tokens, part in zip(exchange.sent, grad_sent.split(n_sent)):
-            total[tokens] += part
-        return total.to(grad.dtype), None, None
+        return ctx.exchange.return_gradients(grad), None

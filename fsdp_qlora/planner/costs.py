@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from fsdp_qlora.kernels.recurrence import mixer_with_state
 from fsdp_qlora.layer.attention_mixer import n_head_groups
-from fsdp_qlora.layer.spec import LayerSpec
+from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import SLICE_TOKENS
+from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.model.embedding import CHUNK_BYTES
 from fsdp_qlora.plan import SAVE_POLICIES, Plan, SavePolicy
 from fsdp_qlora.planner.machine import Machine
@@ -123,7 +124,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         # FSDP2 copies it for the sum over ranks
         "one layer's adapter gradient": adapter_bytes * (3 if plan.uses_fsdp else 1),
         "gathered weights": gathered_bytes(plan, layers, itemsize),
-        "keys and values of other ranks": exchanged_bytes(plan, arch, value_bytes),
+        "keys and values of other ranks": exchanged_bytes(plan, arch, specs, value_bytes),
         "DoRA": dora_bytes(plan, specs)}
     if plan.graphs:  # besides the memory above, which evaluations need
         memory["CUDA graphs' own"] = plan.graph_room * (by_recomputed + by_others + live) + live
@@ -198,16 +199,27 @@ def activation_peak(
     return max(peaks, key=sum)
 
 
-def exchanged_bytes(plan: Plan, arch: Architecture, value_bytes: int) -> float:
+def latent_mixer(spec: LayerSpec) -> MLAMixer | None:
+    """Return the MLAMixer of a layer, None if its model has no latent attention."""
+    mixer = getattr(spec.mixer, "token_mixer", None)
+    return mixer if isinstance(mixer, MLAMixer) else None
+
+
+def exchanged_bytes(
+    plan: Plan, arch: Architecture, specs: Sequence[LayerSpec], value_bytes: int
+) -> float:
     """Return the bytes of keys and values that context parallelism exchanges, and of their
     gradients, beside a layer's own."""
     n = plan.context_parallel_size
     if n == 1:
         return 0
+    if mixer := latent_mixer(specs[0]):  # its live_bytes() counts what else backward needs
+        n_saved = max(1, plan.n_layers - plan.recomputed)
+        return n_saved * mixer.values_more_saved(plan) * value_bytes
     kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
     is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)
-    seen = n + 0.5  # keys that the two pieces of a rank see, for each of its tokens
+    seen = plan.seen_keys
     # the peak is in the backward of the first group of heads: live_bytes() counts the gradients of
     # all groups' keys and values, but those of the other groups do not exist yet
     n_groups = n_head_groups(arch, value_bytes)
@@ -248,7 +260,12 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
         # every layer's MLP runs in slices of tokens
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
-    return 4 * sum(widths) + (itemsize + 8) * n * max(widths)
+    size = 4 * sum(widths) + (itemsize + 8) * n * max(widths)
+    if plan.context_parallel_size > 1 and (mixer := latent_mixer(specs[0])):
+        # kv_b also computes for the keys of other ranks
+        size += int((itemsize + 8) * plan.seen_keys * plan.micro_batch_tokens
+                    * mixer.kv_b.out_features)
+    return size
 
 
 # ------------------------------------------------------------------------------------------------
@@ -359,7 +376,7 @@ def layer_seconds(
         compute=compute, forward=forward,
         gathers=gathers * (2 if plan.reshard_after_forward else 1), copies=copies / machine.host,
         launches=n_launches(plan, arch, machine) * machine.launch,
-        waits=wait_seconds(plan, arch, machine))
+        waits=wait_seconds(plan, arch, layers, machine))
 
 
 def fraction_recomputed(plan: Plan) -> float:
@@ -382,6 +399,10 @@ def compute_seconds(
     n, n_layers = plan.micro_batch_tokens, arch.n_layers
     active_weights = layers.active_weights / n_layers
     flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, layers))
+    if plan.context_parallel_size > 1 and (mixer := latent_mixer(layers.kinds[0])):
+        # of keys that are another rank's, or seen by both pieces
+        again = fraction_recomputed(plan)
+        flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * mixer.kv_b.n_weights
     context = min(n * plan.context_parallel_size, mean_document_tokens)
     # a recomputed layer's forward, unless it is resumed
     passes = FIT.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
@@ -404,6 +425,9 @@ def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: fl
         fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
     moved = (uses * (0.5 + itemsize) / FIT.dequantizing
              + n * layers.elementwise_values / n_layers * itemsize)
+    if plan.context_parallel_size > 1 and (mixer := latent_mixer(layers.kinds[0])):
+        # made in forward, and twice in backward; and their gradients
+        moved += n * plan.seen_keys * 4 * mixer.key_values * itemsize
     if plan.plain_attention:
         score_bytes = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
         moved += n * context * arch.n_heads * score_bytes
@@ -414,7 +438,9 @@ def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: fl
     return moved
 
 
-def wait_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
+def wait_seconds(
+    plan: Plan, arch: Architecture, layers: LayerTotals, machine: Machine
+) -> float:
     """Return how long a mean layer waits for the GPU, and for other ranks' keys and values."""
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     waits = 0.0
@@ -422,6 +448,8 @@ def wait_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
+    if mixer := latent_mixer(layers.kinds[0]):
+        kv_values = mixer.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
     return waits + (2 + again) * (plan.context_parallel_size - 1) * exchanged / machine.link
 
