@@ -174,13 +174,14 @@ def test_report_of_plain_torchrun_ends_with_the_reason(tree):
 @pytest.mark.parametrize("script", ["train_fsdp_qlora.py", "minimal_fsdp_qlora.py"])
 def test_torch_finds_its_allocators_settings_when_it_is_imported(script, given):
     """Later it does not read them again: 3 of 22.5 GiB were then in gaps between tensors. A user's
-    own settings stay, under the newer name too."""
+    own settings stay, under the newer name too, which torch reads where the other is not set."""
     watch = f"""
 import os, runpy, sys
 class Watch:
     def find_spec(self, name, *_):
         if name == "torch":
-            sys.exit("setting: " + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "none"))
+            settings = (os.environ.get(f"PYTORCH_{{name}}ALLOC_CONF") for name in ("CUDA_", ""))
+            sys.exit("setting: " + next(filter(None, settings), "none"))
 sys.meta_path.insert(0, Watch())
 sys.argv = [{script!r}, "--model", "m", "--dataset", "d", "--output_dir", "o"]
 runpy.run_path({str(ROOT / script)!r}, run_name="__main__")

@@ -34,6 +34,7 @@ from fsdp_qlora.evaluation import untrained_tokens
 from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.evaluation.untrained_tokens import ZERO_ROW, untrained_rows
 from fsdp_qlora.files import digest
+from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
@@ -279,14 +280,14 @@ def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, caps
     config, device = Config(learning_rate=rate), torch.device("cpu")
     chosen = dataclasses.replace(config, max_steps=7, target_modules=("q_proj", "v_proj"))
     with one_process():
-        log_startup(config, chosen, plan_of(3 * GIB), {}, 0, device, {})
+        log_startup(config, chosen, plan_of(3 * GIB), {}, 0, device, Kernels({}, {}))
     out = capsys.readouterr().out
     assert out.startswith("defaults: --max_steps 7 --target_modules q_proj v_proj\n")
     assert ("is very high" in out) == is_high
     assert " tokens; " in out
     assert "; predicted 1 tok/s/process\n" in out
     with one_process():
-        log_startup(chosen, chosen, plan_of(3 * GIB), {}, 0, device, {})
+        log_startup(chosen, chosen, plan_of(3 * GIB), {}, 0, device, Kernels({}, {}))
     assert "defaults:" not in capsys.readouterr().out  # of a run all of whose flags were given
     peak, own = map(float, re.search(
         r"peak (\S+) GiB per process: the process so far (\S+), ", out).groups())  # fmt: skip

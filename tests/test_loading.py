@@ -22,6 +22,7 @@ from fsdp_qlora.pretrained.formats import NF4_STATE
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.pretrained.reader import (
     DTYPES, RandomWeights, Request, WeightReader, tensors_of, weight_files)
+from fsdp_qlora.run import open_run
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -400,7 +401,7 @@ def test_merge_wants_the_codes_and_scales_of_training(part, run_main, in_4bit, t
     shutil.copytree(in_4bit("uint8"), base)
     run_and_merge(run_main, base, run, capsys)
     same = base_digest(base)
-    monkeypatch.setattr(merge_adapters, "base_digest", lambda _: same)
+    monkeypatch.setattr(open_run, "base_digest", lambda _: same)
     (file,) = (path for path in base.glob("*.safetensors") if LAYER in load_file(path))
     tensors = load_file(file)
     tensors[LAYER + part].view(torch.uint8).view(-1)[5] ^= 1

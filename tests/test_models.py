@@ -229,7 +229,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
     def kernels(arch=arch, **flags):
         chosen = choose_attention(Config(**flags), arch, torch.device("cuda"))
         return {
-            attention_type: {f[attention_type] for f in chosen}
+            attention_type: {chosen.fixed_len[attention_type], chosen.varlen[attention_type]}
             for attention_type in chosen.varlen
         }
 

@@ -1549,10 +1549,10 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
 
         monkeypatch.setattr(module, name, work)
 
-    def watched(batch, packed, rank, step_seed, *others):
+    def watched(rows, micro_step, model, step_seed=None, **options):
         if step_seed is None:  # of an evaluation
             deadlines.append(statuses[0].deadline - lifecycle.time.monotonic())
-        return select(batch, packed, rank, step_seed, *others)
+        return select(rows, micro_step, model, step_seed, **options)
 
     enter = lifecycle.Status.enter
     monkeypatch.setattr(lifecycle.Status, "enter", lambda status, phase: (
