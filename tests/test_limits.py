@@ -280,14 +280,14 @@ def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, caps
     config, device = Config(learning_rate=rate), torch.device("cpu")
     chosen = dataclasses.replace(config, max_steps=7, target_modules=("q_proj", "v_proj"))
     with one_process():
-        log_startup(config, chosen, plan_of(3 * GIB), {}, 0, device, Kernels({}, {}))
+        log_startup(config, chosen, plan_of(3 * GIB), Kernels({}, {}), 0, device, {})
     out = capsys.readouterr().out
     assert out.startswith("defaults: --max_steps 7 --target_modules q_proj v_proj\n")
     assert ("is very high" in out) == is_high
     assert " tokens; " in out
     assert "; predicted 1 tok/s/process\n" in out
     with one_process():
-        log_startup(chosen, chosen, plan_of(3 * GIB), {}, 0, device, Kernels({}, {}))
+        log_startup(chosen, chosen, plan_of(3 * GIB), Kernels({}, {}), 0, device, {})
     assert "defaults:" not in capsys.readouterr().out  # of a run all of whose flags were given
     peak, own = map(float, re.search(
         r"peak (\S+) GiB per process: the process so far (\S+), ", out).groups())  # fmt: skip
