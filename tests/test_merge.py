@@ -910,16 +910,18 @@ def test_merge_that_is_interrupted_leaves_nothing(trained, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_check_that_cannot_run_leaves_the_merged_model(trained, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [  # what torch raises on a CPU and on a GPU
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    torch.OutOfMemoryError("CUDA out of memory")])  # fmt: skip
+def test_model_too_large_for_the_check_is_merged(error, trained, tmp_path, monkeypatch, capsys):
     def all_logits(*args):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")  # what torch raises
+        raise error
 
     monkeypatch.setattr(merge_adapters, "logits_of", all_logits)
-    with pytest.raises(SystemExit):
-        merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", str(tmp_path / "out")])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: the check did not run") and "allocate memory" in last
-    assert_left(tmp_path / ".out.partial", last)
+    merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", str(tmp_path / "out")])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"not checked: the merged model did not run here: {error}"
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
 
 
 def assert_left(partial, error):
