@@ -192,7 +192,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         status.plan = plan
         log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         if not config.random_weights:
-            on_rank_0(compare_with_transformers, base.config, config.model)
+            on_rank_0(compare_with_transformers, base.model_config, config.model)
         if is_dry:  # ends all ranks together, as an error would, but with code 0
             raise RunEnd(f"--max_steps 0: nothing was trained; {describe_steps(config)}", 0)
 
@@ -201,7 +201,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         context = make_context_group(plan.context_parallel_size)
         model = Model(base.arch, job.specs, plan, kernels, device, mesh.get_group("shard"), context)
         shard_model(model, mesh, plan)
-        loaded = load_model(model, job.weights_dir, base.config, config)
+        loaded = load_model(model, job.weights_dir, base.model_config, config)
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
         adapter = make_adapter(model, job)
