@@ -83,14 +83,14 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         raise
 
 
-def check_room(config: Config, directory: Path, n_weights: int,
+def check_room(config: Config, directory: Path, n_adapter_weights: int,
                make_optimizer: MakeOptimizer) -> None:
     """Raise ValueError if the disk has no room for the adapter and one checkpoint, the least that a
     run must write; log a line if it has none for as many as --keep_checkpoints keeps.
-    `n_weights`: the adapter's. Rank 0 only."""
+    Rank 0 only."""
     state_bytes, _ = probe_optimizer(make_optimizer, config)
-    adapter = 4 * n_weights  # fp32
-    checkpoint = (4 + state_bytes) * n_weights + 2**20
+    adapter = 4 * n_adapter_weights  # fp32
+    checkpoint = (4 + state_bytes) * n_adapter_weights + 2**20
     n_existing = len(checkpoints_of(directory))
     # plus 2: the best checkpoint, and the one that is being written
     wanted = adapter + checkpoint * max(1, config.keep_checkpoints + 2 - n_existing)
