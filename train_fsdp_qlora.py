@@ -92,7 +92,7 @@ from fsdp_qlora.log import fail_before_init, log
 from fsdp_qlora.lora.adapter import Adapter, optimizer_state_bytes, sharded_state
 from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.memory import limit_memory, memory_gib
-from fsdp_qlora.micro_batch.context import ContextGroup
+from fsdp_qlora.micro_batch.context_parallel import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.graphs import Graphs

@@ -22,7 +22,7 @@ from fsdp_qlora.data.packing import MicroStep
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.recurrence import chunk_table
-from fsdp_qlora.micro_batch.context import (
+from fsdp_qlora.micro_batch.context_parallel import (
     LEAST_PIECE, NOT_SHARED, ContextGroup, has_long_pieces, make_context_shard)
 from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
 from fsdp_qlora.micro_batch.offload import DeviceActivations

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_qlora.micro_batch.context import ContextShard
+from fsdp_qlora.micro_batch.context_parallel import ContextShard
 from fsdp_qlora.micro_batch.offload import ActivationStore
 from fsdp_qlora.micro_batch.segments import Segments
 
