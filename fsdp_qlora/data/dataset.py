@@ -6,7 +6,7 @@ say what became of them.
                          (encode.py) once into a table (cache.py), makes Rows of it (rows.py)
       hold_out()         a fraction of them for the evaluation
 
-Three words, with one meaning in all of the package:
+Three words, with one meaning wherever data is meant; elsewhere a row is one of a matrix:
 
     example     one record of the data set as its file has it: a line or an object of JSON, or a
                 line of a table, with named columns
