@@ -92,7 +92,7 @@ from fsdp_qlora.log import fail_before_init, log
 from fsdp_qlora.lora.adapter import Adapter, optimizer_state_bytes, sharded_state
 from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.memory import limit_memory, memory_gib
-from fsdp_qlora.micro_batch.context import ContextGroup
+from fsdp_qlora.micro_batch.context_parallel import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.graphs import Graphs
@@ -183,7 +183,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 3. The step from which the run resumes, that of its latest checkpoint; 0: a new run
         start_step = find_start(job, directory, status, is_dry)
-        on_rank_0(checkpoints.check_room, config, directory, job.n_weights, make_optimizer)
+        on_rank_0(checkpoints.check_room, config, directory, job.n_adapter_weights, make_optimizer)
 
         # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")
@@ -192,7 +192,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         status.plan = plan
         log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         if not config.random_weights:
-            on_rank_0(compare_with_transformers, base.config, config.model)
+            on_rank_0(compare_with_transformers, base.model_config, config.model)
         if is_dry:  # ends all ranks together, as an error would, but with code 0
             raise RunEnd(f"--max_steps 0: nothing was trained; {describe_steps(config)}", 0)
 
@@ -201,7 +201,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         context = make_context_group(plan.context_parallel_size)
         model = Model(base.arch, job.specs, plan, kernels, device, mesh.get_group("shard"), context)
         shard_model(model, mesh, plan)
-        loaded = load_model(model, job.weights_dir, base.config, config)
+        loaded = load_model(model, job.weights_dir, base.model_config, config)
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
         adapter = make_adapter(model, job)
@@ -239,7 +239,7 @@ def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:
     config = job.config
     status.enter("checkpoint")
     if is_dry:
-        on_rank_0(check_resumable, config, directory, job.digests, job.saved_config)
+        on_rank_0(check_resumable, config, directory, job.digests, job.saved_run)
         return 0
     start_step = on_rank_0(step_to_resume, config, directory, job.digests)
     on_rank_0(set_aside_later, directory, start_step)
@@ -303,7 +303,7 @@ def start_adapter(run: Run) -> None:
     with raise_on_all_ranks():
         run.progress = checkpoints.load_checkpoint(path, run.adapter, run.optimizer)
     log(f"resumed from {path} at step {step} of {config.max_steps}")
-    before = run.job.saved_config["config"]["max_steps"]
+    before = run.job.saved_run["config"]["max_steps"]
     if step == before < config.max_steps:  # the run was complete
         last_rate = learning_rate(step, dataclasses.replace(config, max_steps=before))
         log_extension(config, step, last_rate, learning_rate(step + 1, config))

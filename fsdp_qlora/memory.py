@@ -7,6 +7,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -40,9 +41,16 @@ def proc_bytes(file: str, name: str) -> float:
     return float(sizes[0]) * 2**10
 
 
-def host_memory() -> tuple[float, float]:
-    """Return this process's resident bytes, now and at their peak."""
-    return proc_bytes("self/status", "VmRSS"), proc_bytes("self/status", "VmHWM")
+class HostMemory(NamedTuple):
+    """A process's resident bytes."""
+
+    now: float
+    peak: float
+
+
+def host_memory() -> HostMemory:
+    """Return this process's HostMemory."""
+    return HostMemory(proc_bytes("self/status", "VmRSS"), proc_bytes("self/status", "VmHWM"))
 
 
 def cgroup_free(
@@ -75,8 +83,8 @@ def memory_gib(device: torch.device, graphs: bool = False) -> tuple[float, float
         return torch.cuda.memory_reserved() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     if device.type == "cuda":
         return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-    current, peak = host_memory()
-    return current / 2**30, peak / 2**30
+    resident = host_memory()
+    return resident.now / 2**30, resident.peak / 2**30
 
 
 def log_memory(when: str, device: torch.device) -> None:

@@ -46,12 +46,12 @@ def encode_row(row, tokenizer, directory):
     return documents
 
 
-def prepare(sources, tokenizer, max_seq_len=1024, day="2020-01-31", columns=()):
+def prepare(sources, tokenizer, max_seq_len=1024, day="2020-01-31", renames=()):
     """The Rows of some sources, and the line on them."""
     with one_process():
         return prepare_rows(
             [str(source) for source in sources], tokenizer, max_seq_len, len(tokenizer), day,
-            columns,
+            renames,
         )[:2]
 
 

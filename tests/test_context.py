@@ -19,7 +19,7 @@ from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.kernels.attention import Kernels, document_attention
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.pieces import piece_attention
-from fsdp_qlora.micro_batch.context import (
+from fsdp_qlora.micro_batch.context_parallel import (
     ContextGroup, KeyExchange, cut_documents, make_context_shard)
 from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.describe import describe_model

@@ -921,12 +921,12 @@ def test_lists_may_be_text_as_python_prints_them(tokenizer):
 
 def test_columns_are_renamed_before_the_form_is_found(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"poem": "It is 7.", "label": 1}])
-    message = refusal([path], tokenizer, columns=("label=unused",))
+    message = refusal([path], tokenizer, renames=("label=unused",))
     assert "has poem, unused, which is not a supported form" in message
-    rows, line = prepare([path], tokenizer, columns=("poem=text", "label=unused"))
+    rows, line = prepare([path], tokenizer, renames=("poem=text", "label=unused"))
     assert len(rows) == 1 and "1 text (ignored: unused)" in line
     twice = write_jsonl(path, [{"poem": "x", "text": "y"}])
-    assert "has text twice" in refusal([twice], tokenizer, columns=("poem=text",))
+    assert "has text twice" in refusal([twice], tokenizer, renames=("poem=text",))
 
 
 def test_column_that_no_row_has_ends_the_run(tokenizer, tmp_path):

@@ -27,7 +27,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache
 from fsdp_qlora.data.dataset import cache_key, prepare_rows
 from fsdp_qlora.data.encode import check_tokens
-from fsdp_qlora.data.rows import columns_of
+from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation import untrained_tokens
@@ -228,13 +228,13 @@ def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, mo
 @pytest.mark.parametrize("token, is_refused", [(97, False), (98, True)])
 def test_token_must_be_in_the_vocabulary(token, is_refused):
     for ids, labels in ((5, token), (5, token)), ((5, 6), (5, token)):
-        error = check_tokens(columns_of(ids, labels, 8), 8, 98)
+        error = check_tokens(encode_document(ids, labels, 8), 8, 98)
         assert isinstance(error, RefusedExample) == is_refused and (error is None) != is_refused
 
 
 @pytest.mark.parametrize("n", [7, 8, 9])
 def test_row_is_cut_at_the_longest_length(n):
-    found = columns_of(range(n), range(n), 8)
+    found = encode_document(range(n), range(n), 8)
     assert (found["length"], found["cut"]) == (min(n, 8), n > 8)
 
 
@@ -441,11 +441,11 @@ def test_warm_up_ends_for_the_loss_where_it_ends_for_the_rate():
 
 @pytest.mark.parametrize("change, is_other", [
     ({}, False), ({"sources": ["b.jsonl"]}, True), ({"contents": [["2"]]}, True),
-    ({"max_seq_len": 9}, True), ({"vocab_size": 99}, True), ({"new_names": ["a=b"]}, True),
+    ({"max_seq_len": 9}, True), ({"vocab_size": 99}, True), ({"renames": ["a=b"]}, True),
     ({"loss": "dpo"}, True), ({"loss": "kto"}, True), ({"version": "0.0"}, True)])  # fmt: skip
 def test_encoded_rows_are_those_of_each_setting(change, is_other, demo_directory, monkeypatch):
     settings = {"sources": ["a.jsonl"], "contents": [["1"]], "max_seq_len": 8, "vocab_size": 98,
-                "tokenizer": chat_tokenizer(demo_directory, CHATML), "new_names": [],
+                "tokenizer": chat_tokenizer(demo_directory, CHATML), "renames": [],
                 "loss": "sft"}  # fmt: skip
     before = cache_key(**settings)
     if change == {"version": "0.0"}:

@@ -27,7 +27,7 @@ from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import make_layer_specs
-from fsdp_qlora.micro_batch.context import ContextGroup, KeyExchange, make_context_shard
+from fsdp_qlora.micro_batch.context_parallel import ContextGroup, KeyExchange, make_context_shard
 from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model import lm_head

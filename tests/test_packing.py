@@ -27,7 +27,7 @@ from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
-from fsdp_qlora.micro_batch.context import NOT_SHARED, ContextGroup
+from fsdp_qlora.micro_batch.context_parallel import NOT_SHARED, ContextGroup
 from train_fsdp_qlora import next_step
 
 CPU = torch.device("cpu")

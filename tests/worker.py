@@ -218,9 +218,9 @@ def memory(job, process):
     load_model, grown = house.get("load_model"), []
 
     def measured(*args):
-        before, _ = host_memory()
+        before = host_memory().now
         frozen = load_model(*args)
-        grown.append(host_memory()[1] - before)
+        grown.append(host_memory().peak - before)
         return frozen
 
     house.replace("load_model", measured)

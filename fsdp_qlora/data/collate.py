@@ -22,7 +22,7 @@ from fsdp_qlora.data.packing import MicroStep
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.recurrence import chunk_table
-from fsdp_qlora.micro_batch.context import (
+from fsdp_qlora.micro_batch.context_parallel import (
     LEAST_PIECE, NOT_SHARED, ContextGroup, has_long_pieces, make_context_shard)
 from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
 from fsdp_qlora.micro_batch.offload import DeviceActivations
@@ -216,17 +216,17 @@ def pad_labels(tensors: dict[str, Any], n_labels: int) -> dict[str, torch.Tensor
 
 def make_answers(rows: Rows, micro_step: MicroStep, shape: Shape, model: Model) -> Answers:
     """Return the Answers of all ranks in a micro-step."""
-    # {document: index of its sum among the sums of all ranks, each of which has n_documents}
-    sum_of = {document: rank * shape.n_documents + i
-              for rank, documents in enumerate(micro_step)
-              for i, document in enumerate(documents)}
-    documents = torch.tensor(sorted(sum_of)).view(-1, rows.documents_per_row)  # [rows, answers]
+    # {document: its index among the documents of all ranks, each of which has n_documents}
+    index_of = {document: rank * shape.n_documents + i
+                for rank, documents in enumerate(micro_step)
+                for i, document in enumerate(documents)}
+    documents = torch.tensor(sorted(index_of)).view(-1, rows.documents_per_row)  # [rows, answers]
     n_loss_tokens = rows.n_loss_tokens[documents].double()
     reference = torch.zeros_like(n_loss_tokens)
     if rows.reference is not None:
         reference = rows.reference[documents]
     tensors = {
-        "documents": torch.tensor([[sum_of[i] for i in row] for row in documents.tolist()]),
+        "documents": torch.tensor([[index_of[i] for i in row] for row in documents.tolist()]),
         "n_loss_tokens": n_loss_tokens, "reference": reference,
         "desirable": rows.desirable[documents]}
     n_spare = power_of_2(len(documents)) - len(documents) if model.plan.graphs else 0

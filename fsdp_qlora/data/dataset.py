@@ -6,7 +6,7 @@ say what became of them.
                          (encode.py) once into a table (cache.py), makes Rows of it (rows.py)
       hold_out()         a fraction of them for the evaluation
 
-Three words, with one meaning in all of the package:
+Three words, with one meaning wherever data is meant; elsewhere a row is one of a matrix:
 
     example     one record of the data set as its file has it: a line or an object of JSON, or a
                 line of a table, with named columns
@@ -40,7 +40,7 @@ from fsdp_qlora.data.chat import parse_chat
 from fsdp_qlora.data.encode import encode_batches, encode_pieces
 from fsdp_qlora.data.forms import parse_example
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.data.rows import COLUMNS, Rows, columns_of, random_rows
+from fsdp_qlora.data.rows import NUMBER_COLUMNS, Rows, encode_document, random_rows
 from fsdp_qlora.data.sources import Piece, find_pieces
 from fsdp_qlora.data.template import how_to_prompt, with_day
 from fsdp_qlora.data.tokenization import tokenize
@@ -62,7 +62,7 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     read = functools.partial(
         prepare_rows, tokenizer=tokenizer, max_seq_len=config.max_seq_len, vocab_size=vocab_size,
-        template_date=template_date, columns=config.columns or (), loss=config.loss)
+        template_date=template_date, renames=config.columns or (), loss=config.loss)
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line, renamed = read(sources)
     log_data(rows, line, config, has_template=bool(tokenizer.chat_template))
@@ -72,9 +72,9 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
         eval_rows, line, renamed_in_eval = read(config.eval_dataset, flag="--eval_dataset")
         log_eval_data(eval_rows, line, rows)
         renamed |= renamed_in_eval
-    for column in config.columns or ():
-        if (key := column.split("=")[0]) not in renamed:
-            raise RunEnd(f"--columns {column}: no example has the key {key}")
+    for rename in config.columns or ():
+        if (key := rename.split("=")[0]) not in renamed:
+            raise RunEnd(f"--columns {rename}: no example has the key {key}")
     if fraction is not None:
         rows, eval_rows = hold_out(rows, fraction, config)
     n_good = int(rows.desirable.sum())
@@ -155,7 +155,7 @@ class ReadRows(NamedTuple):
 
 
 def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
-                 vocab_size: int, template_date: str, columns: Sequence[str] = (),
+                 vocab_size: int, template_date: str, renames: Sequence[str] = (),
                  loss: str = "sft", flag: str = "--dataset") -> ReadRows:
     """Read all `sources` for this loss; `flag` names them. All ranks must call this."""
     name = " ".join(sources)
@@ -166,7 +166,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
                              " (create the file if there is none)")
         settings: dict[str, Any] = {
             "tokenizer": with_day(tokenizer, template_date), "max_seq_len": max_seq_len,
-            "vocab_size": vocab_size, "new_names": columns, "loss": loss}
+            "vocab_size": vocab_size, "renames": renames, "loss": loss}
         try:
             pieces, contents = pieces_of_all(sources)
         except ValueError as e:
@@ -247,17 +247,17 @@ def counts_of(column: pyarrow.ChunkedArray) -> dict[str, int]:
 
 
 def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreTrainedTokenizerFast,
-              max_seq_len: int, vocab_size: int, new_names: Sequence[str], loss: str) -> str:
+              max_seq_len: int, vocab_size: int, renames: Sequence[str], loss: str) -> str:
     """Return a digest of everything that determines the encoded data, including this code and the
     version of transformers."""
     code = {str(inspect.getsourcefile(f)) for f in
             (find_pieces, parse_example, parse_preference, parse_chat, with_day, openai_calls,
-             encode_pieces, tokenize, columns_of)}
+             encode_pieces, tokenize, encode_document)}
     kind = LOSSES[loss]
     forms = "pairs" if kind.documents_per_row == 2 else "judged" if kind.is_unpaired else "text"
     return text_digest([
         sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
-        vocab_size, new_names, forms, str(tokenizer.chat_template or ""),
+        vocab_size, renames, forms, str(tokenizer.chat_template or ""),
         tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map])
 
 
@@ -265,7 +265,7 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     """Return the Rows of the documents in read_table()'s result that are kept."""
     kept, is_first, lengths, prompt_lengths, n_loss_tokens, desirable, digests = (
         torch.from_numpy(table[name].to_numpy().copy())
-        for name in ("kept", "is_first", "length", *COLUMNS))
+        for name in ("kept", "is_first", "length", *NUMBER_COLUMNS))
     input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
                          for name in ("input_ids", "labels"))
     bounds = np.cumsum([0, *map(len, input_ids)]).tolist()[:-1]

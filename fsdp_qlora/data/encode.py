@@ -20,14 +20,14 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import Document, Part, parse_example, printable
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.data.rows import columns_of
+from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.data.sources import Piece, RefusedExample, read_pieces
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.model.preference_loss import LOSSES
 
 BATCH = 256  # examples that are parsed at once, and documents of one RecordBatch
 ENCODED = {  # {column that encode_pieces() yields for each document: its type}
-    # of columns_of()
+    # of encode_document()
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
     "n_loss_tokens": "int32", "desirable": "bool", "digest": "int64", "cut": "bool",
     # True if it is trained on; True if it ends the run. Neither: it is left out
@@ -63,18 +63,18 @@ def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.Rec
 
 
 def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
-                  vocab_size: int, new_names: Sequence[str] = (),
+                  vocab_size: int, renames: Sequence[str] = (),
                   loss: str = "sft") -> Iterator[dict[str, Any]]:
     """Yield {name: value}, see ENCODED, for each document of each example. An example that cannot
     be used yields one document, and so does a pair with an unusable answer."""
-    examples, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
+    examples, old_names = read_pieces(pieces), {rename.split("=")[0] for rename in renames}
     tokenizers = both_tokenizers(tokenizer)
     while batch := list(itertools.islice(examples, BATCH)):
-        parsed_examples = [try_example(example, tokenizer, new_names, loss) for _, example in batch]
+        parsed_examples = [try_example(example, tokenizer, renames, loss) for _, example in batch]
         encoded = tokenize([d for parsed in parsed_examples for d in parsed.documents], tokenizers)
         for (where, example), parsed in zip(batch, parsed_examples):
             # tokenize() may yield several for one of the parsed documents
-            documents = [columns_of(*ids, max_seq_len, is_good)
+            documents = [encode_document(*ids, max_seq_len, is_good)
                          for is_good in parsed.desirable for ids in next(encoded)]
             errors = [parsed.error or check_tokens(document, max_seq_len, vocab_size)
                       for document in documents]
@@ -94,7 +94,8 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
 
 
 def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | None:
-    """Return why two answers, results of columns_of(), cannot be compared; None if they can."""
+    """Return why two answers, results of encode_document(), cannot be compared; None if they can.
+    """
     keys = "input_ids", "labels"
     if len(answers) == 2 and all(np.array_equal(*(answer[key] for answer in answers))
                                  for key in keys):
@@ -127,13 +128,13 @@ class ParsedExample(NamedTuple):
         return "\n".join(answer.template_kwargs for part in self.parts for answer in part.answers)
 
 
-def try_example(example: Any, tokenizer: PreTrainedTokenizerFast, new_names: Sequence[str],
+def try_example(example: Any, tokenizer: PreTrainedTokenizerFast, renames: Sequence[str],
                 loss: str) -> ParsedExample:
     """Return the example parsed, or with the error that parsing it raised."""
     try:
         if loss != "sft":
-            return ParsedExample(None, *parse_preference(example, tokenizer, new_names, loss))
-        form, documents = parse_example(example, tokenizer, new_names)
+            return ParsedExample(None, *parse_preference(example, tokenizer, renames, loss))
+        form, documents = parse_example(example, tokenizer, renames)
         return ParsedExample(None, form, documents, [True] * len(documents))
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
         if isinstance(e.__context__, (MemoryError, OSError)):  # not the example's fault
@@ -141,13 +142,13 @@ def try_example(example: Any, tokenizer: PreTrainedTokenizerFast, new_names: Seq
         return ParsedExample(e, "", [([], [])], [True])
 
 
-def check_tokens(columns: dict[str, Any], max_seq_len: int, vocab_size: int) -> ValueError | None:
+def check_tokens(document: dict[str, Any], max_seq_len: int, vocab_size: int) -> ValueError | None:
     """Return an error that explains why the tokens of a document cannot be trained on, or None."""
-    largest = max(columns[key].max(initial=0) for key in ("input_ids", "labels"))
+    largest = max(document[key].max(initial=0) for key in ("input_ids", "labels"))
     if largest >= vocab_size:
         return RefusedExample(f"has token {largest}, but the model's vocabulary ends at"
                               f" {vocab_size - 1}")
-    if not columns["n_loss_tokens"]:
-        within = f" within its first {max_seq_len} tokens" if columns["cut"] else ""
+    if not document["n_loss_tokens"]:
+        within = f" within its first {max_seq_len} tokens" if document["cut"] else ""
         return ValueError(f"nothing to train on{within}")
     return None

@@ -103,21 +103,21 @@ Document = list[Part] | Ids
 
 
 def parse_example(example: Any, tokenizer: PreTrainedTokenizerFast,
-                  columns: Sequence[str] = ()) -> tuple[str, list[Document]]:
+                  renames: Sequence[str] = ()) -> tuple[str, list[Document]]:
     """Return the example's form, with what is ignored, as text; and its documents, each a list of
-    Parts, or Ids for an example with input_ids. `columns`: new names of keys, ["old=new"]. A
-    ValueError leaves the example out, a RefusedExample ends the run."""
-    return parse_object(as_object(example, columns), tokenizer)
+    Parts, or Ids for an example with input_ids. `renames`: the values of --columns,
+    ["old=new"]. A ValueError leaves the example out, a RefusedExample ends the run."""
+    return parse_object(as_object(example, renames), tokenizer)
 
 
-def as_object(example: Any, columns: Sequence[str]) -> dict[str, Any]:
+def as_object(example: Any, renames: Sequence[str]) -> dict[str, Any]:
     """Return the example with new names for its keys. Raises the example itself if it is an
     exception, and ValueError if it is not an object."""
     if isinstance(example, Exception):
         raise example
     if not isinstance(example, dict):
         raise ValueError(f"is {type(example).__name__}, expected an object")
-    return rename_keys(example, dict(column.split("=") for column in columns))
+    return rename_keys(example, dict(rename.split("=") for rename in renames))
 
 
 def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
@@ -161,11 +161,11 @@ def printable(text: str) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
-def rename_keys(example: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def rename_keys(example: dict[str, Any], new_names: dict[str, str]) -> dict[str, Any]:
     """Return the example with new names for these keys, {old: new}."""
     renamed = {}
     for key, value in example.items():
-        new = columns.get(key, key)
+        new = new_names.get(key, key)
         if not is_empty(renamed.get(new)) and not is_empty(value):
             raise RefusedExample(f"has {new} twice after --columns: rename the other one, too")
         if renamed.get(new) is None or not is_empty(value):

@@ -27,28 +27,29 @@ def micro_steps_of(rows: Rows, model: Model) -> list[MicroStep]:
                      context.size * model.plan.micro_batch_tokens, rows.documents_per_row)
 
 
-def pack_rows(lengths: list[int], processes: int, max_tokens: int,
+def pack_rows(lengths: list[int], n_groups: int, max_tokens: int,
               documents_per_row: int = 1) -> list[MicroStep]:
-    """Pack documents of these lengths into micro-steps of a micro-batch for each process.
+    """Pack documents of these lengths into micro-steps of a micro-batch for each group of
+    processes: one process, or with context parallelism those that share a micro-batch.
 
     The number of micro-steps is the smallest for which every micro-batch, all filled evenly, stays
     within `max_tokens`. The documents of a row, which are consecutive, are in the same micro-step,
-    but may be in micro-batches of several processes. All ranks know all lengths, so all get the
+    but may be in micro-batches of several groups. All ranks know all lengths, so all get the
     same result.
     """
     rows = [range(i, i + documents_per_row) for i in range(0, len(lengths), documents_per_row)]
     row_lengths = [sum(lengths[i] for i in row) for row in rows]
-    fewest = max(1, math.ceil(sum(lengths) / (processes * max_tokens)))
+    fewest = max(1, math.ceil(sum(lengths) / (n_groups * max_tokens)))
     for n in range(fewest, len(rows) + 1):
         if documents_per_row == 1:
             # sorted by their size: those of a micro-step, for whose fullest all wait, are alike
-            micro_batches = distribute_evenly(range(len(lengths)), lengths, n * processes)
-            micro_steps = [micro_batches[i : i + processes]
-                           for i in range(0, len(micro_batches), processes)]
+            micro_batches = distribute_evenly(range(len(lengths)), lengths, n * n_groups)
+            micro_steps = [micro_batches[i : i + n_groups]
+                           for i in range(0, len(micro_batches), n_groups)]
         else:
             shares = distribute_evenly(range(len(rows)), row_lengths, n)
             micro_steps = [
-                distribute_evenly([i for row in share for i in rows[row]], lengths, processes)
+                distribute_evenly([i for row in share for i in rows[row]], lengths, n_groups)
                 for share in shares]
         fullest = max(sum(lengths[i] for i in documents)
                       for micro_step in micro_steps for documents in micro_step)
@@ -56,7 +57,7 @@ def pack_rows(lengths: list[int], processes: int, max_tokens: int,
             return micro_steps
     raise AssertionError(f"cannot pack {len(rows)} rows, the longest of"
                          f" {max(row_lengths, default=0)} tokens, into micro-batches of"
-                         f" {max_tokens} tokens on {processes} processes")
+                         f" {max_tokens} tokens for {n_groups} groups of processes")
 
 
 def distribute_evenly(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:

@@ -22,11 +22,11 @@ LABELS = ("label", "kto_tag")
 CONVERSATIONS = ("messages", "conversations")
 
 
-def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequence[str],
+def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: Sequence[str],
                      loss: str) -> tuple[str, list[Document], list[bool]]:
     """parse_example() of an example for this preference loss. Also returns whether each document is
     a good answer. Of two answers the better one comes first."""
-    example = as_object(example, columns)
+    example = as_object(example, renames)
     is_unpaired = LOSSES[loss].is_unpaired
     kinds = [*PAIRS, *((key,) for key in LABELS)] if is_unpaired else PAIRS
     given = {key for key, value in example.items() if value is not None}

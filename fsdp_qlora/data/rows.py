@@ -20,7 +20,7 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.preference_loss import LOSSES, Loss
 
 
-COLUMNS = "prompt_length", "n_loss_tokens", "desirable", "digest"  # in the order of Rows
+NUMBER_COLUMNS = "prompt_length", "n_loss_tokens", "desirable", "digest"  # in the order of Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,12 +160,13 @@ class Rows:
 def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str = "sft") -> Rows:
     """Return Rows in memory from [(input_ids, labels)]. A row has one or two of these documents.
     The first of two is the better answer; in rows of one, every other document is a good answer."""
-    encoded = [columns_of(ids, labels, len(ids), loss == "sft" or i % 2 == 0)
+    encoded = [encode_document(ids, labels, len(ids), loss == "sft" or i % 2 == 0)
                for i, (ids, labels) in enumerate(documents)]
     input_ids, labels = (np.concatenate([document[name] for document in encoded])
                          for name in ("input_ids", "labels"))
     lengths, prompt_lengths, n_loss_tokens, desirable, digests = (
-        torch.tensor([document[name] for document in encoded]) for name in ("length", *COLUMNS))
+        torch.tensor([document[name] for document in encoded])
+        for name in ("length", *NUMBER_COLUMNS))
     starts = lengths.cumsum(0) - lengths
     example_ids = torch.arange(len(encoded)) // LOSSES[loss].documents_per_row
     return Rows(
@@ -184,8 +185,8 @@ def random_rows(vocab_size: int, config: Config) -> Rows:
     return rows_of([(document, document) for document in ids], config.loss)
 
 
-def columns_of(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
-               desirable: bool = True) -> dict[str, Any]:
+def encode_document(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
+                    desirable: bool = True) -> dict[str, Any]:
     """Return the values of encode.py's ENCODED that depend on the tokens of one document, cut to
     `max_tokens`. `desirable`: is it a good answer?"""
     is_cut = len(ids) > max_tokens

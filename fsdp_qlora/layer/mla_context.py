@@ -21,7 +21,7 @@ from fsdp_qlora.layer.attention_mixer import all_heads, attend_by_groups, group_
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.mla_heads import key_heads, query_heads, query_heads_backward
 from fsdp_qlora.layer.saved import HeadGroup
-from fsdp_qlora.micro_batch.context import ContextShard
+from fsdp_qlora.micro_batch.context_parallel import ContextShard
 from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_qlora.micro_batch.context import ContextShard
+from fsdp_qlora.micro_batch.context_parallel import ContextShard
 from fsdp_qlora.micro_batch.offload import ActivationStore
 from fsdp_qlora.micro_batch.segments import Segments
 
@@ -50,7 +50,7 @@ class Answers:
     """Inputs of a preference loss: all rows of a micro-step, which may be spread over ranks. A row
     has two answers, the better one first, or one."""
 
-    documents: torch.Tensor  # int64 [rows, answers], index of each among the sums of all ranks
+    documents: torch.Tensor  # int64 [rows, answers], index among the documents of all ranks
     n_loss_tokens: torch.Tensor  # fp64 [rows, answers], labels of the answer; 0: padding
     reference: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
     desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?

@@ -52,14 +52,13 @@ def embed(model: ModelParameters, ids: Tensor) -> Tensor:
     if (trained := model.token_rows) and torch.is_grad_enabled():
         out = EmbeddingRows.apply(out, trained.rows[0], ids, trained.ids)
     arch = model.arch
-    multiplier = model.arch.embedding_multiplier
     if arch.embedding_norm:
         return norm_of(out, None, "rms", arch.norm_eps)
-    if multiplier == 1:
+    if arch.embedding_multiplier == 1:
         return out
     if arch.rounded_multiplier:
-        return out * torch.tensor(multiplier, dtype=out.dtype)
-    return out * multiplier
+        return out * torch.tensor(arch.embedding_multiplier, dtype=out.dtype)
+    return out * arch.embedding_multiplier
 
 
 def look_up_sharded(model: ModelParameters, ids: Tensor, table: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     n_before = rows_before(requests)
     shares = {r.name: (r.rows, n_before[r.name]) for r in requests}
     n_bytes = 0
-    memory_before = host_memory()
+    resident_before = host_memory().now
     started = time.monotonic()
     finite = {}
     sums = {}
@@ -104,7 +104,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     model.set_frequencies(model_config, config.max_seq_len)
     torch.cuda.empty_cache()  # training needs blocks of other sizes than loading
     seconds = time.monotonic() - started
-    grown = (host_memory()[1] - memory_before[0]) / 2**30
+    grown = (host_memory().peak - resident_before) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
     log(f"base model loaded in {seconds:.1f} s")
     log_each_rank("base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f}"

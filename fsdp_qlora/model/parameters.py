@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import LayerSpec
-from fsdp_qlora.micro_batch.context import NOT_SHARED, ContextGroup
+from fsdp_qlora.micro_batch.context_parallel import NOT_SHARED, ContextGroup
 from fsdp_qlora.micro_batch.offload import make_store
 from fsdp_qlora.model.token_rows import TokenRows
 from fsdp_qlora.plan import Plan

@@ -27,7 +27,7 @@ from fsdp_qlora.data.sampling import RowSource
 from fsdp_qlora.kernels.attention import Kernels, can_resume, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.spec import LayerSpec
-from fsdp_qlora.micro_batch.context import LONG_SHARE, has_long_pieces
+from fsdp_qlora.micro_batch.context_parallel import LONG_SHARE, has_long_pieces
 from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner.costs import predict_memory, predict_time

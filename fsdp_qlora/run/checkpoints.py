@@ -55,7 +55,7 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
     run.status.check_lock()
     final = checkpoint_path(run.directory, step)
     hidden = run.directory / f".{final.name}.part"
-    remove_at_once(hidden)  # left by a save that failed
+    move_aside_and_remove(hidden)  # left by a save that failed
     tensors = *weights.values(), *merge_check.values(), *optimizer_state.values()
     needed = 2**20 + sum(tensor.nbytes for tensor in tensors)
     if (free := shutil.disk_usage(run.directory).free) < needed:
@@ -75,22 +75,22 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
             "files": {name: digest(hidden / name) for name in names}}
         state["sha256"] = text_digest(state)
         write_whole(hidden / "checkpoint.json", json.dumps(state, indent=2))
-        remove_at_once(final)  # anything else with that name
+        move_aside_and_remove(final)  # anything else with that name
         os.replace(hidden, final)
         sync_file(run.directory)
     except Exception:
-        remove_at_once(hidden)  # to free the space, which may be what is missing
+        move_aside_and_remove(hidden)  # to free the space, which may be what is missing
         raise
 
 
-def check_room(config: Config, directory: Path, n_weights: int,
+def check_room(config: Config, directory: Path, n_adapter_weights: int,
                make_optimizer: MakeOptimizer) -> None:
     """Raise ValueError if the disk has no room for the adapter and one checkpoint, the least that a
     run must write; log a line if it has none for as many as --keep_checkpoints keeps.
-    `n_weights`: the adapter's. Rank 0 only."""
+    Rank 0 only."""
     state_bytes, _ = probe_optimizer(make_optimizer, config)
-    adapter = 4 * n_weights  # fp32
-    checkpoint = (4 + state_bytes) * n_weights + 2**20
+    adapter = 4 * n_adapter_weights  # fp32
+    checkpoint = (4 + state_bytes) * n_adapter_weights + 2**20
     n_existing = len(checkpoints_of(directory))
     # plus 2: the best checkpoint, and the one that is being written
     wanted = adapter + checkpoint * max(1, config.keep_checkpoints + 2 - n_existing)
@@ -129,7 +129,7 @@ def load_checkpoint(path: Path, adapter: Adapter,
     return Progress(**saved["progress"])
 
 
-def remove_at_once(path: Path) -> None:
+def move_aside_and_remove(path: Path) -> None:
     """Delete a file, link or directory. It is renamed first, so that its path is free even if the
     deletion takes long or is interrupted. Rank 0 only."""
     if path.is_symlink() or path.exists():
@@ -156,7 +156,7 @@ def drop_checkpoints(run: Run, step: int) -> None:
         if older:
             read_checkpoint(checkpoint_path(run.directory, step))
         for path in older:
-            remove_at_once(path)
+            move_aside_and_remove(path)
     except (OSError, ValueError) as e:
         log(f"warning: could not remove older checkpoints: {e}")
 

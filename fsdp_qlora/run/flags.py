@@ -144,10 +144,10 @@ def parse_flags(argv: Sequence[str] | None = None) -> Config:
         if not (values["output_dir"] or runs):
             raise ValueError("--resume must without --output_dir: no run below runs/ to resume")
         directory = values["output_dir"] or str(runs[-1].parent)
-        saved_config = Path(directory, "train_config.json")
-        if not saved_config.is_file():
-            raise ValueError(f"--resume must: no run in {directory} (no {saved_config.name})")
-        values = parse([*read_flags(saved_config), *argv, f"--output_dir={directory}"])
+        config_file = Path(directory, "train_config.json")
+        if not config_file.is_file():
+            raise ValueError(f"--resume must: no run in {directory} (no {config_file.name})")
+        values = parse([*read_flags(config_file), *argv, f"--output_dir={directory}"])
     del values["config"]
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

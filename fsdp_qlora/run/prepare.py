@@ -38,9 +38,9 @@ def prepare(flags: Config, directory: Path, status: Status, is_dry: bool) -> Job
 
     # the rows
     status.enter("data")
-    saved_config = on_rank_0(read_json, directory / "train_config.json", {})
-    is_new = not saved_config  # otherwise this run resumes
-    template_date = saved_config.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
+    saved_run = on_rank_0(read_json, directory / "train_config.json", {})
+    is_new = not saved_run  # otherwise this run resumes
+    template_date = saved_run.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
     rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
     log_rows(rows, tokenizer, DRY_ROWS if is_dry else 1)
     config = resolve_steps(config, len(rows))  # fills in --max_steps and --eval_every
@@ -61,4 +61,4 @@ def prepare(flags: Config, directory: Path, status: Status, is_dry: bool) -> Job
     return Job(
         config=config, base=base, weights_dir=weights_dir, rows=rows, eval_rows=eval_rows,
         template_date=template_date, lora_config=lora_config, specs=specs, digests=digests,
-        saved_config=saved_config)
+        saved_run=saved_run)

@@ -71,7 +71,7 @@ def log_startup(
         outside = total - free - torch.cuda.memory_reserved()
         log(f"memory: {outside / 2**30:.2f} GiB of this GPU already in use (CUDA context, NCCL,"
             " other programs)")
-    resident = host_memory()[0] if device.type == "cpu" else 0
+    resident = host_memory().now if device.type == "cpu" else 0
     log_plan(user_config, plan, limit, world_size, device_word(device),
              resident if resident < math.inf else 0)
 

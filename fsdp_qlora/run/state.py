@@ -40,10 +40,10 @@ class Job:
     specs: tuple[LayerSpec, ...]
     # SHA-256 of rows and base model by their keys in train_config.json, see agree_on_digests()
     digests: dict[str, str | None]
-    saved_config: dict[str, Any]  # train_config.json of the run in the directory; {}: a new run
+    saved_run: dict[str, Any]  # train_config.json of the run in the directory; {}: a new run
 
     @property
-    def n_weights(self) -> int:
+    def n_adapter_weights(self) -> int:
         """The adapter's weights, those of the rows of --trainable_tokens included."""
         arch = self.base.arch
         n_row_weights = arch.n_tables * len(self.base.trainable_ids) * arch.hidden_size
