@@ -277,11 +277,15 @@ RUNS = {  # name: (processes, what the job has)
 }  # fmt: skip
 
 
+EDITED = [f"edit: {edit}" for edit in EDITS]
+
+
 @pytest.fixture(scope="module")
 def runs(base, run_jobs, wanted, request):
     """Function (name): what a run of RUNS has printed, and what minimal_runs has seen in it."""
     done = set()
-    selected = {params.get("run") for params in selected_params(request)}
+    selected = {params.get("run") or f"edit: {params.get('edit')}"
+                for params in selected_params(request)}
 
     def get(name):
         nproc = RUNS[name][0]
@@ -289,7 +293,7 @@ def runs(base, run_jobs, wanted, request):
             run_jobs(nproc, [{"case": "minimal", "out": str(base / f"{name}.seen"), **job}
                              for name, (n, job) in RUNS.items()
                              if n == nproc and (family := name.partition(",")[0])
-                             and (name not in BESIDE or name in selected)
+                             and (name not in (*BESIDE, *EDITED) or name in selected)
                              and (family not in FAMILIES or family in wanted)], cwd=base)
             done.add(nproc)
         return (base / f"{name}.seen.log").read_text(), load_file(base / f"{name}.seen", DEVICE)
@@ -554,7 +558,9 @@ def test_eval_loss_is_that_of_the_saved_adapter(base, runs):
     assert float(shown[-1][1]) == pytest.approx(want, abs=1e-3) != float(shown[0][1])
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", [
+    pytest.param(edit, marks=() if edit in ("HSDP", "weights") else pytest.mark.slow)
+    for edit in EDITS])
 def test_edits_that_the_file_describes(edit, base, runs):
     """Its table names all that a change needs: other functions are as they were."""
     needs_ranks(4 if edit == "HSDP" else 2)
