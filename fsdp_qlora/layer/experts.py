@@ -2,6 +2,18 @@
 
 Forward and backward, and what it costs. pretrained/families.py says which models have experts.
 
+    x = norm(mlp_input)                                     # _forward_slice()
+    routing = route(x)                                      # k experts a token; rows by expert
+    for chunk in _chunks():                                 # a range of experts, some of the rows
+        inputs = x[routing.token[chunk.rows]]               # _chunk_gate_up()
+        gate_up = inputs @ chunk.gate_up.T                  # grouped: each row by its own expert
+        rows[chunk.rows] = glu(gate_up) @ chunk.down.T      # _experts_forward()
+    branch = sum of a token's k rows, times their weights   # add_expert_rows()
+    return mid_residual + norm(branch + shared(x))          # add_residual()
+
+With ExpertNorms (Gemma 4), router and experts each read mlp_input through a norm of their own. With
+ExpertLatent (latent_moe.py), the experts read and write a narrower space.
+
 No token is dropped, however uneven the router is. Work is cut three times: slices of tokens
 (EXPERT_SLICE_TOKENS), only where experts are recomputed; ranges of experts (Plan.expert_ranges),
 which are dequantized together; chunks, at most an even share of the rows, which are multiplied

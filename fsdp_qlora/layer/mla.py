@@ -4,7 +4,14 @@ The sublayer's first matmul computes two latents of each token; the matmuls that
 are here. The kernels are those of softmax attention. As in DeepSeek's code, `pe` names the
 dimensions of a query or key that are rotated, `nope` the others.
 
-Ranks that share a micro-batch exchange latents, see mla_context.py.
+    query, kv_latent, k_pe = in_proj(norm(x))           # by the sublayer
+    query = q_b(norm(query))                            # _heads(); with q_b, query is its latent
+    key_value = kv_b(norm(kv_latent))                   # _heads()
+    q, k, v = latent_heads(query, key_value, k_pe)      # rotates pe; all heads share k_pe
+    return attention(q, k, v)                           # attend_by_groups(); `out` follows
+
+Ranks that share a micro-batch exchange latents before kv_b: exchange_latents(). For them
+attend_to_seen_keys() does the last two lines. Both are in mla_context.py.
 """
 
 from __future__ import annotations
