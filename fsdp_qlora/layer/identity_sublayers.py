@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.saved import SavedMixer, SavedMLP
+from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedMLP
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -35,11 +35,11 @@ class NoMixerSublayer(_Identity):
 
     def forward(
         self, call: LayerCall, x: Tensor, wants_sum: bool = True
-    ) -> tuple[Tensor, SavedMixer]:
-        return x, SavedMixer()
+    ) -> tuple[Tensor, SavedMixerSublayer]:
+        return x, SavedMixerSublayer()
 
     def backward(
-        self, call: LayerCall, saved: SavedMixer, grad: Tensor, residual: Tensor,
+        self, call: LayerCall, saved: SavedMixerSublayer, grad: Tensor, residual: Tensor,
         wants_grad_x: bool
     ) -> Tensor:
         return residual

@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.layer.router import RoutingChoice
-from fsdp_qlora.layer.saved import SavedMixer, SavedMLP, SavedMoE
+from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedMLP, SavedMoE
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.offload import put_record
@@ -42,7 +42,7 @@ class SavedLayer:
 
     x: Any = None  # key of the store, see its put(); "attention": with the results of attention
     mid_residual: Any = None  # key of the store
-    mixer: SavedMixer | None = None
+    mixer: SavedMixerSublayer | None = None
     mlp: SavedMLP | SavedMoE | None = None
     offloaded_mlp: Callable[[], SavedMLP] | None = None  # takes the record from the store, once
     routing_choices: list[RoutingChoice] | None = None  # one per slice of tokens

@@ -18,7 +18,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import (
     add_residual, branch_gradient, norm_gradient, norm_padded, weight_bytes)
-from fsdp_qlora.layer.saved import SavedMixer, SavedTokenMixer
+from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedTokenMixer
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -102,32 +102,33 @@ class MixerSublayer:
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.in_proj, *(out for out, _ in self.paths), *self.between
+        return self.in_proj, *(out for out, _ in self.paths), *self.mixer_linears
 
     @property
-    def between(self) -> tuple[FusedLinear, ...]:
+    def mixer_linears(self) -> tuple[FusedLinear, ...]:
         """The FusedLinears of the mixers themselves."""
         return tuple(fused for _, mixer in self.paths for fused in mixer.fused_linears)
 
     def forward(
         self, call: LayerCall, x: Tensor, wants_sum: bool = True
-    ) -> tuple[Tensor | Any, SavedMixer]:
-        """Return x + the branch [tokens, hidden], None without wants_sum; and the SavedMixer."""
+    ) -> tuple[Tensor | Any, SavedMixerSublayer]:
+        """Return x + the branch [tokens, hidden], None without wants_sum; and the record that
+        backward() needs."""
         arch = self.arch
-        saved = SavedMixer(x=x)
+        saved = SavedMixerSublayer(x=x)
         inputs = norm_padded(call, arch.attention_norm, x, self.in_proj)
         projected, saved.lora_hidden = lora_matmul(call, self.in_proj, inputs)
         del inputs  # backward makes them again, by a pass over x
         widths = [mixer.projected_width for _, mixer in self.paths]
-        saved.mixers = [mixer.saved_type(projected=part) for (_, mixer), part in zip(
+        saved.paths = [mixer.saved_type(projected=part) for (_, mixer), part in zip(
             self.paths, projected.split(widths, 1))]
         del projected
         # the post norm's backward also reads the branch
         needs_branch = wants_sum or arch.attention_post_norm is not None
         branch = None
-        for (fused, mixer), part in zip(self.paths, saved.mixers):
-            out_inputs = widen(mixer.forward(call, part), fused)
-            added, part.out_lora_hidden = lora_matmul(call, fused, out_inputs, needs_branch)
+        for (fused, mixer), saved_path in zip(self.paths, saved.paths):
+            out_inputs = widen(mixer.forward(call, saved_path), fused)
+            added, saved_path.out_lora_hidden = lora_matmul(call, fused, out_inputs, needs_branch)
             branch = added if branch is None else branch.add_(added)
         out, saved.branch = None, None
         if branch is not None:
@@ -136,7 +137,7 @@ class MixerSublayer:
         return out, saved
 
     def backward(
-        self, call: LayerCall, saved: SavedMixer, grad: Tensor, residual: Tensor,
+        self, call: LayerCall, saved: SavedMixerSublayer, grad: Tensor, residual: Tensor,
         wants_grad_x: bool
     ) -> Tensor | None:
         """Return `residual` + the gradient of x through this sublayer; None without wants_grad_x.
@@ -146,11 +147,11 @@ class MixerSublayer:
         upstream = branch_gradient(
             call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         saved.branch = None
-        for (fused, mixer), part in zip(self.paths, saved.mixers):
-            mixed = mixer.recompute_output(call, part)
-            grad = lora_matmul_backward(call, fused, part.out_lora_hidden, upstream, mixed)
+        for (fused, mixer), saved_path in zip(self.paths, saved.paths):
+            mixed = mixer.recompute_output(call, saved_path)
+            grad = lora_matmul_backward(call, fused, saved_path.out_lora_hidden, upstream, mixed)
             mixed = None
-            grads.append(mixer.backward(call, part, grad))
+            grads.append(mixer.backward(call, saved_path, grad))
         del upstream
         grad = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
         del grads
@@ -190,7 +191,8 @@ class MixerSublayer:
         """Peak bytes of backward(), besides what is saved."""
         itemsize = plan.dtype.itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
-        dequantized = self.fused_linears if reuse_dequantized else (self.in_proj, *self.between)
+        dequantized = (
+            self.fused_linears if reuse_dequantized else (self.in_proj, *self.mixer_linears))
         weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in dequantized]
         others = sum(weights) if reuse_dequantized else max(weights)
         value_bytes = plan.micro_batch_tokens * itemsize
@@ -203,7 +205,7 @@ class MixerSublayer:
 
     def recomputed_weights(self, wants_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""
-        always = sum(fused.n_weights for fused in (self.in_proj, *self.between))
+        always = sum(fused.n_weights for fused in (self.in_proj, *self.mixer_linears))
         return always + wants_sum * sum(out.n_weights for out, _ in self.paths)
 
     @property

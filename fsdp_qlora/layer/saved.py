@@ -58,13 +58,13 @@ class SavedGraph(SavedTokenMixer):
 
 
 @dataclasses.dataclass
-class SavedMixer:
+class SavedMixerSublayer:
     """The tensors that a MixerSublayer saves."""
 
     x: Tensor = None  # [n, hidden], the sublayer's input
     lora_hidden: Tensor = None  # of in_proj
     branch: Tensor = None  # [n, hidden], the branch before its norm
-    mixers: list[SavedTokenMixer] = None  # one for each of MixerSublayer.paths
+    paths: list[SavedTokenMixer] = None  # one for each of MixerSublayer.paths
 
 
 @dataclasses.dataclass
