@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 # what the check at start does not call
-NOT_CHECKED = ("train_", "fsdp_qlora.run", "fsdp_qlora.planner", "fsdp_qlora.evaluation.eval_loss",
-               "fsdp_qlora.evaluation.reference")  # fmt: skip
+NOT_CHECKED = ("train_", "fsdp_qlora.run", "fsdp_qlora.planner", "fsdp_qlora.layer_costs",
+               "fsdp_qlora.evaluation.eval_loss", "fsdp_qlora.evaluation.reference")  # fmt: skip
 
 
 def modules():

@@ -27,6 +27,7 @@ from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import make_layer_specs
+from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.micro_batch.context_parallel import ContextGroup, KeyExchange, make_context_shard
 from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.micro_batch.segments import document_segments
@@ -293,9 +294,10 @@ def measure(arch, layout, index, plan, with_backward=True):
 def planned(layout, plan):
     """The same by the plan."""
     item, saves = plan.dtype.itemsize, plan.save_policy(0)
-    kept = layout.saved_values(saves) * plan.micro_batch_tokens * item
+    costs = LayerCosts(layout)
+    kept = costs.saved_values(saves) * plan.micro_batch_tokens * item
     # the adapter's gradient, and the adapter in the compute dtype
-    return kept, kept + layout.live_bytes(plan, saves) + (4 + item) * layout.n_adapter
+    return kept, kept + costs.live_bytes(plan, saves) + (4 + item) * layout.n_adapter
 
 
 def plan_of(arch, saves, **settings):

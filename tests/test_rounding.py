@@ -439,7 +439,7 @@ def test_adapters_gradients_are_summed_in_fp32():
             check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_lora], "d")
             want_a = want_a + scaling * grad_d.double().t() @ x.double()
             for linear in fused.adapted:
-                part = grad[:, linear.outputs].double().t() @ hidden[:, linear.lora_slice].double()
+                part = grad[:, linear.outputs].double().t() @ hidden[:, linear.d_columns].double()
                 want_b[linear] = want_b[linear] + part
         check_rounding(call.grad_adapter[fused.lora_a], want_a.flatten(), "A")
         for linear, want in want_b.items():
@@ -456,7 +456,7 @@ def test_doras_norms_and_magnitudes_are_fp32():
         a, weight = call.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
         for linear in fused.adapted:
             b, rows = call.adapter[linear.lora_b].view(-1, fused.lora_rank).double(), linear.outputs
-            of_rows = (weight[rows] + call.spec.scaling * b @ a[linear.lora_slice]).norm(dim=1)
+            of_rows = (weight[rows] + call.spec.scaling * b @ a[linear.d_columns]).norm(dim=1)
             sums = (grad[:, rows].double() * weight[rows].t()).sum(0) / of_rows
             check_rounding(norm[rows], of_rows, "norms")
             check_rounding(factor[rows], call.layer.adapter[linear.magnitude] / of_rows, "factors")

@@ -1,4 +1,4 @@
-"""Softmax attention as a token mixer: forward, backward, and what it costs."""
+"""Softmax attention as a token mixer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.attention import RESUMABLE, explicit_bytes
+from fsdp_qlora.kernels.attention import RESUMABLE
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rotate_backward, rotate_forward, split_heads, split_projected)
 from fsdp_qlora.kernels.pieces import resumable_attention
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import HeadGroup, SavedAttention
 from fsdp_qlora.micro_batch.segments import Segments
-from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
@@ -108,39 +107,6 @@ class AttentionMixer:
     def projected_width(self) -> int:
         return sum(linear.out_features for linear in self.arch.attention_linears()[0])
 
-    # ---- what it costs, for the planner ----
-
-    elementwise_values = 0  # MixerSublayer counts norms
-
-    @property
-    def query_width(self) -> int:
-        return self.arch.n_heads * self.arch.head_dim
-
-    @property
-    def _qkv_width(self) -> int:
-        return self.query_width + 2 * self.arch.n_kv_heads * self.arch.head_dim
-
-    @property
-    def saved_values(self) -> int:
-        values = self._qkv_width + self.attention_values
-        return values + self.projected_width * self.saves_projected
-
-    @property
-    def attention_values(self) -> int:
-        return self.query_width + 2 * self.arch.n_heads  # the logsumexps are in fp32
-
-    def live_bytes(self, plan: Plan) -> int:
-        itemsize = plan.dtype.itemsize
-        others = 0
-        # the gradients of q, k and v, and of attention's output
-        values = self._qkv_width + self.query_width
-        values += kernel_values(self.arch, plan.micro_batch_tokens * itemsize)
-        values += 2 * self.query_width * (self.arch.attention_gate is not None)
-        if plan.plain_attention:  # repeats keys and values for each query head, and has gradients
-            values += 4 * self.query_width
-            others = explicit_bytes(self.arch, self.window, plan.micro_batch_tokens)
-        return values * plan.micro_batch_tokens * itemsize + others
-
 
 def n_head_groups(arch: Architecture, value_bytes: int) -> int:
     """Return the number of groups of heads, see GROUP_BYTES. `value_bytes`: the bytes of one value
@@ -150,16 +116,6 @@ def n_head_groups(arch: Architecture, value_bytes: int) -> int:
         return 1
     least = min(n_kv, arch.n_heads * arch.head_dim * value_bytes / GROUP_BYTES)
     return next(n for n in range(1, n_kv + 1) if n_kv % n == 0 and n >= least)
-
-
-def kernel_values(arch: Architecture, value_bytes: int) -> int:
-    """Return the values per token that groups_backward() needs besides its inputs and results, at
-    most: for one group a contiguous gradient of its output, that of the queries in fp32, and those
-    of keys and values for each query head; less the outputs of the groups before the last."""
-    query_width = arch.n_heads * arch.head_dim
-    group_width = query_width // n_head_groups(arch, value_bytes)
-    of_group = (5 if arch.n_kv_heads < arch.n_heads else 3) * group_width
-    return of_group - (query_width - group_width)
 
 
 def attend_by_groups(

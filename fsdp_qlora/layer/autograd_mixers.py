@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
-from fsdp_qlora.kernels.recurrence import RECURRENCES, STATE_CHUNK
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import SavedGraph
-from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, Mixer, ShortConv
 
 
@@ -34,7 +32,7 @@ class AutogradMixer:
     fused_linears = ()
 
     def forward(self, call: LayerCall, saved: SavedGraph) -> Tensor:
-        function = MIXERS[type(self.record)].function
+        function = MIXERS[type(self.record)]
         projected, saved.projected = saved.projected, None
         with torch.set_grad_enabled(call.saves_graph):
             if call.saves_graph:
@@ -54,32 +52,6 @@ class AutogradMixer:
     @property
     def projected_width(self) -> int:
         return sum(x.out_features for x in self.record.linears(self.arch.hidden_size)[0])
-
-    @property
-    def saves_projected(self) -> bool:
-        if isinstance(self.record, DeltaNet):
-            return not self.record.by_key_head  # else it saves copies of its parts instead
-        return not (isinstance(self.record, Mamba2) and self.record.is_multiplied)
-
-    # ---- what it costs, for the planner ----
-
-    query_width = attention_values = 0
-
-    @property
-    def saved_values(self) -> int:
-        return MIXERS[type(self.record)].saved_values(self.record, self.arch.hidden_size)
-
-    def live_bytes(self, plan: Plan) -> int:
-        n = plan.micro_batch_tokens
-        itemsize = plan.dtype.itemsize
-        if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(self.record))):
-            return recurrence.plain_bytes_per_token(self.record) * n
-        values = MIXERS[type(self.record)].live_values(self.record, self.arch.hidden_size)
-        return values * n * itemsize
-
-    @property
-    def elementwise_values(self) -> int:
-        return MIXERS[type(self.record)].elementwise_values(self.record, self.arch.hidden_size)
 
 
 class GraphStart(torch.autograd.Function):
@@ -284,76 +256,7 @@ def delta_parts(projected: Tensor, record: DeltaNet) -> dict[str, Tensor]:
     return parts
 
 
-@dataclasses.dataclass(frozen=True)
-class MixerFunction:
-    """A function (call, projected [n, widths], record) -> inputs of the output projection [n,
-    width], recorded by autograd; and its costs."""
-
-    function: Callable[[LayerCall, Tensor, Any], Tensor]
-    # (record, hidden) -> values per token: saved for backward; alive at once in backward in
-    # addition; read or written by elementwise work, forward and backward
-    saved_values: Callable[[Any, int], int]
-    live_values: Callable[[Any, int], int]
-    elementwise_values: Callable[[Any, int], int]
-
-
-def delta_saved_values(record: DeltaNet, hidden: int) -> int:
-    """Values that delta_net() saves for backward: `projected`, without b and a if the parts are
-    copies; query, key and value as the delta rule reads them; its output, before and after norm and
-    gate. For each value head: a chunk's products, g and its input, fp32, and b before and after its
-    factor. For each key head: the norms of query and key, fp32."""
-    widths = record.widths
-    copied = 2 * record.value_heads * record.by_key_head
-    return (sum(widths.values()) - copied + sum(widths[x] for x in "qkv") + 2 * widths["v"]
-            + (STATE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
-
-
-def delta_live_values(record: DeltaNet, hidden: int) -> int:
-    """Gradients of the saved values, and fla's states. Counted, not measured."""
-    states = record.value_heads * record.key_dim * record.value_dim // STATE_CHUNK
-    head_values = record.value_heads * record.key_dim
-    return 2 * sum(record.widths.values()) + 4 * head_values + 3 * record.widths["v"] + 2 * states
-
-
-def delta_elementwise_values(record: DeltaNet, hidden: int) -> int:
-    """Values moved by convolution, norm and gate, and by the delta rule's kernels, which take as
-    long as moving this many. Counted, not measured."""
-    widths = record.widths
-    head_values = record.value_heads * (record.key_dim + record.value_dim)
-    return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * head_values
-
-
-def mamba2_saved_values(record: Mamba2, hidden: int) -> int:
-    """Values that mamba2() saves for backward: `projected`; x, B and C as the scan reads them;
-    decay, step and step's two intermediate results, fp32; the scan's output plus D x, before and
-    after norm and gate."""
-    widths = record.widths
-    return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 2 * widths["x"]
-            + 8 * record.heads)
-
-
-def mamba2_live_values(record: Mamba2, hidden: int) -> int:
-    """Gradients of the saved values; B and C and their gradients for each head; fla's states, fp32.
-    Counted, not measured."""
-    widths = record.widths
-    states = record.heads * record.state * record.head_dim // STATE_CHUNK
-    return (2 * sum(widths.values()) + 4 * record.heads * record.state + 3 * widths["x"]
-            + 4 * states)
-
-
-def mamba2_elementwise_values(record: Mamba2, hidden: int) -> int:
-    """Values moved, see delta_elementwise_values()."""
-    widths = record.widths
-    head_values = record.heads * (record.state + record.head_dim)
-    return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * head_values
-
-
-MIXERS: dict[type, MixerFunction] = {
-    # saved: projected, b * x, conv's result, and that result times c
-    ShortConv: MixerFunction(
-        short_conv, lambda record, hidden: 6 * hidden, lambda record, hidden: 7 * hidden,
-        lambda record, hidden: 25 * hidden),
-    DeltaNet: MixerFunction(
-        delta_net, delta_saved_values, delta_live_values, delta_elementwise_values),
-    Mamba2: MixerFunction(
-        mamba2, mamba2_saved_values, mamba2_live_values, mamba2_elementwise_values)}
+# {kind of mixer: function (call, projected [n, widths], record) -> inputs of the output projection
+# [n, width], recorded by autograd}
+MIXERS: dict[type, Callable[[LayerCall, Tensor, Any], Tensor]] = {
+    ShortConv: short_conv, DeltaNet: delta_net, Mamba2: mamba2}

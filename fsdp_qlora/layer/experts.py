@@ -1,6 +1,18 @@
 """The MoE sublayer: routed experts and an optional shared one (shared_expert.py).
 
-Forward and backward, and what it costs. pretrained/families.py says which models have experts.
+pretrained/families.py says which models have experts.
+
+    x = norm(mlp_input)                                     # _forward_slice()
+    routing = route(x)                                      # k experts a token; rows by expert
+    for chunk in _chunks():                                 # a range of experts, some of the rows
+        inputs = x[routing.token[chunk.rows]]               # _chunk_gate_up()
+        gate_up = inputs @ chunk.gate_up.T                  # grouped: each row by its own expert
+        rows[chunk.rows] = glu(gate_up) @ chunk.down.T      # _experts_forward()
+    branch = sum of a token's k rows, times their weights   # add_expert_rows()
+    return mid_residual + norm(branch + shared(x))          # add_residual()
+
+With ExpertNorms (Gemma 4), router and experts each read mlp_input through a norm of their own. With
+ExpertLatent (latent_moe.py), the experts read and write a narrower space.
 
 No token is dropped, however uneven the router is. Work is cut three times: slices of tokens
 (EXPERT_SLICE_TOKENS), only where experts are recomputed; ranges of experts (Plan.expert_ranges),
@@ -30,7 +42,7 @@ from fsdp_qlora.layer.grouped_mm import (
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import widen
-from fsdp_qlora.layer.mlp import each_slice, joined, token_slices
+from fsdp_qlora.layer.mlp import each_slice, joined
 from fsdp_qlora.layer.residual import (
     add_residual, apply_norm, branch_gradient, norm_gradient, norm_padded,
     saved_or_recomputed_inputs)
@@ -38,11 +50,9 @@ from fsdp_qlora.layer.router import (
     Routing, RoutingChoice, add_balance, count_experts, route, route_backward)
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.layer.shared_expert import SharedExpert
-from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, MoE
 
 
-GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200
 # tokens of recomputed experts at once. Each slice dequantizes all experts three times: those of
 # gpt-oss-20b in 3 of about 100 ms on an H100 (counted), so predict_time() counts one slice alone
 EXPERT_SLICE_TOKENS = 65536
@@ -67,7 +77,7 @@ class MoESublayer:
         return self.arch.moe
 
     @property
-    def _sum_factor(self) -> float:
+    def sum_factor(self) -> float:
         """Factor of the sum of the routed experts' outputs and the shared expert's."""
         return 0.5 if self.moe.combination == "average" and self.shared else 1.0
 
@@ -76,11 +86,6 @@ class MoESublayer:
         shared = self.shared.fused_linears if self.shared else ()
         latent = self.latent.fused_linears if self.latent else ()
         return *shared, *latent, self.expert_gate_up, self.expert_down
-
-    @property
-    def dense_linears(self) -> tuple[FusedLinear, ...]:
-        """The FusedLinears that all tokens use: all but the routed experts'."""
-        return self.fused_linears[:-2]
 
     @property
     def first_linear(self) -> FusedLinear:
@@ -136,8 +141,8 @@ class MoESublayer:
             branch = apply_norm(call, norms.after, branch)
         if shared_output is not None and needs_branch:
             branch += shared_output
-            if self._sum_factor != 1:
-                branch *= self._sum_factor
+            if self.sum_factor != 1:
+                branch *= self.sum_factor
         saved.inputs = inputs if call.is_backward else None
         out = None
         if branch is not None:
@@ -149,8 +154,8 @@ class MoESublayer:
         arch, norms = self.arch, self.moe.norms
         upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
-        if self._sum_factor != 1:
-            upstream = upstream * self._sum_factor
+        if self.sum_factor != 1:
+            upstream = upstream * self.sum_factor
         if norms:
             return self._backward_with_expert_norms(call, saved, upstream, grad, norms)
         grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
@@ -360,119 +365,3 @@ class MoESublayer:
                     weights = [dequantize(call.layer, part, call.adapter).view(
                         len(experts), -1, part.width) for part in parts]
                 yield ExpertChunk(experts, slice(start, min(start + most, stop)), routing, *weights)
-
-    # ---- what it costs, for the planner ----
-
-    matmul_speed = GROUPED_SPEED
-
-    @property
-    def choice_values(self) -> int:
-        return self.moe.top_k
-
-    @property
-    def _gate_up_size(self) -> int:
-        """Outputs of one expert's gate and up together."""
-        return self.expert_gate_up.out_features // self.moe.n_experts
-
-    @property
-    def saved_values(self) -> int:
-        arch, moe = self.arch, self.moe
-        values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
-        # the Routing: scores in fp32; for each row, four int64 numbers and two fp32 weights
-        values += 2 * moe.n_experts + (4 * 4 + 2 * 2) * moe.top_k
-        if self.shared:
-            values += self.shared.saved_values
-        if moe.norms:  # the experts' output
-            values += arch.hidden_size
-        if self.latent:
-            values += self.latent.saved_values
-        return values + arch.hidden_size * (arch.mlp_post_norm is not None)
-
-    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        moe, hidden, n_tokens = self.moe, self.arch.hidden_size, plan.micro_batch_tokens
-        n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
-        values = max(self._values_in_experts(n, plan, recomputed),
-                     self._values_after_experts(n, recomputed))
-        if recomputed and self.shared:
-            values += n * self.shared.recomputed_values
-        if n < n_tokens:  # gradients: of the sum and of finished slices, which are joined at last
-            values = max(values + 2 * (n_tokens - n) * hidden, 3 * n_tokens * hidden)
-        if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
-            values += n * hidden * (2 + 2 * recomputed + (self.expert_gate_up.n_lora > 0))
-        if self._sum_factor != 1:  # the gradient of the sum before its factor
-            values += n * hidden
-        if self.latent:
-            values += n * (self.latent.live_values + recomputed * self.latent.saved_values)
-            values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
-        # the router, in fp32: five values per row, three tensors as large as its scores, and each
-        # expert's rows, counted twice
-        router = 5 * n * moe.top_k + 3 * n * moe.n_experts + 2 * moe.n_experts
-        return values * plan.dtype.itemsize + 4 * router
-
-    def _values_in_experts(self, n: int, plan: Plan, recomputed: bool) -> int:
-        """Values alive while the experts of n tokens run: a chunk's rows and weights, the gradient
-        of the sum and, where they are needed, the experts' inputs."""
-        up, down, rows = self.expert_gate_up, self.expert_down, n * self.moe.top_k
-        row_values = self._row_values(recomputed)
-        chunk = rows * row_values
-        if up.n_lora:  # A's gradient, also in fp32
-            chunk += 3 * self.moe.n_experts * up.n_lora * up.in_features
-        weights = sum(fused.out_features * fused.width for fused in (up, down))
-        values = math.ceil(chunk / plan.expert_ranges) + math.ceil(weights / plan.expert_ranges)
-        n_inputs = recomputed or up.n_lora > 0
-        values += n * self.arch.hidden_size * (1 + n_inputs + self._has_branch_gradient)
-        if plan.expert_ranges > 1:  # and all rows' outputs in forward, their gradients in backward,
-            # when the first range's saved gate and up are gone
-            only_backward = row_values - up.width - down.width
-            gone = 0 if recomputed else min(self._gate_up_size, only_backward)
-            values += max(0, rows * up.in_features - rows * gone // plan.expert_ranges)
-        return values
-
-    def _row_values(self, recomputed: bool) -> int:
-        """Values alive per row of a chunk; plus gate and up, if they are recomputed, and if their
-        gradient is a new tensor."""
-        up, down = self.expert_gate_up.width, self.expert_down.width
-        values = up + down
-        if self.expert_gate_up.n_lora:  # the rows' gradient, its part from d, their sum
-            values = max(3 * up, up + 3 * down)
-        return values + self._gate_up_size * (recomputed + bool(self.moe.clamp))
-
-    def _values_after_experts(self, n: int, recomputed: bool) -> int:
-        """Values alive after the experts of n tokens: the gradient of their inputs beside that of
-        the rows, or beside the shared expert's; less the saved gate and up, which are gone."""
-        rows = n * self.moe.top_k
-        shared = self.shared.live_values if self.shared else 0
-        values = max(rows * self.expert_gate_up.in_features, n * shared)
-        values += n * self.arch.hidden_size * (3 + recomputed + self._has_branch_gradient)
-        return values if recomputed else values - rows * self._gate_up_size
-
-    @property
-    def _has_branch_gradient(self) -> bool:
-        """True if the gradient of the branch is another tensor than that of the sum."""
-        return bool(self.arch.mlp_post_norm) or self.arch.residual_multiplier != 1
-
-    @property
-    def active_weights(self) -> float:
-        share = self.moe.top_k / self.moe.n_experts
-        shared = sum(fused.n_weights for fused in self.dense_linears)
-        return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
-
-    @property
-    def recomputed_weights(self) -> float:
-        share = self.moe.top_k / self.moe.n_experts
-        shared = sum(fused.n_weights for fused in self.dense_linears)
-        return shared + share * self.expert_gate_up.n_weights
-
-    @property
-    def elementwise_values(self) -> int:
-        """Counted, not measured."""
-        # per row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
-        hidden, top_k = self.arch.hidden_size, self.moe.top_k
-        width = self.expert_gate_up.in_features
-        rows = top_k * (10 * width + 6 * self._gate_up_size)
-        if self.expert_gate_up.n_lora:  # narrow matmuls, which take as long as this; fitted
-            rows += top_k * 40 * (width + self._gate_up_size // 2)
-        if self.moe.norms:  # four more norms: of both experts' outputs, and the router's and
-            # routed experts' own norms of `mlp_input`
-            rows += 20 * hidden
-        return 15 * hidden + rows

@@ -135,7 +135,7 @@ def add_expert_gradients(
     offset = 0
     for linear in fused.linears[: len(fused.linears) // n]:  # linears of one expert
         stop = offset + linear.out_features
-        part = grad[:, offset:stop].contiguous(), d[:, linear.lora_slice].contiguous()
+        part = grad[:, offset:stop].contiguous(), d[:, linear.d_columns].contiguous()
         grad_b[:, offset:stop] += grouped_outer(*part, chunk)
         offset = stop
 

@@ -11,23 +11,17 @@ from torch import Tensor
 
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.saved import SavedMixer, SavedMLP
-from fsdp_qlora.plan import Plan
+from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedMLP
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Identity:
-    """Fields and costs of both identity sublayers; every cost is zero."""
+    """The fields of both identity sublayers."""
 
     arch: Architecture
 
     fused_linears: tuple[FusedLinear, ...] = dataclasses.field(default=(), init=False)
-    saved_values = elementwise_values = query_width = attention_values = choice_values = 0
-    active_weights, matmul_speed = 0, 1
-
-    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        return 0
 
 
 class NoMixerSublayer(_Identity):
@@ -35,23 +29,18 @@ class NoMixerSublayer(_Identity):
 
     def forward(
         self, call: LayerCall, x: Tensor, wants_sum: bool = True
-    ) -> tuple[Tensor, SavedMixer]:
-        return x, SavedMixer()
+    ) -> tuple[Tensor, SavedMixerSublayer]:
+        return x, SavedMixerSublayer()
 
     def backward(
-        self, call: LayerCall, saved: SavedMixer, grad: Tensor, residual: Tensor,
+        self, call: LayerCall, saved: SavedMixerSublayer, grad: Tensor, residual: Tensor,
         wants_grad_x: bool
     ) -> Tensor:
         return residual
 
-    def recomputed_weights(self, wants_sum: bool) -> int:
-        return 0
-
 
 class NoMLPSublayer(_Identity):
     """An identity that is a FeedForward."""
-
-    recomputed_weights = 0
 
     def forward(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor

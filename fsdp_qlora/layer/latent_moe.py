@@ -19,8 +19,7 @@ from fsdp_qlora.layer.saved import SavedMoE
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertLatent:
-    """The two projections around one layer's experts, see MoE.latent_size. The properties are for
-    the planner and count values per token."""
+    """The two projections around one layer's experts, see MoE.latent_size."""
 
     entry: FusedLinear  # from the inputs of router and shared expert to the experts' inputs
     exit: FusedLinear  # from the experts' weighted sum to the hidden size
@@ -61,17 +60,3 @@ class ExpertLatent:
         """Return the gradient of x, from the gradient of saved.latent."""
         saved.latent = None
         return lora_matmul_backward(call, self.entry, saved.entry_lora_hidden, grad, x)
-
-    # ---- what it costs, for the planner ----
-
-    @property
-    def saved_values(self) -> int:
-        """Values saved from forward to backward, if nothing is recomputed."""
-        exit_values = self.exit.width if self.exit.n_lora else 0
-        return self.entry.out_features + self.entry.padded_lora + exit_values
-
-    @property
-    def live_values(self) -> int:
-        """Values alive in backward in addition: both inputs, and the gradients of the latent and of
-        its sum."""
-        return self.entry.width + self.exit.width + 2 * self.entry.out_features

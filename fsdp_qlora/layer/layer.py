@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.layer.router import RoutingChoice
-from fsdp_qlora.layer.saved import SavedMixer, SavedMLP, SavedMoE
+from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedMLP, SavedMoE
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.offload import put_record
@@ -40,11 +40,12 @@ class DecoderLayer(LayerParameters):
 class SavedLayer:
     """What a layer saves for backward, see LayerFunction; the rest is None."""
 
-    x: Any = None  # key of the store, see its put(); "attention": with the results of attention
-    mid_residual: Any = None  # key of the store
-    mixer: SavedMixer | None = None
+    # keys of the store, see its put(); with "attention", x_key is also that of attention's results
+    x_key: Any = None
+    mid_residual_key: Any = None
+    mixer: SavedMixerSublayer | None = None
     mlp: SavedMLP | SavedMoE | None = None
-    offloaded_mlp: Callable[[], SavedMLP] | None = None  # takes the record from the store, once
+    take_mlp: Callable[[], SavedMLP] | None = None  # takes the MLP's record from the store, once
     routing_choices: list[RoutingChoice] | None = None  # one per slice of tokens
 
 
@@ -92,17 +93,17 @@ class LayerFunction(torch.autograd.Function):
         # put() returns a key for take(); they move activations to the host and back, if offloaded
         ctx.saved = saved = SavedLayer()
         if policy != "attention":
-            saved.x = put(x)  # copied while the mixer runs
+            saved.x_key = put(x)  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
         if policy == "attention":  # in one put(), because backward needs both at once
-            saved.x = put(x, *call.attention_results)
+            saved.x_key = put(x, *call.attention_results)
             call.attention_results.clear()  # the store frees them
         if policy == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
-            saved.offloaded_mlp = put_record(batch.store, mlp_saved)
+            saved.take_mlp = put_record(batch.store, mlp_saved)
             return call.scaled(out), *call.kv_out
         if policy == "mid_residual":
-            saved.mid_residual = put(mid_residual)
+            saved.mid_residual_key = put(mid_residual)
         out, saved.routing_choices = mlp.forward_in_slices(
             call, mid_residual, x if parallel else mid_residual)
         return call.scaled(out), *call.kv_out
@@ -122,17 +123,17 @@ class LayerFunction(torch.autograd.Function):
             grad_mid_residual = mlp.backward(call, saved.mlp, grad)
         elif policy in ("mlp", "mid_residual"):
             if policy == "mlp":
-                grad_mid_residual = mlp.backward(call, saved.offloaded_mlp(), grad)
+                grad_mid_residual = mlp.backward(call, saved.take_mlp(), grad)
             else:
-                (mid_residual,) = take(saved.mid_residual)
+                (mid_residual,) = take(saved.mid_residual_key)
                 grad_mid_residual = mlp.backward_in_slices(
                     call, mid_residual, grad, saved.routing_choices)
                 del mid_residual
-            (x,) = take(saved.x)  # copied back while the MLP ran
+            (x,) = take(saved.x_key)  # copied back while the MLP ran
             mixer_saved = mixer.forward(call, x, wants_sum=False)[1]
         else:
-            x, *call.attention_results = take(saved.x)
-            saved.x = None  # each group of heads frees its results
+            x, *call.attention_results = take(saved.x_key)
+            saved.x_key = None  # each group of heads frees its results
             mid_residual, mixer_saved = mixer.forward(call, x, wants_sum=not parallel)
             call.attention_results.clear()
             call.dequantized.clear()  # room for the MLP's weights

@@ -1,4 +1,11 @@
-"""Base weight and LoRA adapter as one matmul, forward and backward; DoRA's scaling."""
+"""Base weight and LoRA adapter as one matmul, forward and backward; DoRA's scaling.
+
+y = x W.T + s x A.T B.T is one matmul, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
+columns, not a pass over y. d [n, n_lora], LoRA's hidden values, has the columns of all linears side
+by side; with padding, it is the last columns of the inputs [n, width]. In backward, the gradient of
+y times [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient of A, and the
+part of x's gradient that passes through A.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +19,6 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import scale_columns
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-
-
-# y = x W.T + s x A.T B.T is one matmul, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
-# columns, not a pass over y. d [n, n_lora], LoRA's hidden values, has the columns of all linears
-# side by side; with padding, it is the last columns of the inputs [n, width]. In backward, the
-# gradient of y times [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient
-# of A, and the part of x's gradient that passes through A.
 
 
 def lora_scaling(alpha: float, rank: int, is_rslora: bool) -> float:
@@ -123,7 +123,7 @@ def input_gradients(
         for linear in split.adapted:
             grad_b = call.grad_adapter[linear.lora_b].view(-1, fused.lora_rank)
             outputs = split.local_outputs(linear)
-            grad_b += fp32_matmul(part[:, outputs].t(), lora_hidden[:, linear.lora_slice])
+            grad_b += fp32_matmul(part[:, outputs].t(), lora_hidden[:, linear.d_columns])
     assert grad_inputs is not None, "there is a split"
     grad_x, grad_d = grad_inputs.split([n_in * wants_grad_x, fused.width - n_in], 1)
     grad_d = grad_d[:, : fused.n_lora]
@@ -159,10 +159,10 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
     norm = torch.ones(fused.out_features, device=weight.device)
     factor = norm.clone()
     for linear in fused.adapted:
-        a_linear = a[linear.lora_slice]
+        a_linear = a[linear.d_columns]
         outputs = fused.local_outputs(linear)
         b_linear = call.adapter[linear.lora_b].view(-1, fused.lora_rank).float()
-        cross = (b_linear * w_a[outputs, linear.lora_slice]).sum(1)
+        cross = (b_linear * w_a[outputs, linear.d_columns]).sum(1)
         square = (b_linear @ (a_linear @ a_linear.t()) * b_linear).sum(1)
         norm_w = call.layer.weight_norms[linear.name].square()
         norm[outputs] = (norm_w + 2 * scaling * cross + scaling * scaling * square).sqrt()

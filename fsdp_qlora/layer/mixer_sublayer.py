@@ -1,7 +1,7 @@
 """The token-mixing sublayer: x + out(mixer(in_proj(norm(x)))).
 
-Forward and backward, and what it costs. The mixers are AttentionMixer (attention_mixer.py),
-MLAMixer (mla.py) and AutogradMixer (autograd_mixers.py).
+The mixers are AttentionMixer (attention_mixer.py), MLAMixer (mla.py) and AutogradMixer
+(autograd_mixers.py).
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.layer.residual import (
-    add_residual, branch_gradient, norm_gradient, norm_padded, weight_bytes)
-from fsdp_qlora.layer.saved import SavedMixer, SavedTokenMixer
-from fsdp_qlora.plan import Plan
+from fsdp_qlora.layer.residual import add_residual, branch_gradient, norm_gradient, norm_padded
+from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedTokenMixer
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
 class TokenMixer(Protocol):
-    """Interface of the modules that mix tokens within each document of a micro-batch. The
-    properties are for the planner and count values per token."""
+    """Interface of the modules that mix tokens within each document of a micro-batch. What they
+    cost is in layer_costs/, see TokenMixerCosts."""
 
     @property
     def saved_type(self) -> type[SavedTokenMixer]:
@@ -39,10 +37,6 @@ class TokenMixer(Protocol):
     def projected_width(self) -> int:
         """Number of outputs of in_proj that the mixer reads."""
 
-    @property
-    def saves_projected(self) -> bool:
-        """True if saved_values includes saved.projected."""
-
     def forward(self, call: LayerCall, saved: Any) -> Tensor:
         """Return the inputs of the output projection [n, out.in_features], from saved.projected [n,
         projected_width]. May replace saved.projected; stores in `saved` what recompute_output() and
@@ -55,37 +49,10 @@ class TokenMixer(Protocol):
         """Return the gradient of saved.projected, from the gradient of forward()'s result. Sets the
         fields of `saved` that it has used to None."""
 
-    # ---- what it costs, for the planner ----
-
-    @property
-    def query_width(self) -> int:
-        """Width of the queries of softmax attention, whose work grows with the length of documents;
-        else 0."""
-
-    @property
-    def saved_values(self) -> int:
-        """Values saved for backward, if nothing is recomputed."""
-
-    @property
-    def attention_values(self) -> int:
-        """Values of the results of attention, its output and its logsumexps; 0 without attention.
-        """
-
-    @property
-    def elementwise_values(self) -> int:
-        """Values whose reading or writing takes as long as the mixer's elementwise work, forward
-        and backward."""
-
-    def live_bytes(self, plan: Plan) -> int:
-        """Peak bytes of backward(), besides what is saved, with the gradient of forward()'s
-        result."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MixerSublayer:
-    """One layer's norm, input projection, token mixer, output projection and residual sum. The
-    properties are for the planner: they count values per token, unless their names say bytes or
-    weights."""
+    """One layer's norm, input projection, token mixer, output projection and residual sum."""
 
     arch: Architecture
     in_proj: FusedLinear  # q, k and v in attention
@@ -102,32 +69,33 @@ class MixerSublayer:
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.in_proj, *(out for out, _ in self.paths), *self.between
+        return self.in_proj, *(out for out, _ in self.paths), *self.mixer_linears
 
     @property
-    def between(self) -> tuple[FusedLinear, ...]:
+    def mixer_linears(self) -> tuple[FusedLinear, ...]:
         """The FusedLinears of the mixers themselves."""
         return tuple(fused for _, mixer in self.paths for fused in mixer.fused_linears)
 
     def forward(
         self, call: LayerCall, x: Tensor, wants_sum: bool = True
-    ) -> tuple[Tensor | Any, SavedMixer]:
-        """Return x + the branch [tokens, hidden], None without wants_sum; and the SavedMixer."""
+    ) -> tuple[Tensor | Any, SavedMixerSublayer]:
+        """Return x + the branch [tokens, hidden], None without wants_sum; and the record that
+        backward() needs."""
         arch = self.arch
-        saved = SavedMixer(x=x)
+        saved = SavedMixerSublayer(x=x)
         inputs = norm_padded(call, arch.attention_norm, x, self.in_proj)
         projected, saved.lora_hidden = lora_matmul(call, self.in_proj, inputs)
         del inputs  # backward makes them again, by a pass over x
         widths = [mixer.projected_width for _, mixer in self.paths]
-        saved.mixers = [mixer.saved_type(projected=part) for (_, mixer), part in zip(
+        saved.paths = [mixer.saved_type(projected=part) for (_, mixer), part in zip(
             self.paths, projected.split(widths, 1))]
         del projected
         # the post norm's backward also reads the branch
         needs_branch = wants_sum or arch.attention_post_norm is not None
         branch = None
-        for (fused, mixer), part in zip(self.paths, saved.mixers):
-            out_inputs = widen(mixer.forward(call, part), fused)
-            added, part.out_lora_hidden = lora_matmul(call, fused, out_inputs, needs_branch)
+        for (fused, mixer), saved_path in zip(self.paths, saved.paths):
+            out_inputs = widen(mixer.forward(call, saved_path), fused)
+            added, saved_path.out_lora_hidden = lora_matmul(call, fused, out_inputs, needs_branch)
             branch = added if branch is None else branch.add_(added)
         out, saved.branch = None, None
         if branch is not None:
@@ -136,7 +104,7 @@ class MixerSublayer:
         return out, saved
 
     def backward(
-        self, call: LayerCall, saved: SavedMixer, grad: Tensor, residual: Tensor,
+        self, call: LayerCall, saved: SavedMixerSublayer, grad: Tensor, residual: Tensor,
         wants_grad_x: bool
     ) -> Tensor | None:
         """Return `residual` + the gradient of x through this sublayer; None without wants_grad_x.
@@ -146,11 +114,11 @@ class MixerSublayer:
         upstream = branch_gradient(
             call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         saved.branch = None
-        for (fused, mixer), part in zip(self.paths, saved.mixers):
-            mixed = mixer.recompute_output(call, part)
-            grad = lora_matmul_backward(call, fused, part.out_lora_hidden, upstream, mixed)
+        for (fused, mixer), saved_path in zip(self.paths, saved.paths):
+            mixed = mixer.recompute_output(call, saved_path)
+            grad = lora_matmul_backward(call, fused, saved_path.out_lora_hidden, upstream, mixed)
             mixed = None
-            grads.append(mixer.backward(call, part, grad))
+            grads.append(mixer.backward(call, saved_path, grad))
         del upstream
         grad = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
         del grads
@@ -161,53 +129,3 @@ class MixerSublayer:
         if not wants_grad_x:
             return None
         return norm_gradient(call, arch.attention_norm, saved.x, grad, residual)
-
-    # ---- what it costs, for the planner ----
-
-    @property
-    def saved_values(self) -> int:
-        """Values saved for backward, if nothing is recomputed."""
-        hidden = self.arch.hidden_size
-        values = hidden + self.in_proj.padded_lora
-        values += sum(out.padded_lora + mixer.saved_values for out, mixer in self.paths)
-        if any(mixer.saves_projected for _, mixer in self.paths):  # in the same tensor: kept whole
-            values += sum(mixer.projected_width for _, mixer in self.paths
-                          if not mixer.saves_projected)
-        values += hidden * (self.arch.attention_post_norm is not None)
-        return values
-
-    @property
-    def query_width(self) -> int:
-        """Width of the queries, see TokenMixer."""
-        return sum(mixer.query_width for _, mixer in self.paths)
-
-    @property
-    def attention_values(self) -> int:
-        """Values of the results of attention, see TokenMixer."""
-        return sum(mixer.attention_values for _, mixer in self.paths)
-
-    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """Peak bytes of backward(), besides what is saved."""
-        itemsize = plan.dtype.itemsize
-        reuse_dequantized = plan.reuse_dequantized and recomputed
-        dequantized = self.fused_linears if reuse_dequantized else (self.in_proj, *self.between)
-        weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in dequantized]
-        others = sum(weights) if reuse_dequantized else max(weights)
-        value_bytes = plan.micro_batch_tokens * itemsize
-        mixing = (self.saved_values - self.arch.hidden_size if recomputed else 0) * value_bytes
-        mixing += sum(mixer.live_bytes(plan) for _, mixer in self.paths)
-        # the gradient of in_proj's outputs; its inputs, and their gradient
-        projecting = (self.in_proj.out_features + 2 * self.in_proj.width) * value_bytes
-        residuals = 2 * self.arch.hidden_size * value_bytes  # gradients: of x and of the sum
-        return residuals + max(mixing, projecting) + others
-
-    def recomputed_weights(self, wants_sum: bool) -> int:
-        """Weights that are multiplied again when forward() is recomputed."""
-        always = sum(fused.n_weights for fused in (self.in_proj, *self.between))
-        return always + wants_sum * sum(out.n_weights for out, _ in self.paths)
-
-    @property
-    def elementwise_values(self) -> int:
-        """Values that elementwise work reads or writes, forward and backward; measured."""
-        return 15 * self.arch.hidden_size + sum(
-            mixer.elementwise_values for _, mixer in self.paths)

@@ -4,7 +4,14 @@ The sublayer's first matmul computes two latents of each token; the matmuls that
 are here. The kernels are those of softmax attention. As in DeepSeek's code, `pe` names the
 dimensions of a query or key that are rotated, `nope` the others.
 
-Ranks that share a micro-batch exchange latents, see mla_context.py.
+    query, kv_latent, k_pe = in_proj(norm(x))           # by the sublayer
+    query = q_b(norm(query))                            # _heads(); with q_b, query is its latent
+    key_value = kv_b(norm(kv_latent))                   # _heads()
+    q, k, v = latent_heads(query, key_value, k_pe)      # rotates pe; all heads share k_pe
+    return attention(q, k, v)                           # attend_by_groups(); `out` follows
+
+Ranks that share a micro-batch exchange latents before kv_b: exchange_latents(). For them
+attend_to_seen_keys() does the last two lines. Both are in mla_context.py.
 """
 
 from __future__ import annotations
@@ -15,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.attention import document_attention, explicit_bytes
+from fsdp_qlora.kernels.attention import document_attention
 from fsdp_qlora.kernels.elementwise import norm_backward
 from fsdp_qlora.layer.attention_mixer import (
-    all_heads, attend_by_groups, groups_backward, kernel_values, n_head_groups)
+    all_heads, attend_by_groups, groups_backward)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
@@ -29,7 +36,6 @@ from fsdp_qlora.layer.mla_heads import latent_heads, latent_heads_backward
 from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
 
 
@@ -130,89 +136,12 @@ class MLAMixer:
 
     @property
     def _projected_widths(self) -> list[int]:
-        first = self.mla.q_rank or self.query_width
+        first = self.mla.q_rank or self.arch.n_heads * self.arch.head_dim
         return [first, self.mla.kv_rank, self.mla.rope]
 
     @property
     def projected_width(self) -> int:
         return sum(self._projected_widths)
-
-    @property
-    def saves_projected(self) -> bool:
-        return self.q_b is not None
-
-    # ---- what it costs, for the planner ----
-
-    @property
-    def query_width(self) -> int:
-        return self.arch.n_heads * self.arch.head_dim
-
-    @property
-    def saved_values(self) -> int:
-        """Latents and LoRA's hidden values; query, key and value, each as wide as the queries; the
-        results of attention."""
-        latents = self.projected_width if self.saves_projected else self.mla.kv_rank
-        padded_lora = sum(fused.padded_lora for fused in self.fused_linears)
-        return latents + padded_lora + 3 * self.query_width + self.attention_values
-
-    @property
-    def attention_values(self) -> int:
-        return self.query_width + 2 * self.arch.n_heads  # the logsumexps are in fp32
-
-    @property
-    def elementwise_values(self) -> int:
-        """Values for the norms of latents, counted like the sublayer's own norm, and for heads,
-        forward and backward."""
-        return 15 * ((self.mla.q_rank or 0) + self.mla.kv_rank) + 8 * self.query_width
-
-    def live_bytes(self, plan: Plan) -> int:
-        itemsize = plan.dtype.itemsize
-        if plan.context_parallel_size > 1:
-            return int(self._shared_values(plan) * plan.micro_batch_tokens * itemsize)
-        others = 0
-        # the gradients of query, key, value and attention's output, and of the tensors that these
-        # heads are made from
-        values = 4 * self.query_width + self.query_width + self.kv_b.out_features
-        values += kernel_values(self.arch, plan.micro_batch_tokens * itemsize)
-        if plan.plain_attention:
-            values += 4 * self.query_width
-            others = explicit_bytes(self.arch, None, plan.micro_batch_tokens)
-        return values * plan.micro_batch_tokens * itemsize + others
-
-    @property
-    def exchanged_values(self) -> int:
-        """Values that go from rank to rank with context parallelism."""
-        return self.mla.kv_rank + self.mla.rope
-
-    @property
-    def key_values(self) -> int:
-        """Values that one pass reads or writes to make the heads of a key and of its value."""
-        return self.kv_b.out_features + 2 * self.query_width
-
-    def values_more_saved(self, plan: Plan) -> float:
-        """Return how many values per token of a rank's own are saved with context parallelism
-        beside saved_values: instead of heads of keys and values the rows that were received, LoRA's
-        hidden values and kv_b's outputs."""
-        rows = self.exchanged_values + self.kv_b.padded_lora + self.kv_b.out_features
-        if plan.plain_attention:  # its graph keeps keys and values
-            rows += 2 * self.query_width
-        return plan.seen_keys * rows - 2 * self.query_width
-
-    def _shared_values(self, plan: Plan) -> float:
-        """Return live_bytes() with context parallelism, besides values_more_saved(), as values per
-        token of a rank's own. The gradients of kv_b's outputs replace these."""
-        seen, queries = plan.seen_keys, self.query_width
-        n_groups = n_head_groups(self.arch, plan.micro_batch_tokens * plan.dtype.itemsize)
-        # a group's keys, values, and their gradients; where pieces run one after the other, also
-        # those of a call, which are copied to their places; and see kernel_values()
-        in_a_call = 0 if plan.varlen_attention else seen - 1
-        group = 4 * seen + 2 * in_a_call + 3
-        if plan.plain_attention:
-            group += 4 * seen
-        # afterwards kv_b's inputs and their gradient, in two dtypes
-        projecting = 4 * seen * self.kv_b.width
-        # the gradient of the queries, and twice that of attention's output: padded, and before
-        return 3 * queries + max(group * queries / n_groups, projecting)
 
 
 def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:

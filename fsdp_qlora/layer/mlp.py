@@ -1,7 +1,7 @@
 """The MLP sublayer: x + down(act(gate) * up), in some families x + down(act(up)).
 
-Forward and backward, and what it costs. A recomputed MLP is computed a slice of tokens at a time,
-so that its widest tensors are short. per_layer.py has what may follow the sum.
+A recomputed MLP is computed a slice of tokens at a time, so that its widest tensors are short.
+per_layer.py has what may follow the sum.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.residual import (
     branch_gradient, matmul_and_add_residual, norm_gradient, norm_padded,
-    saved_or_recomputed_inputs, weight_bytes)
+    saved_or_recomputed_inputs)
 from fsdp_qlora.layer.saved import SavedMLP
-from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
 
 
@@ -113,57 +112,6 @@ class MLPSublayer:
             return limited(self.arch.activation, self.limit)
         parts = (call.vector(XIELU, part) for part in XIELU_SHAPES)
         return torch.stack([part.view(()) for part in parts if part is not None])
-
-    # ---- what it costs, for the planner ----
-
-    choice_values = 0
-    matmul_speed = 1
-
-    @property
-    def saved_values(self) -> int:
-        arch, hidden = self.arch, self.arch.hidden_size
-        values = self.gate_up.out_features + self.gate_up.padded_lora + self.down.padded_lora
-        values += hidden * (not arch.parallel)  # a parallel layer's x is counted with the mixer
-        values += self.per_layer.saved_values if self.per_layer else 0
-        return values + hidden * (arch.mlp_post_norm is not None)
-
-    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
-        n_tokens = plan.micro_batch_tokens
-        itemsize = plan.dtype.itemsize
-        reuse_dequantized = plan.reuse_dequantized and recomputed
-        n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
-        up_weights = weight_bytes(up, itemsize, reuse_dequantized)
-        down_weights = weight_bytes(down, itemsize, reuse_dequantized)
-        # first the gradient of glu()'s result, with down's weight; then the gradient of the inputs
-        first = n * (down.width + hidden) * itemsize + down_weights
-        second = n * up.width * (2 - recomputed) * itemsize + up_weights
-        if reuse_dequantized:
-            first, second = first + up_weights, second + down_weights
-        third = self.per_layer.live_bytes(n, itemsize, reuse_dequantized) if self.per_layer else 0
-        total = max(first, second, third)
-        total += 2 * n_tokens * hidden * itemsize  # gradients: of the sum, and of finished slices
-        if recomputed:
-            padded_lora = up.padded_lora + down.padded_lora
-            total += n * (up.out_features + up.width + padded_lora) * itemsize
-            total += n * self.per_layer.saved_values * itemsize if self.per_layer else 0
-        return total
-
-    @property
-    def active_weights(self) -> int:
-        return sum(fused.n_weights for fused in self.fused_linears)
-
-    @property
-    def recomputed_weights(self) -> int:
-        """Includes down's only with `per_layer`, which reads the sum."""
-        return self.active_weights if self.per_layer else self.gate_up.n_weights
-
-    @property
-    def elementwise_values(self) -> int:
-        """Measured."""
-        per_layer_values = self.per_layer.elementwise_values if self.per_layer else 0
-        return (15 * self.arch.hidden_size + 6 * self.down.in_features
-                + 3 * self.gate_up.out_features + per_layer_values)
 
 
 def token_slices(n: int, most: int) -> list[slice]:

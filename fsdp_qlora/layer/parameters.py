@@ -56,8 +56,8 @@ class ParameterLayout:
         """Return {(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
         parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}
         for linear in self.linears:
-            if linear.lora_slice:
-                rank = linear.lora_slice.stop - linear.lora_slice.start
+            if linear.d_columns:
+                rank = linear.d_columns.stop - linear.d_columns.start
                 parts[linear.name, "lora_A.weight"] = linear.lora_a, (rank, linear.in_features)
                 parts[linear.name, "lora_B.weight"] = linear.lora_b, (linear.out_features, rank)
             if linear.magnitude:

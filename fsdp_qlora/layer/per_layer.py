@@ -10,7 +10,7 @@ from fsdp_qlora.kernels.elementwise import MLP_SITE, activation_pair, elementwis
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.layer.residual import branch_gradient, matmul_and_add_residual, weight_bytes
+from fsdp_qlora.layer.residual import branch_gradient, matmul_and_add_residual
 from fsdp_qlora.layer.saved import SavedPerLayer
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -30,8 +30,7 @@ def gate_inputs_backward(grad: Tensor, gates: Tensor, inputs: Tensor, activation
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerLayerGate:
-    """The gate after one layer's MLP, x + norm(out(activation(gate(x)) * input)): forward and
-    backward, and its costs, in the same terms as FeedForward's."""
+    """The gate after one layer's MLP, x + norm(out(activation(gate(x)) * input))."""
 
     arch: Architecture
     gate: FusedLinear
@@ -79,21 +78,3 @@ class PerLayerGate:
     def _activate(self, call: LayerCall, saved: SavedPerLayer, out: Tensor) -> None:
         gate_inputs(out, saved.per_layer_gates, call.layer_input, self.arch.activation,
                     is_evaluation=call.is_evaluation)
-
-    # ---- what it costs, for the planner ----
-
-    @property
-    def saved_values(self) -> int:
-        padded_lora = sum(fused.padded_lora for fused in self.fused_linears)
-        return 2 * self.arch.hidden_size + self.gate.out_features + padded_lora
-
-    def live_bytes(self, n: int, itemsize: int, reuse_dequantized: bool) -> int:
-        """Peak bytes of backward() for n tokens, besides what is saved."""
-        values = 2 * self.arch.hidden_size + 2 * self.out.width + self.gate.width
-        weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in self.fused_linears]
-        return n * values * itemsize + sum(weights)
-
-    @property
-    def elementwise_values(self) -> int:
-        """Values that elementwise work reads or writes; counted, not measured."""
-        return 12 * self.arch.hidden_size + 9 * self.gate.out_features

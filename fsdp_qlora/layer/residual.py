@@ -102,9 +102,3 @@ def branch_gradient(
         weight = call.vector(post_norm)
         grad = norm_backward(branch, grad, None, weight, arch.norm, arch.post_norm_eps)
     return call.drop(grad, arch.residual_dropout, site)
-
-
-def weight_bytes(fused: FusedLinear, itemsize: int, reuse_dequantized: bool) -> int:
-    """Return the bytes of a FusedLinear's dequantized weights that are alive at once."""
-    sizes = [split.out_features for split in fused.splits]
-    return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * itemsize

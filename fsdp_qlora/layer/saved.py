@@ -26,7 +26,9 @@ class SavedTokenMixer:
 class HeadGroup(NamedTuple):
     """One call of an attention kernel: of some key heads and the query heads that share them."""
 
-    heads: list[Tensor]  # query, key and value, leaves of autograd's graph of the kernel
+    # query, key and value, or what the KeySource makes key and value of; leaves of autograd's graph
+    # of the kernel
+    heads: list[Tensor]
     attended: Tensor  # [n, query heads, head_dim], the kernel's output
 
 
@@ -58,13 +60,13 @@ class SavedGraph(SavedTokenMixer):
 
 
 @dataclasses.dataclass
-class SavedMixer:
+class SavedMixerSublayer:
     """The tensors that a MixerSublayer saves."""
 
     x: Tensor = None  # [n, hidden], the sublayer's input
     lora_hidden: Tensor = None  # of in_proj
     branch: Tensor = None  # [n, hidden], the branch before its norm
-    mixers: list[SavedTokenMixer] = None  # one for each of MixerSublayer.paths
+    paths: list[SavedTokenMixer] = None  # one for each of MixerSublayer.paths
 
 
 @dataclasses.dataclass

@@ -20,8 +20,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharedExpert:
     """One layer's shared expert, norm(gate(x) * mlp(x)), where x is normed. In most families it has
-    neither that gate nor that norm. The properties are for the planner and count values per token.
-    """
+    neither that gate nor that norm."""
 
     arch: Architecture
     gate_up: FusedLinear
@@ -74,22 +73,3 @@ class SharedExpert:
         x = saved_or_recomputed_inputs(call, saved, arch.mlp_norm, self.gate_up)
         grad_x = lora_matmul_backward(call, self.gate_up, shared.lora_hidden, grad_gate_up, x)
         return grad_x + from_gate
-
-    # ---- what it costs, for the planner ----
-
-    @property
-    def saved_values(self) -> int:
-        """Values saved for backward, if nothing is recomputed."""
-        values = self.gate_up.out_features + self.gate_up.padded_lora + self.down.padded_lora
-        values += (self.arch.hidden_size + 1) * (self.gate is not None)
-        return values + self.arch.hidden_size * (self.post_norm is not None)
-
-    @property
-    def recomputed_values(self) -> int:
-        """Values that a recomputed forward() adds to those alive in backward."""
-        return self.gate_up.out_features + self.down.width
-
-    @property
-    def live_values(self) -> int:
-        """Values alive in backward in addition: the gradients of down's inputs and of x."""
-        return self.down.width + self.arch.hidden_size

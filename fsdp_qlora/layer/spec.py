@@ -1,4 +1,4 @@
-"""LayerSpec: the two sublayers of a layer, its parameters, and what it costs.
+"""LayerSpec: the two sublayers of a layer, and its parameters.
 
 Layers of one model may differ, so each has its LayerSpec; layers of one kind share it. FeedForward
 is the interface of the second sublayer; that of the first one's mixer is TokenMixer.
@@ -30,63 +30,20 @@ from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.router import RoutingChoice
 from fsdp_qlora.layer.shared_expert import SharedExpert
-from fsdp_qlora.plan import Plan, SavePolicy
 from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LayerSpec(ParameterLayout):
-    """The two sublayers of one layer, on top of the layout of its parameters. The functions are for
-    the planner."""
+    """The two sublayers of one layer, on top of the layout of its parameters. LayerCosts
+    (layer_costs/layer.py) is what such a layer costs."""
 
     mixer: MixerSublayer | NoMixerSublayer
     mlp: FeedForward
 
-    def saved_values(self, policy: SavePolicy) -> int:
-        """Values per token that a layer saves for backward, see LayerFunction."""
-        hidden = self.mixer.arch.hidden_size  # width of x and of mid_residual
-        if policy == "all":
-            return self.mixer.saved_values + self.mlp.saved_values
-        if policy == "mlp":
-            return hidden + self.mlp.saved_values
-        more = {"mid_residual": hidden, "attention": self.mixer.attention_values}
-        return hidden + more.get(policy, 0) + self.mlp.choice_values
-
-    def live_bytes(self, plan: Plan, policy: SavePolicy) -> int:
-        """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
-        and recomputed values."""
-        n = plan.micro_batch_tokens
-        itemsize = plan.dtype.itemsize
-        mixer = self.mixer.live_bytes(plan, recomputed=policy != "all")
-        mlp = self.mlp.live_bytes(plan, recomputed=policy not in ("all", "mlp"))
-        if policy in ("input", "attention"):
-            # mid_residual is recomputed first, and with it what the mixer needs
-            mlp += n * self.mixer.saved_values * itemsize
-        live = max(mixer, mlp)
-        if policy == "attention":  # its results are among the saved ones, too
-            live -= n * self.mixer.attention_values * itemsize
-        if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
-            live += n * self.mixer.arch.hidden_size * itemsize
-        return live
-
     @property
     def n_weights(self) -> int:
         return sum(fused.n_weights for fused in self.fused_linears)
-
-    def active_weights(self, by_time: bool = False) -> float:
-        """Weights that one token is multiplied by. With by_time, the weights of slow matmuls count
-        more."""
-        speed = self.mlp.matmul_speed if by_time else 1
-        return (sum(fused.n_weights for fused in self.mixer.fused_linears)
-                + self.mlp.active_weights / speed)
-
-    def recomputed_weights(self, policy: SavePolicy) -> float:
-        """Weights of the matmuls that a layer's backward computes again."""
-        if policy == "all":
-            return 0
-        wants_sum = policy in ("input", "attention") and not self.mixer.arch.parallel
-        weights = self.mixer.recomputed_weights(wants_sum)
-        return weights if policy == "mlp" else weights + self.mlp.recomputed_weights
 
 
 class FeedForward(Protocol):
@@ -95,6 +52,8 @@ class FeedForward(Protocol):
     Such a sublayer adds MLP(norm(mlp_input)) to `mid_residual`, the sum after the mixer.
     `mlp_input` is `mid_residual` too, except in a parallel layer (Cohere), where it is the layer's
     own x.
+
+    What they cost is in layer_costs/, see FeedForwardCosts.
     """
 
     @property
@@ -122,37 +81,6 @@ class FeedForward(Protocol):
     ) -> Tensor:
         """Return backward()'s result, a slice of tokens at a time, after computing forward() of the
         slice again."""
-
-    # ---- what it costs, for the planner ----
-
-    @property
-    def saved_values(self) -> int:
-        """Values per token saved for backward(), if nothing is recomputed; in fp32 they count
-        twice."""
-
-    @property
-    def choice_values(self) -> int:
-        """Values per token saved by forward_in_slices(): the chosen experts, int16."""
-
-    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """Peak bytes of backward(), besides what is saved; with `recomputed`, of
-        backward_in_slices()."""
-
-    @property
-    def active_weights(self) -> float:
-        """Weights that one token is multiplied by."""
-
-    @property
-    def recomputed_weights(self) -> float:
-        """The part of active_weights that backward_in_slices() multiplies again."""
-
-    @property
-    def matmul_speed(self) -> float:
-        """Speed of its matmuls, relative to large ones."""
-
-    @property
-    def elementwise_values(self) -> int:
-        """Values per token that elementwise work reads or writes, in forward and backward."""
 
 
 def make_layer_specs(

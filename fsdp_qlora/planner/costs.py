@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 from fsdp_qlora.kernels.recurrence import mixer_with_state
 from fsdp_qlora.layer.attention_mixer import n_head_groups
-from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.layer.spec import LayerSpec
+from fsdp_qlora.layer_costs.layer import LayerCosts
+from fsdp_qlora.layer_costs.mixer_sublayer import MixerCosts
+from fsdp_qlora.layer_costs.mla import MLACosts
 from fsdp_qlora.model.embedding import CHUNK_BYTES
 from fsdp_qlora.plan import SAVE_POLICIES, Plan, SavePolicy
 from fsdp_qlora.planner.machine import Machine
@@ -30,7 +32,7 @@ class LayerTotals:
     """Totals of a model's layers that the planner needs. Counts are sums over all layers unless the
     comment says otherwise."""
 
-    kinds: tuple[LayerSpec, ...]  # the different LayerSpecs
+    kinds: tuple[LayerCosts, ...]  # of the different LayerSpecs
     # {SavePolicy: values per token that the first 0, 1, 2, .. layers save}
     saved_values: dict[SavePolicy, list[int]]
     packed_bytes: int  # of 4-bit weights and their scales
@@ -41,7 +43,7 @@ class LayerTotals:
     largest_vectors: int  # of one layer, at most
     n_adapter: int  # values of one layer's adapter, the same for all layers
     n_weights: int  # 4-bit weights
-    # weights that one token is multiplied by; those of slow matmuls count more, see LayerSpec
+    # weights that one token is multiplied by; those of slow matmuls count more, see LayerCosts
     active_weights: float
     # {SavePolicy: weights that backward multiplies by once more, if all layers save that}; here the
     # weights of slow matmuls do not count more, because Fit was fitted without that
@@ -56,14 +58,17 @@ class LayerTotals:
 @functools.lru_cache(8)
 def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     """Return the LayerTotals of a model's layers."""
+    kinds = {spec: LayerCosts(spec) for spec in dict.fromkeys(specs)}
+    costs = [kinds[spec] for spec in specs]
+
     def running_sum(policy: SavePolicy) -> list[int]:
-        values = {spec: spec.saved_values(policy) for spec in set(specs)}
-        return list(itertools.accumulate((values[x] for x in specs), initial=0))
+        values = {kind: kind.saved_values(policy) for kind in kinds.values()}
+        return list(itertools.accumulate((values[x] for x in costs), initial=0))
 
     bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
     vectors_each = [spec.n_vectors for spec in specs]
     return LayerTotals(
-        kinds=tuple(dict.fromkeys(specs)),
+        kinds=tuple(kinds.values()),
         saved_values={policy: running_sum(policy) for policy in SAVE_POLICIES},
         packed_bytes=sum(bytes_each), largest_packed=max(bytes_each),
         n_small=sum(math.prod(shape) for spec in specs
@@ -72,17 +77,17 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         n_vectors=sum(vectors_each), largest_vectors=max(vectors_each),
         n_adapter=specs[0].n_adapter,
         n_weights=sum(spec.n_weights for spec in specs),
-        active_weights=sum(spec.active_weights(by_time=True) for spec in specs),
+        active_weights=sum(layer.active_weights(by_time=True) for layer in costs),
         recomputed_weights={
-            policy: sum(spec.recomputed_weights(policy) for spec in specs)
+            policy: sum(layer.recomputed_weights(policy) for layer in costs)
             for policy in SAVE_POLICIES},
-        mlp_values=max(spec.mlp.saved_values for spec in specs),
-        attention_values=max(spec.mixer.attention_values for spec in specs),
+        mlp_values=max(layer.mlp.saved_values for layer in costs),
+        attention_values=max(layer.mixer.attention_values for layer in costs),
         mean_query_width=sum(
-            x.mixer.query_width * (FIT.wide_heads if x.mixer.arch.head_dim > 256 else 1)
-            for x in specs) / len(specs),
-        elementwise_values=sum(sublayer.elementwise_values for spec in specs
-                               for sublayer in (spec.mixer, spec.mlp)))
+            layer.mixer.query_width * (FIT.wide_heads if layer.arch.head_dim > 256 else 1)
+            for layer in costs) / len(costs),
+        elementwise_values=sum(sublayer.elementwise_values for layer in costs
+                               for sublayer in (layer.mixer, layer.mlp)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -189,7 +194,7 @@ def activation_peak(
     # the first layer, and the last ones that save attention's results, their MLP's values, all
     indices = 0, plan.recomputed - plan.n_mlp_saved - 1, plan.recomputed - 1, plan.n_layers - 1
     for policy in dict.fromkeys(plan.save_policy(max(0, index)) for index in indices):
-        live = max(spec.live_bytes(plan, policy) for spec in layers.kinds)
+        live = max(layer.live_bytes(plan, policy) for layer in layers.kinds)
         on_gpu = recomputed
         if plan.offload_activations:  # the mixer's put, and those that are fetched ahead
             put = put_values(policy, layers, hidden)
@@ -199,10 +204,10 @@ def activation_peak(
     return max(peaks, key=sum)
 
 
-def latent_mixer(spec: LayerSpec) -> MLAMixer | None:
-    """Return the MLAMixer of a layer, None if its model has no latent attention."""
-    mixer = getattr(spec.mixer, "token_mixer", None)
-    return mixer if isinstance(mixer, MLAMixer) else None
+def latent_costs(layer: LayerCosts) -> MLACosts | None:
+    """Return the costs of a layer's latent attention, None if its model has none."""
+    latent = layer.mixer.mixers[0] if isinstance(layer.mixer, MixerCosts) else None
+    return latent if isinstance(latent, MLACosts) else None
 
 
 def exchanged_bytes(
@@ -213,9 +218,10 @@ def exchanged_bytes(
     n = plan.context_parallel_size
     if n == 1:
         return 0
-    if mixer := latent_mixer(specs[0]):  # its live_bytes() counts what else backward needs
+    if latent := latent_costs(LayerCosts(specs[0])):
+        # its live_bytes() counts what else backward needs
         n_saved = max(1, plan.n_layers - plan.recomputed)
-        return n_saved * mixer.values_more_saved(plan) * value_bytes
+        return n_saved * latent.values_more_saved(plan) * value_bytes
     kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
     is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)
@@ -261,10 +267,10 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
     size = 4 * sum(widths) + (itemsize + 8) * n * max(widths)
-    if plan.context_parallel_size > 1 and (mixer := latent_mixer(specs[0])):
+    if plan.context_parallel_size > 1 and (latent := latent_costs(LayerCosts(specs[0]))):
         # kv_b also computes for the keys of other ranks
         size += int((itemsize + 8) * plan.seen_keys * plan.micro_batch_tokens
-                    * mixer.kv_b.out_features)
+                    * latent.kv_b.out_features)
     return size
 
 
@@ -399,10 +405,10 @@ def compute_seconds(
     n, n_layers = plan.micro_batch_tokens, arch.n_layers
     active_weights = layers.active_weights / n_layers
     flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, layers))
-    if plan.context_parallel_size > 1 and (mixer := latent_mixer(layers.kinds[0])):
+    if plan.context_parallel_size > 1 and (latent := latent_costs(layers.kinds[0])):
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
-        flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * mixer.kv_b.n_weights
+        flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * latent.kv_b.n_weights
     context = min(n * plan.context_parallel_size, mean_document_tokens)
     # a recomputed layer's forward, unless it is resumed
     passes = FIT.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
@@ -425,9 +431,9 @@ def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: fl
         fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
     moved = (uses * (0.5 + itemsize) / FIT.dequantizing
              + n * layers.elementwise_values / n_layers * itemsize)
-    if plan.context_parallel_size > 1 and (mixer := latent_mixer(layers.kinds[0])):
+    if plan.context_parallel_size > 1 and (latent := latent_costs(layers.kinds[0])):
         # made in forward, and twice in backward; and their gradients
-        moved += n * plan.seen_keys * 4 * mixer.key_values * itemsize
+        moved += n * plan.seen_keys * 4 * latent.key_values * itemsize
     if plan.plain_attention:
         score_bytes = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
         moved += n * context * arch.n_heads * score_bytes
@@ -448,8 +454,8 @@ def wait_seconds(
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
-    if mixer := latent_mixer(layers.kinds[0]):
-        kv_values = mixer.exchanged_values
+    if latent := latent_costs(layers.kinds[0]):
+        kv_values = latent.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
     return waits + (2 + again) * (plan.context_parallel_size - 1) * exchanged / machine.link
 

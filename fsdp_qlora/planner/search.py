@@ -27,6 +27,7 @@ from fsdp_qlora.data.sampling import RowSource
 from fsdp_qlora.kernels.attention import Kernels, can_resume, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.spec import LayerSpec
+from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.micro_batch.context_parallel import LONG_SHARE, has_long_pieces
 from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.plan import FRAGMENTATION, Plan
@@ -205,7 +206,7 @@ def can_save_attention(search: Search) -> bool:
     workload, arch = search.workload, search.arch
     return (workload.resumable_attention and workload.mean_document_tokens >= LONG_DOCUMENT
             and not arch.parallel and set(arch.kv_sources) == {None}
-            and all(spec.mixer.attention_values for spec in search.specs))
+            and all(LayerCosts(spec).mixer.attention_values for spec in search.specs))
 
 
 def saved_counts(

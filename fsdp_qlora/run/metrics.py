@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from fsdp_qlora.files import open_own, put_in_place, read_records, text_digest, write_whole
+from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.log import log
 from fsdp_qlora.quant.triton_trial import why_no_triton
 from fsdp_qlora.run.state import Run
@@ -193,8 +194,8 @@ def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
     rates = sorted(r["tokens_per_second_per_gpu"] for r in records[2:] or records[-1:])
     rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
     # per weight and token: 2 operations in forward, 2 in backward, 2 more if recomputed
-    weights = sum(layer.spec.active_weights() for layer in layers)
-    again = sum(layer.spec.recomputed_weights(layer.save_policy) for layer in layers)
+    weights = sum(LayerCosts(layer.spec).active_weights() for layer in layers)
+    again = sum(LayerCosts(layer.spec).recomputed_weights(layer.save_policy) for layer in layers)
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
     place = device_word(run.device)
     log(f"measured: {rate:,.0f} tok/s/{place}, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB; predicted"

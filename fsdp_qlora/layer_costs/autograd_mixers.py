@@ -1,0 +1,116 @@
+"""What the mixers of layer/autograd_mixers.py cost: short convolution, gated delta net, Mamba-2."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_qlora.kernels.recurrence import RECURRENCES, STATE_CHUNK
+from fsdp_qlora.layer.autograd_mixers import AutogradMixer
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2, ShortConv
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AutogradCosts:
+    """The costs of an AutogradMixer, a TokenMixerCosts."""
+
+    mixer: AutogradMixer
+
+    query_width = attention_values = 0
+
+    @property
+    def _costs(self) -> FunctionCosts:
+        return MIXER_COSTS[type(self.mixer.record)]
+
+    @property
+    def saves_projected(self) -> bool:
+        record = self.mixer.record
+        if isinstance(record, DeltaNet):
+            return not record.by_key_head  # else it saves copies of its parts instead
+        return not (isinstance(record, Mamba2) and record.is_multiplied)
+
+    @property
+    def saved_values(self) -> int:
+        return self._costs.saved_values(self.mixer.record, self.mixer.arch.hidden_size)
+
+    def live_bytes(self, plan: Plan) -> int:
+        n, record = plan.micro_batch_tokens, self.mixer.record
+        itemsize = plan.dtype.itemsize
+        if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(record))):
+            return recurrence.plain_bytes_per_token(record) * n
+        return self._costs.live_values(record, self.mixer.arch.hidden_size) * n * itemsize
+
+    @property
+    def elementwise_values(self) -> int:
+        return self._costs.elementwise_values(self.mixer.record, self.mixer.arch.hidden_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionCosts:
+    """The costs of a function of MIXERS, as functions (record, hidden) -> values per token."""
+
+    saved_values: Callable[[Any, int], int]  # saved for backward
+    live_values: Callable[[Any, int], int]  # alive at once in backward in addition
+    elementwise_values: Callable[[Any, int], int]  # read or written, forward and backward
+
+
+def delta_saved_values(record: DeltaNet, hidden: int) -> int:
+    """Values that delta_net() saves for backward: `projected`, without b and a if the parts are
+    copies; query, key and value as the delta rule reads them; its output, before and after norm and
+    gate. For each value head: a chunk's products, g and its input, fp32, and b before and after its
+    factor. For each key head: the norms of query and key, fp32."""
+    widths = record.widths
+    copied = 2 * record.value_heads * record.by_key_head
+    return (sum(widths.values()) - copied + sum(widths[x] for x in "qkv") + 2 * widths["v"]
+            + (STATE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
+
+
+def delta_live_values(record: DeltaNet, hidden: int) -> int:
+    """Gradients of the saved values, and fla's states. Counted, not measured."""
+    states = record.value_heads * record.key_dim * record.value_dim // STATE_CHUNK
+    head_values = record.value_heads * record.key_dim
+    return 2 * sum(record.widths.values()) + 4 * head_values + 3 * record.widths["v"] + 2 * states
+
+
+def delta_elementwise_values(record: DeltaNet, hidden: int) -> int:
+    """Values moved by convolution, norm and gate, and by the delta rule's kernels, which take as
+    long as moving this many. Counted, not measured."""
+    widths = record.widths
+    head_values = record.value_heads * (record.key_dim + record.value_dim)
+    return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * head_values
+
+
+def mamba2_saved_values(record: Mamba2, hidden: int) -> int:
+    """Values that mamba2() saves for backward: `projected`; x, B and C as the scan reads them;
+    decay, step and step's two intermediate results, fp32; the scan's output plus D x, before and
+    after norm and gate."""
+    widths = record.widths
+    return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 2 * widths["x"]
+            + 8 * record.heads)
+
+
+def mamba2_live_values(record: Mamba2, hidden: int) -> int:
+    """Gradients of the saved values; B and C and their gradients for each head; fla's states, fp32.
+    Counted, not measured."""
+    widths = record.widths
+    states = record.heads * record.state * record.head_dim // STATE_CHUNK
+    return (2 * sum(widths.values()) + 4 * record.heads * record.state + 3 * widths["x"]
+            + 4 * states)
+
+
+def mamba2_elementwise_values(record: Mamba2, hidden: int) -> int:
+    """Values moved, see delta_elementwise_values()."""
+    widths = record.widths
+    head_values = record.heads * (record.state + record.head_dim)
+    return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * head_values
+
+
+MIXER_COSTS: dict[type, FunctionCosts] = {
+    # saved: projected, b * x, conv's result, and that result times c
+    ShortConv: FunctionCosts(
+        lambda record, hidden: 6 * hidden, lambda record, hidden: 7 * hidden,
+        lambda record, hidden: 25 * hidden),
+    DeltaNet: FunctionCosts(delta_saved_values, delta_live_values, delta_elementwise_values),
+    Mamba2: FunctionCosts(mamba2_saved_values, mamba2_live_values, mamba2_elementwise_values)}

@@ -1,0 +1,157 @@
+"""LayerCosts: what a layer costs, for the planner.
+
+The files of this folder have the names of those of layer/ whose sublayers they count:
+
+    LayerCosts
+      MixerCosts                 mixer_sublayer.py
+        AttentionCosts           attention_mixer.py
+        MLACosts                 mla.py
+        AutogradCosts            autograd_mixers.py
+      MLPCosts                   mlp.py, with the gate of per_layer.py
+      MoECosts                   experts.py, with the shared expert and LatentMoE
+
+Counts are values per token, unless a name says bytes or weights. FeedForwardCosts is the interface
+of the second sublayer's costs; that of a mixer's is TokenMixerCosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from fsdp_qlora.layer.experts import MoESublayer
+from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
+from fsdp_qlora.layer.mixer_sublayer import MixerSublayer
+from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.spec import LayerSpec
+from fsdp_qlora.layer_costs.experts import MoECosts
+from fsdp_qlora.layer_costs.mixer_sublayer import MixerCosts
+from fsdp_qlora.layer_costs.mlp import MLPCosts
+from fsdp_qlora.plan import Plan, SavePolicy
+from fsdp_qlora.pretrained.architecture import Architecture
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerCosts:
+    """The costs of a layer."""
+
+    spec: LayerSpec
+
+    @property
+    def arch(self) -> Architecture:
+        return self.spec.mixer.arch
+
+    @functools.cached_property
+    def mixer(self) -> MixerCosts | NoMixerCosts:
+        mixer = self.spec.mixer
+        return MixerCosts(mixer) if isinstance(mixer, MixerSublayer) else NoMixerCosts(mixer)
+
+    @functools.cached_property
+    def mlp(self) -> FeedForwardCosts:
+        return FEED_FORWARD_COSTS[type(self.spec.mlp)](self.spec.mlp)
+
+    def saved_values(self, policy: SavePolicy) -> int:
+        """Values per token that a layer saves for backward, see LayerFunction."""
+        hidden = self.arch.hidden_size  # width of x and of mid_residual
+        if policy == "all":
+            return self.mixer.saved_values + self.mlp.saved_values
+        if policy == "mlp":
+            return hidden + self.mlp.saved_values
+        more = {"mid_residual": hidden, "attention": self.mixer.attention_values}
+        return hidden + more.get(policy, 0) + self.mlp.choice_values
+
+    def live_bytes(self, plan: Plan, policy: SavePolicy) -> int:
+        """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
+        and recomputed values."""
+        n = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
+        mixer = self.mixer.live_bytes(plan, recomputed=policy != "all")
+        mlp = self.mlp.live_bytes(plan, recomputed=policy not in ("all", "mlp"))
+        if policy in ("input", "attention"):
+            # mid_residual is recomputed first, and with it what the mixer needs
+            mlp += n * self.mixer.saved_values * itemsize
+        live = max(mixer, mlp)
+        if policy == "attention":  # its results are among the saved ones, too
+            live -= n * self.mixer.attention_values * itemsize
+        if self.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
+            live += n * self.arch.hidden_size * itemsize
+        return live
+
+    def active_weights(self, by_time: bool = False) -> float:
+        """Weights that one token is multiplied by. With by_time, the weights of slow matmuls count
+        more."""
+        speed = self.mlp.matmul_speed if by_time else 1
+        return (sum(fused.n_weights for fused in self.spec.mixer.fused_linears)
+                + self.mlp.active_weights / speed)
+
+    def recomputed_weights(self, policy: SavePolicy) -> float:
+        """Weights of the matmuls that a layer's backward computes again."""
+        if policy == "all":
+            return 0
+        wants_sum = policy in ("input", "attention") and not self.arch.parallel
+        weights = self.mixer.recomputed_weights(wants_sum)
+        return weights if policy == "mlp" else weights + self.mlp.recomputed_weights
+
+
+class FeedForwardCosts(Protocol):
+    """Interface of the costs of a FeedForward."""
+
+    @property
+    def saved_values(self) -> int:
+        """Values saved for backward(), if nothing is recomputed; in fp32 they count twice."""
+
+    @property
+    def choice_values(self) -> int:
+        """Values saved by forward_in_slices(): the chosen experts, int16."""
+
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        """Peak bytes of backward(), besides what is saved; with `recomputed`, of
+        backward_in_slices()."""
+
+    @property
+    def active_weights(self) -> float:
+        """Weights that one token is multiplied by."""
+
+    @property
+    def recomputed_weights(self) -> float:
+        """The part of active_weights that backward_in_slices() multiplies again."""
+
+    @property
+    def matmul_speed(self) -> float:
+        """Speed of its matmuls, relative to large ones."""
+
+    @property
+    def elementwise_values(self) -> int:
+        """Values that elementwise work reads or writes, in forward and backward."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _NoCosts:
+    """The costs of an identity sublayer: every cost is zero."""
+
+    sublayer: NoMixerSublayer | NoMLPSublayer
+
+    saved_values = elementwise_values = query_width = attention_values = choice_values = 0
+    active_weights, matmul_speed = 0, 1
+
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        return 0
+
+
+class NoMixerCosts(_NoCosts):
+    """The interface of MixerCosts."""
+
+    def recomputed_weights(self, wants_sum: bool) -> int:
+        return 0
+
+
+class NoMLPCosts(_NoCosts):
+    """A FeedForwardCosts."""
+
+    recomputed_weights = 0
+
+
+FEED_FORWARD_COSTS: dict[type, Callable[[Any], FeedForwardCosts]] = {
+    MLPSublayer: MLPCosts, MoESublayer: MoECosts, NoMLPSublayer: NoMLPCosts}

@@ -1,0 +1,97 @@
+"""What the MLP sublayer costs, and the gate that may follow it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from fsdp_qlora.layer.mlp import MLPSublayer, token_slices
+from fsdp_qlora.layer.per_layer import PerLayerGate
+from fsdp_qlora.layer_costs.dequantize import weight_bytes
+from fsdp_qlora.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MLPCosts:
+    """The costs of an MLPSublayer, a FeedForwardCosts."""
+
+    mlp: MLPSublayer
+
+    choice_values = 0
+    matmul_speed = 1
+
+    @functools.cached_property
+    def per_layer(self) -> PerLayerCosts | None:
+        return PerLayerCosts(self.mlp.per_layer) if self.mlp.per_layer else None
+
+    @property
+    def saved_values(self) -> int:
+        arch, up, down = self.mlp.arch, self.mlp.gate_up, self.mlp.down
+        hidden = arch.hidden_size
+        values = up.out_features + up.padded_lora + down.padded_lora
+        values += hidden * (not arch.parallel)  # a parallel layer's x is counted with the mixer
+        values += self.per_layer.saved_values if self.per_layer else 0
+        return values + hidden * (arch.mlp_post_norm is not None)
+
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        hidden, up, down = self.mlp.arch.hidden_size, self.mlp.gate_up, self.mlp.down
+        n_tokens = plan.micro_batch_tokens
+        itemsize = plan.dtype.itemsize
+        reuse_dequantized = plan.reuse_dequantized and recomputed
+        n = token_slices(n_tokens, self.mlp.slice_tokens)[0].stop if recomputed else n_tokens
+        up_weights = weight_bytes(up, itemsize, reuse_dequantized)
+        down_weights = weight_bytes(down, itemsize, reuse_dequantized)
+        # first the gradient of glu()'s result, with down's weight; then the gradient of the inputs
+        first = n * (down.width + hidden) * itemsize + down_weights
+        second = n * up.width * (2 - recomputed) * itemsize + up_weights
+        if reuse_dequantized:
+            first, second = first + up_weights, second + down_weights
+        third = self.per_layer.live_bytes(n, itemsize, reuse_dequantized) if self.per_layer else 0
+        total = max(first, second, third)
+        total += 2 * n_tokens * hidden * itemsize  # gradients: of the sum, and of finished slices
+        if recomputed:
+            padded_lora = up.padded_lora + down.padded_lora
+            total += n * (up.out_features + up.width + padded_lora) * itemsize
+            total += n * self.per_layer.saved_values * itemsize if self.per_layer else 0
+        return total
+
+    @property
+    def active_weights(self) -> int:
+        return sum(fused.n_weights for fused in self.mlp.fused_linears)
+
+    @property
+    def recomputed_weights(self) -> int:
+        """Includes down's only with `per_layer`, which reads the sum."""
+        return self.active_weights if self.per_layer else self.mlp.gate_up.n_weights
+
+    @property
+    def elementwise_values(self) -> int:
+        """Measured."""
+        per_layer_values = self.per_layer.elementwise_values if self.per_layer else 0
+        return (15 * self.mlp.arch.hidden_size + 6 * self.mlp.down.in_features
+                + 3 * self.mlp.gate_up.out_features + per_layer_values)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PerLayerCosts:
+    """The costs of a PerLayerGate, in the terms of FeedForwardCosts."""
+
+    per_layer: PerLayerGate
+
+    @property
+    def saved_values(self) -> int:
+        gate, out = self.per_layer.fused_linears
+        hidden = self.per_layer.arch.hidden_size
+        return 2 * hidden + gate.out_features + gate.padded_lora + out.padded_lora
+
+    def live_bytes(self, n: int, itemsize: int, reuse_dequantized: bool) -> int:
+        """Peak bytes of backward() for n tokens, besides what is saved."""
+        gate, out = self.per_layer.fused_linears
+        values = 2 * self.per_layer.arch.hidden_size + 2 * out.width + gate.width
+        weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in (gate, out)]
+        return n * values * itemsize + sum(weights)
+
+    @property
+    def elementwise_values(self) -> int:
+        """Values that elementwise work reads or writes; counted, not measured."""
+        return 12 * self.per_layer.arch.hidden_size + 9 * self.per_layer.gate.out_features
