@@ -200,10 +200,10 @@ def _make_mixer(
     """`fused`: {name in fused_groups(): its FusedLinear} for the groups that have linears."""
     if kind.sublayers == "mlp":
         return NoMixerSublayer(arch)
-    token_mixer: TokenMixer = AttentionMixer(arch, kind.window, kind.rope)
+    token_mixer: TokenMixer = AttentionMixer(arch, kind.window, kind.rope_index)
     second_path = None
     if arch.mla:
-        token_mixer = MLAMixer(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
+        token_mixer = MLAMixer(arch, kind.rope_index, fused.get("q_b"), fused["kv_b"])
     elif kind.mixer and arch.parallel_mixers:
         second_path = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer], arch)
     elif kind.mixer:

@@ -106,16 +106,16 @@ class LatentAttention:
     """DeepSeek's multi-head latent attention (MLA). "config.x" means the same as in Family.
 
     q_a_proj and kv_a_proj_with_mqa compute two latents of a token. From the norms of these,
-    q_b_proj makes the heads of queries, [nope + rope], and kv_b_proj those of keys and values,
-    [nope + value]. The last `rope` dimensions of a query are rotated. Those of keys are one vector
-    for all heads, which kv_a_proj_with_mqa outputs after its latent.
+    q_b_proj makes the heads of queries, [nope_dim + rope_dim], and kv_b_proj those of keys and
+    values, [nope_dim + value_dim]. The last rope_dim dimensions of a query are rotated. Those of
+    keys are one vector for all heads, which kv_a_proj_with_mqa outputs after its latent.
     """
 
     q_rank: int | FromConfig = "config.q_lora_rank"  # None: q_proj computes the queries
     kv_rank: int | FromConfig = "config.kv_lora_rank"
-    nope: int | FromConfig = "config.qk_nope_head_dim"
-    rope: int | FromConfig = "config.qk_rope_head_dim"
-    value: int | FromConfig = "config.v_head_dim"
+    nope_dim: int | FromConfig = "config.qk_nope_head_dim"
+    rope_dim: int | FromConfig = "config.qk_rope_head_dim"
+    value_dim: int | FromConfig = "config.v_head_dim"
     norm_eps: float = 1e-6  # eps of the latents' norms; transformers has no other
     q_norm: str = "self_attn.q_a_layernorm"
     kv_norm: str = "self_attn.kv_a_layernorm"
@@ -126,10 +126,11 @@ class LatentAttention:
 
     def linears(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
         """Return the groups of a layer's linears, see Architecture.mixer_groups()."""
-        query_width = heads * (self.nope + self.rope)
-        kv_a = Linear("self_attn.kv_a_proj_with_mqa", self.kv_rank + self.rope, hidden, False)
-        kv_b = Linear("self_attn.kv_b_proj", heads * (self.nope + self.value), self.kv_rank, False)
-        out = Linear("self_attn.o_proj", hidden, heads * self.value, False)
+        query_width = heads * (self.nope_dim + self.rope_dim)
+        key_value_width = heads * (self.nope_dim + self.value_dim)
+        kv_a = Linear("self_attn.kv_a_proj_with_mqa", self.kv_rank + self.rope_dim, hidden, False)
+        kv_b = Linear("self_attn.kv_b_proj", key_value_width, self.kv_rank, False)
+        out = Linear("self_attn.o_proj", hidden, heads * self.value_dim, False)
         if not self.q_rank:
             q = Linear("self_attn.q_proj", query_width, hidden, False)
             return {"in_proj": [q, kv_a], "out": [out], "kv_b": [kv_b]}
@@ -328,7 +329,7 @@ class LayerKind(NamedTuple):
     """The properties in which layers of one model may differ."""
 
     window: int | None  # number of keys that a query sees, its own included; None: all
-    rope: int | None  # index of Architecture.ropes; None: no rotary
+    rope_index: int | None  # of Architecture.ropes; None: no rotary
     mixer: str | None  # key of Architecture.mixers; None: softmax attention
     routed: bool  # True: it has experts
     heads: Heads
@@ -403,7 +404,8 @@ class Family:
     no_rotary: str | None = None
     # 1: layers without experts are rotated, whatever no_rotary says
     dense_rotary: int | FromConfig = None
-    window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
+    # layers with a sliding window: "all", or those of "layer_types"
+    windowed_layers: str | None = None
 
     # ---- MLP
     activation: str = "config.hidden_act"  # one of ACTIVATIONS

@@ -167,7 +167,7 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
     kinds = getattr(c, "layer_types", None) or [None] * len(layer_configs)
     for one, n, kind in zip(layer_configs, n_heads, kinds, strict=True):
         if mla := family.mla:
-            heads.append(Heads(n, n, mla.nope + mla.rope, False))
+            heads.append(Heads(n, n, mla.nope_dim + mla.rope_dim, False))
             continue
         n_kv = one.num_key_value_heads
         if odd := [x for x in (c.num_attention_heads, n) if x % n_kv]:
@@ -413,8 +413,9 @@ def describe_positions(
 def sliding_layers(c: PreTrainedConfig, family: Family, kinds: list[str]) -> list[bool]:
     """Return for each layer whether its attention has a sliding window."""
     window = getattr(c, "sliding_window", None)
-    slides = [family.window == "all" and window is not None
-              or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
+    windowed = family.windowed_layers
+    slides = [windowed == "all" and window is not None
+              or windowed == "layer_types" and kind == "sliding_attention" for kind in kinds]
     used = getattr(c, "use_sliding_window", True)
     if any(slides) and not ((window or 0) > 0 and used):
         raise ValueError(f"layers with a sliding window, but sliding_window={window},"
@@ -454,7 +455,7 @@ def rope_of_layer(c: PreTrainedConfig, family: Family, kind: str, theta: float |
         raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
     if family.mla:  # the rotated part of a head; Mistral 4's config has it in two fields
         part, whole = rope.pop("partial_rotary_factor", 1.0), head_dim
-        head_dim = family.mla.rope
+        head_dim = family.mla.rope_dim
         if part != 1.0 and int(part * whole) != head_dim:
             raise ValueError(f"rope_parameters {c.rope_parameters} do not rotate"
                              f" qk_rope_head_dim={head_dim} dimensions")
