@@ -330,7 +330,7 @@ class LayerKind(NamedTuple):
 
     window: int | None  # number of keys that a query sees, its own included; None: all
     rope_index: int | None  # of Architecture.ropes; None: no rotary
-    mixer: str | None  # key of Architecture.mixers; None: softmax attention
+    mixer_name: str | None  # key of Architecture.mixers; None: softmax attention
     routed: bool  # True: it has experts
     heads: Heads
     sublayers: str  # "both", or only "mixer" or "mlp"
@@ -550,7 +550,7 @@ class Architecture(Family):
 
     def of_kind(self, kind: LayerKind) -> Architecture:
         """Return this Architecture with the norms and heads of layers of this kind."""
-        norms: dict[str, Any] = self.mixer_norms if kind.mixer else {}
+        norms: dict[str, Any] = self.mixer_norms if kind.mixer_name else {}
         if kind.sublayers == "mixer":
             norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
         elif kind.sublayers == "mlp":
@@ -566,7 +566,7 @@ class Architecture(Family):
 
     def has_attention(self, kind: LayerKind) -> bool:
         """Return True if layers of this kind have softmax attention."""
-        return (self.parallel_mixers or not kind.mixer) and kind.sublayers != "mlp"
+        return (self.parallel_mixers or not kind.mixer_name) and kind.sublayers != "mlp"
 
     def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
         """Return the linears whose concatenated outputs are q, k, v and perhaps attention's gates;
@@ -593,9 +593,9 @@ class Architecture(Family):
         if self.mla:
             return self.mla.linears(self.hidden_size, kind.heads.n)
         in_proj, out = self.of_kind(kind).attention_linears()
-        if not kind.mixer:
+        if not kind.mixer_name:
             return {"in_proj": in_proj, "out": out}
-        mixer_in, mixer_out = self.mixers[kind.mixer].linears(self.hidden_size)
+        mixer_in, mixer_out = self.mixers[kind.mixer_name].linears(self.hidden_size)
         if not self.parallel_mixers:
             return {"in_proj": mixer_in, "out": mixer_out}
         return {"in_proj": in_proj + mixer_in, "out": out, "mixer_out": mixer_out}
@@ -675,8 +675,8 @@ class Architecture(Family):
             shapes[self.layer_scalar] = (1,)
         if self.sinks and self.has_attention(kind):
             shapes["self_attn.sinks"] = (kind.heads.n,)
-        if kind.mixer:
-            shapes |= self.mixers[kind.mixer].tensors(self.hidden_size)
+        if kind.mixer_name:
+            shapes |= self.mixers[kind.mixer_name].tensors(self.hidden_size)
         if kind.routed and moe:
             shapes[f"{moe.router}.weight"] = moe.n_experts, self.hidden_size
             if moe.biases:
