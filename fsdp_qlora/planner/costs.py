@@ -290,7 +290,7 @@ class Fit:
     """Constants of predict_time(), fitted to the tokens/s of the rows of benchmarks/RESULTS.md that
     tests/test_memory.py compares, on H100s and H200s. Not fitted are the constants marked
     "counted", which follow from what is computed, or "measured", each by itself. "Launches" are in
-    units of Machine.launch, the CPU's seconds for one kernel."""
+    units of Machine.launch_seconds, the CPU's seconds for one kernel."""
 
     # fractions of the speeds that measure_machine() finds
     sustained: float = 0.77  # of the FLOP/s, over whole steps
@@ -367,15 +367,16 @@ def layer_seconds(
         2 * active_weights + weights_multiplied_again(plan, layers))
     shards = plan.shard_group_size
     gathered = layers.packed_bytes / n_layers + layers.n_adapter * plan.dtype.itemsize
-    gathers = gathered * (shards - 1) / shards / machine.link
+    gathers = gathered * (shards - 1) / shards / machine.link_bandwidth
     # each way: activations go to the host in forward and come back in backward; weights come twice
     copies = plan.offload_params * gathered / shards
     value_bytes = plan.micro_batch_tokens * plan.dtype.itemsize
     copies += plan.offload_activations * saved_bytes(plan, layers, value_bytes)[0] / n_layers
     return LayerSeconds(
         compute=compute, forward=forward,
-        gathers=gathers * (2 if plan.reshard_after_forward else 1), copies=copies / machine.host,
-        launches=n_launches(plan, arch, machine) * machine.launch,
+        gathers=gathers * (2 if plan.reshard_after_forward else 1),
+        copies=copies / machine.host_bandwidth,
+        launches=n_launches(plan, arch, machine) * machine.launch_seconds,
         waits=wait_seconds(plan, arch, layers, machine))
 
 
@@ -445,17 +446,18 @@ def wait_seconds(
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     waits = 0.0
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
-        waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
+        waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     if mixer := latent_mixer(layers.kinds[0]):
         kv_values = mixer.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
-    return waits + (2 + again) * (plan.context_parallel_size - 1) * exchanged / machine.link
+    times = (2 + again) * (plan.context_parallel_size - 1)
+    return waits + times * exchanged / machine.link_bandwidth
 
 
 def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
-    """Return the CPU's time for the kernels of a mean layer, in units of Machine.launch."""
+    """Return the CPU's time for the kernels of a mean layer, in units of Machine.launch_seconds."""
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     range_launches = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp

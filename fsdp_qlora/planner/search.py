@@ -102,7 +102,7 @@ class Search:
     @property
     def bound(self) -> float:
         """Bytes that a plan may need of the memory that it computes in; 0: any number."""
-        return self.machine.host_bytes if self.is_by_host else self.limit
+        return self.machine.free_host_bytes if self.is_by_host else self.limit
 
     def predict_memory(self, plan: Plan) -> Plan:
         return predict_memory(plan, self.arch, self.specs)
@@ -268,7 +268,7 @@ def find_plan(search: Search) -> Plan:
         return pick_plan(affordable_plans(search, context_size), search)
 
     def fits_both(plan: Plan) -> bool:
-        return plan.fits_both(search.bound, search.machine.host_bytes)
+        return plan.fits_both(search.bound, search.machine.free_host_bytes)
 
     best = best_plan(config.context_parallel_size or 1)
     if config.context_parallel_size or mixer_with_state(search.arch):
@@ -302,11 +302,11 @@ def affordable_plans(search: Search, context_size: int) -> list[Plan]:
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
         plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]
-    runnable = [plan for plan in plans if plan.fits_both(bound, machine.host_bytes)]
+    runnable = [plan for plan in plans if plan.fits_both(bound, machine.free_host_bytes)]
     with_margin = [plan for plan in runnable if plan.fits(bound, MIN_FREE)]
     needed = min(plan.host_bytes for plan in with_margin or runnable or plans)
     # beyond what is needed, host memory is pinned only for speed
-    allowed = min(needed + HOST_SPARE, max(needed, machine.host_bytes / 2))
+    allowed = min(needed + HOST_SPARE, max(needed, machine.free_host_bytes / 2))
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
@@ -362,25 +362,25 @@ class DoesNotFit(ValueError, MemoryError):
 def check_host(plan: Plan, machine: Machine) -> None:
     """Raise DoesNotFit if a plan for a CPU, which has only host memory, does not fit."""
     needed = plan.bytes + plan.host_bytes
-    if needed > (1 - FRAGMENTATION) * machine.host_bytes:
+    if needed > (1 - FRAGMENTATION) * machine.free_host_bytes:
         raise DoesNotFit(
             f"does not fit on this machine's CPU: predicted peak {needed / 2**30:.1f} GiB of host"
-            f" memory per process, but only {machine.host_bytes / 2**30:.1f} GiB are available."
-            " Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
+            f" memory per process, but only {machine.free_host_bytes / 2**30:.1f} GiB are"
+            " available. Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
 def check_plan(plan: Plan, search: Search) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
     limit, machine = search.limit, search.machine
-    if plan.host_bytes > machine.host_bytes:
+    if plan.host_bytes > machine.free_host_bytes:
         raise DoesNotFit(f"does not fit: needs {plan.host_bytes / 2**30:.1f} GiB of host memory per"
-                         f" process on this machine, but only {machine.host_bytes / 2**30:.1f} GiB"
-                         " are available. Offload less")
+                         " process on this machine, but only"
+                         f" {machine.free_host_bytes / 2**30:.1f} GiB are available. Offload less")
     if plan.fits(limit):
         return
     flags, smaller = suggest_flags(plan, search)
     size = f"{smaller.bytes / 2**30:.1f} GiB per GPU"
-    is_enough = smaller.fits_both(limit, machine.host_bytes)
+    is_enough = smaller.fits_both(limit, machine.free_host_bytes)
     if smaller.host_bytes:
         size += f" and {smaller.host_bytes / 2**30:.1f} GiB of host memory per process"
     advice = f"Add {flags}: {size}, predicted {1 / smaller.token_seconds:,.0f} tok/s/GPU"
@@ -417,7 +417,7 @@ def suggest_flags(plan: Plan, search: Search) -> tuple[str, Plan]:
         flags += [f"--{name}" if value is True else f"--{name} {value}"
                   for name, value in change.items()]
         plan = find_plan(dataclasses.replace(search, config=config, workload=workload))
-        if plan.fits_both(search.limit, search.machine.host_bytes):
+        if plan.fits_both(search.limit, search.machine.free_host_bytes):
             break
     return " ".join(flags), plan
 
