@@ -238,14 +238,14 @@ def exchanged_bytes(
 
 def gathered_bytes(plan: Plan, layers: LayerTotals, itemsize: int) -> int:
     """Return the bytes of weights that FSDP2 has gathered, and of adapters in the compute dtype."""
-    one = layers.n_adapter * itemsize
-    every = plan.n_layers * one
+    layer_bytes = layers.n_adapter * itemsize
+    all_bytes = plan.n_layers * layer_bytes
     if plan.uses_fsdp:
-        one += layers.largest_packed + layers.largest_vectors * itemsize
-        every += layers.packed_bytes + layers.n_vectors * itemsize
+        layer_bytes += layers.largest_packed + layers.largest_vectors * itemsize
+        all_bytes += layers.packed_bytes + layers.n_vectors * itemsize
         if not plan.reshard_after_forward:
-            return every + one  # all layers stay until their backward, and one more
-    return 2 * one  # a layer and the next one
+            return all_bytes + layer_bytes  # all layers stay until their backward, and one more
+    return 2 * layer_bytes  # a layer and the next one
 
 
 def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
@@ -404,20 +404,22 @@ def compute_seconds(
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
         flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * mixer.kv_b.n_weights
-    context = min(n * plan.context_parallel_size, mean_document_tokens)
+    attended_tokens = min(n * plan.context_parallel_size, mean_document_tokens)
     # a recomputed layer's forward, unless it is resumed
     passes = FIT.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
-    attention_flops = 2 * n * passes * context * layers.mean_query_width
+    attention_flops = 2 * n * passes * attended_tokens * layers.mean_query_width
     attention_speed = min(FIT.sustained * machine.flops,
                           FIT.varlen_flops if plan.varlen_attention else FIT.fixed_len_flops)
-    moved = moved_bytes(plan, arch, layers, context)
+    moved = moved_bytes(plan, arch, layers, attended_tokens)
     return (flops / (FIT.sustained * machine.flops) + attention_flops / attention_speed
             + moved / machine.bandwidth)
 
 
-def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: float) -> float:
-    """Return the bytes that a mean layer reads and writes, besides those of matmuls. `context`:
-    tokens of a mean document."""
+def moved_bytes(
+    plan: Plan, arch: Architecture, layers: LayerTotals, attended_tokens: float
+) -> float:
+    """Return the bytes that a mean layer reads and writes, besides those of matmuls.
+    `attended_tokens`: tokens of a mean document."""
     n, n_layers, itemsize = plan.micro_batch_tokens, arch.n_layers, plan.dtype.itemsize
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
@@ -431,7 +433,7 @@ def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: fl
         moved += n * plan.seen_keys * 4 * mixer.key_values * itemsize
     if plan.plain_attention:
         score_bytes = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
-        moved += n * context * arch.n_heads * score_bytes
+        moved += n * attended_tokens * arch.n_heads * score_bytes
     if arch.moe and plan.expert_ranges > 1:  # the experts' rows are copied
         routed = sum(arch.layer_routed) / n_layers
         width = arch.expert_gate_up[0].in_features
