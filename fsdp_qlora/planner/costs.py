@@ -1,4 +1,13 @@
-"""Predict a plan's peak memory and time per token."""
+"""Predict a plan's peak memory and time per token.
+
+    predict_memory()         bytes by kind, at the peak of a step
+      count_layers()         LayerTotals of all layers
+      activation_peak()      saved and live values, at the worst kind of layer
+      head_bytes(), gathered_bytes(), exchanged_bytes(), dora_bytes()
+    predict_time()           seconds of a token
+      layer_seconds()        compute_seconds() with moved_bytes(); n_launches(); wait_seconds()
+      head_seconds()
+"""
 
 from __future__ import annotations
 
@@ -98,7 +107,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     value_bytes = plan.micro_batch_tokens * itemsize  # of one value for each token
     packed_bytes = layers.packed_bytes / shards
     adapter_bytes = 4 * layers.n_adapter  # of one layer, in fp32
-    # of this rank's rows of the lm_head, and as many of the embedding
+    # bytes of this rank's rows of the lm_head; the embedding has as many
     table_bytes = arch.vocab_size * arch.hidden_size * itemsize / shards
     # values of all layers' own inputs for a token, see PerLayerInputs
     n_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
@@ -118,7 +127,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
             plan.n_layers * layers.n_adapter / shards + row_weights),
         "kept by recomputed layers": by_recomputed,
         "kept by other layers": by_others,
-        # and shared keys and values, their gradients, and one layer's gradients of them
+        # plus the shared keys and values, their gradients, and one layer's gradients of them
         "inputs of all layers": (n_inputs + 3 * shared_kv_values(arch)) * value_bytes,
         "live layer or head": head if plan.graphs else max(live, head),
         # FSDP2 copies it for the sum over ranks
