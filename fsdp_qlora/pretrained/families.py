@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
-    AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE, PerLayerInputs,
-    ShortConv)
+    AdapterForm, AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE,
+    PerLayerInputs, ShortConv)
 
 BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {  # for --random_weights, without a config.json
     name: dict(
@@ -455,7 +455,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "voxtral": ("llama",), "glmasr": ("llama",), "omniasr": ("llama",), "qwen2_audio": ("qwen2",),
     "qwen3_asr": ("qwen3",), "vibevoice_asr": ("qwen2",)}
 # {outer model type: MoE.adapters inside it}, if it differs from that of the text model alone
-ADAPTERS_INSIDE = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
+ADAPTERS_INSIDE: dict[str, AdapterForm] = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 # {outer model type: the text model's module inside it}, if it is not model.language_model
 TEXT_MODULES = {"nemotron_h_omni": "language_model.model"} | dict.fromkeys(
     ("idefics2", "idefics3", "smolvlm"), "model.text_model")
