@@ -116,6 +116,6 @@ class Plan:
         none."""
         return not limit or self.bytes <= (1 - spare) * limit
 
-    def fits_both(self, limit: float, host_bytes: float) -> bool:
-        """Return True if the plan fits on the GPU, and its offloaded part in `host_bytes`."""
-        return self.fits(limit) and self.host_bytes <= host_bytes
+    def fits_both(self, limit: float, free_host_bytes: float) -> bool:
+        """Return True if the plan fits on the GPU, and its offloaded part in `free_host_bytes`."""
+        return self.fits(limit) and self.host_bytes <= free_host_bytes

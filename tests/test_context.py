@@ -351,8 +351,8 @@ def test_ranks_exchange_latents_alone(n, name, setting, passes, latent_gradients
     micro-batch, the token's seed of dropout."""
     widths = of_setting(latent_gradients(n, name), setting)["exchanged"].tolist()
     arch = describe_model(tiny_config(name, 512))
-    width = arch.mla.kv_rank + arch.mla.rope
-    assert width < arch.n_heads * (arch.head_dim + arch.mla.value)  # whole keys and values
+    width = arch.mla.kv_rank + arch.mla.rope_dim
+    assert width < arch.n_heads * (arch.head_dim + arch.mla.value_dim)  # whole keys and values
     assert {*widths} - {1} == {width, -width} and (1 in widths) == (setting == "dropout")
     assert widths.count(-width) % arch.n_layers == 0
     assert widths.count(width) == passes * widths.count(-width)

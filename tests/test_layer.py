@@ -636,9 +636,9 @@ def test_each_layer_has_the_layout_of_its_kind():
             kind = [None, None, None, routed, heads, sublayers]
             for _, one in of.paths if sublayers != "mlp" else ():
                 if isinstance(one, AttentionMixer):
-                    kind[:2] = one.window, one.rope
+                    kind[:2] = one.window, one.rope_index
                 elif isinstance(one, MLAMixer):
-                    kind[1] = one.rope
+                    kind[1] = one.rope_index
                 else:
                     kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is one.record]
             found.append(tuple(kind))
@@ -746,7 +746,7 @@ PLANTED = {
     "multiplier of logits": ("cohere", {"logits_multiplier": 1.0}),
     "query and key norm": ("qwen3", {"qk_norm": None}),
     "norm after rotary": ("hunyuan", {"qk_norm_after_rotary": False}),
-    "window": ("mistral", {"window": None}),
+    "window": ("mistral", {"windowed_layers": None}),
     "window of some layers": ("gemma2", {"layer_window": (None, None)}),
     "cap on scores": ("gemma2", {"attention_softcap": None}),
     "epsilon, tenfold": ("gemma", {"norm_eps": 0.5}),

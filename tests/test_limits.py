@@ -122,7 +122,7 @@ def picked(plans, limit, monkeypatch):
 def test_plan_must_leave_room_for_gaps(size, fits):
     """4 %, of a GPU and of a CPU's host."""
     assert plan_of(size).fits(10_000) == fits and plan_of(size).fits(0)
-    machine = dataclasses.replace(H200, host_bytes=10_000)
+    machine = dataclasses.replace(H200, free_host_bytes=10_000)
     if fits:
         check_host(plan_of(size - 100, host_bytes=100), machine)
     else:
@@ -168,7 +168,7 @@ def test_host_memory_is_pinned_for_speed_up_to_a_bound(host_gib, allowed, monkey
     plans = [plan_of(1, host_bytes=n * GIB) for n in (10, 58, 59)]
     monkeypatch.setattr(planner, "possible_plans", lambda *_: plans)
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cpu"))
-    machine = dataclasses.replace(H200, host_bytes=host_gib * GIB)
+    machine = dataclasses.replace(H200, free_host_bytes=host_gib * GIB)
     found = planner.affordable_plans(Search(Config(), None, (), workload, 100, machine), 1)
     assert [plan.host_bytes // GIB for plan in found] == allowed
 

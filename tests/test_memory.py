@@ -42,8 +42,9 @@ from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.run.resolve import resolve_max_seq_len
 
 GIB = 2**30
-H200 = Machine(flops=7e14, bandwidth=4e12, link=3e11, host=5e10, host_bytes=64 * GIB)
-SLOW_BUS = dataclasses.replace(H200, link=1e10)
+H200 = Machine(flops=7e14, bandwidth=4e12, link_bandwidth=3e11, host_bandwidth=5e10,
+               free_host_bytes=64 * GIB)  # fmt: skip
+SLOW_BUS = dataclasses.replace(H200, link_bandwidth=1e10)
 GRAPHS = "CUDA graphs"
 
 # benchmarks/RESULTS.md has these, random weights, rank 16 on all linears, of mixtures attention's:
@@ -209,7 +210,7 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
         resumable_attention=resumable_attention)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
                        int(limit_gib * GIB),
-                       dataclasses.replace(machine, host_bytes=host_gib * GIB))  # fmt: skip
+                       dataclasses.replace(machine, free_host_bytes=host_gib * GIB))  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------
@@ -562,15 +563,15 @@ def test_copies_with_small_bins_are_preferred_where_gathers_cost_more():
 def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits():
     flags = {"offload_activations": True, "micro_batch_tokens": 4096}
 
-    def n_kept(host_gib=200, host=5e10, **more):
-        machine = dataclasses.replace(H200, host=host)
+    def n_kept(host_gib=200, bus=5e10, **more):
+        machine = dataclasses.replace(H200, host_bandwidth=bus)
         flags_of_all = {**flags, **more}
         plan = choose("llama-2-70b", 22.5, machine=machine, host_gib=host_gib, **flags_of_all)
         return plan.n_mlp_saved
 
     assert n_kept() > 70
     assert 10 < n_kept(host_gib=40) < n_kept(host_gib=60) < 50
-    assert 0 < n_kept(host=3e10) < 60 and n_kept(host=5e9) == 0  # a slow bus
+    assert 0 < n_kept(bus=3e10) < 60 and n_kept(bus=5e9) == 0  # a slow bus
     assert n_kept(recompute="all") == 0
     assert choose("llama-3-8b", 80, offload_activations=True).recomputed == 0  # all fits on the GPU
 
@@ -840,7 +841,7 @@ def test_offloaded_weights_take_their_time_on_the_bus():
     """All of them twice a micro-batch, where the bus is what a step waits for."""
     _, arch, layouts = shapes_of("llama-2-70b")
     plan, bus = predicted(arch, layouts, offload_params=True), 1e9
-    slow = predict_time(plan, arch, layouts, dataclasses.replace(H200, host=bus), 2048)
+    slow = predict_time(plan, arch, layouts, dataclasses.replace(H200, host_bandwidth=bus), 2048)
     assert 1 < slow.token_seconds * 4096 / (2 * plan.host_bytes / bus) < 1.1
 
 
@@ -851,7 +852,8 @@ def test_every_launch_of_a_layer_counts():
     plan = Plan(**{**PLAN, "n_layers": 48, "recomputed": 48, "expert_ranges": 4,
                    "shard_group_size": 2})  # fmt: skip
     machine = dataclasses.replace(H200, why_no_grouped="another card")
-    got = layer_seconds(plan, arch, count_layers(layouts), machine, 2048).launches / machine.launch
+    found = layer_seconds(plan, arch, count_layers(layouts), machine, 2048)
+    got = found.launches / machine.launch_seconds
     of_layer = FIT.launches + FIT.recomputed_launches + FIT.fsdp_launches + FIT.routed_launches
     of_ranges = 4 * (FIT.range_launches + FIT.recomputed_range_launches)
     assert got == pytest.approx(of_layer + of_ranges + FIT.expert_launches * (4 + 2) * 128)
@@ -952,8 +954,8 @@ def test_latents_are_planned_as_what_ranks_exchange():
         machine = dataclasses.replace(H200, **speeds)
         return predict_time(plan, arch, layouts, machine, 16_384).token_seconds
 
-    assert 1 < seconds(shared, link=H200.link / 10) / seconds(shared) < 1.05
-    products = {"link": math.inf, "bandwidth": math.inf}  # they alone take time
+    assert 1 < seconds(shared, link_bandwidth=H200.link_bandwidth / 10) / seconds(shared) < 1.05
+    products = {"link_bandwidth": math.inf, "bandwidth": math.inf}  # they alone take time
     kv_b = layouts[0].mixer.token_mixer.kv_b
     flops = 4 * 3 * 2 * 7.5 * kv_b.n_weights  # layers, passes, a product and a sum, more keys
     assert seconds(shared, **products) - seconds(alone, **products) == pytest.approx(

@@ -214,11 +214,11 @@ def attention_cases():
 def latent_cases():
     arch = arch_of("deepseek_v3")
     sizes, heads = arch.mla, arch.n_heads
-    cos, sin = COS[:, : sizes.rope // 2], SIN[:, : sizes.rope // 2]
-    turns = [turn[:, : sizes.rope // 2] for turn in TURNS]
-    linears = [draw(N, heads * (sizes.nope + sizes.rope)),
-               draw(N, heads * (sizes.nope + sizes.value)), draw(N, sizes.rope)]
-    grads = [draw(N, heads, sizes.nope + sizes.rope, seed=seed) for seed in range(3)]
+    cos, sin = COS[:, : sizes.rope_dim // 2], SIN[:, : sizes.rope_dim // 2]
+    turns = [turn[:, : sizes.rope_dim // 2] for turn in TURNS]
+    linears = [draw(N, heads * (sizes.nope_dim + sizes.rope_dim)),
+               draw(N, heads * (sizes.nope_dim + sizes.value_dim)), draw(N, sizes.rope_dim)]
+    grads = [draw(N, heads, sizes.nope_dim + sizes.rope_dim, seed=seed) for seed in range(3)]
     yield mla_heads.latent_heads, *linears, cos, sin, None, arch, 24
     yield mla_heads.latent_heads, *linears, *turns, TEMPERATURE, arch, 24
     for temperature in None, TEMPERATURE:

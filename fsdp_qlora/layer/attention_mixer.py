@@ -33,7 +33,7 @@ class AttentionMixer:
 
     arch: Architecture
     window: int | None  # number of keys that a query sees; None: all
-    rope: int | None  # index of arch.ropes; None: no rotary
+    rope_index: int | None  # of arch.ropes; None: no rotary
 
     saved_type = SavedAttention
     fused_linears = ()
@@ -101,7 +101,7 @@ class AttentionMixer:
         """Return the last arguments of rotate_forward() and rotate_backward(): (cos, sin,
         temperature, q_norm's weight, k_norm's weight, arch)."""
         norms = call.vector(self.arch.q_norm), call.vector(self.arch.k_norm)
-        return *call.batch.ropes[self.rope], *norms, self.arch
+        return *call.batch.ropes[self.rope_index], *norms, self.arch
 
     @functools.cached_property
     def projected_width(self) -> int:

@@ -44,7 +44,7 @@ class MLAMixer:
     """The latent attention of one layer, see LatentAttention."""
 
     arch: Architecture
-    rope: int | None  # index of arch.ropes
+    rope_index: int | None  # of arch.ropes
     q_b: FusedLinear | None  # None: in_proj's outputs contain the queries themselves
     kv_b: FusedLinear
 
@@ -65,7 +65,7 @@ class MLAMixer:
         if self.q_b:
             saved.q_latent = query
             query, saved.q_lora_hidden = self._heads(call, self.q_b, self.mla.q_norm, query)
-        ropes, shard = call.batch.ropes[self.rope], call.batch.context_shard
+        ropes, shard = call.batch.ropes[self.rope_index], call.batch.context_shard
         if shard:
             kv_latent, k_pe = exchange_latents(
                 shard, kv_latent, k_pe, ropes[0], ropes[1], self.arch, call.is_evaluation)
@@ -78,7 +78,7 @@ class MLAMixer:
             saved.key_value = key_value.unflatten(1, (self.arch.n_heads, -1))
             del key_value
             saved.groups = attend_to_seen_keys(
-                call, self.arch, self.rope, query, saved.key_value, k_pe, value_width)
+                call, self.arch, self.rope_index, query, saved.key_value, k_pe, value_width)
         else:
             heads = latent_heads(query, key_value, k_pe, *ropes, self.arch, value_width,
                                  is_evaluation=call.is_evaluation)
@@ -88,13 +88,13 @@ class MLAMixer:
 
     def recompute_output(self, call: LayerCall, saved: SavedMLA) -> Tensor:
         attended = all_heads([group.attended.detach() for group in saved.groups])
-        return attended[..., : self.mla.value].flatten(1)
+        return attended[..., : self.mla.value_dim].flatten(1)
 
     def backward(self, call: LayerCall, saved: SavedMLA, grad: Tensor) -> Tensor:
         grad = grad.unflatten(1, (self.arch.n_heads, -1))
         groups, saved.groups = saved.groups, None
         grad = F.pad(grad, (0, groups[0].attended.shape[2] - grad.shape[2]))
-        ropes, shard = call.batch.ropes[self.rope], call.batch.context_shard
+        ropes, shard = call.batch.ropes[self.rope_index], call.batch.context_shard
         if shard:
             grad_query, grad_key_value, grad_k_pe = seen_keys_backward(
                 groups, grad, saved.key_value)
@@ -137,7 +137,7 @@ class MLAMixer:
     @property
     def _projected_widths(self) -> list[int]:
         first = self.mla.q_rank or self.arch.n_heads * self.arch.head_dim
-        return [first, self.mla.kv_rank, self.mla.rope]
+        return [first, self.mla.kv_rank, self.mla.rope_dim]
 
     @property
     def projected_width(self) -> int:
@@ -149,4 +149,4 @@ def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
     kernels need the query's."""
     is_plain = batch.kernels["full"] is document_attention
     assert arch.mla, "the layer has latent attention"
-    return arch.mla.value if is_plain else arch.head_dim
+    return arch.mla.value_dim if is_plain else arch.head_dim

@@ -65,7 +65,7 @@ def rotated_key_backward(
 
 
 def attend_to_seen_keys(
-    call: LayerCall, arch: Architecture, rope: int | None, query: Tensor, key_value: Tensor,
+    call: LayerCall, arch: Architecture, rope_index: int | None, query: Tensor, key_value: Tensor,
     k_pe: Tensor, value_width: int
 ) -> list[HeadGroup]:
     """Return attend_by_groups() of `query`, the outputs of the queries' linear, for the keys that
@@ -74,7 +74,7 @@ def attend_to_seen_keys(
     shard, mla = call.batch.context_shard, arch.mla
     assert shard and mla, "the caller has looked"
     query = rotated_queries(
-        query, *call.batch.ropes[rope], arch, is_evaluation=call.is_evaluation)
+        query, *call.batch.ropes[rope_index], arch, is_evaluation=call.is_evaluation)
     seen = SeenKeys(mla, value_width, shard.exchange().segments)
     k_pe = k_pe[:, None].expand(-1, arch.n_heads, -1)
     with torch.autograd.graph.saved_tensors_hooks(seen.pack, seen.unpack):
@@ -111,7 +111,7 @@ class SeenKeys:
     def keys(self, key_value: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor, Segments]:
         """Return key and value of a group, and the Segments of queries and keys. `key_value`:
         kv_b's outputs [keys, heads, nope + value]; `k_pe` [keys, heads, rope], rotated."""
-        k_nope, value = key_value.split([self.mla.nope, self.mla.value], 2)
+        k_nope, value = key_value.split([self.mla.nope_dim, self.mla.value_dim], 2)
         makers = (functools.partial(key_heads, k_nope.detach(), k_pe.detach()),
                   functools.partial(padded, value.detach(), self.value_width))
         key, value = key_heads(k_nope, k_pe), padded(value, self.value_width)

@@ -26,9 +26,10 @@ def latent_heads(
     assert arch.mla, "the layer has latent attention"
     query = query_heads(query, cos, sin, temperature, arch)
     key_value = key_value.unflatten(1, (arch.n_heads, -1))
-    k_nope, value = key_value.split([arch.mla.nope, arch.mla.value], 2)
+    k_nope, value = key_value.split([arch.mla.nope_dim, arch.mla.value_dim], 2)
     k_pe = rotate(k_pe[:, None].float(), cos, sin, arch).to(query.dtype)
-    return query, key_heads(k_nope, k_pe[:, None]), F.pad(value, (0, value_width - arch.mla.value))
+    value = F.pad(value, (0, value_width - arch.mla.value_dim))
+    return query, key_heads(k_nope, k_pe[:, None]), value
 
 
 @elementwise
@@ -41,9 +42,9 @@ def latent_heads_backward(
     mla, dtype = arch.mla, grad_query.dtype
     assert mla, "the layer has latent attention"
     grad_query = query_heads_backward(grad_query, cos, sin, temperature, arch)
-    grad_k_nope, grad_k_pe = grad_key.split([mla.nope, mla.rope], 2)
+    grad_k_nope, grad_k_pe = grad_key.split([mla.nope_dim, mla.rope_dim], 2)
     grad_k_pe = rotate(grad_k_pe.float().sum(1, keepdim=True), cos, -sin, arch).to(dtype)
-    grad_key_value = torch.cat([grad_k_nope, grad_value[..., : mla.value]], 2).flatten(1)
+    grad_key_value = torch.cat([grad_k_nope, grad_value[..., : mla.value_dim]], 2).flatten(1)
     return grad_query, grad_key_value, grad_k_pe
 
 
@@ -53,7 +54,7 @@ def query_heads(
     """Return queries [n, heads, nope + rope], rotated, from the outputs of their linear."""
     mla, dtype = arch.mla, query.dtype
     assert mla, "the layer has latent attention"
-    q_nope, q_pe = query.unflatten(1, (arch.n_heads, -1)).split([mla.nope, mla.rope], 2)
+    q_nope, q_pe = query.unflatten(1, (arch.n_heads, -1)).split([mla.nope_dim, mla.rope_dim], 2)
     q_pe = rotate(q_pe.float(), cos, sin, arch).view_as(q_pe).to(dtype)
     query = torch.cat([q_nope, q_pe], 2)
     if temperature is not None:
@@ -70,7 +71,7 @@ def query_heads_backward(
     grad_query = grad_query.float()
     if temperature is not None:
         grad_query = grad_query * temperature[:, None, None]
-    grad_q_nope, grad_q_pe = grad_query.split([mla.nope, mla.rope], 2)
+    grad_q_nope, grad_q_pe = grad_query.split([mla.nope_dim, mla.rope_dim], 2)
     grad_q_pe = rotate(grad_q_pe, cos, -sin, arch).view_as(grad_q_pe)
     return torch.cat([grad_q_nope, grad_q_pe], 2).to(dtype).flatten(1)
 

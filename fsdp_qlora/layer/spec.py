@@ -128,14 +128,14 @@ def _make_mixer(
     """`fused`: {name in fused_groups(): its FusedLinear} for the groups that have linears."""
     if kind.sublayers == "mlp":
         return NoMixerSublayer(arch)
-    token_mixer: TokenMixer = AttentionMixer(arch, kind.window, kind.rope)
+    token_mixer: TokenMixer = AttentionMixer(arch, kind.window, kind.rope_index)
     second_path = None
     if arch.mla:
-        token_mixer = MLAMixer(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
-    elif kind.mixer and arch.parallel_mixers:
-        second_path = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer], arch)
-    elif kind.mixer:
-        token_mixer = AutogradMixer(arch.mixers[kind.mixer], arch)
+        token_mixer = MLAMixer(arch, kind.rope_index, fused.get("q_b"), fused["kv_b"])
+    elif kind.mixer_name and arch.parallel_mixers:
+        second_path = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer_name], arch)
+    elif kind.mixer_name:
+        token_mixer = AutogradMixer(arch.mixers[kind.mixer_name], arch)
     return MixerSublayer(arch, fused["in_proj"], fused["out"], token_mixer, second_path)
 
 

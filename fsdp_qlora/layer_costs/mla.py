@@ -76,7 +76,7 @@ class MLACosts:
     @property
     def exchanged_values(self) -> int:
         """Values that go from rank to rank."""
-        return self.mla.kv_rank + self.mla.rope
+        return self.mla.kv_rank + self.mla.rope_dim
 
     @property
     def key_values(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 
 from fsdp_qlora.layer.parameters import ParameterLayout
-from fsdp_qlora.pretrained.architecture import Architecture, Linear
+from fsdp_qlora.pretrained.architecture import AdapterForm, Architecture, Linear
 from fsdp_qlora.pretrained.tensor_names import renamed
 
 
@@ -63,7 +63,7 @@ def as_saved(arch: Architecture, settings: Mapping[str, Any],
     names was saved; that may be an older form."""
     if not arch.moe:
         return arch
-    form = "modules"
+    form: AdapterForm = "modules"
     if settings.get("target_parameters"):
         form = "parameters" if any(".experts.0." in name for name in names) else "stacked"
     return dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, adapters=form))

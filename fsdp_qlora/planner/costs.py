@@ -1,4 +1,13 @@
-"""Predict a plan's peak memory and time per token."""
+"""Predict a plan's peak memory and time per token.
+
+    predict_memory()         bytes by kind, at the peak of a step
+      count_layers()         LayerTotals of all layers
+      activation_peak()      saved and live values, at the worst kind of layer
+      head_bytes(), gathered_bytes(), exchanged_bytes(), dora_bytes()
+    predict_time()           seconds of a token
+      layer_seconds()        compute_seconds() with moved_bytes(); n_launches(); wait_seconds()
+      head_seconds()
+"""
 
 from __future__ import annotations
 
@@ -103,7 +112,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     value_bytes = plan.micro_batch_tokens * itemsize  # of one value for each token
     packed_bytes = layers.packed_bytes / shards
     adapter_bytes = 4 * layers.n_adapter  # of one layer, in fp32
-    # of this rank's rows of the lm_head, and as many of the embedding
+    # bytes of this rank's rows of the lm_head; the embedding has as many
     table_bytes = arch.vocab_size * arch.hidden_size * itemsize / shards
     # values of all layers' own inputs for a token, see PerLayerInputs
     n_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
@@ -123,7 +132,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
             plan.n_layers * layers.n_adapter / shards + row_weights),
         "kept by recomputed layers": by_recomputed,
         "kept by other layers": by_others,
-        # and shared keys and values, their gradients, and one layer's gradients of them
+        # plus the shared keys and values, their gradients, and one layer's gradients of them
         "inputs of all layers": (n_inputs + 3 * shared_kv_values(arch)) * value_bytes,
         "live layer or head": head if plan.graphs else max(live, head),
         # FSDP2 copies it for the sum over ranks
@@ -244,14 +253,14 @@ def exchanged_bytes(
 
 def gathered_bytes(plan: Plan, layers: LayerTotals, itemsize: int) -> int:
     """Return the bytes of weights that FSDP2 has gathered, and of adapters in the compute dtype."""
-    one = layers.n_adapter * itemsize
-    every = plan.n_layers * one
+    layer_bytes = layers.n_adapter * itemsize
+    all_bytes = plan.n_layers * layer_bytes
     if plan.uses_fsdp:
-        one += layers.largest_packed + layers.largest_vectors * itemsize
-        every += layers.packed_bytes + layers.n_vectors * itemsize
+        layer_bytes += layers.largest_packed + layers.largest_vectors * itemsize
+        all_bytes += layers.packed_bytes + layers.n_vectors * itemsize
         if not plan.reshard_after_forward:
-            return every + one  # all layers stay until their backward, and one more
-    return 2 * one  # a layer and the next one
+            return all_bytes + layer_bytes  # all layers stay until their backward, and one more
+    return 2 * layer_bytes  # a layer and the next one
 
 
 def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
@@ -296,7 +305,7 @@ class Fit:
     """Constants of predict_time(), fitted to the tokens/s of the rows of benchmarks/RESULTS.md that
     tests/test_memory.py compares, on H100s and H200s. Not fitted are the constants marked
     "counted", which follow from what is computed, or "measured", each by itself. "Launches" are in
-    units of Machine.launch, the CPU's seconds for one kernel."""
+    units of Machine.launch_seconds, the CPU's seconds for one kernel."""
 
     # fractions of the speeds that measure_machine() finds
     sustained: float = 0.77  # of the FLOP/s, over whole steps
@@ -373,15 +382,16 @@ def layer_seconds(
         2 * active_weights + weights_multiplied_again(plan, layers))
     shards = plan.shard_group_size
     gathered = layers.packed_bytes / n_layers + layers.n_adapter * plan.dtype.itemsize
-    gathers = gathered * (shards - 1) / shards / machine.link
+    gathers = gathered * (shards - 1) / shards / machine.link_bandwidth
     # each way: activations go to the host in forward and come back in backward; weights come twice
     copies = plan.offload_params * gathered / shards
     value_bytes = plan.micro_batch_tokens * plan.dtype.itemsize
     copies += plan.offload_activations * saved_bytes(plan, layers, value_bytes)[0] / n_layers
     return LayerSeconds(
         compute=compute, forward=forward,
-        gathers=gathers * (2 if plan.reshard_after_forward else 1), copies=copies / machine.host,
-        launches=n_launches(plan, arch, machine) * machine.launch,
+        gathers=gathers * (2 if plan.reshard_after_forward else 1),
+        copies=copies / machine.host_bandwidth,
+        launches=n_launches(plan, arch, machine) * machine.launch_seconds,
         waits=wait_seconds(plan, arch, layers, machine))
 
 
@@ -409,20 +419,22 @@ def compute_seconds(
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
         flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * latent.kv_b.n_weights
-    context = min(n * plan.context_parallel_size, mean_document_tokens)
+    attended_tokens = min(n * plan.context_parallel_size, mean_document_tokens)
     # a recomputed layer's forward, unless it is resumed
     passes = FIT.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
-    attention_flops = 2 * n * passes * context * layers.mean_query_width
+    attention_flops = 2 * n * passes * attended_tokens * layers.mean_query_width
     attention_speed = min(FIT.sustained * machine.flops,
                           FIT.varlen_flops if plan.varlen_attention else FIT.fixed_len_flops)
-    moved = moved_bytes(plan, arch, layers, context)
+    moved = moved_bytes(plan, arch, layers, attended_tokens)
     return (flops / (FIT.sustained * machine.flops) + attention_flops / attention_speed
             + moved / machine.bandwidth)
 
 
-def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: float) -> float:
-    """Return the bytes that a mean layer reads and writes, besides those of matmuls. `context`:
-    tokens of a mean document."""
+def moved_bytes(
+    plan: Plan, arch: Architecture, layers: LayerTotals, attended_tokens: float
+) -> float:
+    """Return the bytes that a mean layer reads and writes, besides those of matmuls.
+    `attended_tokens`: tokens of a mean document."""
     n, n_layers, itemsize = plan.micro_batch_tokens, arch.n_layers, plan.dtype.itemsize
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
@@ -436,7 +448,7 @@ def moved_bytes(plan: Plan, arch: Architecture, layers: LayerTotals, context: fl
         moved += n * plan.seen_keys * 4 * latent.key_values * itemsize
     if plan.plain_attention:
         score_bytes = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
-        moved += n * context * arch.n_heads * score_bytes
+        moved += n * attended_tokens * arch.n_heads * score_bytes
     if arch.moe and plan.expert_ranges > 1:  # the experts' rows are copied
         routed = sum(arch.layer_routed) / n_layers
         width = arch.expert_gate_up[0].in_features
@@ -451,17 +463,18 @@ def wait_seconds(
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     waits = 0.0
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
-        waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
+        waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     if latent := latent_costs(layers.kinds[0]):
         kv_values = latent.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
-    return waits + (2 + again) * (plan.context_parallel_size - 1) * exchanged / machine.link
+    times = (2 + again) * (plan.context_parallel_size - 1)
+    return waits + times * exchanged / machine.link_bandwidth
 
 
 def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
-    """Return the CPU's time for the kernels of a mean layer, in units of Machine.launch."""
+    """Return the CPU's time for the kernels of a mean layer, in units of Machine.launch_seconds."""
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     range_launches = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp

@@ -66,7 +66,7 @@ def gpu_machine(gpu: GPUSpec, host_gib: float = HOST_GIB) -> Machine:
     return Machine(
         flops=rounded(FLOPS_FRACTION * 1e12 * gpu.flops),
         bandwidth=rounded(BANDWIDTH_FRACTION * 1e9 * gpu.bandwidth),
-        link=rounded(LINK_FRACTION * 1e9 * gpu.link),
-        host=rounded(BUS_FRACTION * 1e9 * gpu.bus),
-        host_bytes=int(host_gib * 2**30),
+        link_bandwidth=rounded(LINK_FRACTION * 1e9 * gpu.link),
+        host_bandwidth=rounded(BUS_FRACTION * 1e9 * gpu.bus),
+        free_host_bytes=int(host_gib * 2**30),
         why_no_grouped="" if gpu.groups else "torch multiplies experts one by one on this GPU")

@@ -22,10 +22,10 @@ class Machine:
 
     flops: float  # FLOP/s of large matmuls in the compute dtype
     bandwidth: float  # bytes/s of the GPU's memory
-    link: float  # bytes/s that a GPU receives in an all-gather
-    host: float = 2e10  # bytes/s between host memory and GPU, each way
-    launch: float = 40e-6  # CPU seconds per kernel, including Python
-    host_bytes: float = math.inf  # free host memory per process
+    link_bandwidth: float  # bytes/s that a GPU receives in an all-gather
+    host_bandwidth: float = 2e10  # bytes/s between host memory and GPU, each way
+    launch_seconds: float = 40e-6  # CPU seconds per kernel, including Python
+    free_host_bytes: float = math.inf  # free host memory per process
     why_no_triton: str = ""  # why no kernel can read an embedding in host memory; "" if one can
     why_no_grouped: str = ""  # why experts are multiplied one by one; "" if they are not
 
@@ -37,10 +37,10 @@ def rounded(figure: float) -> float:
 
 def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
     """Measure this Machine, by rank 0. All ranks must call this."""
-    facts = {"host_bytes": min(gather_objects(host_share())), "why_no_triton": why_no_triton(),
+    facts = {"free_host_bytes": min(gather_objects(host_share())), "why_no_triton": why_no_triton(),
              "why_no_grouped": why_no_grouped_mm(dtype, device)}
     if device.type == "cpu":
-        return Machine(flops=1e11, bandwidth=1e10, link=1e9, **facts)
+        return Machine(flops=1e11, bandwidth=1e10, link_bandwidth=1e9, **facts)
 
     def seconds(run: Callable[[], object]) -> float:
         times, events = 20, [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -59,7 +59,7 @@ def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
     figures = {
         "flops": 2 * 4096**3 / seconds(lambda: a @ b),
         "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
-        "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own)),
-        "host": own.nbytes / seconds(lambda: on_host.copy_(own, non_blocking=True))}
+        "link_bandwidth": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own)),
+        "host_bandwidth": own.nbytes / seconds(lambda: on_host.copy_(own, non_blocking=True))}
     speeds = {name: rounded(figure) for name, figure in figures.items()}
     return Machine(**gather_objects(speeds)[0], **facts)

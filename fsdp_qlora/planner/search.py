@@ -96,14 +96,14 @@ class Search:
     machine: Machine
 
     @property
-    def is_by_host(self) -> bool:
+    def only_host_limits(self) -> bool:
         """True if host memory is the only limit."""
         return self.workload.device.type == "cpu" and not self.limit
 
     @property
-    def bound(self) -> float:
+    def memory_bound(self) -> float:
         """Bytes that a plan may need of the memory that it computes in; 0: any number."""
-        return self.machine.host_bytes if self.is_by_host else self.limit
+        return self.machine.free_host_bytes if self.only_host_limits else self.limit
 
     def predict_memory(self, plan: Plan) -> Plan:
         return predict_memory(plan, self.arch, self.specs)
@@ -229,7 +229,7 @@ def choose_plan(
     refuse_flags(config, arch, workload)
     search = Search(config, arch, specs, workload, limit, machine)
     plan = find_plan(search)
-    if not search.is_by_host:
+    if not search.only_host_limits:
         check_plan(plan, search)
     if workload.device.type == "cpu":
         check_host(plan, machine)
@@ -269,7 +269,7 @@ def find_plan(search: Search) -> Plan:
         return pick_plan(affordable_plans(search, context_size), search)
 
     def fits_both(plan: Plan) -> bool:
-        return plan.fits_both(search.bound, search.machine.host_bytes)
+        return plan.fits_both(search.memory_bound, search.machine.free_host_bytes)
 
     best = best_plan(config.context_parallel_size or 1)
     if config.context_parallel_size or mixer_with_state(search.arch):
@@ -291,23 +291,23 @@ def affordable_plans(search: Search, context_size: int) -> list[Plan]:
     """Return the possible plans that do not pin too much host memory. If none of them leaves
     MIN_FREE of the GPU's memory, all plans get the embedding in host memory, where that is
     possible."""
-    arch, machine, bound = search.arch, search.machine, search.bound
+    arch, machine, memory_bound = search.arch, search.machine, search.memory_bound
     plans = list(possible_plans(search, context_size))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {search.config.shard_group_size} processes: use a smaller"
                          " --shard_group_size")
-    fits = any(plan.fits(bound, MIN_FREE) for plan in plans)
+    fits = any(plan.fits(memory_bound, MIN_FREE) for plan in plans)
     can_move_table = search.workload.device.type == "cuda" and not machine.why_no_triton
     if not fits and can_move_table and (arch.per_layer or not arch.tied):
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
         plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]
-    runnable = [plan for plan in plans if plan.fits_both(bound, machine.host_bytes)]
-    with_margin = [plan for plan in runnable if plan.fits(bound, MIN_FREE)]
+    runnable = [plan for plan in plans if plan.fits_both(memory_bound, machine.free_host_bytes)]
+    with_margin = [plan for plan in runnable if plan.fits(memory_bound, MIN_FREE)]
     needed = min(plan.host_bytes for plan in with_margin or runnable or plans)
     # beyond what is needed, host memory is pinned only for speed
-    allowed = min(needed + HOST_SPARE, max(needed, machine.host_bytes / 2))
+    allowed = min(needed + HOST_SPARE, max(needed, machine.free_host_bytes / 2))
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
@@ -318,11 +318,11 @@ def pick_plan(plans: list[Plan], search: Search) -> Plan:
     leaves GOOD_FREE, else the smallest. If no plan leaves MIN_FREE, it is the smallest plan.
     """
     smallest = min(plans, key=lambda plan: plan.bytes)
-    fitting = [p for p in plans if p.fits(search.bound, MIN_FREE)]
+    fitting = [p for p in plans if p.fits(search.memory_bound, MIN_FREE)]
     fitting = [search.predict_time(p) for p in fitting or [smallest]]
     fastest = min(p.token_seconds for p in fitting)
     near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
-    with_margin = [p for p in near if p.fits(search.bound, GOOD_FREE)]
+    with_margin = [p for p in near if p.fits(search.memory_bound, GOOD_FREE)]
     if with_margin:
         return min(with_margin, key=lambda plan: plan.tie_break)
     return min(near, key=lambda plan: plan.bytes)
@@ -345,7 +345,7 @@ def use_graphs(plan: Plan, search: Search, uneven_micro_batches: bool) -> Plan:
         search.workload.why_no_capture: search.workload.why_no_capture,
         "ranges of experts wait for the GPU": plan.expert_ranges > 1,
         "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
-        "no memory for them": not graphed.fits(search.bound)}
+        "no memory for them": not graphed.fits(search.memory_bound)}
     reason = next((text for text, is_so in reasons.items() if is_so), "")
     return dataclasses.replace(plan, why_no_graphs=reason) if reason else graphed
 
@@ -363,25 +363,25 @@ class DoesNotFit(ValueError, MemoryError):
 def check_host(plan: Plan, machine: Machine) -> None:
     """Raise DoesNotFit if a plan for a CPU, which has only host memory, does not fit."""
     needed = plan.bytes + plan.host_bytes
-    if needed > (1 - FRAGMENTATION) * machine.host_bytes:
+    if needed > (1 - FRAGMENTATION) * machine.free_host_bytes:
         raise DoesNotFit(
             f"does not fit on this machine's CPU: predicted peak {needed / 2**30:.1f} GiB of host"
-            f" memory per process, but only {machine.host_bytes / 2**30:.1f} GiB are available."
-            " Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
+            f" memory per process, but only {machine.free_host_bytes / 2**30:.1f} GiB are"
+            " available. Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
 def check_plan(plan: Plan, search: Search) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
     limit, machine = search.limit, search.machine
-    if plan.host_bytes > machine.host_bytes:
+    if plan.host_bytes > machine.free_host_bytes:
         raise DoesNotFit(f"does not fit: needs {plan.host_bytes / 2**30:.1f} GiB of host memory per"
-                         f" process on this machine, but only {machine.host_bytes / 2**30:.1f} GiB"
-                         " are available. Offload less")
+                         " process on this machine, but only"
+                         f" {machine.free_host_bytes / 2**30:.1f} GiB are available. Offload less")
     if plan.fits(limit):
         return
     flags, smaller = suggest_flags(plan, search)
     size = f"{smaller.bytes / 2**30:.1f} GiB per GPU"
-    is_enough = smaller.fits_both(limit, machine.host_bytes)
+    is_enough = smaller.fits_both(limit, machine.free_host_bytes)
     if smaller.host_bytes:
         size += f" and {smaller.host_bytes / 2**30:.1f} GiB of host memory per process"
     advice = f"Add {flags}: {size}, predicted {1 / smaller.token_seconds:,.0f} tok/s/GPU"
@@ -418,7 +418,7 @@ def suggest_flags(plan: Plan, search: Search) -> tuple[str, Plan]:
         flags += [f"--{name}" if value is True else f"--{name} {value}"
                   for name, value in change.items()]
         plan = find_plan(dataclasses.replace(search, config=config, workload=workload))
-        if plan.fits_both(search.limit, search.machine.host_bytes):
+        if plan.fits_both(search.limit, search.machine.free_host_bytes):
             break
     return " ".join(flags), plan
 

@@ -8,13 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
 XIELU = "mlp.act_fn"  # prefix of a layer's xIELU scalars
 XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 FromConfig = Any  # "config.x" in a Family or MoE; the value of field x in an Architecture
+
+# sublayers of a layer: mixer and MLP, or only one of them
+Sublayers = Literal["both", "mixer", "mlp"]
+# shape of the weight of a query or key norm: "head" [head_dim], "heads" [heads, head_dim], "full"
+# [all]; or "without weight", by head
+QKNorm = Literal["head", "heads", "full", "without weight"]
+# layers without rotary: "no_rope_layers" or "layer_rope_theta": those with 0 in this list of the
+# config; "full": those without a window; "full_if_window": the same, but none if the model has no
+# window
+NoRotary = Literal["no_rope_layers", "layer_rope_theta", "full", "full_if_window"]
+# layers with a sliding window: all layers, or those with "sliding_attention" in the config's list
+WindowedLayers = Literal["all", "layer_types"]
+# scores of experts: the softmax over all of a token's logits, or the sigmoid of each logit
+RouterScores = Literal["softmax", "sigmoid"]
+# the shared expert's output plus the others'; "average": half of that sum
+ExpertSum = Literal["sum", "average"]
+# form of the experts' adapters that PEFT 0.21 loads: "modules", one per expert; "stacked", one for
+# all experts; "parameters", saved like "modules", but declared in its config as "stacked"
+AdapterForm = Literal["modules", "stacked", "parameters"]
 
 
 class ExpertNorms(NamedTuple):
@@ -49,8 +68,7 @@ class MoE:
     latent_size: int | FromConfig | None = None
     latent_linears: tuple[str, str] = ("", "")
     shared_size: int | FromConfig = 0  # inner width of the expert that gets all tokens; 0: none
-    # "average": the sum of the shared expert's output and the others' is divided by 2
-    combination: str | FromConfig = "sum"
+    combination: ExpertSum | FromConfig = "sum"
     n_shared: int | FromConfig = 1  # shared experts, computed as one that is n_shared times as wide
     first_dense: int | FromConfig = 0  # number of first layers that have an MLP without experts
     experts: str = "mlp.experts"  # prefix of the experts' names in a layer
@@ -59,7 +77,7 @@ class MoE:
     shared_gate: str | None = None  # a linear whose sigmoid multiplies the shared expert's output
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
-    scores: str = "softmax"  # over all logits; or "sigmoid" of each logit
+    scores: RouterScores | FromConfig = "softmax"
     rounded_scores: bool = False  # scores, and their sum, are rounded to the model's dtype
     correction: str | None = None  # a tensor [experts], or [1, experts]
     ranks_logits: bool = False  # experts are ranked by logits (plus correction), not by scores
@@ -83,9 +101,7 @@ class MoE:
     limits: FromConfig = None  # the config's list of limits by layer, see LimitedActivation
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # a tensor of all experts is [experts, in, out], also if in = out
-    # form of the experts' adapters that PEFT 0.21 loads: "modules", one per expert; "stacked", one
-    # for all experts; "parameters", saved like "modules", but declared in its config as "stacked"
-    adapters: str = "modules"
+    adapters: AdapterForm = "modules"
     # pairs: a part of a tensor's name here, and the part that files may have instead
     renames: tuple[tuple[str, str], ...] = ()
 
@@ -106,16 +122,16 @@ class LatentAttention:
     """DeepSeek's multi-head latent attention (MLA). "config.x" means the same as in Family.
 
     q_a_proj and kv_a_proj_with_mqa compute two latents of a token. From the norms of these,
-    q_b_proj makes the heads of queries, [nope + rope], and kv_b_proj those of keys and values,
-    [nope + value]. The last `rope` dimensions of a query are rotated. Those of keys are one vector
-    for all heads, which kv_a_proj_with_mqa outputs after its latent.
+    q_b_proj makes the heads of queries, [nope_dim + rope_dim], and kv_b_proj those of keys and
+    values, [nope_dim + value_dim]. The last rope_dim dimensions of a query are rotated. Those of
+    keys are one vector for all heads, which kv_a_proj_with_mqa outputs after its latent.
     """
 
     q_rank: int | FromConfig = "config.q_lora_rank"  # None: q_proj computes the queries
     kv_rank: int | FromConfig = "config.kv_lora_rank"
-    nope: int | FromConfig = "config.qk_nope_head_dim"
-    rope: int | FromConfig = "config.qk_rope_head_dim"
-    value: int | FromConfig = "config.v_head_dim"
+    nope_dim: int | FromConfig = "config.qk_nope_head_dim"
+    rope_dim: int | FromConfig = "config.qk_rope_head_dim"
+    value_dim: int | FromConfig = "config.v_head_dim"
     norm_eps: float = 1e-6  # eps of the latents' norms; transformers has no other
     q_norm: str = "self_attn.q_a_layernorm"
     kv_norm: str = "self_attn.kv_a_layernorm"
@@ -126,10 +142,11 @@ class LatentAttention:
 
     def linears(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
         """Return the groups of a layer's linears, see Architecture.mixer_groups()."""
-        query_width = heads * (self.nope + self.rope)
-        kv_a = Linear("self_attn.kv_a_proj_with_mqa", self.kv_rank + self.rope, hidden, False)
-        kv_b = Linear("self_attn.kv_b_proj", heads * (self.nope + self.value), self.kv_rank, False)
-        out = Linear("self_attn.o_proj", hidden, heads * self.value, False)
+        query_width = heads * (self.nope_dim + self.rope_dim)
+        key_value_width = heads * (self.nope_dim + self.value_dim)
+        kv_a = Linear("self_attn.kv_a_proj_with_mqa", self.kv_rank + self.rope_dim, hidden, False)
+        kv_b = Linear("self_attn.kv_b_proj", key_value_width, self.kv_rank, False)
+        out = Linear("self_attn.o_proj", hidden, heads * self.value_dim, False)
         if not self.q_rank:
             q = Linear("self_attn.q_proj", query_width, hidden, False)
             return {"in_proj": [q, kv_a], "out": [out], "kv_b": [kv_b]}
@@ -328,11 +345,11 @@ class LayerKind(NamedTuple):
     """The properties in which layers of one model may differ."""
 
     window: int | None  # number of keys that a query sees, its own included; None: all
-    rope: int | None  # index of Architecture.ropes; None: no rotary
-    mixer: str | None  # key of Architecture.mixers; None: softmax attention
+    rope_index: int | None  # of Architecture.ropes; None: no rotary
+    mixer_name: str | None  # key of Architecture.mixers; None: softmax attention
     routed: bool  # True: it has experts
     heads: Heads
-    sublayers: str  # "both", or only "mixer" or "mlp"
+    sublayers: Sublayers
     limits: Limits
 
 
@@ -372,9 +389,7 @@ class Family:
     # before these with the same layer type
     n_kv_shared_layers: int | FromConfig = 0
     double_wide_mlp: bool | FromConfig = False  # the MLPs of these last layers are twice as wide
-    # shape of the weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]; or "without
-    # weight", by head
-    qk_norm: str | None = None
+    qk_norm: QKNorm | None = None
     qk_norm_if: bool | FromConfig = True  # if a config can switch it off
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
     k_norm: str | None = "self_attn.k_norm"
@@ -397,13 +412,10 @@ class Family:
     layer_thetas: bool = False  # layer_rope_theta of the config has the rope_theta of each layer
     ntk_alpha: bool = False  # alpha of rope_parameters is used, whatever the length
     rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
-    # layers without rotary: "no_rope_layers" or "layer_rope_theta": those with 0 in this list of
-    # the config; "full": those without a window; "full_if_window": the same, but none if the model
-    # has no window
-    no_rotary: str | None = None
+    no_rotary: NoRotary | None = None  # None: all layers have it
     # 1: layers without experts are rotated, whatever no_rotary says
     dense_rotary: int | FromConfig = None
-    window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
+    windowed_layers: WindowedLayers | None = None  # None: no layer has a window
 
     # ---- MLP
     activation: str = "config.hidden_act"  # one of ACTIVATIONS
@@ -515,7 +527,7 @@ class Architecture(Family):
     layer_mixer: list[str | None]
     layer_routed: list[bool]
     layer_heads: list[Heads]
-    layer_sublayers: list[str]
+    layer_sublayers: list[Sublayers]
     layer_limits: list[Limits]
     # for each layer, the index of the layer whose keys and values it reads; None: it has its own
     kv_sources: list[int | None]
@@ -548,7 +560,7 @@ class Architecture(Family):
 
     def of_kind(self, kind: LayerKind) -> Architecture:
         """Return this Architecture with the norms and heads of layers of this kind."""
-        norms: dict[str, Any] = self.mixer_norms if kind.mixer else {}
+        norms: dict[str, Any] = self.mixer_norms if kind.mixer_name else {}
         if kind.sublayers == "mixer":
             norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
         elif kind.sublayers == "mlp":
@@ -564,7 +576,7 @@ class Architecture(Family):
 
     def has_attention(self, kind: LayerKind) -> bool:
         """Return True if layers of this kind have softmax attention."""
-        return (self.parallel_mixers or not kind.mixer) and kind.sublayers != "mlp"
+        return (self.parallel_mixers or not kind.mixer_name) and kind.sublayers != "mlp"
 
     def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
         """Return the linears whose concatenated outputs are q, k, v and perhaps attention's gates;
@@ -591,9 +603,9 @@ class Architecture(Family):
         if self.mla:
             return self.mla.linears(self.hidden_size, kind.heads.n)
         in_proj, out = self.of_kind(kind).attention_linears()
-        if not kind.mixer:
+        if not kind.mixer_name:
             return {"in_proj": in_proj, "out": out}
-        mixer_in, mixer_out = self.mixers[kind.mixer].linears(self.hidden_size)
+        mixer_in, mixer_out = self.mixers[kind.mixer_name].linears(self.hidden_size)
         if not self.parallel_mixers:
             return {"in_proj": mixer_in, "out": mixer_out}
         return {"in_proj": in_proj + mixer_in, "out": out, "mixer_out": mixer_out}
@@ -673,8 +685,8 @@ class Architecture(Family):
             shapes[self.layer_scalar] = (1,)
         if self.sinks and self.has_attention(kind):
             shapes["self_attn.sinks"] = (kind.heads.n,)
-        if kind.mixer:
-            shapes |= self.mixers[kind.mixer].tensors(self.hidden_size)
+        if kind.mixer_name:
+            shapes |= self.mixers[kind.mixer_name].tensors(self.hidden_size)
         if kind.routed and moe:
             shapes[f"{moe.router}.weight"] = moe.n_experts, self.hidden_size
             if moe.biases:

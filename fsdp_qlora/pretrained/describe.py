@@ -1,4 +1,14 @@
-"""Turn a config.json into an Architecture, or explain why it is not supported."""
+"""Turn a config.json into an Architecture, or explain why it is not supported.
+
+    describe_model()
+      check_model()              every field of config.json is known
+      fill_record()              "config.x" -> its value
+      describe_heads(), describe_positions(), describe_factors(), describe_kv_sources(),
+      describe_limits(), describe_per_layer(), describe_experts(), describe_names()
+                                 {field of Architecture: value}, or the value of one field
+
+`c` is the text config in all functions here.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +60,8 @@ def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
 def stored_format(model_config: PreTrainedConfig) -> dict[str, Any]:
     """Return the quantization_config of a config.json or of the text config in it, as in Kimi
     K2.5's, which describes the format of the files; {} if there is none."""
-    settings = (getattr(c, "quantization_config", None)
-                for c in (model_config, text_config(model_config)))
+    settings = (getattr(x, "quantization_config", None)
+                for x in (model_config, text_config(model_config)))
     return dict(next(filter(None, settings), {}))
 
 
@@ -164,10 +174,10 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
     n_heads = [one.num_attention_heads for one in layer_configs]
     if family.heads_by_layer:
         n_heads = getattr(c, FAMILIES[c.model_type].heads_by_layer.removeprefix("config."))
-    kinds = getattr(c, "layer_types", None) or [None] * len(layer_configs)
-    for one, n, kind in zip(layer_configs, n_heads, kinds, strict=True):
+    types = getattr(c, "layer_types", None) or [None] * len(layer_configs)
+    for one, n, layer_type in zip(layer_configs, n_heads, types, strict=True):
         if mla := family.mla:
-            heads.append(Heads(n, n, mla.nope + mla.rope, False))
+            heads.append(Heads(n, n, mla.nope_dim + mla.rope_dim, False))
             continue
         n_kv = one.num_key_value_heads
         if odd := [x for x in (c.num_attention_heads, n) if x % n_kv]:
@@ -177,24 +187,24 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
         if len(heads) >= c.num_hidden_layers - (family.n_kv_shared_layers or 0):
             heads.append(Heads(n, 0, dim, False))
             continue
-        keys_are_values = bool(family.keys_are_values) and kind == "full_attention"
+        keys_are_values = bool(family.keys_are_values) and layer_type == "full_attention"
         heads.append(Heads(n, n_kv, dim, keys_are_values))
     return heads
 
 
 def describe_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]:
-    """Return Architecture.kv_sources, from a text config."""
-    n_own, kinds = c.num_hidden_layers - (family.n_kv_shared_layers or 0), layer_types(c, family)
-    last_of_kind = {kind: i for i, kind in enumerate(kinds[: max(0, n_own)])}
-    if missing := set(kinds) - last_of_kind.keys():
+    """Return Architecture.kv_sources."""
+    n_own, types = c.num_hidden_layers - (family.n_kv_shared_layers or 0), layer_types(c, family)
+    last_of_type = {layer_type: i for i, layer_type in enumerate(types[: max(0, n_own)])}
+    if missing := set(types) - last_of_type.keys():
         raise ValueError(f"num_kv_shared_layers={family.n_kv_shared_layers}: none of the other"
                          f" layers has keys and values of {', '.join(sorted(missing))} that they"
                          " could read")
-    return [None if i < n_own else last_of_kind[kind] for i, kind in enumerate(kinds)]
+    return [None if i < n_own else last_of_type[layer_type] for i, layer_type in enumerate(types)]
 
 
 def describe_limits(c: PreTrainedConfig, family: Family) -> list[Limits]:
-    """Return Architecture.layer_limits, from a text config."""
+    """Return Architecture.layer_limits."""
     n_layers, columns = c.num_hidden_layers, []
     for limits in family.moe.limits if family.moe else None, family.mlp_limits:
         column = limits if isinstance(limits, list) else [limits] * n_layers
@@ -205,7 +215,7 @@ def describe_limits(c: PreTrainedConfig, family: Family) -> list[Limits]:
 
 
 def describe_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | None:
-    """Return Architecture.per_layer, from a text config."""
+    """Return Architecture.per_layer."""
     record = family.per_layer
     if not record or not record.size:
         return None
@@ -221,8 +231,8 @@ def describe_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | 
 def describe_factors(
     c: PreTrainedConfig, family: Family, head_dim: int, ropes: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return {field of Architecture: value} of the factors of scores, embeddings, sums and logits,
-    from a text config."""
+    """Return {field of Architecture: value} of the factors of scores, embeddings, sums and logits.
+    """
     scale, divisor = family.attention_scale, family.logits_divisor
     if family.query_scalar or scale is None:
         scale = (family.query_scalar or head_dim) ** -0.5 * family.query_factor
@@ -278,9 +288,8 @@ def describe_experts(
     c: PreTrainedConfig, family: Family, in_mxfp4: bool,
     dense: tuple[list[Linear], list[Linear]],
 ) -> dict[str, Any]:
-    """Return {field of Architecture: value} of the fields about experts, from a text config.
-    `in_mxfp4`: the files have the experts in MXFP4. `dense`: the linears of the MLP without
-    experts."""
+    """Return {field of Architecture: value} of the fields about experts. `in_mxfp4`: the files
+    have the experts in MXFP4. `dense`: the linears of the MLP without experts."""
     moe = family.moe
     none = {"layer_routed": [False] * c.num_hidden_layers, "moe": None,
             **dict.fromkeys(EXPERT_FIELDS, [])}
@@ -343,16 +352,16 @@ def expert_linears(
 
 
 def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
-    """Return whether each layer has experts, from the text config of a family with experts."""
+    """Return whether each layer has experts, in a family with experts."""
     assert family.moe, "the family has experts"
     n_layers, first_dense = c.num_hidden_layers, family.moe.first_dense or 0
     if family.one_sublayer:
-        return [kind == "moe" for kind in c.layer_types]
-    if kinds := getattr(c, "mlp_layer_types", None):  # overrides the other fields
-        if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
-            raise ValueError(f"mlp_layer_types {kinds} is not supported for {n_layers} layers,"
+        return [layer_type == "moe" for layer_type in c.layer_types]
+    if types := getattr(c, "mlp_layer_types", None):  # overrides the other fields
+        if len(types) != n_layers or set(types) - {"dense", "sparse"}:
+            raise ValueError(f"mlp_layer_types {types} is not supported for {n_layers} layers,"
                              " only dense and sparse are, one for each")
-        return [kind == "sparse" for kind in kinds]
+        return [layer_type == "sparse" for layer_type in types]
     dense = getattr(c, "mlp_only_layers", None) or ()
     every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
     last = getattr(c, "moe_layer_end_index", n_layers - 1)
@@ -361,37 +370,37 @@ def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
 
 
 def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
-    """Return the type of each layer, from a text config. Raises ValueError for types that the
-    family does not have."""
+    """Return the type of each layer. Raises ValueError for types that the family does not have."""
     n_layers = c.num_hidden_layers
-    kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
-    if len(kinds) != n_layers:
-        raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
+    types = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
+    if len(types) != n_layers:
+        raise ValueError(f"layer_types has {len(types)} entries for {n_layers} layers")
     known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_sublayer else ())
     if family.mla and family.mla.index_topk:
         known = {"indexed_attention"}
-    if other := sorted(set(kinds) - known):
-        raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
+    if other := sorted(set(types) - known):
+        n_other = sum(layer_type in other for layer_type in types)
+        raise ValueError(f"{n_other} of {n_layers} layers are of"
                          f" {', '.join(other)}, which is not supported, only"
                          f" {' and '.join(sorted(known))} are")
-    return list(kinds)
+    return list(types)
 
 
 def describe_positions(
     c: PreTrainedConfig, family: Family, layer_heads: list[Heads]
 ) -> dict[str, Any]:
-    """Return {field of Architecture: value} of the fields about positions, from a text config."""
-    kinds = layer_types(c, family)
-    slides = sliding_layers(c, family, kinds)
+    """Return {field of Architecture: value} of the fields about positions."""
+    types = layer_types(c, family)
+    slides = sliding_layers(c, family, types)
     ropes: list[dict[str, Any]] = []
     layer_rope: list[int | None] = []
-    thetas = c.layer_rope_theta if family.layer_thetas else [None] * len(kinds)
-    for kind, rotates, theta, heads in zip(
-            kinds, rotary_layers(c, family, slides), thetas, layer_heads, strict=True):
-        has_attention = kind not in family.mixers or family.parallel_mixers
+    thetas = c.layer_rope_theta if family.layer_thetas else [None] * len(types)
+    for layer_type, rotates, theta, heads in zip(
+            types, rotary_layers(c, family, slides), thetas, layer_heads, strict=True):
+        has_attention = layer_type not in family.mixers or family.parallel_mixers
         rope = None
         if has_attention and (rotates or not family.one_sublayer):
-            rope = rope_of_layer(c, family, kind, theta if rotates else None, heads)
+            rope = rope_of_layer(c, family, layer_type, theta if rotates else None, heads)
         if rope and rope not in ropes:
             ropes.append(rope)
         layer_rope.append(ropes.index(rope) if rope and rotates else None)
@@ -404,17 +413,21 @@ def describe_positions(
         ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
     return dict(ropes=ropes, layer_rope=layer_rope,
                 layer_window=[c.sliding_window if slide else None for slide in slides],
-                layer_mixer=[kind if kind in family.mixers else None for kind in kinds],
+                layer_mixer=[layer_type if layer_type in family.mixers else None
+                             for layer_type in types],
                 layer_sublayers=["both" if not family.one_sublayer else
-                                 "mlp" if kind in ("mlp", "moe") else "mixer" for kind in kinds],
+                                 "mlp" if layer_type in ("mlp", "moe") else "mixer"
+                                 for layer_type in types],
                 query_temperature=temperature)
 
 
-def sliding_layers(c: PreTrainedConfig, family: Family, kinds: list[str]) -> list[bool]:
+def sliding_layers(c: PreTrainedConfig, family: Family, types: list[str]) -> list[bool]:
     """Return for each layer whether its attention has a sliding window."""
     window = getattr(c, "sliding_window", None)
-    slides = [family.window == "all" and window is not None
-              or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
+    windowed = family.windowed_layers
+    slides = [windowed == "all" and window is not None
+              or windowed == "layer_types" and layer_type == "sliding_attention"
+              for layer_type in types]
     used = getattr(c, "use_sliding_window", True)
     if any(slides) and not ((window or 0) > 0 and used):
         raise ValueError(f"layers with a sliding window, but sliding_window={window},"
@@ -438,14 +451,14 @@ def rotary_layers(c: PreTrainedConfig, family: Family, slides: list[bool]) -> li
     return rotated
 
 
-def rope_of_layer(c: PreTrainedConfig, family: Family, kind: str, theta: float | None,
+def rope_of_layer(c: PreTrainedConfig, family: Family, layer_type: str, theta: float | None,
                   heads: Heads) -> dict[str, Any] | None:
-    """Return the entry of Architecture.ropes of a layer of this kind; None if it has none. `theta`:
+    """Return the entry of Architecture.ropes of a layer of this type; None if it has none. `theta`:
     the layer's own rope_theta; None: that of all layers."""
     head_dim = heads.dim
     rope = dict(c.rope_parameters)
     if family.ropes_by_layer_type and "rope_type" not in rope:  # else all layers share it
-        rope = dict(rope.get(kind) or {})
+        rope = dict(rope.get(layer_type) or {})
     if theta is not None:
         rope["rope_theta"] = theta
     if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
@@ -454,7 +467,7 @@ def rope_of_layer(c: PreTrainedConfig, family: Family, kind: str, theta: float |
         raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
     if family.mla:  # the rotated part of a head; Mistral 4's config has it in two fields
         part, whole = rope.pop("partial_rotary_factor", 1.0), head_dim
-        head_dim = family.mla.rope
+        head_dim = family.mla.rope_dim
         if part != 1.0 and int(part * whole) != head_dim:
             raise ValueError(f"rope_parameters {c.rope_parameters} do not rotate"
                              f" qk_rope_head_dim={head_dim} dimensions")

@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
-    AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE, PerLayerInputs,
-    ShortConv)
+    AdapterForm, AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE,
+    PerLayerInputs, ShortConv)
 
 BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {  # for --random_weights, without a config.json
     name: dict(
@@ -30,8 +30,9 @@ POST_NORMS: dict[str, Any] = dict(
 GEMMA: dict[str, Any] = dict(
     norm="rms_plus_one", sqrt_embedding=True, rounded_multiplier=True)
 GEMMA2: dict[str, Any] = GEMMA | POST_NORMS | dict(
-    attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm", window="layer_types",
-    activation="config.hidden_activation", query_scalar="config.query_pre_attn_scalar")
+    attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm",
+    windowed_layers="layer_types", activation="config.hidden_activation",
+    query_scalar="config.query_pre_attn_scalar")
 GEMMA4: dict[str, Any] = GEMMA2 | dict(
     norm="rms_fp32", query_scalar=None, attention_scale=1.0, qk_norm="head", value_norm=True,
     keys_are_values="config.attention_k_eq_v", ropes_by_layer_type=True,
@@ -58,7 +59,7 @@ GRANITE: dict[str, Any] = dict(
     embedding_multiplier="config.embedding_multiplier",
     residual_multiplier="config.residual_multiplier")
 GRANITE_SWA: dict[str, Any] = GRANITE | dict(
-    logits_divisor="config.logits_scaling", sinks=True, window="layer_types",
+    logits_divisor="config.logits_scaling", sinks=True, windowed_layers="layer_types",
     no_rotary="layer_rope_theta", layer_thetas=True)
 GRANITE_SHARED: dict[str, Any] = dict(
     mlp_in=("shared_mlp.input_linear",), mlp_out="shared_mlp.output_linear",
@@ -108,19 +109,19 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(
         **LAYER_NORM | dict(norm_eps="config.norm_epsilon"), gated=False, mlp_in=("mlp.c_fc",),
         mlp_out="mlp.c_proj", qkv_bias="config.use_bias", out_bias="config.use_bias",
-        mlp_bias="config.use_bias", window="all", embedding_dropout="config.embedding_dropout",
-        residual_dropout="config.residual_dropout"),
+        mlp_bias="config.use_bias", windowed_layers="all",
+        embedding_dropout="config.embedding_dropout", residual_dropout="config.residual_dropout"),
     "stablelm": Family(**LAYER_NORM, qkv_bias="config.use_qkv_bias", partial_rotary=True),
     "iquestcoder": Family(),
-    "cwm": Family(window="layer_types"),
+    "cwm": Family(windowed_layers="layer_types"),
     "helium": Family(norm="rms_fp32", rotary_interleaved=True, out_bias=False),
-    "mistral": Family(window="all"),
-    "ministral": Family(window="layer_types"),
-    "ministral3": Family(window="all", query_temperature=True),
-    "qwen2": Family(qkv_bias=True, window="layer_types"),
-    "qwen2_vl_text": Family(qkv_bias=True, window="layer_types"),
-    "qwen2_5_vl_text": Family(qkv_bias=True, window="layer_types"),
-    "qwen3": Family(qk_norm="head", window="layer_types"),
+    "mistral": Family(windowed_layers="all"),
+    "ministral": Family(windowed_layers="layer_types"),
+    "ministral3": Family(windowed_layers="all", query_temperature=True),
+    "qwen2": Family(qkv_bias=True, windowed_layers="layer_types"),
+    "qwen2_vl_text": Family(qkv_bias=True, windowed_layers="layer_types"),
+    "qwen2_5_vl_text": Family(qkv_bias=True, windowed_layers="layer_types"),
+    "qwen3": Family(qk_norm="head", windowed_layers="layer_types"),
     "qwen3_vl_text": Family(qk_norm="head"),
     "apertus": Family(**UNGATED, qk_norm="head", attention_norm="attention_layernorm",
                       mlp_norm="feedforward_layernorm"),
@@ -130,7 +131,7 @@ FAMILIES: dict[str, Family] = {
         attention_out="self_attn.dense", partial_rotary=True, final_norm="final_layernorm",
         head_bias=True, embedding_dropout="config.embd_pdrop",
         residual_dropout="config.resid_pdrop"),
-    "phi3": Family(**ONE_GATE_UP, one_qkv=True, partial_rotary=True, window="all"),
+    "phi3": Family(**ONE_GATE_UP, one_qkv=True, partial_rotary=True, windowed_layers="all"),
     "gemma": Family(**GEMMA),
     "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
                      logits_softcap="config.final_logit_softcapping"),
@@ -147,9 +148,9 @@ FAMILIES: dict[str, Family] = {
         **POST_NORMS | dict(attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
         norm="rms_plus_one", post_norm_eps="config.post_norm_eps", final_norm_kind="rms_fp32",
         embedding_norm=True, qkv_bias=False, out_bias=False, qk_norm="without weight",
-        query_factor="config.qk_scale_factor", window="layer_types", no_rotary="layer_rope_theta",
-        attention_gate=AttentionGate("gate_proj"), activation="config.hidden_activation",
-        logits_multiplier="config.output_multiplier",
+        query_factor="config.qk_scale_factor", windowed_layers="layer_types",
+        no_rotary="layer_rope_theta", attention_gate=AttentionGate("gate_proj"),
+        activation="config.hidden_activation", logits_multiplier="config.output_multiplier",
         logits_softcap="config.final_logit_softcapping"),
     "granite": Family(**GRANITE, logits_divisor="config.logits_scaling"),
     "granite_swa": Family(**GRANITE_SWA),
@@ -176,15 +177,15 @@ FAMILIES: dict[str, Family] = {
                           attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
                           post_norm_if="config.use_post_norm"),
     "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
-    "cohere2": Family(**COHERE, no_rotary="full", window="layer_types"),
+    "cohere2": Family(**COHERE, no_rotary="full", windowed_layers="layer_types"),
     "olmo": Family(norm="layer", norm_weight=False, norm_eps=1e-5, qkv_limit="config.clip_qkv"),
     "olmo2": Family(**OLMO2),
-    "olmo3": Family(**OLMO2, ropes_by_layer_type=True, window="layer_types"),
+    "olmo3": Family(**OLMO2, ropes_by_layer_type=True, windowed_layers="layer_types"),
     "nanochat": Family(
         norm_weight=False, embedding_norm=True, gated=False, mlp_in=("mlp.fc1",),
         mlp_out="mlp.fc2", qk_norm="without weight", qk_norm_after_rotary=True,
         rotary_backwards=True, logits_softcap="config.final_logit_softcapping"),
-    "smollm3": Family(no_rotary="no_rope_layers", window="layer_types"),
+    "smollm3": Family(no_rotary="no_rope_layers", windowed_layers="layer_types"),
     "glm": Family(**GLM),
     "glm4": Family(**GLM4),
     "glm4v_text": Family(**GLM4, qkv_bias=True),
@@ -201,7 +202,7 @@ FAMILIES: dict[str, Family] = {
                  (".self_attn.", ".attn.attention."), (".input_layernorm.", ".ln_1."),
                  (".post_attention_layernorm.", ".ln_2."), (".mlp.gate_proj.", ".mlp.c_fc_0."),
                  (".mlp.up_proj.", ".mlp.c_fc_1."), (".mlp.down_proj.", ".mlp.c_proj."))),
-    "exaone4": Family(**POST_NORMS, qk_norm="head", window="layer_types",
+    "exaone4": Family(**POST_NORMS, qk_norm="head", windowed_layers="layer_types",
                       no_rotary="full_if_window"),
     "hunyuan_v1_dense": Family(**HUNYUAN),
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
@@ -211,8 +212,8 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=False, out_bias=False, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm",
         attention_out="self_attn.o_proj", attention_gate=AttentionGate("g_proj", per_head=True),
         attention_post_norm="post_operator_norm", mlp_post_norm="post_ffn_norm",
-        post_norm_if="config.use_sandwich_norm", window="layer_types", ropes_by_layer_type=True,
-        renames=(("self_attn.g_proj", "self_attn.gate_proj"),))),
+        post_norm_if="config.use_sandwich_norm", windowed_layers="layer_types",
+        ropes_by_layer_type=True, renames=(("self_attn.g_proj", "self_attn.gate_proj"),))),
     "youtu": Family(**MLA, unused=("embedding_initializer_range",)),
     "minicpm3": Family(
         **MLA | dict(rotary_interleaved=False), embedding_multiplier="config.scale_emb",
@@ -235,13 +236,13 @@ FAMILIES: dict[str, Family] = {
         unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
                 "linear_dt_init_floor")),
     # MoE models
-    "qwen3_moe": Family(qk_norm="head", window="all", moe=MoE(
+    "qwen3_moe": Family(qk_norm="head", windowed_layers="all", moe=MoE(
         normalized="config.norm_topk_prob")),
-    "qwen2_moe": Family(qkv_bias="config.qkv_bias", window="layer_types", moe=MoE(
+    "qwen2_moe": Family(qkv_bias="config.qkv_bias", windowed_layers="layer_types", moe=MoE(
         shared_size="config.shared_expert_intermediate_size",
         shared_gate="mlp.shared_expert_gate", normalized="config.norm_topk_prob",
         adapters="parameters")),
-    "mixtral": Family(window="all", moe=MoE(**MIXTRAL, rounded_weights=False)),
+    "mixtral": Family(windowed_layers="all", moe=MoE(**MIXTRAL, rounded_weights=False)),
     "minimax_m2": Family(qk_norm="full", partial_rotary=True, moe=MoE(
         **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias",
         rounded_weights=False)),
@@ -250,7 +251,7 @@ FAMILIES: dict[str, Family] = {
     "flex_olmo": Family(**OLMO2, moe=MoE(
         expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
     "cohere2_moe": Family(
-        **COHERE, no_rotary="full", window="layer_types",
+        **COHERE, no_rotary="full", windowed_layers="layer_types",
         dense_rotary="config.prefix_dense_sliding_window_pattern",
         intermediate_size="config.prefix_dense_intermediate_size",
         unused=("rope_theta", "rope_scaling"), moe=MoE(  # both are in rope_parameters, too
@@ -266,8 +267,8 @@ FAMILIES: dict[str, Family] = {
     "granitemoe_swa": Family(**GRANITE_SWA, **GRANITE_SHARED,
                              moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
     "flint": Family(
-        norm="rms_fp32", qk_norm="head", window="layer_types", no_rotary="full", sinks=True,
-        renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoE(
+        norm="rms_fp32", qk_norm="head", windowed_layers="layer_types", no_rotary="full",
+        sinks=True, renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoE(
             shared_size="config.shared_expert_intermediate_size", fp32_router=True,
             scores="sigmoid", normalized="config.norm_topk_prob", rounded_weights=False,
             adapters="parameters")),
@@ -302,12 +303,13 @@ FAMILIES: dict[str, Family] = {
     "mistral4": Family(**MLA, query_temperature=True, moe=MoE(**DEEPSEEK | dict(
         fp32_router=False, scores="softmax", rounded_scores=True, correction=None,
         rounded_weights=True, adapters="stacked"))),
-    "dots1": Family(qk_norm="head", window="layer_types", moe=MoE(**DEEPSEEK)),
+    "dots1": Family(qk_norm="head", windowed_layers="layer_types", moe=MoE(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
                          moe=MoE(**DEEPSEEK)),
     "kolibri1": Family(
-        qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm="head", window="layer_types",
-        no_rotary="full_if_window", intermediate_size="config.moe_intermediate_size",
+        qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm="head",
+        windowed_layers="layer_types", no_rotary="full_if_window",
+        intermediate_size="config.moe_intermediate_size",
         attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm",
         renames=((".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
                  (".post_self_attn_layernorm.", ".post_attn_norm."),
@@ -317,7 +319,7 @@ FAMILIES: dict[str, Family] = {
             ranks_logits=True, normalized="config.norm_topk_prob", rounded_weights=False,
             adapters="parameters")),
     "exaone_moe": Family(
-        qk_norm="head", window="layer_types", no_rotary="full_if_window", moe=MoE(
+        qk_norm="head", windowed_layers="layer_types", no_rotary="full_if_window", moe=MoE(
             **DEEPSEEK | dict(n_experts="config.num_experts", n_shared="config.num_shared_experts"),
             renames=(("mlp.gate.e_score", "mlp.e_score"),))),
     "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), moe=MoE(
@@ -328,7 +330,7 @@ FAMILIES: dict[str, Family] = {
         renames=(("mlp.gate.weight", "mlp.router.gate.weight"),
                  ("mlp.e_score_correction_bias", "mlp.expert_bias"),
                  ("mlp.shared_experts.", "mlp.shared_mlp.")))),
-    "mellum": Family(qk_norm="head", window="layer_types", ropes_by_layer_type=True,
+    "mellum": Family(qk_norm="head", windowed_layers="layer_types", ropes_by_layer_type=True,
                      unused=("mtp_layer_types", "mtp_mlp_layer_types"), moe=MoE(
                          normalized="config.norm_topk_prob")),
     "qwen3_5_moe_text": Family(
@@ -377,8 +379,9 @@ FAMILIES: dict[str, Family] = {
             num_nextn_predict_layers mtp_layers_block_type""".split())),
     # qkv_bias=False in this record and the next, else g_proj would also have a bias
     "laguna": Family(
-        qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types", partial_rotary=True,
-        ropes_by_layer_type=True, heads_by_layer="config.num_attention_heads_per_layer",
+        qkv_bias=False, out_bias=False, qk_norm="head", windowed_layers="layer_types",
+        partial_rotary=True, ropes_by_layer_type=True,
+        heads_by_layer="config.num_attention_heads_per_layer",
         attention_gate=AttentionGate(
             "g_proj", per_head="config.gating", activation="softplus"), moe=MoE(
             shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
@@ -387,8 +390,9 @@ FAMILIES: dict[str, Family] = {
             renames=(("mlp.shared_experts.", "mlp.shared_expert."),
                      ("mlp.gate.e_score", "mlp.experts.e_score")))),
     "step3p5": Family(
-        norm="rms_plus_one", qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types",
-        partial_rotary=True, ropes_by_layer_type=True, query_scalar="config.query_pre_attn_scalar",
+        norm="rms_plus_one", qkv_bias=False, out_bias=False, qk_norm="head",
+        windowed_layers="layer_types", partial_rotary=True, ropes_by_layer_type=True,
+        query_scalar="config.query_pre_attn_scalar",
         attention_gate=AttentionGate("g_proj", per_head=True),
         mlp_limits="config.swiglu_limits_shared",
         unused=("num_sliding_attention_heads", "num_local_experts", "mtp_layer_types",
@@ -404,8 +408,8 @@ FAMILIES: dict[str, Family] = {
                      *((f"mlp.experts.{x}_proj", f"moe.{x}_proj.weight")
                        for x in ("gate", "up", "down"))))),
     "afmoe": Family(
-        norm="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types",
-        no_rotary="full", attention_gate=AttentionGate("gate_proj"),
+        norm="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head",
+        windowed_layers="layer_types", no_rotary="full", attention_gate=AttentionGate("gate_proj"),
         sqrt_embedding="config.mup_enabled",
         attention_post_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm",
         mlp_post_norm="post_mlp_layernorm", unused=("global_attn_every_n_layers",),
@@ -422,7 +426,7 @@ FAMILIES: dict[str, Family] = {
         fp32_router=True, correction="mlp.gate.moe_statics.e_score_correction_bias",
         renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
     # another swiglu_limit or swiglu_alpha than these in a config is refused
-    "gpt_oss": Family(norm="rms_fp32", window="layer_types", sinks=True, moe=MoE(
+    "gpt_oss": Family(norm="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoE(
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
         adapters="stacked"))}
@@ -451,7 +455,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "voxtral": ("llama",), "glmasr": ("llama",), "omniasr": ("llama",), "qwen2_audio": ("qwen2",),
     "qwen3_asr": ("qwen3",), "vibevoice_asr": ("qwen2",)}
 # {outer model type: MoE.adapters inside it}, if it differs from that of the text model alone
-ADAPTERS_INSIDE = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
+ADAPTERS_INSIDE: dict[str, AdapterForm] = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 # {outer model type: the text model's module inside it}, if it is not model.language_model
 TEXT_MODULES = {"nemotron_h_omni": "language_model.model"} | dict.fromkeys(
     ("idefics2", "idefics3", "smolvlm"), "model.text_model")

@@ -167,7 +167,7 @@ def latent_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
     mla = arch.mla
     if not mla:
         return []
-    value = 64 if mla.value == arch.head_dim else 32
+    value = 64 if mla.value_dim == arch.head_dim else 32
     sizes = {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "qk_head_dim": 64, "v_head_dim": value,
              "index_head_dim": 32, "index_n_heads": 2}
     if c.head_dim == arch.head_dim:
