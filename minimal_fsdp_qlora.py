@@ -7,7 +7,7 @@ loop. The model comes from transformers, the 4-bit linears from bitsandbytes, th
 
     # flash-attn is optional
     pip install "torch>=2.11" "transformers>=5.20,<6" "peft>=0.21" "bitsandbytes>=0.50" accelerate
-    torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.1-8B-Instruct \
+    torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model Qwen/Qwen3-8B \
         --dataset rows.jsonl --output_dir adapter
     # a 70B on two 24 GB GPUs (measured on H200s limited to 22.5 GiB): 15 GiB per GPU, and about
     # 64 GB of host memory in all
@@ -16,8 +16,8 @@ loop. The model comes from transformers, the 4-bit linears from bitsandbytes, th
 
 It trains dense text models of transformers (Llama, Qwen3, Gemma 3, ...), but no mixture of experts.
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
-or {"text": "..."}, where every token is. Without torchrun the file runs as one process, so with
---offload a 70B trains on one 24 GB GPU. Without a GPU the file runs on the CPU.
+or {"text": "..."}, where every token is. Without torchrun the file runs as one process: with
+--offload a 70B fits on its one 24 GB GPU. Without a GPU the file runs on the CPU.
 
     to change                                     edit
     flags                                         parse_args(), check_args()
@@ -50,7 +50,7 @@ adapter to those 4-bit values: one bf16 model) and train_fsdp_qlora.py (resumes,
 adapter; preference pairs, tools, mixtures of experts, a plan of memory, more speed).
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
-MIT License, Copyright (c) 2026 the FSDP QLoRA authors.
+SPDX-License-Identifier: MIT. Copyright (c) 2026 the FSDP QLoRA authors.
 """
 
 import functools
@@ -117,8 +117,8 @@ class Row(NamedTuple):
     labels: Tensor  # [tokens]: labels[i] is ids[i], or IGNORE_INDEX
 
 
-# Every rank (process) calls every function of this file, in the same order, because most of them
-# communicate. Only printing and writing files may depend on dist.get_rank().
+# Every rank (process) runs the same calls in the same order, because some are collectives. A rank
+# that skips one, as by `if dist.get_rank() == 0: evaluate(...)`, leaves the others waiting.
 
 
 def main() -> None:
@@ -153,11 +153,11 @@ def parse_args() -> Namespace:
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
                         help="rows of max_seq_len tokens that a GPU computes at once; of shorter"
-                        " rows, as many as have that many tokens")
+                        " rows, as many as need no more memory")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
-                        help="optimizer steps between saves, each over the last one; each save is"
+                        help="optimizer steps between saves; each overwrites the last, and is"
                         " followed by an evaluation")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--lora_rank", type=int, default=16, help="rank of the adapter")
@@ -317,8 +317,9 @@ def load_and_shard(
             load_module(module, names[module], handles, device)
             if isinstance(module, LoraLayer):
                 init_lora(module, init_lora_weights, device)
-                # to begin with another adapter of these linears, copy its values. (get_peft_model()
-                # is needed in any case: what PeftModel.from_pretrained() loads is lost here)
+                # to begin with an adapter that has the same rank and alpha, copy its values here.
+                # (PeftModel.from_pretrained() in place of get_peft_model() would be of no use:
+                # LoRA is made on meta, and gets its values here)
                 # file = safe_open("adapter/adapter_model.safetensors", "pt")
                 # for part in ("lora_A", "lora_B"):
                 #     getattr(module, part)["default"].weight.data.copy_(
@@ -419,7 +420,8 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     """
     linears = [module for module in layer.modules() if isinstance(module, bnb.nn.Linear4bit)]
     before = [linear.weight.view(torch.uint8).clone() for linear in linears]
-    # True: the gathered weights are freed after forward; False would be faster, with more memory
+    # True: the gathered weights are freed after forward. False would be faster, but each GPU would
+    # have the whole model in 4 bits from forward to backward
     fully_shard(layer, reshard_after_forward=True, **policy)
     layer.unshard()
     for linear, codes in zip(linears, before):
@@ -454,17 +456,19 @@ def train(
     device: torch.device,
 ) -> None:
     """Run the training loop on the rows of all steps, in this order."""
-    # bitsandbytes cannot step DTensors, so it steps this rank's shards as plain parameters. They
-    # share the model's memory; with --offload they are copies on the GPU, copied back below.
+    # bitsandbytes cannot step DTensors, so it steps copies of this rank's shards, on the GPU, which
+    # are copied back below.
     # torch.optim.AdamW(shards) would do, too, but Muon and Adafactor would silently take a shard
     # for the whole matrix
     dtensors = [p for p in model.parameters()
                 if p.requires_grad and p.to_local().numel()]  # with many ranks a shard can be empty
-    shards = [nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in dtensors]
+    shards = [nn.Parameter(p.to_local().detach().to(device, copy=True)) for p in dtensors]
     optimizer = bnb.optim.PagedAdamW8bit(shards, lr=args.learning_rate, weight_decay=0.0)
     n_steps = len(train_rows) // args.batch_size
     scheduler = LambdaLR(optimizer, lambda n_done: lr_factor(n_done + 1, n_steps))
     torch.manual_seed(SEED + dist.get_rank())  # for dropout, if you add it
+    if eval_rows:
+        log(f"step 0: eval_loss {evaluate(model, eval_rows, args, device):.4f}")
     for step in range(1, n_steps + 1):
         started = time.perf_counter()
         batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
@@ -485,9 +489,8 @@ def train(
         stop_if_diverged(step, step_loss, norm)
 
         optimizer.step()
-        if args.offload:
-            for dtensor, shard in zip(dtensors, shards):
-                dtensor.to_local().detach().copy_(shard.detach())
+        for dtensor, shard in zip(dtensors, shards):
+            dtensor.to_local().detach().copy_(shard.detach())
         model.zero_grad()  # the DTensors' gradients
         optimizer.zero_grad()  # and the shards', which would use memory during the next step
 
@@ -499,8 +502,7 @@ def train(
             save_adapter(model, args, device)
             log(f"step {step}: adapter saved in {args.output_dir}")
             if eval_rows:
-                eval_loss = evaluate(model, eval_rows, args, device)
-                log(f"step {step}: eval_loss {eval_loss:.4f}")
+                log(f"step {step}: eval_loss {evaluate(model, eval_rows, args, device):.4f}")
 
 
 def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
@@ -516,6 +518,7 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     batch = [no_loss] * (-len(batch) % world_size) + batch
     while batch:
         longest = len(batch[-1].ids)
+        # (at least one row, should a reader of yours not cut them at max_seq_len)
         n_rows = max(1, (args.micro_batch_size * args.max_seq_len) // longest) * world_size
         yield batch[-n_rows:][rank::world_size]
         del batch[-n_rows:]
@@ -657,6 +660,10 @@ def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> Non
 # ---- Data ---------------------------------------------------------------------------------------
 
 
+class DataError(ValueError):
+    """A line of the data set that this file does not handle."""
+
+
 def read_rows(
     path: str, args: Namespace, tokenizer: PreTrainedTokenizerFast, n_needed: float = math.inf
 ) -> list[Row]:
@@ -680,7 +687,7 @@ def read_rows(
         try:
             example = json.loads(line)
             encoded = encode(example, tokenizer)
-        except (ValueError, TemplateError) as error:
+        except (DataError, json.JSONDecodeError, UnicodeDecodeError, TemplateError) as error:
             fail(f"{path}, line {number}: {type(error).__name__}: {error}")
         except Exception as error:  # perhaps a mistake in an edit: keep the traceback
             raise RuntimeError(f"{path}, line {number}") from error
@@ -696,9 +703,9 @@ def read_rows(
                 n_dropped += 1  # a prompt that fills --max_seq_len
     if not rows:
         fail(f"{path}: no token to train on")
-    log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines with the columns"
-        f" {', '.join(sorted(columns))}; {n_cut:,} rows are cut at --max_seq_len; left out, because"
-        f" they have no answer within it: {n_dropped:,}")
+    log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines (columns:"
+        f" {', '.join(sorted(columns))}); cut at --max_seq_len: {n_cut:,}; left out, because no"
+        f" answer is within it: {n_dropped:,}")
     in_loss = rows[0].labels[rows[0].labels != IGNORE_INDEX]
     log(f"first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
         f" {tokenizer.decode(in_loss)[:500]!r}")
@@ -718,16 +725,16 @@ def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
 
 
 def check_example(example: dict[str, Any]) -> None:
-    """Raise ValueError for what this file would train wrongly. Other columns are ignored."""
+    """Raise DataError for what this file would train wrongly. Other columns are ignored."""
     if not isinstance(example, dict):
-        raise ValueError("expected an object with text or messages")
+        raise DataError("expected an object with text or messages")
     if ("text" in example) == ("messages" in example):
-        raise ValueError(f"expected either text or messages, not {', '.join(example)}")
+        raise DataError(f"expected either text or messages, not {', '.join(example)}")
     messages = example.get("messages", [])
     if not isinstance(example.get("text", ""), str):
-        raise ValueError("expected a string as text")
+        raise DataError("expected a string as text")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ValueError("expected a list of objects as messages")
+        raise DataError("expected a list of objects as messages")
     unhandled = ["weight"]
     if "messages" in example:
         unhandled += ["system", "system_prompt", "tools", "functions", "documents",
@@ -735,17 +742,17 @@ def check_example(example: dict[str, Any]) -> None:
                       "kto_tag", "train"]
     for key in unhandled:
         if example.get(key) not in (None, "", [], {}):
-            raise ValueError(f"{key!r} would change the training, and this file does not handle it")
+            raise DataError(f"{key!r} would change the training, and this file does not handle it")
     for message in messages:
         keys = {key for key, value in message.items() if value is not None}
         if keys != {"role", "content"}:
-            raise ValueError(f"expected a message of role and content, not of {', '.join(keys)}")
+            raise DataError(f"expected a message of role and content, not of {', '.join(keys)}")
         if not isinstance(message["content"], str):
-            raise ValueError(f"expected a string as content, not {str(message['content'])[:80]}")
+            raise DataError(f"expected a string as content, not {str(message['content'])[:80]}")
         if message["role"] not in ("system", "user", "assistant"):
-            raise ValueError(f"expected system, user or assistant, not {message['role']!r}")
+            raise DataError(f"expected system, user or assistant, not {message['role']!r}")
         if message["role"] == "assistant" and not message["content"].strip():
-            raise ValueError("an answer is empty")
+            raise DataError("an answer is empty")
 
 
 def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]:
@@ -758,11 +765,12 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
     computed once for each answer.
     """
     # other columns: example = {"messages": [{"role": "user", "content": example["prompt"]}, ...]}
+    # (check_example() then sees these keys alone)
     check_example(example)
     if "text" in example:
         return [encode_text(example["text"], tokenizer)]
     if not tokenizer.chat_template:
-        raise ValueError("messages need a chat template, and this model has none: name its instruct"
+        raise DataError("messages need a chat template, and this model has none: name its instruct"
                          " model, or write text")
     messages = example["messages"]
     # from 1: a first message that is an answer has no prompt, and is not trained
@@ -798,18 +806,18 @@ def render_answer(
     prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, str]:
     """Return a prompt as a server renders it, and the answer as the model will write it: up to and
-    including its end-of-turn token. Raises ValueError if the chat template does not fit."""
+    including its end-of-turn token. Raises DataError if the chat template does not fit."""
     prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
     text = render([*prompt_messages, answer], tokenizer)
     if not text.startswith(prompt):
-        raise ValueError(f"the chat template's prompt ends with {prompt[-40:]!r}, but the text with"
+        raise DataError(f"the chat template's prompt ends with {prompt[-40:]!r}, but the text with"
                          " the answer does not continue it")
     answer_text = text.removeprefix(prompt)
     # render() does not check reasoning, which templates may drop from earlier answers. This
     # answer's is trained, so it must be there
     for part in re.split("</?think>", answer["content"]):
         if part.strip() not in answer_text:
-            raise ValueError(f"the chat template leaves out {part.strip()[:40]!r}")
+            raise DataError(f"the chat template leaves out {part.strip()[:40]!r}")
     if answer_text.rstrip().endswith(special_tokens(tokenizer)):
         return prompt, answer_text.rstrip()  # the template ends a turn with "\n" after its token
     return prompt, answer_text + (tokenizer.eos_token or "")  # GLM's leaves the last turn open
@@ -822,13 +830,13 @@ def special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
 
 
 def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: bool) -> str:
-    """Return the messages as text by the chat template. Raises ValueError if the text lacks the
+    """Return the messages as text by the chat template. Raises DataError if the text lacks the
     content of a message."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     for message in messages:
         content = message["content"].rpartition("</think>")[2]  # templates may drop reasoning
         if content.strip() not in text:
-            raise ValueError(f"the chat template leaves out {content[:40]!r}")
+            raise DataError(f"the chat template leaves out {content[:40]!r}")
     return text
 
 
@@ -842,4 +850,6 @@ if __name__ == "__main__":
     main()
     if not torch.cuda.is_available():
         sys.stdout.flush()
-        os._exit(0)  # a process of torch 2.13 with gloo can crash while it ends; all is saved
+        # a process of torch 2.13 with gloo can crash while it ends; all is saved (if you use wandb:
+        # call wandb.finish() before)
+        os._exit(0)
