@@ -6,10 +6,10 @@
         --dataset data.jsonl --offload_activations --output_dir runs/my-run
 
 The first command needs no files: it makes a small model and data set and trains on them, on GPUs
-(NCCL) or, where there are none, on the CPU (gloo). The second trains a 70B on two 24 GB GPUs. Run
-it again to resume; once the run is complete it does nothing. --output_dir then has the adapter in
-PEFT's format, the tokenizer, metrics.jsonl, checkpoint-NNNNNN/ for resuming, and train_config.json
-for merging.
+(NCCL) or, where there are none, on the CPU (gloo). The second trains a 70B on two 24 GB GPUs
+(measured on larger ones that were limited to 22.5 GiB). Run it again to resume; once the run is
+complete it does nothing. --output_dir then has the adapter in PEFT's format, the tokenizer,
+metrics.jsonl, checkpoint-NNNNNN/ for resuming, and train_config.json for merging.
 
 This file is the job, in the order in which it happens; the package fsdp_qlora/ does the rest, and
 docs/internals.md is its map. Where to look:

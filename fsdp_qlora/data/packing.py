@@ -66,6 +66,7 @@ def distribute_evenly(items: Iterable[int], sizes: Sequence[int], n: int) -> lis
     lists = [(0, number, []) for number in range(n)]
     for i in sorted(items, key=lambda i: (-sizes[i], i)):
         size, number, chosen = lists[0]
-        heapq.heapreplace(lists, (size + sizes[i], number, [*chosen, i]))
+        chosen.append(i)
+        heapq.heapreplace(lists, (size + sizes[i], number, chosen))
     lists.sort(key=lambda one: (-one[0], one[1]))
     return [sorted(chosen) for _, _, chosen in lists]

@@ -116,16 +116,18 @@ class MixerSublayer:
         saved.branch = None
         for (fused, mixer), saved_path in zip(self.paths, saved.paths):
             mixed = mixer.recompute_output(call, saved_path)
-            grad = lora_matmul_backward(call, fused, saved_path.out_lora_hidden, upstream, mixed)
+            grad_mixed = lora_matmul_backward(
+                call, fused, saved_path.out_lora_hidden, upstream, mixed)
             mixed = None
-            grads.append(mixer.backward(call, saved_path, grad))
-        del upstream
-        grad = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
+            grads.append(mixer.backward(call, saved_path, grad_mixed))
+        del upstream, grad_mixed
+        grad_projected = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
         del grads
         inputs = norm_padded(call, arch.attention_norm, saved.x, self.in_proj)
         inputs = inputs[:, : self.in_proj.in_features]
-        grad = lora_matmul_backward(
-            call, self.in_proj, saved.lora_hidden, grad, inputs, wants_grad_x)
+        grad_inputs = lora_matmul_backward(
+            call, self.in_proj, saved.lora_hidden, grad_projected, inputs, wants_grad_x)
+        del grad_projected
         if not wants_grad_x:
             return None
-        return norm_gradient(call, arch.attention_norm, saved.x, grad, residual)
+        return norm_gradient(call, arch.attention_norm, saved.x, grad_inputs, residual)

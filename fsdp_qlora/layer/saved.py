@@ -29,7 +29,7 @@ class HeadGroup(NamedTuple):
     # query, key and value, or what the KeySource makes key and value of; leaves of autograd's graph
     # of the kernel
     heads: list[Tensor]
-    attended: Tensor  # [n, query heads, head_dim], the kernel's output
+    attended: Tensor  # [n, query heads, width of a value], the kernel's output
 
 
 @dataclasses.dataclass

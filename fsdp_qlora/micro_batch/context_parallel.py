@@ -54,16 +54,16 @@ def cut_documents(lengths: Sequence[int], n: int) -> list[list[DocumentPiece]]:
     """Return the pieces of each of n ranks, in order. `lengths`: of documents laid end to end. All
     ranks get the same number of tokens, so the sum of the lengths must be a multiple of n."""
     pieces: list[list[DocumentPiece]] = [[] for _ in range(n)]
-    n_tokens, start = [0] * n, 0  # tokens of each rank so far
+    n_extra, start = [0] * n, 0  # n_extra: each rank's tokens beyond the equal sizes
     for length in lengths:
         sizes, spare = [length // (2 * n)] * (2 * n), [2] * n
         # each remaining token goes to the rank with the fewest tokens, at most two to one rank
         for _ in range(length % (2 * n)):
-            rank = min((r for r in range(n) if spare[r]), key=lambda r: n_tokens[r])
+            rank = min((r for r in range(n) if spare[r]), key=lambda r: n_extra[r])
             spare[rank] -= 1
             # its front piece gets the first one, its back piece the second
             sizes[rank if spare[rank] else -1 - rank] += 1
-            n_tokens[rank] += 1
+            n_extra[rank] += 1
         document = start
         for i, size in enumerate(sizes):
             own = pieces[min(i, 2 * n - 1 - i)]
@@ -72,7 +72,7 @@ def cut_documents(lengths: Sequence[int], n: int) -> list[list[DocumentPiece]]:
             elif size:
                 own.append(DocumentPiece(document, start, start + size))
             start += size
-    assert len(set(n_tokens)) == 1, f"unequal shares: {n_tokens}"
+    assert len(set(n_extra)) == 1, f"unequal shares: {n_extra} tokens beyond equal ones"
     return pieces
 
 

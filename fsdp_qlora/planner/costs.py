@@ -292,9 +292,13 @@ def predict_time(
     plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...], machine: Machine,
     mean_document_tokens: float,
 ) -> Plan:
-    """Return the plan with its `token_seconds`, the predicted time of one GPU per token. For the
-    rows that tests/test_memory.py compares, the predicted tokens/s are 0.94 to 1.18 times the
-    measured ones: good enough to compare plans on H100s and H200s. Other GPUs were not compared."""
+    """Return the plan with its `token_seconds`, the predicted time of one GPU per token.
+
+    For the rows to which Fit was fitted, those of tests/test_memory.py, the predicted tokens/s are
+    0.94 to 1.18 times the measured ones; for hybrids and Gemma 4 up to 1.43 times, see
+    benchmarks/RESULTS.md. That is good enough to compare plans on H100s and H200s; other GPUs were
+    not compared.
+    """
     layer = layer_seconds(plan, arch, count_layers(specs), machine, mean_document_tokens)
     seconds = layer.total(plan.graphs) * arch.n_layers + head_seconds(plan, arch, machine)
     return dataclasses.replace(plan, token_seconds=seconds / plan.micro_batch_tokens)

@@ -79,7 +79,8 @@ class MoE:
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
     scores: RouterScores | FromConfig = "softmax"
     rounded_scores: bool = False  # scores, and their sum, are rounded to the model's dtype
-    correction: str | None = None  # a tensor [experts], or [1, experts]
+    correction: str | None = None  # a tensor [experts]
+    correction_is_row: bool = False  # it is [1, experts]
     ranks_logits: bool = False  # experts are ranked by logits (plus correction), not by scores
     correction_or_zeros: bool = False  # files may lack it; it is then 0
     # a token goes only to experts of its top_groups groups, the ones with the largest sums of their
@@ -140,7 +141,7 @@ class LatentAttention:
     index_topk: int | FromConfig | None = None
     indexer: str = "self_attn.indexer."  # prefix of the names of its tensors
 
-    def linears(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
+    def groups(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
         """Return the groups of a layer's linears, see Architecture.mixer_groups()."""
         query_width = heads * (self.nope_dim + self.rope_dim)
         key_value_width = heads * (self.nope_dim + self.value_dim)
@@ -601,7 +602,7 @@ class Architecture(Family):
         if kind.sublayers == "mlp":
             return {"in_proj": [], "out": []}
         if self.mla:
-            return self.mla.linears(self.hidden_size, kind.heads.n)
+            return self.mla.groups(self.hidden_size, kind.heads.n)
         in_proj, out = self.of_kind(kind).attention_linears()
         if not kind.mixer_name:
             return {"in_proj": in_proj, "out": out}
@@ -696,8 +697,7 @@ class Architecture(Family):
                     shapes[f"{moe.experts}.{key}_bias"] = (
                         moe.n_experts, linear.out_features)
             if moe.correction:
-                is_row = "moe_statics" in moe.correction
-                shapes[moe.correction] = (1,) * is_row + (moe.n_experts,)
+                shapes[moe.correction] = (1,) * moe.correction_is_row + (moe.n_experts,)
             if moe.norms:
                 shapes[moe.norms.router_scale] = (self.hidden_size,)
             if moe.expert_scale:

@@ -424,7 +424,7 @@ FAMILIES: dict[str, Family] = {
         shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
         first_dense="config.moe_layer_start_index", shared="mlp.shared_experts",
         fp32_router=True, correction="mlp.gate.moe_statics.e_score_correction_bias",
-        renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
+        correction_is_row=True, renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
     # another swiglu_limit or swiglu_alpha than these in a config is refused
     "gpt_oss": Family(norm="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoE(
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",

@@ -101,7 +101,8 @@ def check_resumable(config: Config, directory: Path, digests: dict[str, str | No
 
 def set_aside_later(directory: Path, step: int) -> None:
     """Rename everything that is named like a checkpoint later than `step`, from which the run
-    resumes. Otherwise --keep_checkpoints would count it, or a later start would resume from it."""
+    resumes. Otherwise --keep_checkpoints would count it, or a later start would resume from it.
+    Rank 0 only."""
     for later, path in checkpoints_of(directory):
         if later > step:
             with contextlib.suppress(OSError):
