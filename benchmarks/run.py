@@ -328,7 +328,7 @@ GROUPS = {
               ("8b-offload", "llama-3-8b", 4, 6, 2, False, "minimal-8b", "--offload"),
               ("8b-1gpu", "llama-3-8b", 4, 6, 1, False, None, CAP),
               ("8b-chat", "llama-3-8b", 64, 6, 2, True, "minimal-8b", ""),
-              ("70b", "llama-3-70b", 2, 5, 2, False, "70b-4-rows",
+              ("70b", "llama-3-70b", 2, 5, 2, False, "70b-2-rows",
                f"{CAP} --offload --micro_batch_size 2"),
               ("70b-1-row", "llama-3-70b", 1, 5, 2, False, None, f"{CAP} --offload"),
               ("70b-on-gpu", "llama-3-70b", 1, 5, 2, False, "minimal-70b-1-row", ""),
@@ -336,7 +336,7 @@ GROUPS = {
                f"{CAP} --offload --micro_batch_size 2"),
           )),
         case("8b-4-rows", "llama-3-8b", 4, 2048, 12, f"{ALL} {SHARED}"),
-        case("70b-4-rows", "llama-3-70b", 2, 2048, 5, f"{CAP} {OFFLOAD}", at_once=0),
+        case("70b-2-rows", "llama-3-70b", 2, 2048, 5, f"{CAP} {OFFLOAD}", at_once=0),
     ],
     "start": [
         case(f"{short}-{cache}", model, 8, 2048, 1, gpus=1, at_once=0, cache=cache)

@@ -327,8 +327,8 @@ def latent_gradients(tmp_path_factory, tiny_model, run_jobs, request):
 
 @pytest.mark.parametrize("setting", LATENT_SETTINGS)
 @pytest.mark.parametrize("n, name", [
-    (2, "youtu"), (3, "minicpm3"), pytest.param(2, "minicpm3", marks=pytest.mark.slow),
-    pytest.param(4, "youtu", marks=pytest.mark.slow)])  # fmt: skip
+    (2, "youtu"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (2, "minicpm3"), (3, "minicpm3"), (4, "youtu")))])  # fmt: skip
 def test_shared_latents_change_no_gradient(n, name, setting, latent_gradients):
     one, shared = (of_setting(latent_gradients(ranks, name), setting) for ranks in (1, n))
     one.pop("exchanged")
