@@ -345,7 +345,7 @@ def test_run_that_ended_worse_than_it_began_is_not_fine(
     *_, load, verdict = capsys.readouterr().out.splitlines()
     assert load.endswith(f'from_pretrained("{tmp_path}/out")') and (tmp_path / "out").is_dir()
     assert re.fullmatch(r"warning: the loss ended at [\d.]+, above the initial [\d.]+;"
-                        r" the merged model matches the trained one, to [\d.]+ % .*", verdict)
+                        r" ok: the merged model matches the trained one, to [\d.]+ % .*", verdict)
     # of a checkpoint only the steps until it count
     losses = [1.0] * 5 + [9.0] * 3
     lines = [json.dumps({"step": i, "loss": loss}) for i, loss in enumerate(losses, 1)]
