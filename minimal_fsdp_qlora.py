@@ -5,12 +5,11 @@ It initializes NCCL, loads the model in NF4 with bf16 quant_storage, uses Flash 
 is installed, shards the model by a hand-written FSDP2 policy, and trains LoRA in a PagedAdamW8bit
 loop. The model comes from transformers, the 4-bit linears from bitsandbytes, the adapter from PEFT.
 
-    # flash-attn is optional
     pip install "torch>=2.11" "transformers>=5.20,<6" "peft>=0.21" "bitsandbytes>=0.50" accelerate
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model Qwen/Qwen3-8B \
         --dataset rows.jsonl --output_dir adapter
-    # a 70B on two 24 GB GPUs (measured on H200s limited to 22.5 GiB): 15 GiB per GPU, and about
-    # 64 GB of host memory in all
+    # a 70B on two 24 GB GPUs: 15 GiB on each, 64 GB of host memory in all (measured on H200s
+    # limited to 22.5 GiB)
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.3-70B-Instruct \
         --dataset rows.jsonl --output_dir adapter --offload --micro_batch_size 2
 
@@ -27,7 +26,7 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     offloading, HSDP                              fsdp_policy()
     micro-batches, the loss                       micro_batches(), rows_loss()
     optimizer, schedule                           train(), lr_factor()
-    initial adapter                               load_and_shard()
+    initial adapter                               init_lora()
     evaluation; metrics: wandb, a file            evaluate(), log_step(), end of train()
     what is saved                                 save_adapter()
     columns of the data set                       encode()
@@ -126,7 +125,7 @@ def main() -> None:
     device = init_distributed()
     check_args(args)
     model_dir = find_model(args)
-    # not AutoTokenizer: this class reads tokenizer.json as it is, whatever class the model names
+    # not AutoTokenizer: this class reads tokenizer.json, whatever class the model names
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
     n_needed = args.max_steps * args.batch_size if args.max_steps else math.inf
     train_rows = rows_of_all_steps(read_rows(args.dataset, args, tokenizer, n_needed), args)
@@ -316,14 +315,7 @@ def load_and_shard(
         for module in layer.modules():
             load_module(module, names[module], handles, device)
             if isinstance(module, LoraLayer):
-                init_lora(module, init_lora_weights, device)
-                # to begin with an adapter that has the same rank and alpha, copy its values here.
-                # (PeftModel.from_pretrained() in place of get_peft_model() would be of no use:
-                # LoRA is made on meta, and gets its values here)
-                # file = safe_open("adapter/adapter_model.safetensors", "pt")
-                # for part in ("lora_A", "lora_B"):
-                #     getattr(module, part)["default"].weight.data.copy_(
-                #         file.get_tensor(f"base_model.model.{names[module]}.{part}.weight"))
+                init_lora(module, names[module], init_lora_weights, device)
         shard_layer(layer, policy)
     in_layers = set(layers.modules())
     for module, name in names.items():  # embedding, final norm, lm_head
@@ -382,9 +374,21 @@ def load_module(
         setattr(module, key, weight)
 
 
-def init_lora(module: LoraLayer, init_lora_weights: bool | str, device: torch.device) -> None:
+def init_lora(
+    module: LoraLayer, name: str, init_lora_weights: bool | str, device: torch.device
+) -> None:
     """Materialize LoRA in fp32, with PEFT's initial values. `init_lora_weights`: True, "gaussian".
+
+    An adapter that PeftModel.from_pretrained() has loaded on meta would be lost here. To begin with
+    an adapter of the same rank and alpha, copy its values at the end of this function:
+
+        file = safe_open("adapter/adapter_model.safetensors", "pt")
+        for part in ("lora_A", "lora_B"):
+            getattr(module, part)["default"].weight.data.copy_(
+                file.get_tensor(f"base_model.model.{name}.{part}.weight"))
     """
+    if not init_lora_weights:
+        raise RuntimeError("init_lora_weights=False would leave LoRA uninitialized")
     for matrices in (module.lora_A, module.lora_B):
         matrices.to_empty(device=device).float()  # both work in place
     module.reset_lora_parameters("default", init_lora_weights)
@@ -411,12 +415,13 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
 
     The trap: four NF4 codes are stored as one bf16 number. In a real model, about 0.08 % of these
     numbers happen to be NaNs. If all parameters of a unit are bf16, FSDP2 gathers the unit by
-    copying numbers, and CUDA rewrites the NaNs that it copies: wrong weights, and no error. If a
-    unit has several dtypes, FSDP2 gathers it as bytes, and all codes arrive as they were.
+    copying numbers, and its kernel on GPUs rewrites NaNs: wrong weights, and no error. If a unit
+    has several dtypes, FSDP2 gathers it as bytes, and all codes arrive as they were.
 
     So keep LoRA on every layer, and keep it in fp32: no param_dtype in the policy, no
     model.bfloat16(). If a change breaks this, the comparison below stops a run on several GPUs
-    while it loads. On CPUs nothing is rewritten, so try such a change on GPUs.
+    while it loads. On CPUs nothing is rewritten, so try such a change on GPUs. Nothing compares
+    again afterwards: do not cast the model, or replace its parameters, once it is sharded.
     """
     linears = [module for module in layer.modules() if isinstance(module, bnb.nn.Linear4bit)]
     before = [linear.weight.view(torch.uint8).clone() for linear in linears]
@@ -456,8 +461,8 @@ def train(
     device: torch.device,
 ) -> None:
     """Run the training loop on the rows of all steps, in this order."""
-    # bitsandbytes cannot step DTensors, so it steps copies of this rank's shards, on the GPU, which
-    # are copied back below.
+    # bitsandbytes cannot step DTensors, and with --offload they are in host memory. So it steps
+    # copies of this rank's shards on the GPU, which are copied back below.
     # torch.optim.AdamW(shards) would do, too, but Muon and Adafactor would silently take a shard
     # for the whole matrix
     dtensors = [p for p in model.parameters()
@@ -472,6 +477,9 @@ def train(
     for step in range(1, n_steps + 1):
         started = time.perf_counter()
         batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
+        # of all ranks, because gradients are summed over them. A DataLoader with other rows for
+        # each rank would need an all_reduce here, equally many micro-batches on all ranks, and no
+        # [rank::world_size] in micro_batches()
         n_loss_tokens = count_loss_tokens(batch)
         step_loss = torch.zeros((), device=device)
         for micro_batch in micro_batches(batch, args):
@@ -518,7 +526,7 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     batch = [no_loss] * (-len(batch) % world_size) + batch
     while batch:
         longest = len(batch[-1].ids)
-        # (at least one row, should a reader of yours not cut them at max_seq_len)
+        # max(): if read_rows() did not cut them, rows longer than max_seq_len go one at a time
         n_rows = max(1, (args.micro_batch_size * args.max_seq_len) // longest) * world_size
         yield batch[-n_rows:][rank::world_size]
         del batch[-n_rows:]
@@ -543,7 +551,7 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
     # autocast for LoRA, which is in fp32; autocast's cache would add a bf16 copy of the adapter
     with torch.autocast(device.type, DTYPE, cache_enabled=False):
         # [rows, tokens, vocabulary] in bf16. With the default flags and a vocabulary of 128k the
-        # logits need 2 GiB, and so does their gradient: a lower --micro_batch_size helps
+        # logits need 2 GiB, and their gradient up to 4: a lower --micro_batch_size helps
         logits = model(input_ids=ids, use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -566,8 +574,8 @@ def evaluate(
 ) -> float:
     """Return the mean loss per token of some rows.
 
-    To generate text, on all ranks: model.unshard(), model.generate(..., synced_gpus=True), and
-    model.reshard().
+    To generate text, after the loop over micro-batches, on all ranks: model.unshard(),
+    model.generate(..., synced_gpus=True), and model.reshard().
     """
     model.eval()
     for module in model.modules():
@@ -746,7 +754,8 @@ def check_example(example: dict[str, Any]) -> None:
     for message in messages:
         keys = {key for key, value in message.items() if value is not None}
         if keys != {"role", "content"}:
-            raise DataError(f"expected a message of role and content, not of {', '.join(keys)}")
+            raise DataError(
+                f"expected a message of role and content, not of {', '.join(sorted(keys))}")
         if not isinstance(message["content"], str):
             raise DataError(f"expected a string as content, not {str(message['content'])[:80]}")
         if message["role"] not in ("system", "user", "assistant"):
@@ -781,11 +790,11 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
 def encode_text(text: str, tokenizer: PreTrainedTokenizerFast) -> Row:
     """Return the row of a text and the EOS token. A text that a chat template has rendered may have
     BOS and EOS already: then they are not added again."""
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token or ""
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
     has_bos = bos is not None and text.startswith(bos)
-    if not text.rstrip().endswith(eos):
-        text += eos
     ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+    if eos is not None and ids[-1:] != [tokenizer.eos_token_id] and not text.rstrip().endswith(eos):
+        ids.append(tokenizer.eos_token_id)
     return make_row(ids, n_prompt=0)
 
 

@@ -222,11 +222,11 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
         ("PagedAdamW8bit(shards,", 'PagedAdamW8bit([{"params": shards[::2]},'
          ' {"params": shards[1::2], "lr": 16 * args.learning_rate}],')],
     "initial adapter": [
-        ('                # file = safe_open("adapter/',
-         '                file = safe_open("llama-adapter/'),
-        ("                # for part in", "                for part in"),
-        ("                #     getattr(module", "                    getattr(module"),
-        ("                #         file.get", "                        file.get")],
+        ('("default", init_lora_weights)', '("default", init_lora_weights)\n'
+         '    file = safe_open("llama-adapter/adapter_model.safetensors", "pt")\n'
+         '    for part in ("lora_A", "lora_B"):\n'
+         '        getattr(module, part)["default"].weight.data.copy_(\n'
+         '            file.get_tensor(f"base_model.model.{name}.{part}.weight"))')],
     "gaussian": [("target_modules=list(linears),",
                   'target_modules=list(linears), init_lora_weights="gaussian",')],
     "weights": [  # of 2 for all tokens, which change nothing

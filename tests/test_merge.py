@@ -671,7 +671,7 @@ def test_too_small_an_effect_is_no_merge(qwen, tmp_path, capsys):
     with pytest.raises(SystemExit, match="1"):
         merge_adapters.main(command)
     *_, line = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: the merged model does not match") and "too small for" in line
+    assert line.startswith("error: the merged model does not match") and "small beside" in line
     assert not (tmp_path / "out").exists()
     assert_left(tmp_path / ".out.partial", line)
     merge_adapters.main([*command, "--no-check"])  # starts anew
@@ -920,8 +920,20 @@ def test_model_too_large_for_the_check_is_merged(error, trained, tmp_path, monke
     monkeypatch.setattr(merge_adapters, "logits_of", all_logits)
     merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", str(tmp_path / "out")])
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"not checked: the merged model did not run here: {error}"
+    assert last == f"not checked: the check did not run here: {error}"
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+
+
+def test_check_that_fails_leaves_the_merged_model(trained, tmp_path, monkeypatch, capsys):
+    def all_logits(*args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(merge_adapters, "logits_of", all_logits)
+    with pytest.raises(SystemExit):
+        merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", str(tmp_path / "out")])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: the check did not run") and "illegal memory" in last
+    assert_left(tmp_path / ".out.partial", last)
 
 
 def assert_left(partial, error):
