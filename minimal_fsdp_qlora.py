@@ -27,7 +27,7 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     micro-batches, the loss                       micro_batches(), rows_loss()
     optimizer, schedule                           train(), lr_factor()
     initial adapter                               init_lora()
-    evaluation; metrics: wandb, a file            evaluate(), log_step(), end of train()
+    evaluation; metrics: wandb, a file            evaluate(), and where train() calls it; log_step()
     what is saved                                 save_adapter()
     columns of the data set                       encode()
     weight of an answer or a token                Row, make_row(), count_loss_tokens(),
@@ -67,7 +67,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-# less fragmentation of GPU memory; torch reads this once, when it is imported
+# less fragmentation of GPU memory. torch reads this once, when it is imported, the CUDA name first:
+# if that were set here, it would override a user's PYTORCH_ALLOC_CONF
 if "PYTORCH_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -151,8 +152,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="rows of max_seq_len tokens that a GPU computes at once; of shorter"
-                        " rows, as many as need no more memory")
+                        help="a GPU computes at most micro_batch_size x max_seq_len tokens at once,"
+                        " padding included")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
@@ -163,8 +164,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--lora_alpha", type=int, default=32,
                         help="the adapter is scaled by lora_alpha / lora_rank")
     parser.add_argument("--offload", action="store_true",
-                        help="keep the model in host memory, and on the GPU only the layers that"
-                        " compute")
+                        help="keep the model in host memory; a GPU holds the layers that compute,"
+                        " embedding and lm_head, and always the scales of NF4")
     return parser.parse_args()
 
 
@@ -233,6 +234,12 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     config = AutoConfig.from_pretrained(model_dir)
     if getattr(config, "quantization_config", None):
         fail(f"--model {args.model}: is already quantized; pass the original model")
+    text_config = config.get_text_config()
+    longest = getattr(text_config, "max_position_embeddings", None) or math.inf
+    if args.max_seq_len > longest:
+        fail(f"--max_seq_len {args.max_seq_len}: the model is made for {longest} tokens")
+    if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
+        fail(f"--model {args.model}: its attention is not causal")
     # buffers such as rotary frequencies get their values here, because no file has them
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
@@ -283,7 +290,7 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
     bf16 here, while transformers' load_in_4bit quantizes it.
     """
     if not hasattr(decoder, "layers"):
-        fail(f"--model {model_name}: its {type(decoder).__name__} has no layers of this name")
+        fail(f"--model {model_name}: its {type(decoder).__name__} has no attribute `layers`")
     for name, weight in decoder.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
             fail(f"--model {model_name}: is a mixture of experts ({name})")
@@ -448,7 +455,8 @@ def check_model(model: PeftModel) -> None:
             f"{len(trained)} tensors are trainable, but LoRA on {len(adapted)} linears has"
             f" {2 * len(adapted)}; anything else would not be saved")
     shards = [p.to_local() for p in model.parameters()]
-    log(f"model: {sum(p.numel() for p in trained.values()):,} trainable parameters;"
+    log(f"model on {dist.get_world_size()} ranks:"
+        f" {sum(p.numel() for p in trained.values()):,} trainable parameters;"
         f" {sum(p.nbytes for p in shards) / 2**30:.2f} GiB of the model per rank, on"
         f" {shards[0].device.type}")
 
@@ -477,9 +485,8 @@ def train(
     for step in range(1, n_steps + 1):
         started = time.perf_counter()
         batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
-        # of all ranks, because gradients are summed over them. A DataLoader with other rows for
-        # each rank would need an all_reduce here, equally many micro-batches on all ranks, and no
-        # [rank::world_size] in micro_batches()
+        # of all ranks, because gradients are summed over them. With a DataLoader, load this same
+        # whole batch on every rank (no DistributedSampler): micro_batches() deals it out
         n_loss_tokens = count_loss_tokens(batch)
         step_loss = torch.zeros((), device=device)
         for micro_batch in micro_batches(batch, args):
@@ -822,8 +829,8 @@ def render_answer(
         raise DataError(f"the chat template's prompt ends with {prompt[-40:]!r}, but the text with"
                          " the answer does not continue it")
     answer_text = text.removeprefix(prompt)
-    # render() does not check reasoning, which templates may drop from earlier answers. This
-    # answer's is trained, so it must be there
+    # render() checks only what follows </think>, because earlier answers may lose their reasoning.
+    # This answer's is trained, so it must be there
     for part in re.split("</?think>", answer["content"]):
         if part.strip() not in answer_text:
             raise DataError(f"the chat template leaves out {part.strip()[:40]!r}")

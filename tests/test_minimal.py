@@ -272,6 +272,7 @@ RUNS = {  # name: (processes, what the job has)
     "no gradient": (2, {"argv": flags("zeros", "x")}),
     "no file": (2, {"argv": flags("llama", "x", rows="none.jsonl")}),
     "no directory": (2, {"argv": flags("llama", "taken")}),
+    "too long": (2, {"argv": flags("llama", "x", "--max_seq_len", 10**6)}),
     "no rows": (2, {"argv": flags("llama", "x", "--max_seq_len", 1)}),
     "too fast": (2, {"argv": flags("demo", "x", "--learning_rate", 1e9)}),
 }  # fmt: skip
@@ -518,6 +519,7 @@ def test_check_model_finds(run, words, runs):
     ("lacking", "lacking: no model*.safetensors has layers.0.mlp.down_proj."),
     ("quantized", "--model quantized: is already quantized; pass the original model"),
     ("twice", "twice: its files have two tensors "),
+    ("too long", "--max_seq_len 1000000: the model is made for "),
     ("no model", "--model none: no such directory, and the download failed: "),
     ("a GGUF", "--model gguf: has no config.json; expected safetensors as on the Hub"),
     ("odd rows", "odd.jsonl, line 2: DataError: expected either text or messages, not prompt"),
