@@ -351,6 +351,10 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
     for name, _ in causal_lm.named_parameters():
         if ".lora_" not in name and bare_name(name) not in handles:
             fail(f"{model_dir}: no model*.safetensors has {bare_name(name)}")
+    used = {bare_name(name) for tensors in (causal_lm.named_parameters, causal_lm.named_buffers)
+            for name, _ in tensors(remove_duplicate=False)}  # with a tied lm_head
+    if unused := sorted(set(handles) - used):
+        log(f"{model_dir}: {len(unused):,} tensors are not used: {', '.join(unused[:5])}")
     return handles
 
 

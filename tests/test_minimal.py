@@ -133,6 +133,8 @@ def base(tmp_path_factory, demo_directory, wanted):
         patch.setitem(FAMILIES["gemma4_text"], "hidden_size_per_layer_input", 64)
         write_model(directory / "gemma4_e", "gemma4_text", tokenizer)
     shutil.copytree(demo_directory / "model", directory / "demo")
+    save_file({"model.layers.0.self_attn.q_proj.bias": torch.ones(4)},
+              directory / "demo" / "model-more.safetensors")
     shutil.copytree(directory / "llama", directory / "lacking")
     index = directory / "lacking" / "model.safetensors.index.json"
     (index.parent / json.loads(index.read_text())["weight_map"]["model.norm.weight"]).unlink()
@@ -535,6 +537,12 @@ def test_check_model_finds(run, words, runs):
 def test_one_line_says_what_is_wrong(run, words, runs):
     *_, line, last = runs(run)[0].splitlines()
     assert line.startswith("error: ") and words in line and last == "SystemExit: 1"
+
+
+def test_stored_tensors_that_no_module_has_are_named(runs):
+    text, _ = runs("too fast")
+    assert "demo: 1 tensors are not used: layers.0.self_attn.q_proj.bias\n" in text
+    assert not any("are not used" in runs(family)[0] for family in ("llama", "qwen3"))
 
 
 def test_evaluation_changes_no_training(runs):
