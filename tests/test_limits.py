@@ -241,7 +241,7 @@ def test_row_is_cut_at_the_longest_length(n):
 @pytest.mark.parametrize("by, verdict", [
     (0.0, "ok"), (0.19, "ok"), (0.21, "warning"), (0.99, "warning"), (1.01, None),
     (NAN, None)])  # fmt: skip
-@pytest.mark.parametrize("effect, why", [(0.09, "too small"), (0.11, "may differ from those")])
+@pytest.mark.parametrize("effect, why", [(0.09, "small beside"), (0.11, "may differ from those")])
 def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, monkeypatch):
     """And none that is further from what was trained than the base is passes."""
     trained = torch.eye(8)
