@@ -399,6 +399,8 @@ GROUPS = {
         case("long-8b-32k", "llama-3-8b", 1, 32_768, 3, gpus=1),
         case("long-70b-32k", "llama-2-70b", 1, 32_768, 2, OFFLOAD, gpus=1),
         case("long-gpt-oss-20b-65k", "gpt-oss-20b", 1, 65_536, 3, OFFLOAD, gpus=1),
+        *(case(f"long-qwen9b-{tokens // 1000}k", "qwen3.5-9b", 1, tokens, 2, OFFLOAD, gpus=1)
+          for tokens in (32_768, 131_072, 262_144)),
         case("long-8b-131k", "llama-3-8b", 1, 131_072, 2, OFFLOAD, gpus=1),
         case("long-8b8-131k", "llama-3-8b", 1, 131_072, 3, f"{ALL} {OFFLOAD}", gpus=1, layers=8),
         case("long-8b8-131k-kept", "llama-3-8b", 1, 131_072, 3, ALL, gpus=1, layers=8,
