@@ -43,12 +43,15 @@ To use the adapter, load the model in NF4, as it was trained, and then the adapt
     model = AutoModelForCausalLM.from_pretrained(
         name, quantization_config=nf4, dtype=torch.bfloat16)
     model = PeftModel.from_pretrained(model, "adapter")
-Do not merge it into the bf16 weights by merge_and_unload(): it was trained on their 4-bit values.
+To merge it, dequantize that model first, because the adapter was trained on the 4-bit values and
+not on the original weights. This needs memory for the whole model in bf16:
+    model = AutoModelForCausalLM.from_pretrained(
+        name, quantization_config=nf4, dtype=torch.bfloat16).dequantize()
+    PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
 
-This file needs nothing else of the FSDP QLoRA repository. There are also merge_adapters.py, which
-adds the adapter to those 4-bit values and writes one bf16 model, and train_fsdp_qlora.py, which
-resumes, starts from an adapter, trains mixtures of experts, preference pairs and tool calls, plans
-memory, and is faster.
+This file needs no other. The repository that it was copied from also has merge_adapters.py, which
+merges one tensor after the other, and train_fsdp_qlora.py, which resumes, starts from an adapter,
+trains mixtures of experts, preference pairs and tool calls, plans memory, and is faster.
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 SPDX-License-Identifier: MIT. Copyright (c) 2026 the FSDP QLoRA authors.
@@ -69,8 +72,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-# less fragmentation of GPU memory, unless the user has set either name. torch reads them when it is
-# imported
+# less fragmentation of GPU memory. `import torch` reads these settings; a user's own are kept
 if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -93,7 +95,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
 
-# transformers 6 will drop names that PEFT uses, and build_model() for transformers 5.20
+# hide a harmless warning: PEFT and build_model() call methods by names that transformers 6 drops,
+# because transformers 5.20 has no others
 warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
 
 # dtype of unquantized weights, activations and matmuls; float16 would need a loss scaler
@@ -259,12 +262,13 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     model.name_or_path = args.model  # for adapter_config.json
     model.is_loaded_in_4bit = True  # or PEFT would use its LoRA layer for plain linears
     # LoRA on fewer linears: [name for name in linears if ".self_attn." in name], but on at least
-    # one in each layer. Dropout: lora_dropout=0.05
+    # one in each layer, see shard_layer(). Dropout: lora_dropout=0.05. use_rslora works; DoRA,
+    # PiSSA and OLoRA do not, because they need the weights, which are still on meta
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
-    # a layer keeps only its inputs, and backward computes its forward again: far less memory, and
-    # up to half more work. Delete this line if activations fit
+    # a layer keeps only its inputs, and backward computes its forward again: far less memory, up to
+    # 1.5 times the work. Delete this line if activations fit
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()  # transformers checkpoints in training mode only
 
@@ -305,8 +309,8 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
 def load_and_shard(
     model: PeftModel, args: Namespace, model_dir: Path, device: torch.device
 ) -> None:
-    """Read, quantize and shard one decoder layer after the other, so that no GPU ever needs memory
-    for all of them.
+    """Read, quantize and shard one decoder layer after the other, so that a GPU never holds more
+    than its shards and one whole layer.
 
     Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
     on the GPU, or in host memory with --offload. A layer is an FSDP unit: all ranks gather it as a
@@ -492,9 +496,10 @@ def train(
         log(f"step 0: eval_loss {eval_loss:.4f}")
     for step in range(1, n_steps + 1):
         started = time.perf_counter()
-        batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
-        # of all ranks, because gradients are summed over them. With a DataLoader, load this same
-        # whole batch on every rank (no DistributedSampler): micro_batches() deals it out
+        # every rank has the whole batch, and micro_batches() deals it out. So a DataLoader must
+        # give this same batch to every rank: no DistributedSampler
+        batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]
+        # the tokens of all ranks, because the gradients are summed over all ranks
         n_loss_tokens = count_loss_tokens(batch)
         step_loss = torch.zeros((), device=device)
         for micro_batch in micro_batches(batch, args):
@@ -591,7 +596,7 @@ def evaluate(
     """Return the mean loss per token of some rows.
 
     To generate text, after the loop over micro-batches, on all ranks: model.unshard(),
-    model.generate(..., synced_gpus=True), and model.reshard().
+    model.generate(..., synced_gpus=True), and model.reshard(). Pass on the tokenizer of main().
     """
     model.eval()
     for module in model.modules():
@@ -730,7 +735,7 @@ def read_rows(
         fail(f"{path}: no token to train on")
     log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines (columns:"
         f" {', '.join(sorted(columns))}); cut at --max_seq_len: {n_cut:,}; left out, because no"
-        f" answer is within it: {n_dropped:,}")
+        f" token within --max_seq_len is in the loss: {n_dropped:,}")
     in_loss = rows[0].labels[rows[0].labels != IGNORE_INDEX]
     log(f"first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
         f" {tokenizer.decode(in_loss)[:500]!r}")
@@ -760,7 +765,7 @@ def check_example(example: dict[str, Any]) -> None:
         raise DataError("expected a string as text")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise DataError("expected a list of objects as messages")
-    unhandled = ["weight"]
+    unhandled = ["weight"]  # keys by which other trainers and chat templates change the training
     if "messages" in example:
         unhandled += ["system", "system_prompt", "tools", "functions", "documents",
                       "chat_template_kwargs", "completion", "chosen", "rejected", "label",
