@@ -41,12 +41,12 @@ To use the adapter, load the model in NF4, as it was trained, and then the adapt
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
                              bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(
-        name, quantization_config=nf4, dtype=torch.bfloat16)
+        name, quantization_config=nf4, dtype=torch.bfloat16, device_map="auto")  # over all GPUs
     model = PeftModel.from_pretrained(model, "adapter")
-To merge it, dequantize that model first, because the adapter was trained on the 4-bit values and
-not on the original weights. This needs memory for the whole model in bf16:
+To merge it, dequantize the 4-bit model first, because the adapter was trained on the 4-bit values
+and not on the original weights. This needs host memory for the whole model in bf16:
     model = AutoModelForCausalLM.from_pretrained(
-        name, quantization_config=nf4, dtype=torch.bfloat16).dequantize()
+        name, quantization_config=nf4, dtype=torch.bfloat16, device_map="cpu").dequantize()
     PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
 
 This file needs no other. The repository that it was copied from also has merge_adapters.py, which
@@ -58,6 +58,7 @@ SPDX-License-Identifier: MIT. Copyright (c) 2026 the FSDP QLoRA authors.
 """
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -116,7 +117,7 @@ IGNORE_INDEX = -100  # label of a token that is not in the loss
 
 class Row(NamedTuple):
     """The tokens of a text, or of an answer and all messages before it. Every field is a tensor of
-    one value per token (a weight would be in fp32), because read_rows() cuts it at --max_seq_len.
+    one value per token, because read_rows() cuts it at --max_seq_len (a weight of the loss: fp32).
     """
 
     ids: Tensor  # [tokens]
@@ -158,8 +159,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="a GPU computes at most micro_batch_size x max_seq_len tokens at once,"
-                        " padding included")
+                        help="not rows, but a budget: a GPU computes at most micro_batch_size x"
+                        " max_seq_len tokens at once, padding included")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
@@ -227,7 +228,8 @@ def find_model(args: Namespace) -> Path:
             fail(f"--model {args.model}: no such directory, and the download failed: {reason}")
     for name in ("config.json", "tokenizer.json"):
         if not (model_dir / name).is_file():
-            fail(f"--model {args.model}: has no {name}; expected safetensors as on the Hub")
+            fail(f"--model {args.model}: has no {name}; expected a model as on the Hub:"
+                 " config.json, tokenizer.json and safetensors")
     return model_dir
 
 
@@ -309,8 +311,8 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
 def load_and_shard(
     model: PeftModel, args: Namespace, model_dir: Path, device: torch.device
 ) -> None:
-    """Read, quantize and shard one decoder layer after the other, so that a GPU never holds more
-    than its shards and one whole layer.
+    """Read, quantize and shard one decoder layer after the other, then the rest of the model. So a
+    GPU holds as a whole only the layer that is being loaded and, at the end, embedding and lm_head.
 
     Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
     on the GPU, or in host memory with --offload. A layer is an FSDP unit: all ranks gather it as a
@@ -325,12 +327,14 @@ def load_and_shard(
     init_lora_weights = model.peft_config["default"].init_lora_weights
     names = {module: name for name, module in causal_lm.named_modules()}
     layers = causal_lm.get_decoder().layers
-    for layer in layers:
+    for n_loaded, layer in enumerate(layers, start=1):
         for module in layer.modules():
             load_module(module, names[module], handles, device)
             if isinstance(module, LoraLayer):
                 init_lora(module, names[module], init_lora_weights, device)
         shard_layer(layer, policy)
+        if n_loaded % 10 == 0:
+            log(f"loaded {n_loaded} of {len(layers)} layers")
     in_layers = set(layers.modules())
     for module, name in names.items():  # embedding, final norm, lm_head
         if module not in in_layers:
@@ -367,7 +371,8 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
 
 def bare_name(name: str) -> str:
     """Return a tensor's name without PEFT's ".base_layer", and without leading "model." and
-    "language_model.", which a model's class may have and its files lack, or the other way round."""
+    "language_model.", which a model's class may have and its files lack, or the other way round:
+    language_model.model.layers.0 and model.language_model.layers.0 both become layers.0."""
     return re.sub(r"^((model|language_model)\.)+", "", name.replace(".base_layer", ""))
 
 
@@ -562,7 +567,7 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
     """Return the sum of the losses of all tokens in some rows, which are this rank's own.
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
-    the loss ignores the padding. So do not pack several texts into a row.
+    the loss ignores the padding. Do not pack several texts into a row: they would see each other.
     """
     ids = pad_sequence([row.ids for row in rows], batch_first=True)  # [rows, tokens]
     labels = pad_sequence(
@@ -626,7 +631,7 @@ def clip_gradient(shards: list[nn.Parameter]) -> Tensor:
 
 
 def stop_if_diverged(step: int, loss: Tensor, norm: Tensor) -> None:
-    """Fail if the loss or the gradient is not finite, or if the gradient is 0, so that nothing is
+    """Fail if the loss or the gradient is not finite, or if the gradient is 0: nothing would be
     learned. Loss and norm are sums over all ranks, so all ranks fail together."""
     if torch.isfinite(loss + norm) and norm > 0:
         return
@@ -673,7 +678,7 @@ def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> Non
     """Gather the adapter; rank 0 writes it in PEFT's format.
 
     Each file is written beside that of the last save, and then replaces it. So a run that is killed
-    during a save leaves no half-written file but in partial/.
+    during a save can leave half-written files in partial/ alone.
     """
     state_dict = {name: p.detach().to(device).full_tensor().cpu()
                   for name, p in model.named_parameters() if p.requires_grad}
@@ -701,6 +706,10 @@ def read_rows(
     of host memory per token)."""
     if not Path(path).is_file():
         fail(f"{path}: no such file")
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(Path(path).read_bytes()).hexdigest())
+    if len(set(digests)) > 1:  # ranks with different rows would train wrongly, without an error
+        fail(f"{path}: not the same file on all machines")
     # as bytes: str.splitlines() also splits at characters such as U+2028
     lines = list(enumerate(Path(path).read_bytes().splitlines(), start=1))
     random.Random(SEED).shuffle(lines)

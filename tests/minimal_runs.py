@@ -273,7 +273,18 @@ def edited(name):
     return [(script, name, function) for name, function in found.items()]
 
 
+def rank_1_has_other_rows():
+    parse_args = script.parse_args
+
+    def parse():
+        args = parse_args()
+        args.dataset = "five.jsonl" if dist.get_rank() else args.dataset
+        return args
+
+    return [(script, "parse_args", parse)]
+
+
 PATCHES = {patch.__name__: patch for patch in (
     in_fp32, one_by_one, lora_in_bf16, copies_as_on_cuda, norm_is_trained, lm_head_is_unfrozen,
-    norm_is_not_read,
+    norm_is_not_read, rank_1_has_other_rows,
     evaluated_first, killed_while_saving)}

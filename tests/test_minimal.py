@@ -274,6 +274,7 @@ RUNS = {  # name: (processes, what the job has)
     "broken rows": (2, {"argv": flags("llama", "x", rows="broken.jsonl")}),
     "no gradient": (2, {"argv": flags("zeros", "x")}),
     "no file": (2, {"argv": flags("llama", "x", rows="none.jsonl")}),
+    "other rows": (2, {"argv": flags("llama", "x"), "with": ["rank_1_has_other_rows"]}),
     "no directory": (2, {"argv": flags("llama", "taken")}),
     "too long": (2, {"argv": flags("llama", "x", "--max_seq_len", 10**6)}),
     "no rows": (2, {"argv": flags("llama", "x", "--max_seq_len", 1)}),
@@ -551,12 +552,13 @@ def test_check_model_finds(run, words, runs):
     ("twice", "twice: its files have two tensors "),
     ("too long", "--max_seq_len 1000000: the model is made for "),
     ("no model", "--model none: no such directory, and the download failed: "),
-    ("a GGUF", "--model gguf: has no config.json; expected safetensors as on the Hub"),
+    ("a GGUF", "--model gguf: has no config.json; expected a model as on the Hub: config.json,"),
     ("odd rows", "odd.jsonl, line 2: DataError: expected either text or messages, not prompt"),
     ("broken rows", "broken.jsonl, line 3: JSONDecodeError: "),
     ("no batch", "--batch_size 0: must be above 0"),
     ("no rate", "--learning_rate nan: must be above 0"),
     ("no file", "none.jsonl: no such file"),
+    ("other rows", "text.jsonl: not the same file on all machines"),
     ("no directory", "--output_dir taken: already has an adapter"),
     ("no rows", "text.jsonl: no token to train on"),
     ("too fast", "the run has diverged: use a lower --learning_rate"),
@@ -773,7 +775,7 @@ def test_mistake_in_an_edit_of_encode_keeps_its_traceback(base, tmp_path, monkey
     (tmp_path / "rows.jsonl").write_text('{"text": "1"}')
     args = argparse.Namespace(max_seq_len=64)
     monkeypatch.setattr(minimal_fsdp_qlora, "encode", lambda example, _: example["question"])
-    with pytest.raises(RuntimeError, match="rows.jsonl, line 1") as e:
+    with one_process(), pytest.raises(RuntimeError, match="rows.jsonl, line 1") as e:
         minimal_fsdp_qlora.read_rows(str(tmp_path / "rows.jsonl"), args, tokenizer)
     assert isinstance(e.value.__cause__, KeyError)
 
