@@ -7,11 +7,11 @@ loop. The model comes from transformers, the 4-bit linears from bitsandbytes, th
 
     pip install "torch>=2.11" "transformers>=5.20,<6" "peft>=0.21" "bitsandbytes>=0.50" accelerate
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model Qwen/Qwen3-8B \
-        --dataset rows.jsonl --output_dir adapter
+        --dataset data.jsonl --output_dir adapter
     # a 70B on two 24 GB GPUs: 15 GiB on each, 64 GB of host memory in all (measured on H200s
     # limited to 22.5 GiB)
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.3-70B-Instruct \
-        --dataset rows.jsonl --output_dir adapter --offload --micro_batch_size 2
+        --dataset data.jsonl --output_dir adapter --offload --micro_batch_size 2
 
 It trains dense text models of transformers (Llama, Qwen3, Gemma 3, ...), but no mixture of experts.
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
@@ -31,6 +31,7 @@ with --offload a 70B fits on one of 24 GB. Without a GPU the file runs on the CP
     metrics to wandb or a file                    log_step(); for eval_loss where train() logs it
     what is saved                                 save_adapter()
     columns of the data set                       encode()
+    a data set of the Hub                         none: write it as JSONL, Dataset.to_json()
     weight of an answer or a token                check_example(), encode_answer(), Row, make_row(),
                                                   count_loss_tokens(), rows_loss(), cross_entropy()
 
@@ -49,9 +50,9 @@ and not on the original weights. This needs host memory for the whole model in b
         name, quantization_config=nf4, dtype=torch.bfloat16, device_map="cpu").dequantize()
     PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
 
-This file needs no other. The repository that it was copied from also has merge_adapters.py, which
-merges one tensor after the other, and train_fsdp_qlora.py, which resumes, starts from an adapter,
-trains mixtures of experts, preference pairs and tool calls, plans memory, and is faster.
+This file needs no other. It comes from the repository FSDP QLoRA, which also has merge_adapters.py,
+which merges one tensor after the other, and train_fsdp_qlora.py, which resumes, starts from an
+adapter, trains mixtures of experts, preference pairs and tool calls, plans memory, and is faster.
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 SPDX-License-Identifier: MIT. Copyright (c) 2026 the FSDP QLoRA authors.
@@ -171,8 +172,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--lora_alpha", type=int, default=32,
                         help="the adapter is scaled by lora_alpha / lora_rank")
     parser.add_argument("--offload", action="store_true",
-                        help="keep the model in host memory; a GPU holds the layers that compute,"
-                        " embedding and lm_head, and always the scales of NF4")
+                        help="keep the model in host memory; a GPU holds only the layer that it"
+                        " computes and the next one, embedding and lm_head, and NF4's scales")
     return parser.parse_args()
 
 
@@ -265,7 +266,8 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     model.is_loaded_in_4bit = True  # or PEFT would use its LoRA layer for plain linears
     # LoRA on fewer linears: [name for name in linears if ".self_attn." in name], but on at least
     # one in each layer, see shard_layer(). Dropout: lora_dropout=0.05. use_rslora works; DoRA,
-    # PiSSA and OLoRA do not, because they need the weights, which are still on meta
+    # PiSSA and OLoRA do not, because they need the weights, which are still on meta; nor does
+    # modules_to_save, because only LoRA is initialized and saved
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
@@ -312,7 +314,8 @@ def load_and_shard(
     model: PeftModel, args: Namespace, model_dir: Path, device: torch.device
 ) -> None:
     """Read, quantize and shard one decoder layer after the other, then the rest of the model. So a
-    GPU holds as a whole only the layer that is being loaded and, at the end, embedding and lm_head.
+    GPU holds as a whole only the layer that is being loaded, with the copies that shard_layer()
+    compares, and at the end embedding and lm_head, together 4 GiB for a 70B.
 
     Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
     on the GPU, or in host memory with --offload. A layer is an FSDP unit: all ranks gather it as a
@@ -402,8 +405,10 @@ def init_lora(
 ) -> None:
     """Materialize LoRA in fp32, with PEFT's initial values. `init_lora_weights`: True, "gaussian".
 
-    An adapter that PeftModel.from_pretrained() has loaded on meta would be lost here. To begin with
-    an adapter of the same rank and alpha, copy its values at the end of this function:
+    This would overwrite an adapter of PeftModel.from_pretrained(). To begin with an adapter, keep
+    get_peft_model(), give LoraConfig the adapter's r, lora_alpha, use_rslora and target_modules
+    (another scale, or linears of the adapter that are left out, would be silently wrong), and copy
+    its values at the end of this function:
 
         file = safe_open("adapter/adapter_model.safetensors", "pt")
         for part in ("lora_A", "lora_B"):
@@ -657,7 +662,7 @@ def log_step(
     is 0: wandb.init() in main(), and here wandb.log({"loss": loss.item()}, step=step)"""
     worker, memory = "process", ""
     if loss.is_cuda:
-        worker, memory = "GPU", f" | {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"
+        worker, memory = "GPU", f" | peak {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"
     log(f"step {step:{len(str(n_steps))}}/{n_steps} | loss {loss:7.4f} | lr {lr:.1e} |"
         f" grad_norm {norm:6.3f} | {speed:6,.0f} tok/s/{worker}{memory}")
 

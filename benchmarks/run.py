@@ -660,7 +660,7 @@ def minimal_flags(chosen, gpus, scratch):
 
 def minimal_steps(text):
     """What minimal_fsdp_qlora.py prints of each step, as metrics.jsonl has it."""
-    pattern = r"^step +(\d+)/\d+ \| loss +(\S+) .* (\S+) tok/s/\S+(?: \| +(\S+) GiB)?$"
+    pattern = r"^step +(\d+)/\d+ \| loss +(\S+) .* (\S+) tok/s/\S+(?: \|(?: peak)? +(\S+) GiB)?$"
     names = "step", "loss", "tokens_per_second_per_gpu", "peak_memory_gib"
     steps = [{name: float(x.replace(",", "") or 0) for name, x in zip(names, found)}
              for found in re.findall(pattern, text, re.M)]  # fmt: skip
