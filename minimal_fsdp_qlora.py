@@ -31,7 +31,7 @@ with --offload a 70B fits on one of 24 GB. Without a GPU the file runs on the CP
     metrics to wandb or a file                    log_step(); for eval_loss where train() logs it
     what is saved                                 save_adapter()
     columns of the data set                       encode()
-    a data set of the Hub                         none: write it as JSONL, Dataset.to_json()
+    a data set of the Hub                         none: write it as JSONL, by Dataset.to_json
     weight of an answer or a token                check_example(), encode_answer(), Row, make_row(),
                                                   count_loss_tokens(), rows_loss(), cross_entropy()
 
