@@ -387,7 +387,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
 
 
 def test_what_is_offloaded_may_become_more():
-    """As where an earlier micro-batch's attention kernel could not be resumed."""
+    """As where an earlier micro-batch's attention kernel could not reuse its results."""
     store = OffloadedActivations(2, 1, 8, torch.device("cpu"))
     x, more = torch.arange(8.0), torch.ones(8, 2)
     store.put(x), store.put(x), store.take(1), store.take(0)
@@ -464,8 +464,8 @@ def test_attention_with_saved_results_does_not_run_again(
 def test_evaluation_saves_no_results_of_attention(monkeypatch):
     """It runs the kernel that it would run without."""
     pair, seen = pair_and_expected("llama")[0], []
-    monkeypatch.setattr(attention_mixer, "resumable_attention", lambda *args: (
-        seen.append(args), pieces.resumable_attention(*args))[1])
+    monkeypatch.setattr(attention_mixer, "attention_with_lse", lambda *args: (
+        seen.append(args), pieces.attention_with_lse(*args))[1])
     model = with_saved_attention(pair, pair.arch.n_layers)
     with torch.no_grad():
         model(micro_batch_of([pair.ids[:9]], model))

@@ -273,7 +273,7 @@ def measure(arch, layout, index, plan, with_backward=True):
     forward and backward; with x and, at the peak, the gradient of what the layer returns."""
     n, hidden = plan.micro_batch_tokens, arch.hidden_size
     dtype = plan.dtype
-    # one long document needs more than two, if its attention is resumed
+    # one long document needs more than two, if the results of attention are reused
     lengths = (n,) if plan.n_attention_saved else (n // 2, n // 2)
     with shapes_alone(plan):
         layer, micro_batch = (

@@ -198,7 +198,7 @@ def predicted(arch, layouts, **settings):
 
 def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, longest=2048,
            shortest=None, tied=False, uneven_lengths=True, uneven_labels=False, device="cuda",
-           host_gib=64, resumable_attention=False,
+           host_gib=64, can_reuse_lse=False,
            **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
@@ -207,7 +207,7 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
         mean_document_tokens=longest, uneven_lengths=uneven_lengths,
         uneven_labels=uneven_labels, shortest=shortest or longest,
         world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture,
-        resumable_attention=resumable_attention)  # fmt: skip
+        can_reuse_lse=can_reuse_lse)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
                        int(limit_gib * GIB),
                        dataclasses.replace(machine, free_host_bytes=host_gib * GIB))  # fmt: skip
@@ -466,12 +466,12 @@ def test_recomputed_layers_keep_more_where_memory_allows():
     assert not plan.save_mid_residual and not plan.reuse_dequantized
 
 
-LONG_ROWS = {"gpus": 1, "rows": 1, "uneven_lengths": False, "resumable_attention": True}
+LONG_ROWS = {"gpus": 1, "rows": 1, "uneven_lengths": False, "can_reuse_lse": True}
 
 
 @pytest.mark.parametrize("name, longest, settings, saves", [
     ("llama-3-8b", 131_072, {}, "attention"),
-    ("llama-3-8b", 131_072, {"resumable_attention": False}, "mid_residual"),
+    ("llama-3-8b", 131_072, {"can_reuse_lse": False}, "mid_residual"),
     ("llama-3-8b", 131_072, {"uneven_lengths": True}, "mid_residual"),  # another kernel
     ("llama-3-8b", 131_072, {"uneven_labels": True}, "attention"),  # chats, all of them cut
     ("llama-3-8b", 131_072, {"host_gib": 40}, "input"),  # which pins no more than x
@@ -503,7 +503,7 @@ def test_results_of_attention_are_saved_as_far_as_host_memory_allows():
 def test_parallel_layers_and_short_rows_save_no_results_of_attention():
     config, arch, layouts = shapes_of("llama-3-8b")
     workload = Workload(8192, 8192, 8192, 8192.0, False, 1, torch.device("cuda"),
-                        resumable_attention=True)  # fmt: skip
+                        can_reuse_lse=True)  # fmt: skip
     for parallel in False, True:
         changed = dataclasses.replace(arch, parallel=parallel)
         assert can_save_attention(
@@ -523,7 +523,7 @@ def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkey
     with one_process():
         agree_on_plan(config, arch, layouts, ShuffledRows(rows, config), None, 0,
                       torch.device("cpu"), Kernels({"full": kernel}, {"full": kernel}))
-    assert [workload.resumable_attention for workload in workloads] == [tried]
+    assert [workload.can_reuse_lse for workload in workloads] == [tried]
 
 
 def test_offloaded_results_of_attention_are_on_the_gpu_for_two_layers():

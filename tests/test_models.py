@@ -18,8 +18,9 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.evaluation.compare_with_transformers import plain_kernels
 from fsdp_qlora.kernels import attention, pieces
 from fsdp_qlora.kernels.attention import (
-    Kernels, architectures_by_attention_type, batched_attention, can_resume, document_attention,
-    kernel_matches, varlen_attention)
+    Kernels, architectures_by_attention_type, batched_attention, can_reuse_lse, document_attention,
+    kernel_matches, varlen_attention,
+)
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import SinkAttention
@@ -283,7 +284,7 @@ def test_no_results_are_saved_where_attention_cannot_be_resumed(monkeypatch, cap
 
     def can_be_resumed(kernel=batched_attention, arch=arch):
         by_type = dict.fromkeys(attention.ATTENTION_TYPES, kernel)
-        return can_resume(Kernels(by_type, by_type), arch, cpu)
+        return can_reuse_lse(Kernels(by_type, by_type), arch, cpu)
 
     assert can_be_resumed() and can_be_resumed(piece_attention)
     assert not can_be_resumed(document_attention) and not can_be_resumed(arch=windowed)

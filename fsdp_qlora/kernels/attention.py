@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.kernels.elementwise import N_SITES, WEIGHTS_SITE, drop_eager
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention
-from fsdp_qlora.kernels.pieces import piece_attention, resumable_attention
+from fsdp_qlora.kernels.pieces import attention_with_lse, piece_attention
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention
 from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.segments import Segments, document_segments
@@ -217,32 +217,32 @@ def architectures_by_attention_type(arch: Architecture) -> dict[str, Architectur
     return architectures
 
 
-# the kernels that are cuDNN's from Hopper on, as resumable_attention() is
-RESUMABLE = batched_attention, piece_attention
+# kernels that are cuDNN's from Hopper on, as attention_with_lse() is
+LSE_KERNELS = batched_attention, piece_attention
 
 
-def can_resume(kernels: Kernels, arch: Architecture, device: torch.device) -> bool:
-    """Return True if layers can save the results of attention, from which backward resumes it: if
-    all attention is full and by a kernel that is RESUMABLE, and if a trial gives what
+def can_reuse_lse(kernels: Kernels, arch: Architecture, device: torch.device) -> bool:
+    """Return True if layers can save the results of attention, for backward to reuse: if
+    all attention is full and by one of LSE_KERNELS, and if a trial gives what
     document_attention() gives."""
     if [*architectures_by_attention_type(arch)] != ["full"] \
-            or kernels.fixed_len["full"] not in RESUMABLE \
+            or kernels.fixed_len["full"] not in LSE_KERNELS \
             or device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         return False
 
-    def resumed(
+    def with_reused_lse(
         query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
         arch: Architecture, window: int | None, index: int
     ) -> Tensor:
         inputs = query, key, value, segments, arch.attention_scale
         with torch.no_grad():
-            results = resumable_attention(*inputs)
-        return resumable_attention(*inputs, results)[0]
+            results = attention_with_lse(*inputs)
+        return attention_with_lse(*inputs, results)[0]
 
-    if kernel_matches(resumed, arch, "full", device):
+    if kernel_matches(with_reused_lse, arch, "full", device):
         return True
-    log("warning: slow path, recomputed layers run attention's forward again: a trial to resume it"
-        " from saved results failed on this GPU")
+    log("warning: slow path, recomputed layers run attention's forward again: a trial to reuse"
+        " its saved results failed on this GPU")
     return False
 
 

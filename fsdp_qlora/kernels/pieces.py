@@ -25,10 +25,10 @@ def piece_attention(
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Attention of a few long segments, one after the other, without windows and sinks."""
-    return resumable_attention(query, key, value, segments, arch.attention_scale)[0]
+    return attention_with_lse(query, key, value, segments, arch.attention_scale)[0]
 
 
-def resumable_attention(
+def attention_with_lse(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None,
     known: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class PieceAttention(torch.autograd.Function):
 def attend_to_pieces(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return resumable_attention()'s results."""
+    """Return attention_with_lse()'s results."""
     out = query.new_empty(*query.shape[:2], value.shape[2])
     lse = query.new_empty(1, query.shape[1], len(query), 1, dtype=torch.float32)
     for queries, parts in parts_of(segments):

@@ -38,8 +38,8 @@ class LayerCall:
         self.grad_kv_out: tuple[Tensor, ...] = ()  # from those layers
         self.grad_kv_in: tuple[Tensor, ...] = ()  # for the kv_source
         self.saves_attention = layer.save_policy == "attention" and not is_evaluation
-        # for each group of heads the two results of resumable_attention(): in forward to be saved,
-        # in backward those saved; none if the micro-batch's kernel is not RESUMABLE
+        # for each group of heads the two results of attention_with_lse(): in forward to be saved,
+        # in backward those saved; none if the micro-batch's kernel is none of LSE_KERNELS
         self.attention_results: list[Tensor] = []
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         # weights to use twice: a recomputed layer's backward first runs forward() again

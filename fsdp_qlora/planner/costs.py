@@ -424,7 +424,7 @@ def compute_seconds(
         again = fraction_recomputed(plan)
         flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * latent.kv_b.n_weights
     attended_tokens = min(n * plan.context_parallel_size, mean_document_tokens)
-    # a recomputed layer's forward, unless it is resumed
+    # a recomputed layer's forward, unless its results are reused
     passes = FIT.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
     attention_flops = 2 * n * passes * attended_tokens * layers.mean_query_width
     attention_speed = min(FIT.sustained * machine.flops,

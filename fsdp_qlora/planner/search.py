@@ -24,7 +24,8 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import round_up
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSource
-from fsdp_qlora.kernels.attention import Kernels, can_resume, document_attention
+from fsdp_qlora.kernels import attention
+from fsdp_qlora.kernels.attention import Kernels, document_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
@@ -64,7 +65,7 @@ class Workload:
     state_bytes: float = 0.0  # see Plan
     uneven_labels: bool = False  # True if they differ in the number of their tokens in the loss
     shortest: int = 0  # tokens of the shortest document that is trained
-    resumable_attention: bool = False  # see can_resume()
+    can_reuse_lse: bool = False  # see can_reuse_lse()
 
     def varlen_attention(self, context_size: int) -> bool:
         """Return Plan.varlen_attention, as make_micro_batch() decides it."""
@@ -204,7 +205,7 @@ def can_save_attention(search: Search) -> bool:
     """Return True if recomputed layers may save the results of attention. A parallel layer may not,
     and no layer that has another one's keys."""
     workload, arch = search.workload, search.arch
-    return (workload.resumable_attention and workload.mean_document_tokens >= LONG_DOCUMENT
+    return (workload.can_reuse_lse and workload.mean_document_tokens >= LONG_DOCUMENT
             and not arch.parallel and set(arch.kv_sources) == {None}
             and all(LayerCosts(spec).mixer.attention_values for spec in search.specs))
 
@@ -437,7 +438,7 @@ def longest_of_rows(rows: Rows) -> int:
 def describe_workload(
     config: Config, source: RowSource, eval_rows: Rows | None, world_size: int,
     device: torch.device, why_no_capture: str, plain_attention: bool = False,
-    state_bytes: float = 0.0, plain_recurrence: bool = False, resumable_attention: bool = False,
+    state_bytes: float = 0.0, plain_recurrence: bool = False, can_reuse_lse: bool = False,
 ) -> Workload:
     """Return the Workload of a run on the rows of this source."""
     rows = source.rows
@@ -455,7 +456,7 @@ def describe_workload(
         uneven_lengths=uneven_lengths, uneven_labels=uneven_labels, world_size=world_size,
         device=device, plain_attention=plain_attention, plain_recurrence=plain_recurrence,
         why_no_capture=why_no_capture, state_bytes=state_bytes,
-        resumable_attention=resumable_attention)
+        can_reuse_lse=can_reuse_lse)
 
 
 def why_no_capture(
@@ -490,7 +491,7 @@ def agree_on_plan(
         plain_recurrence=plain_recurrence, state_bytes=state_bytes)
     if workload.mean_document_tokens >= LONG_DOCUMENT:
         workload = dataclasses.replace(
-            workload, resumable_attention=can_resume(kernels, arch, device))
+            workload, can_reuse_lse=attention.can_reuse_lse(kernels, arch, device))
     with raise_on_all_ranks():
         plan = choose_plan(config, arch, specs, workload, limit, machine)
     # free host memory differs between nodes, so all ranks use rank 0's plan
