@@ -300,7 +300,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
     with explain("the check did not run (see --no-check; the merged model is whole)"), no_kernels:
         try:
-            plain, trained = trained_logits(
+            without_adapter, trained = trained_logits(
                 merge_check_file, *read_head(base, device), base.arch, base.token_ids)
             merged = logits_of(base.auto_class.from_pretrained(merged_dir, **settings), rows)
         except (MemoryError, RuntimeError) as e:
@@ -309,7 +309,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
                 raise
             return Verdict("not checked", f"the check did not run here: {e}")
     agree = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
-    effect_norm = (trained - plain).norm()
+    effect_norm = (trained - without_adapter).norm()
     error = float((merged - trained).norm() / effect_norm)
     effect = float(effect_norm / trained.norm())
     print(f"check: merged and trained logits differ by {100 * error:.2f} % of the adapter's effect,"

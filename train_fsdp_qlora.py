@@ -378,20 +378,20 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     has_kernels = capability >= (8, 0) and config.compute_dtype == "bfloat16"
     flash = [attention.flash_attention] if has_flash and config.attn != "sdpa" else []
-    batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
-    batched = attention.batched_attention
-    fixed_len = [batched, *flash] if batched_first else [*flash, batched]
+    sdpa_first = capability >= (9, 0) and config.attn != "flash_attention_2"
+    sdpa = attention.sdpa_attention
+    fixed_len = [sdpa, *flash] if sdpa_first else [*flash, sdpa]
     if not whole_documents:
-        fixed_len = [piece_attention, *flash] if batched_first else flash
+        fixed_len = [piece_attention, *flash] if sdpa_first else flash
     any_len = [attention.varlen_attention, flex_document_attention]
 
     def first_that_works(
             kernels: list[Callable], layer_arch: Architecture, attention_type: str) -> Callable:
         if not has_kernels or layer_arch.attention_dropout:
-            return attention.document_attention
+            return attention.eager_attention
         usable = (f for f in kernels if attention.kernel_matches(
             f, layer_arch, attention_type, device, whole_documents))
-        return next(usable, attention.document_attention)
+        return next(usable, attention.eager_attention)
 
     chosen = Kernels({}, {})
     for attention_type, layer_arch in attention.architectures_by_attention_type(arch).items():

@@ -16,7 +16,7 @@ from test_numbers import of_setting
 
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.kernels.attention import Kernels, document_attention
+from fsdp_qlora.kernels.attention import Kernels, eager_attention
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.micro_batch.context_parallel import (
@@ -64,7 +64,7 @@ def test_ranks_attend_together_as_one_does(n, window):
     arch = types.SimpleNamespace(
         n_heads=4, attention_scale=0.3, attention_softcap=None, attention_dropout=0.0)
     q, k, v = (torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2, 2))
-    want = document_attention(q, k, v, None, segments_of(lengths), arch, window, 0)
+    want = eager_attention(q, k, v, None, segments_of(lengths), arch, window, 0)
     weights, grads = torch.randn_like(want), []
     want_grads = torch.autograd.grad((want * weights).sum(), (q, k, v))
     shards = [make_context_shard(lengths, ContextGroup(n, rank, 0, 1)) for rank in range(n)]
@@ -77,9 +77,9 @@ def test_ranks_attend_together_as_one_does(n, window):
         if window:  # only what is seen is sent
             assert len(received) < len(shard.tokens) + window * 2 * len(lengths)
         at = received[exchange.key_at]
-        for kernel in document_attention, flex_document_attention:
+        for kernel in eager_attention, flex_document_attention:
             inputs = q[shard.tokens], k[at], v[at], None, exchange.segments, arch, window, 0
-            with torch.set_grad_enabled(kernel is document_attention):  # flex has no backward here
+            with torch.set_grad_enabled(kernel is eager_attention):  # flex has no backward here
                 got = kernel(*inputs)
             assert (got - want[shard.tokens]).norm() < 1e-5 * want.norm()
             if got.requires_grad:
@@ -105,7 +105,7 @@ def test_pieces_equal_plain_torch(heads, kv_heads, lengths_q, lengths_k):
     inputs = torch.randn(sum(lengths_q), heads, 16), *both.chunk(2, 1)
     grad = torch.randn(heads, sum(lengths_q), 16).transpose(0, 1)
     results = []
-    for kernel in piece_attention, document_attention:
+    for kernel in piece_attention, eager_attention:
         leaves = [t.detach().requires_grad_() for t in inputs]
         out = kernel(*leaves, None, segments, arch, None, 0)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])

@@ -33,7 +33,7 @@ from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
     compare_with_transformers, random_reference, read_weights, text_model)
 from fsdp_qlora.kernels import pieces, recurrence
-from fsdp_qlora.kernels.attention import batched_attention, document_attention
+from fsdp_qlora.kernels.attention import eager_attention, sdpa_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
@@ -118,7 +118,7 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     """The house's model of this process alone, from transformers' tensors; adapters are zero."""
     plan = plan or make_plan(arch.n_layers)
     _, adapted = resolve_adapter(arch, config, "test")
-    kernels = (resumable_kernels if plan.n_attention_saved else check.plain_kernels)(arch)
+    kernels = (lse_kernels if plan.n_attention_saved else check.eager_kernels)(arch)
     model = Model(
         arch, make_layer_specs(arch, adapted, config), plan, kernels, torch.device("cpu"))
     names = tensor_names(arch, tensors)  # the only process reads all rows
@@ -129,13 +129,13 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     return model
 
 
-def resumable_kernels(arch):
+def lse_kernels(arch):
     """Kernels whose results layers can save, and plain torch for what these do not compute."""
-    plain = check.plain_kernels(arch)
+    plain = check.eager_kernels(arch)
     if arch.attention_softcap or arch.sinks:
         return plain
     fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "within"), kernel)
-                         for kernel in (batched_attention, piece_attention))
+                         for kernel in (sdpa_attention, piece_attention))
     return plain._replace(fixed_len=fixed_len, varlen=varlen)
 
 
@@ -406,7 +406,7 @@ def with_saved_attention(pair, n_saved, on_host=False):
                                offload_activations=on_host)
     model = pair.make(plan)
     adapter_values(model, pair.values)
-    model.kernels, model.store = resumable_kernels(pair.arch), make_store(plan, model.device)
+    model.kernels, model.store = lse_kernels(pair.arch), make_store(plan, model.device)
     return model
 
 
@@ -862,7 +862,7 @@ def test_decays_of_large_values_are_finite(function):
 def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
     """Stand-ins for its kernels, which need a GPU."""
     mixer, cpu = DeltaNet(2, 4, 16, 32, 4), torch.device("cpu")
-    plain = recurrence.document_delta_rule
+    plain = recurrence.eager_delta_rule
 
     def fails(*_):
         raise RuntimeError("not on this GPU\nfor a long reason")
@@ -1202,7 +1202,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (
-        document_attention(q, k, v, None, segments, arch, window, 0) for window in (7, None)
+        eager_attention(q, k, v, None, segments, arch, window, 0) for window in (7, None)
     )
     assert torch.equal(got[:7], full[:7]) or torch.allclose(got[:7], full[:7], atol=1e-5)
     assert torch.allclose(got, full, atol=1e-5) == (not windowed)

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_qlora.kernels import pieces
-from fsdp_qlora.kernels.attention import (
-    ATTENTION_TYPES, batched_attention, document_attention)
+from fsdp_qlora.kernels.attention import ATTENTION_TYPES, eager_attention, sdpa_attention
 from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.pieces import piece_attention
@@ -179,9 +178,9 @@ def counted_kernels(arch, plan):
     recurrence, kernels = None, dict.fromkeys(
         ATTENTION_TYPES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
     if plan.plain_attention:
-        kernels = dict.fromkeys(ATTENTION_TYPES, document_attention)
+        kernels = dict.fromkeys(ATTENTION_TYPES, eager_attention)
     if plan.n_attention_saved:
-        kernels = dict.fromkeys(ATTENTION_TYPES, batched_attention)
+        kernels = dict.fromkeys(ATTENTION_TYPES, sdpa_attention)
     if plan.context_parallel_size > 1 and not plan.varlen_attention:
         kernels = dict.fromkeys(ATTENTION_TYPES, piece_attention)
     if mixer := mixer_with_state(arch):
@@ -190,7 +189,7 @@ def counted_kernels(arch, plan):
             return counted.apply(*args[:5])
 
         if plan.plain_recurrence:
-            recurrence = RECURRENCES[type(mixer)].plain
+            recurrence = RECURRENCES[type(mixer)].eager
     return {"kernels": kernels, "recurrence": recurrence}
 
 

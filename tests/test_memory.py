@@ -22,8 +22,7 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sampling import ShuffledRows
 from fsdp_qlora.evaluation.compare_with_transformers import plain_model
-from fsdp_qlora.kernels.attention import (
-    ATTENTION_TYPES, Kernels, batched_attention, document_attention)
+from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention, sdpa_attention
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
@@ -513,8 +512,8 @@ def test_parallel_layers_and_short_rows_save_no_results_of_attention():
 
 
 @pytest.mark.parametrize("n, kernel, tried", [
-    (8192, batched_attention, True), (8191, batched_attention, False),
-    (8192, document_attention, False)])  # fmt: skip
+    (8192, sdpa_attention, True), (8191, sdpa_attention, False),
+    (8192, eager_attention, False)])  # fmt: skip
 def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkeypatch):
     config, arch, layouts = shapes_of("llama-3-8b", 1, max_steps=2, batch_size=2)
     rows, workloads = rows_of([(list(range(n)),) * 2] * 2), []

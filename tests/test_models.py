@@ -15,11 +15,11 @@ from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.evaluation.compare_with_transformers import plain_kernels
+from fsdp_qlora.evaluation.compare_with_transformers import eager_kernels
 from fsdp_qlora.kernels import attention, pieces
 from fsdp_qlora.kernels.attention import (
-    Kernels, architectures_by_attention_type, batched_attention, can_reuse_lse, document_attention,
-    kernel_matches, varlen_attention,
+    Kernels, architectures_by_attention_type, can_reuse_lse, eager_attention, kernel_matches,
+    sdpa_attention, varlen_attention,
 )
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
 from fsdp_qlora.kernels.pieces import piece_attention
@@ -109,7 +109,7 @@ def test_dropout_of_the_embedding_has_its_probability():
     plan = Plan(compute_dtype="float32", n_layers=0, shard_group_size=1, reshard_after_forward=True,
                 micro_batch_tokens=800, recomputed=0, save_mid_residual=False,
                 reuse_dequantized=False, offload_activations=False, offload_params=False)
-    model = Model(arch, (), plan, plain_kernels(arch), torch.device("cpu"))
+    model = Model(arch, (), plan, eager_kernels(arch), torch.device("cpu"))
     ids = torch.arange(800) % 8
     model.embedding = torch.ones(8, arch.hidden_size)
     for keys, values in (None, [1]), (torch.arange(800) << 20, [0, 2]):
@@ -173,7 +173,7 @@ def test_kernel_that_computes_something_else_is_found_out(kind, attention_type, 
     arch, cpu = describe_model(TINY[kind](320)), torch.device("cpu")
     if arch.attention_softcap:
         arch = dataclasses.replace(arch, attention_softcap=50.0)  # Gemma 2's, far from most scores
-    plain = document_attention
+    plain = eager_attention
 
     def uncapped(q, k, v, sinks, segments, arch, *rest):
         return plain(
@@ -235,7 +235,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
         }
 
     found = kernels()
-    assert document_attention not in set.union(*found.values())
+    assert eager_attention not in set.union(*found.values())
     assert {
         attention_type
         for attention_type, used in found.items()
@@ -243,7 +243,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
     } == flex
     for plain in (kernels(compute_dtype="float32"),
                   kernels(dataclasses.replace(arch, attention_dropout=0.1))):  # fmt: skip
-        assert set.union(*plain.values()) == {document_attention}
+        assert set.union(*plain.values()) == {eager_attention}
 
 
 @pytest.mark.parametrize("capability, attn, want", [
@@ -265,15 +265,15 @@ def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
 def test_pieces_have_no_sinks_and_no_caps(kind, right):
     arch = describe_model(TINY[kind](320))
     matches = [kernel_matches(kernel, arch, "full", torch.device("cpu"), whole_documents=False)
-               for kernel in (piece_attention, batched_attention)]  # fmt: skip
-    assert matches == [right, False]  # batched_attention needs as many keys as queries
+               for kernel in (piece_attention, sdpa_attention)]  # fmt: skip
+    assert matches == [right, False]  # sdpa_attention needs as many keys as queries
 
 
 def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
     arch = describe_model(TINY["llama"](320))
     for head_dim, works in (256, True), (512, False):
         wide = dataclasses.replace(arch, head_dim=head_dim)
-        for kernel in batched_attention, piece_attention:
+        for kernel in sdpa_attention, piece_attention:
             assert kernel_matches(kernel, wide, "full", torch.device("cpu")) == works
 
 
@@ -282,19 +282,19 @@ def test_no_results_are_saved_where_attention_cannot_be_resumed(monkeypatch, cap
     arch, cpu = describe_model(TINY["granite"](320)), torch.device("cpu")
     windowed = describe_model(TINY["mistral"](320))
 
-    def can_be_resumed(kernel=batched_attention, arch=arch):
+    def can_be_reused(kernel=sdpa_attention, arch=arch):
         by_type = dict.fromkeys(attention.ATTENTION_TYPES, kernel)
         return can_reuse_lse(Kernels(by_type, by_type), arch, cpu)
 
-    assert can_be_resumed() and can_be_resumed(piece_attention)
-    assert not can_be_resumed(document_attention) and not can_be_resumed(arch=windowed)
+    assert can_be_reused() and can_be_reused(piece_attention)
+    assert not can_be_reused(eager_attention) and not can_be_reused(arch=windowed)
     assert not capsys.readouterr().out
     backward = pieces.attend_backward
     for fails in (lambda *_: torch.ops.aten.no_such_kernel(), lambda *_: torch.ops.aten.mm(1),
                   lambda q, *_: torch.empty(2) @ torch.empty(3),
                   lambda *args: [2 * grad for grad in backward(*args)]):  # fmt: skip
         monkeypatch.setattr(pieces, "attend_backward", fails)
-        assert not can_be_resumed()
+        assert not can_be_reused()
         assert "warning: slow path, recomputed layers run" in capsys.readouterr().out
 
 
@@ -313,7 +313,7 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
         qkv = torch.cat([q, k, v], 1)  # the strides of q, k and v are those of every time
         grad = grad.clone()[:, : arch.n_heads]
         results = []
-        for function in (batched_attention, document_attention):
+        for function in (sdpa_attention, eager_attention):
             inputs = [t.detach().requires_grad_() for t in qkv.split(heads, 1)]
             out = function(*inputs, None, segments, arch, None, 0)
             results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
@@ -333,7 +333,7 @@ def test_flex_attention_sees_what_plain_torch_sees(kind, lengths, window):
     sinks = 2 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
     segments = segments_of(lengths)
     want, got = (kernel(*qkv.split(heads, 1), sinks, segments, arch, window, 0)
-                 for kernel in (document_attention, flex_document_attention))
+                 for kernel in (eager_attention, flex_document_attention))
     assert (got - want).norm() < 1e-5 * want.norm()
 
 
@@ -381,7 +381,7 @@ def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch)
         inputs, kept = [t.detach().requires_grad_() for t in qkv.split(heads, 1)], []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: kept.append(t.untyped_storage().data_ptr()) or t, lambda t: t):  # fmt: skip
-            out = document_attention(*inputs, sinks, segments, arch, window, 0)
+            out = eager_attention(*inputs, sinks, segments, arch, window, 0)
         given = [t for t in (qkv, sinks, segments.dropout_seeds) if t is not None]
         assert {*kept} <= {t.untyped_storage().data_ptr() for t in given}
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
@@ -402,7 +402,7 @@ def test_large_scores_do_not_overflow(kind):
     sinks = 1000 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
     inputs = [x.detach().requires_grad_() for x in (100 * q, 10 * k, v)]
     segments = segments_of((n,))
-    got = document_attention(*inputs, sinks, segments, arch, None, 0)
+    got = eager_attention(*inputs, sinks, segments, arch, None, 0)
     assert all(x.isfinite().all() for x in torch.autograd.grad(got.sum(), inputs))
     q, k, v = (x.double().repeat_interleave(arch.n_heads // x.shape[1], 1) for x in inputs)
     scores = torch.einsum("qhd,khd->hqk", q, k) * arch.attention_scale
@@ -462,6 +462,6 @@ def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, si
 
     kernels = cpu_flash(mask, arch.n_heads // arch.n_kv_heads, arch.attention_scale)
     got = both(lambda *inputs: SinkAttention.apply(*inputs, *kernels))
-    want = both(lambda *inputs: document_attention(*inputs, segments, arch, window, 0))
+    want = both(lambda *inputs: eager_attention(*inputs, segments, arch, window, 0))
     for one, other in zip(got, want):
         assert (one - other).norm() < bar * other.norm()

@@ -376,7 +376,7 @@ def test_softmax_of_plain_attention_is_fp32(name):
     q, k, v = heads_of(arch)
     q = 3 * q
     sinks = draw(arch.n_heads).float() / 3 if arch.sinks else None
-    got = attention.explicit_attention(q, k, v, sinks, arch, None, None, 0)
+    got = attention.masked_eager_attention(q, k, v, sinks, arch, None, None, 0)
     k, v = (x.float().repeat_interleave(arch.n_heads // arch.n_kv_heads, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k).bfloat16().float()
     scores = scores * arch.attention_scale

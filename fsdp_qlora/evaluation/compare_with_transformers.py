@@ -22,7 +22,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.errors import explain
-from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, document_attention
+from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.experts import MoESublayer
@@ -185,7 +185,7 @@ def plain_model(
     if recompute:
         specs = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
                  if isinstance(x.mlp, (MLPSublayer, MoESublayer)) else x for x in specs]
-    model = Model(arch, specs, plan, plain_kernels(arch), torch.device("cpu"))
+    model = Model(arch, specs, plan, eager_kernels(arch), torch.device("cpu"))
     names = tensor_names(arch, tensors)
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
     for layer in model.layers:
@@ -194,13 +194,13 @@ def plain_model(
     return model
 
 
-def plain_kernels(arch: Architecture) -> Kernels:
+def eager_kernels(arch: Architecture) -> Kernels:
     """Return attention in plain torch; and for mixers with a state, plain torch with chunks so
     small that each document has several."""
-    by_type: dict[str, Callable] = dict.fromkeys(ATTENTION_TYPES, document_attention)
+    by_type: dict[str, Callable] = dict.fromkeys(ATTENTION_TYPES, eager_attention)
     recurrence = None
     if mixer := mixer_with_state(arch):
-        recurrence = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
+        recurrence = functools.partial(RECURRENCES[type(mixer)].eager, chunk=8)
     return Kernels(by_type, by_type, recurrence)
 
 

@@ -59,7 +59,7 @@ class PieceAttention(torch.autograd.Function):
         the term that is subtracted from the weights' gradients. Here it gets the lse and the out of
         attention to all keys, so its results are parts of the gradients of that attention."""
         query, key, value, out, lse = ctx.saved_tensors
-        grad = grad.contiguous()  # like `out`, see batched_attention()
+        grad = grad.contiguous()  # like `out`, see sdpa_attention()
 
         def gradients(queries: slice, keys: slice, causal: bool) -> list[Tensor]:
             return attend_backward(

@@ -30,12 +30,12 @@ STATE_CHUNK = 64  # tokens of a document that are computed at once; chunks pass 
 
 # ---- the gated delta rule ----
 
-# document_delta_rule() and fla_delta_rule() take (query, key, value, g, beta, micro-batch), see
+# eager_delta_rule() and fla_delta_rule() take (query, key, value, g, beta, micro-batch), see
 # DeltaNet, and return q S [n, value heads, value_dim]. Query and key are [n, key heads, key_dim],
 # not normalized; value is [n, value heads, value_dim]; g, fp32, and beta are [n, value heads].
 
 
-def document_delta_rule(
+def eager_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch,
     chunk: int = STATE_CHUNK
 ) -> Tensor:
@@ -47,7 +47,7 @@ def chunked_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int],
     chunk: int
 ) -> Tensor:
-    """document_delta_rule() for documents of these lengths.
+    """eager_delta_rule() for documents of these lengths.
 
     What a chunk's tokens add to the state depends on what the tokens before them have added. These
     equations are triangular. They are solved for values, which yields what is added to a state of
@@ -174,8 +174,8 @@ def fla_delta_rule(
     return out[0]
 
 
-def plain_rule_bytes(mixer: DeltaNet) -> int:
-    """Return the bytes per token that are alive at once in document_delta_rule()'s backward: fp32
+def eager_delta_rule_bytes(mixer: DeltaNet) -> int:
+    """Return the bytes per token that are alive at once in eager_delta_rule()'s backward: fp32
     values of each value head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice the
     projected values."""
     key, value = mixer.key_dim, mixer.value_dim
@@ -186,12 +186,12 @@ def plain_rule_bytes(mixer: DeltaNet) -> int:
 # ---- the scan of Mamba-2 ----
 
 
-# document_scan() and fla_scan() take (b, c, x, decay, step, micro-batch), see Mamba2, and return
+# eager_scan() and fla_scan() take (b, c, x, decay, step, micro-batch), see Mamba2, and return
 # C S [n, heads, head_dim]. b and c are [n, groups, state], x is [n, heads, head_dim]; decay, the
 # log of the factor on the state, and step, both fp32, are [n, heads].
 
 
-def document_scan(
+def eager_scan(
     b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, batch: MicroBatch,
     chunk: int = STATE_CHUNK
 ) -> Tensor:
@@ -202,7 +202,7 @@ def document_scan(
 def chunked_scan(
     b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int], chunk: int
 ) -> Tensor:
-    """document_scan() for documents of these lengths. Within a chunk each token's C meets the B of
+    """eager_scan() for documents of these lengths. Within a chunk each token's C meets the B of
     all tokens before it, like queries and keys, times the decay in between; so the variables are
     named after these."""
     chunked, slots, firsts = chunks_of(lengths, chunk, x.device)
@@ -282,8 +282,8 @@ class FlaScan(torch.autograd.Function):
         return dict(q=by_head[0], k=by_head[1], v=value, g=total, scale=1.0, **where)
 
 
-def plain_scan_bytes(mixer: Mamba2) -> int:
-    """Return the bytes per token that are alive at once in document_scan()'s backward: fp32 values
+def eager_scan_bytes(mixer: Mamba2) -> int:
+    """Return the bytes per token that are alive at once in eager_scan()'s backward: fp32 values
     of each head, measured to 6 % with states of 128 and 256; and twice the projected values."""
     head_values = 8 * mixer.state + 8 * mixer.head_dim + 6 * STATE_CHUNK
     return 4 * mixer.heads * head_values + 8 * sum(mixer.widths.values())
@@ -296,14 +296,14 @@ def plain_scan_bytes(mixer: Mamba2) -> int:
 class Recurrence:
     """The functions of one kind of mixer with a state, see above."""
 
-    plain: Callable[..., Tensor]  # in plain torch
+    eager: Callable[..., Tensor]  # in plain torch
     fla: Callable[..., Tensor]  # by flash-linear-attention's kernels
-    plain_bytes_per_token: Callable[[Any], int]  # mixer -> alive at once in plain's backward
+    eager_bytes_per_token: Callable[[Any], int]  # mixer -> alive at once in eager's backward
 
 
 RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
-    DeltaNet: Recurrence(document_delta_rule, fla_delta_rule, plain_rule_bytes),
-    Mamba2: Recurrence(document_scan, fla_scan, plain_scan_bytes)}
+    DeltaNet: Recurrence(eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
+    Mamba2: Recurrence(eager_scan, fla_scan, eager_scan_bytes)}
 
 
 def mixer_with_state(arch: Architecture) -> DeltaNet | Mamba2 | None:
@@ -338,7 +338,7 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     try:
-        pairs = list(zip(both(recurrence.fla), both(recurrence.plain)))
+        pairs = list(zip(both(recurrence.fla), both(recurrence.eager)))
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"
     except Exception as e:  # Triton's and fla's errors have no common class
@@ -357,9 +357,9 @@ def choose_recurrence(
         return None
     recurrence = RECURRENCES[type(mixer)]
     if device.type != "cuda" or compute_dtype != "bfloat16":
-        return recurrence.plain
+        return recurrence.eager
     if why := why_no_fla(mixer, device):
         log(f"warning: slow path for {type(mixer).__name__}: plain PyTorch instead of"
             f" flash-linear-attention ({why}). Try: pip install fla-core einops")
-        return recurrence.plain
+        return recurrence.eager
     return recurrence.fla

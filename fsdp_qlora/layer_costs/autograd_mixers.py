@@ -39,7 +39,7 @@ class AutogradCosts:
         n, record = plan.micro_batch_tokens, self.mixer.record
         itemsize = plan.dtype.itemsize
         if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(record))):
-            return recurrence.plain_bytes_per_token(record) * n
+            return recurrence.eager_bytes_per_token(record) * n
         return self._costs.live_values(record, self.mixer.arch.hidden_size) * n * itemsize
 
     @property

@@ -25,7 +25,7 @@ from fsdp_qlora.data.collate import round_up
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSource
 from fsdp_qlora.kernels import attention
-from fsdp_qlora.kernels.attention import Kernels, document_attention
+from fsdp_qlora.kernels.attention import Kernels, eager_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
@@ -483,12 +483,13 @@ def agree_on_plan(
     if device.type == "cuda":  # so that reported peaks exclude the measurements above
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    plain = document_attention in kernels.of_attention
-    plain_recurrence = kernels.recurrence in [record.plain for record in RECURRENCES.values()]
+    attention_is_eager = eager_attention in kernels.of_attention
+    recurrence_is_eager = kernels.recurrence in [record.eager for record in RECURRENCES.values()]
     workload = describe_workload(
         config, source, eval_rows, dist.get_world_size(), device,
-        why_no_capture(arch, machine, plain, plain_recurrence), plain_attention=plain,
-        plain_recurrence=plain_recurrence, state_bytes=state_bytes)
+        why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
+        plain_attention=attention_is_eager, plain_recurrence=recurrence_is_eager,
+        state_bytes=state_bytes)
     if workload.mean_document_tokens >= LONG_DOCUMENT:
         workload = dataclasses.replace(
             workload, can_reuse_lse=attention.can_reuse_lse(kernels, arch, device))
