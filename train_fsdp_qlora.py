@@ -105,7 +105,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.ranks import (
     RunEnd, all_gather, check_same, is_rank_0, n_cores, on_rank_0, raise_on_all_ranks)
 from fsdp_qlora.run import checkpoints
-from fsdp_qlora.run.directory import describe_run, open_output, save_tokenizer
+from fsdp_qlora.run.directory import open_output, save_tokenizer, write_train_config
 from fsdp_qlora.run.divergence import stop_if_diverged
 from fsdp_qlora.run.finish import finish_run, stop_run
 from fsdp_qlora.run.flags import parse_flags
@@ -208,7 +208,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         run = make_run(job, plan, status, directory, source, model, adapter, start_step)
         start_adapter(run)
         status.enter("saving")
-        on_rank_0(describe_run, run, user_config, loaded, VERSIONS)
+        on_rank_0(write_train_config, run, user_config, loaded, VERSIONS)
         on_rank_0(save_tokenizer, directory, job.weights_dir, base)
         verify_model(model, plan)
         log_parameters(adapter.n_trainable, loaded.n_parameters)

@@ -22,7 +22,7 @@ from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.micro_batch.context_parallel import (
     ContextGroup, KeyExchange, cut_documents, make_context_shard)
 from fsdp_qlora.micro_batch.segments import Segments
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 
 
 def random_lengths(draw, n):
@@ -306,7 +306,7 @@ def latent_gradients(tmp_path_factory, tiny_model, run_jobs, request):
         write_model(base / name, config, seed=1, dtype=torch.float32)
         for path in tokenizer.glob("*token*"):
             (base / name / path.name).write_bytes(path.read_bytes())
-        write_random_adapter(base / f"{name}.adapter", base / name, describe_model(config))
+        write_random_adapter(base / f"{name}.adapter", base / name, make_architecture(config))
 
     def work(n, name):
         if n not in done:
@@ -350,7 +350,7 @@ def test_ranks_exchange_latents_alone(n, name, setting, passes, latent_gradients
     """Of each token a layer's latent and rotated key, and their gradients; and, once for a
     micro-batch, the token's seed of dropout."""
     widths = of_setting(latent_gradients(n, name), setting)["exchanged"].tolist()
-    arch = describe_model(tiny_config(name, 512))
+    arch = make_architecture(tiny_config(name, 512))
     width = arch.mla.kv_rank + arch.mla.rope_dim
     assert width < arch.n_heads * (arch.head_dim + arch.mla.value_dim)  # whole keys and values
     assert {*widths} - {1} == {width, -width} and (1 in widths) == (setting == "dropout")

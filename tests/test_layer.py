@@ -54,9 +54,9 @@ from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
-from fsdp_qlora.pretrained import describe, families
+from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads, Mamba2
-from fsdp_qlora.pretrained.describe import describe_model, text_config
+from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
@@ -172,7 +172,7 @@ class Pair:
         for field, value in (("intermediate_size", 96), *fields):
             setattr(self.model_config, field, value)
         self.arch = dataclasses.replace(
-            describe_model(self.model_config),
+            make_architecture(self.model_config),
             attention_dropout=0.0,
             residual_dropout=0.0,
             embedding_dropout=0.0,
@@ -314,7 +314,7 @@ def test_shapes_equal_transformers_and_peft(shape, kept, monkeypatch):
 def test_gate_of_attention_equals_autograd(linear, per_head, activation):
     """Also where each head's gate follows its query, as in Qwen3.5."""
     per_head = per_head and linear is not None
-    arch = dataclasses.replace(describe_model(TINY["qwen3"](VOCABULARY)), qk_norm=None,
+    arch = dataclasses.replace(make_architecture(TINY["qwen3"](VOCABULARY)), qk_norm=None,
                                attention_gate=AttentionGate(linear, per_head, activation))
     generator, (heads, kv_heads, d) = torch.Generator().manual_seed(0), (4, 2, arch.head_dim)
     n_gates = heads if per_head else heads * d
@@ -619,7 +619,7 @@ def test_each_layer_has_the_layout_of_its_kind():
     """Its own window, rotary, heads, sublayers and MLP; layers of one kind share a LayerSpec."""
     mixed = set()
     for name, make in TINY.items():
-        arch = describe_model(make(VOCABULARY))
+        arch = make_architecture(make(VOCABULARY))
         kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_mixer, arch.layer_routed,
                          arch.layer_heads, arch.layer_sublayers, strict=True))  # fmt: skip
         layouts = make_layer_specs(arch, (), CONFIG)
@@ -766,7 +766,7 @@ def plant(monkeypatch, model_type, fields):
         monkeypatch.setitem(families.FAMILIES, model_type, wrong)
         return
     monkeypatch.setattr(
-        check, "describe_model", lambda c: dataclasses.replace(describe_model(c), **fields)
+        check, "make_architecture", lambda c: dataclasses.replace(make_architecture(c), **fields)
     )
 
 
@@ -776,7 +776,7 @@ def test_check_at_start_catches(error, monkeypatch):
     model_config = TINY[name](VOCABULARY)
     family = model_config.model_type
     # fields that no record names now
-    monkeypatch.setattr(describe, "check_model", lambda config: None)
+    monkeypatch.setattr(from_config, "check_model", lambda config: None)
     plant(monkeypatch, family, fields)
     with pytest.raises(ValueError, match=f"the check at start failed: {family} "):
         compare_with_transformers(model_config, name)
@@ -793,7 +793,7 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
         )
 
     model_config = TINY[name](VOCABULARY)
-    (kind,) = map(type, describe_model(model_config).mixers.values())
+    (kind,) = map(type, make_architecture(model_config).mixers.values())
     function = autograd_mixers.MIXERS[kind]
     monkeypatch.setitem(autograd_mixers.MIXERS, kind, all_as_one)
     with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
@@ -967,12 +967,12 @@ def forget_readers(backward):
 WRONG_CODE = {
     "windows on other layers": (
         "gemma2",
-        "describe_positions",
+        "make_positions",
         lambda f: lambda *a: f(*a) | {"layer_window": [5] * a[0].num_hidden_layers},
     ),
     "rotary on layers without": (
         "smollm3",
-        "describe_positions",
+        "make_positions",
         lambda f: lambda *a: f(*a) | {"layer_rope": [0] * a[0].num_hidden_layers},
     ),
     "long factors for short documents": ("phi3_longrope", "rope_frequencies", always_long),
@@ -1082,14 +1082,14 @@ def test_check_at_start_names_the_model_whatever_goes_wrong(what):
 def test_field_that_no_record_knows_is_refused():
     config = tiny("gemma3_text", use_bidirectional_attention=True)(VOCABULARY)
     with pytest.raises(ValueError, match="use_bidirectional_attention"):
-        describe_model(config)
+        make_architecture(config)
 
 
 @pytest.mark.parametrize("outer, inner", [*itertools.product((True, False), repeat=2)])
 def test_multimodal_model_is_tied_if_both_configs_say_so(outer, inner):
     config = TINY["mistral3"](VOCABULARY)
     config.tie_word_embeddings, config.text_config.tie_word_embeddings = outer, inner
-    assert describe_model(config).tied == (outer and inner)
+    assert make_architecture(config).tied == (outer and inner)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -1097,8 +1097,8 @@ def test_text_config_without_that_flag_is_tied_as_the_outer_one_says(tied):
     config = TINY["qwen3_vl"](VOCABULARY)
     del config.text_config.tie_word_embeddings
     config.tie_word_embeddings = tied
-    assert describe_model(config).tied == tied
-    assert describe_model(shrunk_config(config)).tied == tied
+    assert make_architecture(config).tied == tied
+    assert make_architecture(shrunk_config(config)).tied == tied
 
 
 WRAPPED = [name for name, make in TINY.items() if make.model_type in families.MULTIMODAL]
@@ -1108,7 +1108,7 @@ WRAPPED = [name for name, make in TINY.items() if make.model_type in families.MU
 def test_multimodal_model_gives_the_logits_of_its_text_model(name):
     """The check at start builds the text model alone; the outer one must not scale or cap."""
     config = (TINY | OUTER)[name](VOCABULARY)
-    outer, prefix = make_whole(config), describe_model(config).module_prefix
+    outer, prefix = make_whole(config), make_architecture(config).module_prefix
     text = text_model(config.text_config, dtype=torch.float32).eval()
     tensors = {key.replace(prefix, "model.").removeprefix("language_model."): value
                for key, value in outer.state_dict().items()}  # fmt: skip
@@ -1122,7 +1122,7 @@ def test_multimodal_model_gives_the_logits_of_its_text_model(name):
 def test_bf16_norms_and_embeddings_round_as_transformers(name):
     """In fp32 it makes no difference what is rounded first."""
     config = shrunk_config(TINY[name](VOCABULARY))
-    arch, seen = describe_model(config), []
+    arch, seen = make_architecture(config), []
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().model
     reference.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -1146,7 +1146,7 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
 def test_angles_of_far_positions_are_exact(name):
     """Dynamic's base is that of the longest row that there may be."""
     config = TINY[name](VOCABULARY)
-    arch = describe_model(config)
+    arch = make_architecture(config)
     at = torch.tensor([255, 257, 1001, 131071])
     rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
     want = rotary(torch.zeros(1, dtype=torch.float32), at[None])
@@ -1159,7 +1159,7 @@ def test_angles_of_far_positions_are_exact(name):
 @pytest.mark.parametrize("name", ["phi3_longrope", "phi4_mini"])
 def test_document_as_long_as_longropes_limit_is_short(name):
     config = TINY[name](VOCABULARY)
-    arch, n = describe_model(config), 16
+    arch, n = make_architecture(config), 16
     assert arch.ropes[0]["original_max_position_embeddings"] == n
     rotary, lengths = AutoModelForCausalLM.from_config(config).model.rotary_emb, (n + 1, n, n - 1)
     positions = [torch.arange(length) for length in lengths]
@@ -1186,7 +1186,7 @@ def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
 
 @pytest.mark.parametrize("n, windowed", [(7, False), (8, True)])
 def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
-    arch, kernels = describe_model(TINY["mistral"](VOCABULARY)), {}
+    arch, kernels = make_architecture(TINY["mistral"](VOCABULARY)), {}
     for attention_type in "window", "within":
         kernels[attention_type] = lambda *args, attention_type=attention_type: (
             attention_type,

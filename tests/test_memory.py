@@ -34,8 +34,8 @@ from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
     DoesNotFit, Search, Workload, agree_on_plan, can_save_attention, choose_plan, possible_plans,
     use_graphs, why_no_capture)
-from fsdp_qlora.pretrained.describe import describe_model
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.run.resolve import resolve_max_seq_len
@@ -247,7 +247,7 @@ class CountedAttention(torch.autograd.Function):
 def tiny_plain_model(family):
     model_config = TINY[family](128)
     tensors = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).state_dict()
-    arch = describe_model(model_config)
+    arch = make_architecture(model_config)
     return arch, plain_model(model_config, arch, tensors, 64)
 
 
@@ -373,7 +373,7 @@ def test_mean_document_is_that_of_a_token():
     config, _, _ = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
     rows = rows_of([(list(range(n)),) * 2 for n in (10, 30)])
     with one_process():
-        workload = search.describe_workload(
+        workload = search.make_workload(
             config, ShuffledRows(rows, config), None, 1, torch.device("cpu"), "")
     assert workload.mean_document_tokens == (10 * 10 + 30 * 30) / 40
 
@@ -387,7 +387,7 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
                     for n, masked in zip(lengths, n_masked)])
     cpu = torch.device("cpu")
     with one_process():
-        workload = search.describe_workload(config, ShuffledRows(rows, config), None, 1, cpu, "")
+        workload = search.make_workload(config, ShuffledRows(rows, config), None, 1, cpu, "")
     plan = choose_plan(config, arch, layouts, workload, 0, H200)
     model = types.SimpleNamespace(device=cpu, plan=plan, store=None,
                                   kernels=Kernels({"full": "fixed_len"}, {"full": "varlen"}))

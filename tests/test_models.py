@@ -26,7 +26,7 @@ from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from train_fsdp_qlora import choose_attention
@@ -105,7 +105,7 @@ def test_models_own_dropout_is_there_and_does_not_depend_on_bins(kind, train, mo
 
 
 def test_dropout_of_the_embedding_has_its_probability():
-    arch = dataclasses.replace(describe_model(DROPOUT["embedding"](8)), ropes=[])
+    arch = dataclasses.replace(make_architecture(DROPOUT["embedding"](8)), ropes=[])
     plan = Plan(compute_dtype="float32", n_layers=0, shard_group_size=1, reshard_after_forward=True,
                 micro_batch_tokens=800, recomputed=0, save_mid_residual=False,
                 reuse_dequantized=False, offload_activations=False, offload_params=False)
@@ -156,7 +156,7 @@ def test_tied_model_whose_file_has_another_head_is_refused(change, works, tmp_pa
     head[-1, -1] += change
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
     model_config = transformers.AutoConfig.from_pretrained(tmp_path)
-    arch, files = describe_model(model_config), weight_files(tmp_path)
+    arch, files = make_architecture(model_config), weight_files(tmp_path)
     names = tensor_names(arch, files)
     if works:
         assert check_files(files, names, model_config, "bfloat16") == {}
@@ -170,7 +170,7 @@ def test_tied_model_whose_file_has_another_head_is_refused(change, works, tmp_pa
                                          ("gpt_oss", "full"), ("gpt_oss", "window")])  # fmt: skip
 def test_kernel_that_computes_something_else_is_found_out(kind, attention_type, monkeypatch):
     """One without soft caps, windows or sinks, or with a wrong backward."""
-    arch, cpu = describe_model(TINY[kind](320)), torch.device("cpu")
+    arch, cpu = make_architecture(TINY[kind](320)), torch.device("cpu")
     if arch.attention_softcap:
         arch = dataclasses.replace(arch, attention_softcap=50.0)  # Gemma 2's, far from most scores
     plain = eager_attention
@@ -204,15 +204,15 @@ def test_kernel_that_computes_something_else_is_found_out(kind, attention_type, 
 
 def test_kernels_are_tried_with_the_heads_of_the_layers_that_use_them():
     """Gemma 4's layers without a window have wider heads, and fewer of keys."""
-    found = architectures_by_attention_type(describe_model(TINY["gemma4_text"](320)))
+    found = architectures_by_attention_type(make_architecture(TINY["gemma4_text"](320)))
     heads = {attention_type: (arch.n_kv_heads, arch.head_dim, arch.keys_are_values)
              for attention_type, arch in found.items()}  # fmt: skip
     assert heads == {"window": (2, 24, False), "within": (2, 24, False), "full": (1, 32, True)}
-    assert architectures_by_attention_type(describe_model(TINY["mistral"](320))).keys() == {
+    assert architectures_by_attention_type(make_architecture(TINY["mistral"](320))).keys() == {
         "window",
         "within",
     }
-    assert architectures_by_attention_type(describe_model(TINY["llama"](320))).keys() == {"full"}
+    assert architectures_by_attention_type(make_architecture(TINY["llama"](320))).keys() == {"full"}
 
 
 @pytest.mark.parametrize("kind, flex", [
@@ -225,7 +225,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
     monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(attention, "kernel_matches", lambda kernel, arch, *_: (
         kernel is flex_document_attention or not arch.attention_softcap))
-    arch = describe_model(TINY[kind](320))
+    arch = make_architecture(TINY[kind](320))
 
     def kernels(arch=arch, **flags):
         chosen = choose_attention(Config(**flags), arch, torch.device("cuda"))
@@ -255,7 +255,7 @@ def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(attention, "kernel_matches", lambda *_: True)
-    arch = describe_model(TINY["mistral"](320))
+    arch = make_architecture(TINY["mistral"](320))
     chosen = choose_attention(Config(attn=attn), arch, torch.device("cuda"), whole_documents=False)
     assert chosen.fixed_len == {"window": varlen_attention, "within": want}
     assert set(chosen.varlen.values()) == {varlen_attention}
@@ -263,14 +263,14 @@ def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
 
 @pytest.mark.parametrize("kind, right", [("granite", True), ("gpt_oss", False), ("gemma2", False)])
 def test_pieces_have_no_sinks_and_no_caps(kind, right):
-    arch = describe_model(TINY[kind](320))
+    arch = make_architecture(TINY[kind](320))
     matches = [kernel_matches(kernel, arch, "full", torch.device("cpu"), whole_documents=False)
                for kernel in (piece_attention, sdpa_attention)]  # fmt: skip
     assert matches == [right, False]  # sdpa_attention needs as many keys as queries
 
 
 def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
-    arch = describe_model(TINY["llama"](320))
+    arch = make_architecture(TINY["llama"](320))
     for head_dim, works in (256, True), (512, False):
         wide = dataclasses.replace(arch, head_dim=head_dim)
         for kernel in sdpa_attention, piece_attention:
@@ -279,8 +279,8 @@ def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
 
 def test_no_results_are_saved_where_attention_cannot_be_resumed(monkeypatch, capsys):
     """Wherever it fails, as with a torch that has no such kernel; and where it is only wrong."""
-    arch, cpu = describe_model(TINY["granite"](320)), torch.device("cpu")
-    windowed = describe_model(TINY["mistral"](320))
+    arch, cpu = make_architecture(TINY["granite"](320)), torch.device("cpu")
+    windowed = make_architecture(TINY["mistral"](320))
 
     def can_be_reused(kernel=sdpa_attention, arch=arch):
         by_type = dict.fromkeys(attention.ATTENTION_TYPES, kernel)
@@ -301,7 +301,7 @@ def test_no_results_are_saved_where_attention_cannot_be_resumed(monkeypatch, cap
 @pytest.mark.parametrize("length", [13, 64, 256])
 def test_batched_attention_reads_gradients_of_any_strides(length):
     """torch 2.11 keeps cuDNN's plans without them: the second layout's gradient was wrong."""
-    arch = describe_model(TINY["granite"](320))
+    arch = make_architecture(TINY["granite"](320))
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     generator = torch.Generator(DEVICE).manual_seed(0)
     segments = segments_of((length,) * 3)
@@ -326,7 +326,7 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
     ("gpt_oss", (128, 128, 7), None), ("gpt_oss", (129, 127, 1), 1), ("llama", (400, 112), 200)])
 def test_flex_attention_sees_what_plain_torch_sees(kind, lengths, window):
     """On a CPU torch has no backward for it: there is one on GPUs: kernel_matches() compares it."""
-    arch, n = describe_model(TINY[kind](320)), sum(lengths)
+    arch, n = make_architecture(TINY[kind](320)), sum(lengths)
     generator = torch.Generator().manual_seed(0)
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     qkv = 3 * torch.randn(n, sum(heads), arch.head_dim, generator=generator)
@@ -368,7 +368,7 @@ def test_blocks_that_are_computed_are_those_that_a_query_sees(lengths, window):
                                           ("mistral", 7), ("llama", None)])  # fmt: skip
 def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch):
     """Also its gradients and its dropout; and it keeps for backward what it was given alone."""
-    arch = describe_model(TINY[kind](320))
+    arch = make_architecture(TINY[kind](320))
     arch = dataclasses.replace(arch, attention_dropout=0.2 * (kind == "llama"))
     lengths, heads = (40, 1, 23), (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads)
     generator = torch.Generator().manual_seed(0)
@@ -395,7 +395,7 @@ def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch)
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "llama"])
 def test_large_scores_do_not_overflow(kind):
     """Capped, beside sinks as large, and by torch's kernel."""
-    arch, n = describe_model(TINY[kind](320)), 30
+    arch, n = make_architecture(TINY[kind](320)), 30
     heads, generator = (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads), torch.Generator()
     q, k, v = torch.randn(n, sum(heads), arch.head_dim, generator=generator.manual_seed(0)).split(
         heads, 1)
@@ -446,7 +446,7 @@ def cpu_flash(mask, groups, scale):
 def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, size, bar):
     """Because its backward gets out and lse of attention with sinks; also where exp() of scores and
     of sinks is infinite."""
-    n, arch = 50, describe_model(TINY["gpt_oss"](320))
+    n, arch = 50, make_architecture(TINY["gpt_oss"](320))
     shapes = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads, arch.n_heads
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(n, heads, arch.head_dim, generator=generator) for heads in shapes)

@@ -20,7 +20,7 @@ from fsdp_qlora.evaluation.compare_with_transformers import (
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.model.shards import OwnBlocks
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.reader import weight_files
@@ -59,8 +59,8 @@ def small_model(kind=None, again=False, inner=None):
         values = convert_moe_packed_tensors(
             packed[f"{name}_blocks"], packed[f"{name}_scales"], dtype=torch.float32)
         tensors.pop(name).copy_(values)
-    plain, small.quantization_config = describe_model(small), IN_MXFP4
-    arch = describe_model(small)
+    plain, small.quantization_config = make_architecture(small), IN_MXFP4
+    arch = make_architecture(small)
     model = plain_model(small, arch, tensors | packed, 24, kind, again)
     return model, reference, tensor_names(plain, reference.state_dict())
 
@@ -125,7 +125,7 @@ def test_parameters_are_counted_as_weights_and_loading_says_what_stays(released,
     assert says in capsys.readouterr().out
     plain = AutoConfig.from_pretrained(released)
     del plain.quantization_config
-    want = tensor_names(describe_model(plain), {}).n_parameters
+    want = tensor_names(make_architecture(plain), {}).n_parameters
     assert tensor_names(read_config(released)[1], weight_files(released)).n_parameters == want
 
 

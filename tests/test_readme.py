@@ -30,8 +30,8 @@ from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.layer.router import BALANCE
 from fsdp_qlora.model.preference_loss import LOSSES, METRICS
 from fsdp_qlora.pretrained import architecture
-from fsdp_qlora.pretrained.describe import check_model
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
+from fsdp_qlora.pretrained.from_config import check_model
 from fsdp_qlora.run.resolve import resolve_config
 
 ROOT = Path(__file__).resolve().parent.parent

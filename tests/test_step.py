@@ -25,7 +25,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.layer.spec import make_layer_specs
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.run.resolve import resolve_steps
 from train_fsdp_qlora import learning_rate, make_optimizer
 
@@ -216,7 +216,7 @@ class Vector:
 
     def __init__(self, base, kind, model):
         targets = ("q_proj", "v_proj", "down_proj") if kind == "some" else ("all-linear",)
-        arch = describe_model(AutoConfig.from_pretrained(base / "model"))
+        arch = make_architecture(AutoConfig.from_pretrained(base / "model"))
         config = Config(lora_rank=RANK, lora_alpha=ALPHA, target_modules=targets,
                         adapter="dora" if kind == "dora" else "lora")  # fmt: skip
         adapted = [

@@ -34,7 +34,7 @@ from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
@@ -55,7 +55,7 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
     model. Rank 0 only."""
     with explain(f"--model {name}: the check at start failed"):
         small = shrunk_config(model_config)
-        arch = describe_model(small)
+        arch = make_architecture(small)
         generator = torch.Generator().manual_seed(0)
         reference = random_reference(small, generator)
         ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
@@ -94,7 +94,7 @@ def random_reference(model_config: PreTrainedConfig, generator: torch.Generator)
         reference = text_model(model_config, **settings).eval()
     # Nemotron's norms multiply by 1 + weight, but transformers initializes weights to 1, not 0.
     # That would make attention so sharp that fp32's rounding shows (3e-5)
-    too_large = describe_model(model_config).norm == "layer_plus_one"
+    too_large = make_architecture(model_config).norm == "layer_plus_one"
     corrections = {n: p for n, p in reference.state_dict().items()
                    if "correction" in n or n.endswith(("expert_bias", "layer_scalar"))}
     for name, p in {**dict(reference.named_parameters()), **corrections}.items():

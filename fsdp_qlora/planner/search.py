@@ -1,6 +1,6 @@
 """Find the fastest plan that fits in memory.
 
-    agree_on_plan()          measures the machine, describe_workload(); all ranks take rank 0's plan
+    agree_on_plan()          measures the machine, make_workload(); all ranks take rank 0's plan
       choose_plan()          the plan to run, or DoesNotFit
         find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
                              pick_plan() takes the fastest of those that fit, by predict_time()
@@ -435,7 +435,7 @@ def longest_of_rows(rows: Rows) -> int:
     return max(longest_document(rows), int(rows.row_lengths().max()))
 
 
-def describe_workload(
+def make_workload(
     config: Config, source: RowSource, eval_rows: Rows | None, world_size: int,
     device: torch.device, why_no_capture: str, plain_attention: bool = False,
     state_bytes: float = 0.0, plain_recurrence: bool = False, can_reuse_lse: bool = False,
@@ -485,7 +485,7 @@ def agree_on_plan(
         torch.cuda.reset_peak_memory_stats()
     attention_is_eager = eager_attention in kernels.of_attention
     recurrence_is_eager = kernels.recurrence in [record.eager for record in RECURRENCES.values()]
-    workload = describe_workload(
+    workload = make_workload(
         config, source, eval_rows, dist.get_world_size(), device,
         why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
         plain_attention=attention_is_eager, plain_recurrence=recurrence_is_eager,

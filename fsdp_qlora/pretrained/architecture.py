@@ -1,8 +1,7 @@
 """Records that describe a model: Family, Architecture, LayerKind, Linear.
 
-families.py has the table of families, describe.py makes a record of a config.json, layer/linears.py
-says where a layer's values are.
-"""
+families.py has the table of families, from_config.py makes a record of a config.json,
+layer/linears.py says where a layer's values are. """
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from fsdp_qlora.errors import explain
 from fsdp_qlora.files import ADAPTER_CONFIG, ADAPTER_FILES, read_json
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.describe import describe_model, stored_format, text_config
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.formats import FP8_BLOCK, INT4_GROUP
+from fsdp_qlora.pretrained.from_config import make_architecture, stored_format, text_config
 from fsdp_qlora.pretrained.reader import weight_files
 
 
@@ -102,7 +102,7 @@ def read_model_config(
             model_config = AutoConfig.for_model(**BUILTIN_CONFIGS[config.model])
         else:
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        arch = describe_model(model_config)
+        arch = make_architecture(model_config)
     refuse_misleading(directory, config, model_config, arch)
     refuse_format(config, model_config, arch)
     if config.loss != "sft":  # preference losses train without the model's own dropout, as in TRL

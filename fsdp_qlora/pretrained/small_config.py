@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import Architecture, Family, Heads, Mamba2, rotary_dim
-from fsdp_qlora.pretrained.describe import describe_model, text_config
 from fsdp_qlora.pretrained.families import FAMILIES
+from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 
 
 # {config field with limits by layer: limit in the small layers of the check}. These limits clamp
@@ -21,10 +21,9 @@ SMALL_LIMITS = {"swiglu_limits": 6.0, "swiglu_limits_shared": 7.0}
 def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a text config with few small layers that has every feature of the model.
 
-    The kinds of layers are taken from the config's own lists, so that describe_model()'s reading of
-    these lists is checked.
-    """
-    arch = describe_model(model_config)
+    The kinds of layers are taken from the config's own lists, so that make_architecture()'s reading
+    of these lists is checked. """
+    arch = make_architecture(model_config)
     c = copy.deepcopy(text_config(model_config))
     c.per_layer_config = None  # shrinking_changes() sets it for the small layers
     vars(c).pop("quantization_config", None)  # the check's weights are random, quantized to NF4

@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig
 
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
-from fsdp_qlora.pretrained.describe import stored_format, text_config
 from fsdp_qlora.pretrained.formats import (
     FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_PARTS, NF4_STATE, PER_INT32)
+from fsdp_qlora.pretrained.from_config import stored_format, text_config
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader)
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK

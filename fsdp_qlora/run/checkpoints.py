@@ -221,9 +221,9 @@ def write_results(run: Run, weights: dict[str, torch.Tensor],
     write_adapter(run.directory, weights, run.job.lora_config)
     write_whole(run.directory / MERGE_CHECK_FILE, merge_check)
     path = run.directory / "train_config.json"
-    if described := read_json(path, {}):
-        described |= {key: digest(run.directory / name) for key, name in RESULTS.items()}
-        write_whole(path, json.dumps(described, indent=2))
+    if train_config := read_json(path, {}):
+        train_config |= {key: digest(run.directory / name) for key, name in RESULTS.items()}
+        write_whole(path, json.dumps(train_config, indent=2))
 
 
 def save_elsewhere(run: Run, weights: dict[str, torch.Tensor], errors: list[str]) -> str:

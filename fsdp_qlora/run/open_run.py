@@ -17,7 +17,7 @@ from fsdp_qlora.lora.peft_names import (
     token_row_settings)
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
 from fsdp_qlora.pretrained.merge_base import MergeBase
 from fsdp_qlora.pretrained.merged_model import auto_class, merged_tensors
@@ -50,7 +50,7 @@ def read_base(name: str, quantization: dict[str, Any], sums: dict[str, str]) -> 
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with explain(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        arch = describe_model(model_config)
+        arch = make_architecture(model_config)
         files = weight_files(directory)
         names = tensor_names(arch, files)
         nf4_states = check_files(files, names, model_config, dtype)

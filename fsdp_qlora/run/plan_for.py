@@ -17,7 +17,7 @@ from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, GPUSpec, gpu_machine, parse_gpus
-from fsdp_qlora.planner.search import choose_plan, describe_workload, why_no_capture
+from fsdp_qlora.planner.search import choose_plan, make_workload, why_no_capture
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
@@ -68,7 +68,7 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     _, adapted = resolve_adapter(arch, config, config.model or "")
     specs = make_layer_specs(arch, adapted, config)
     source = ShuffledRows(rows or random_rows(arch.vocab_size, config), config)
-    workload = describe_workload(config, source, eval_rows, world_size, torch.device("cuda"),
-                                 why_no_capture(arch, machine), state_bytes=state_bytes,
-                                 can_reuse_lse=expects_lse_reuse(gpu, arch))
+    workload = make_workload(config, source, eval_rows, world_size, torch.device("cuda"),
+                             why_no_capture(arch, machine), state_bytes=state_bytes,
+                             can_reuse_lse=expects_lse_reuse(gpu, arch))
     return config, choose_plan(config, arch, specs, workload, limit, machine), limit
