@@ -213,10 +213,10 @@ def activation_peak(
     return max(peaks, key=sum)
 
 
-def latent_costs(layer: LayerCosts) -> MLACosts | None:
+def mla_costs(layer: LayerCosts) -> MLACosts | None:
     """Return the costs of a layer's latent attention, None if its model has none."""
-    latent = layer.mixer.mixers[0] if isinstance(layer.mixer, MixerCosts) else None
-    return latent if isinstance(latent, MLACosts) else None
+    mla = layer.mixer.mixers[0] if isinstance(layer.mixer, MixerCosts) else None
+    return mla if isinstance(mla, MLACosts) else None
 
 
 def exchanged_bytes(
@@ -227,10 +227,10 @@ def exchanged_bytes(
     n = plan.context_parallel_size
     if n == 1:
         return 0
-    if latent := latent_costs(LayerCosts(specs[0])):
+    if mla := mla_costs(LayerCosts(specs[0])):
         # its live_bytes() counts what else backward needs
         n_saved = max(1, plan.n_layers - plan.recomputed)
-        return n_saved * latent.values_more_saved(plan) * value_bytes
+        return n_saved * mla.values_more_saved(plan) * value_bytes
     kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
     is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)
@@ -276,10 +276,10 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
     size = 4 * sum(widths) + (itemsize + 8) * n * max(widths)
-    if plan.context_parallel_size > 1 and (latent := latent_costs(LayerCosts(specs[0]))):
+    if plan.context_parallel_size > 1 and (mla := mla_costs(LayerCosts(specs[0]))):
         # kv_b also computes for the keys of other ranks
         size += int((itemsize + 8) * plan.seen_keys * plan.micro_batch_tokens
-                    * latent.kv_b.out_features)
+                    * mla.kv_b.out_features)
     return size
 
 
@@ -419,10 +419,10 @@ def compute_seconds(
     n, n_layers = plan.micro_batch_tokens, arch.n_layers
     active_weights = layers.active_weights / n_layers
     flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, layers))
-    if plan.context_parallel_size > 1 and (latent := latent_costs(layers.kinds[0])):
+    if plan.context_parallel_size > 1 and (mla := mla_costs(layers.kinds[0])):
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
-        flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * latent.kv_b.n_weights
+        flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * mla.kv_b.n_weights
     attended_tokens = min(n * plan.context_parallel_size, mean_document_tokens)
     # a recomputed layer's forward, unless its results are reused
     passes = FIT.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
@@ -447,9 +447,9 @@ def moved_bytes(
         fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
     moved = (uses * (0.5 + itemsize) / FIT.dequantizing
              + n * layers.elementwise_values / n_layers * itemsize)
-    if plan.context_parallel_size > 1 and (latent := latent_costs(layers.kinds[0])):
+    if plan.context_parallel_size > 1 and (mla := mla_costs(layers.kinds[0])):
         # made in forward, and twice in backward; and their gradients
-        moved += n * plan.seen_keys * 4 * latent.key_values * itemsize
+        moved += n * plan.seen_keys * 4 * mla.key_values * itemsize
     if plan.plain_attention:
         score_bytes = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
         moved += n * attended_tokens * arch.n_heads * score_bytes
@@ -470,8 +470,8 @@ def wait_seconds(
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
-    if latent := latent_costs(layers.kinds[0]):
-        kv_values = latent.exchanged_values
+    if mla := mla_costs(layers.kinds[0]):
+        kv_values = mla.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
     times = (2 + again) * (plan.context_parallel_size - 1)
     return waits + times * exchanged / machine.link_bandwidth

@@ -105,7 +105,7 @@ def shrinking_changes(
         ("if used", {"num_kv_shared_layers": len({*kv_sources.values()})}),
         ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer else 0,
                          "vocab_size_per_layer_input": 128}),
-        *latent_changes(arch, c),
+        *mla_changes(arch, c),
         ("if used", {"sliding_window": 5}),  # shorter than the checked documents
         # the released ids may be outside the small vocabulary
         ("always", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})]
@@ -160,7 +160,7 @@ def expert_changes(
         ("if declared", {"moe_layer_end_index": 1})]
 
 
-def latent_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+def mla_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """Return the rows of shrinking_changes() for latent attention. Values stay narrower than
     queries, or as wide."""
     mla = arch.mla
