@@ -72,7 +72,7 @@ from fsdp_qlora.config import SCHEDULES, Config, warmup_steps
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import micro_steps_of
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.data.sampling import RowSource, ShuffledRows
+from fsdp_qlora.data.sampling import RowSampler, ShuffledSampler
 from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.evaluation.eval_loss import (
     evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
@@ -187,8 +187,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")
-        source = ShuffledRows(job.rows, config)
-        kernels, plan = make_plan(job, source, limit, device)
+        sampler = ShuffledSampler(job.rows, config)
+        kernels, plan = make_plan(job, sampler, limit, device)
         status.plan = plan
         log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         if not config.random_weights:
@@ -205,7 +205,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
         adapter = make_adapter(model, job)
-        run = make_run(job, plan, status, directory, source, model, adapter, start_step)
+        run = make_run(job, plan, status, directory, sampler, model, adapter, start_step)
         start_adapter(run)
         status.enter("saving")
         on_rank_0(write_train_config, run, user_config, loaded, VERSIONS)
@@ -249,7 +249,7 @@ def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:
     return start_step
 
 
-def make_plan(job: Job, source: RowSource, limit: int,
+def make_plan(job: Job, sampler: RowSampler, limit: int,
               device: torch.device) -> tuple[Kernels, Plan]:
     """Return the kernels of token mixers, and the fastest plan that fits. All ranks must call this.
     """
@@ -258,7 +258,7 @@ def make_plan(job: Job, source: RowSource, limit: int,
     with raise_on_all_ranks():
         kernels = choose_attention(config, arch, device)._replace(
             recurrence=choose_recurrence(arch, config.compute_dtype, device))
-    plan = agree_on_plan(config, arch, job.specs, source, job.eval_rows, limit, device, kernels,
+    plan = agree_on_plan(config, arch, job.specs, sampler, job.eval_rows, limit, device, kernels,
                          optimizer_state_bytes(make_optimizer, config))
     if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
         kernels = choose_attention(config, arch, device, whole_documents=False)
@@ -277,15 +277,15 @@ def make_adapter(model: Model, job: Job) -> Adapter:
     return adapter
 
 
-def make_run(job: Job, plan: Plan, status: Status, directory: Path, source: RowSource,
+def make_run(job: Job, plan: Plan, status: Status, directory: Path, sampler: RowSampler,
              model: Model, adapter: Adapter, start_step: int) -> Run:
     """Make the Run, with its optimizer and, if planned, CUDA graphs."""
     graphs = None
     if plan.graphs:
         graphs = Graphs(model, functools.partial(compute_loss, config=job.config))
     return Run(
-        job=job, plan=plan, status=status, directory=directory, device=model.device, source=source,
-        eval_rows=job.eval_rows, model=model, adapter=adapter,
+        job=job, plan=plan, status=status, directory=directory, device=model.device,
+        sampler=sampler, eval_rows=job.eval_rows, model=model, adapter=adapter,
         optimizer=make_optimizer(adapter.weights, job.config), merge_check=MergeCheck(job.rows),
         graphs=graphs, saved_step=start_step)
 
@@ -579,7 +579,7 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
-    rows = run.rows.select(run.source.indices(step))
+    rows = run.rows.select(run.sampler.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
     return rows, [
         make_micro_batch(rows, micro_step, run.model, step_seed, run.model.context)

@@ -20,7 +20,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.data.sampling import ShuffledRows
+from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.evaluation.compare_with_transformers import plain_model
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention, sdpa_attention
 from fsdp_qlora.layer.spec import make_layer_specs
@@ -362,9 +362,9 @@ def test_rows_of_the_evaluation_fit_into_the_bins():
     rows, eval_rows = (rows_of([(list(range(n)),) * 2] * 2) for n in (10, 300))
     config = dataclasses.replace(config, max_steps=2, batch_size=2)
     with one_process():
-        source = ShuffledRows(rows, config)
+        sampler = ShuffledSampler(rows, config)
         plan = agree_on_plan(
-            config, arch, layouts, source, eval_rows, 0, torch.device("cpu"), Kernels({}, {}))
+            config, arch, layouts, sampler, eval_rows, 0, torch.device("cpu"), Kernels({}, {}))
     assert plan.micro_batch_tokens >= 300
 
 
@@ -374,7 +374,7 @@ def test_mean_document_is_that_of_a_token():
     rows = rows_of([(list(range(n)),) * 2 for n in (10, 30)])
     with one_process():
         workload = search.make_workload(
-            config, ShuffledRows(rows, config), None, 1, torch.device("cpu"), "")
+            config, ShuffledSampler(rows, config), None, 1, torch.device("cpu"), "")
     assert workload.mean_document_tokens == (10 * 10 + 30 * 30) / 40
 
 
@@ -387,7 +387,7 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
                     for n, masked in zip(lengths, n_masked)])
     cpu = torch.device("cpu")
     with one_process():
-        workload = search.make_workload(config, ShuffledRows(rows, config), None, 1, cpu, "")
+        workload = search.make_workload(config, ShuffledSampler(rows, config), None, 1, cpu, "")
     plan = choose_plan(config, arch, layouts, workload, 0, H200)
     model = types.SimpleNamespace(device=cpu, plan=plan, store=None,
                                   kernels=Kernels({"full": "fixed_len"}, {"full": "varlen"}))
@@ -520,7 +520,7 @@ def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkey
     monkeypatch.setattr(search, "choose_plan", lambda *args: (
         workloads.append(args[3]), predicted(arch, layouts))[1])
     with one_process():
-        agree_on_plan(config, arch, layouts, ShuffledRows(rows, config), None, 0,
+        agree_on_plan(config, arch, layouts, ShuffledSampler(rows, config), None, 0,
                       torch.device("cpu"), Kernels({"full": kernel}, {"full": kernel}))
     assert [workload.can_reuse_lse for workload in workloads] == [tried]
 

@@ -19,8 +19,7 @@ from fsdp_qlora.evaluation.compare_with_transformers import eager_kernels
 from fsdp_qlora.kernels import attention, pieces
 from fsdp_qlora.kernels.attention import (
     Kernels, architectures_by_attention_type, can_reuse_lse, eager_attention, kernel_matches,
-    sdpa_attention, varlen_attention,
-)
+    sdpa_attention, varlen_attention)
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import SinkAttention

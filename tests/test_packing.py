@@ -22,7 +22,7 @@ from fsdp_qlora.data.collate import make_micro_batch, round_up
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import random_rows, rows_of
-from fsdp_qlora.data.sampling import ShuffledRows, epoch_order, step_rows
+from fsdp_qlora.data.sampling import ShuffledSampler, epoch_order, step_rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
@@ -365,7 +365,7 @@ def test_seed_decides_order_and_dropout():
     for seed in 0, 0, 1:
         run = types.SimpleNamespace(
             model=make_model(8), config=Config(batch_size=1, seed=seed))
-        run.source, run.rows = ShuffledRows(rows, run.config), rows
+        run.sampler, run.rows = ShuffledSampler(rows, run.config), rows
         run.plan = run.model.plan
         with one_process():
             _, (micro_batch,) = next_step(run, 1)

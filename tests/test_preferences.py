@@ -34,7 +34,7 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.data.sampling import ShuffledRows
+from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.data.sources import RefusedExample, find_pieces
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.evaluation import eval_loss, reference
@@ -592,7 +592,7 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
         torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
 
 
-class FirstRows(ShuffledRows):
+class FirstRows(ShuffledSampler):
     """The same rows in each step."""
 
     def indices(self, step):
@@ -601,7 +601,7 @@ class FirstRows(ShuffledRows):
 
 def test_rows_may_come_from_another_source(base, run_main, tmp_path, monkeypatch):
     """One class alone: the loop, the plan and the reference ask it."""
-    monkeypatch.setattr(train_fsdp_qlora, "ShuffledRows", FirstRows)
+    monkeypatch.setattr(train_fsdp_qlora, "ShuffledSampler", FirstRows)
     monkeypatch.chdir(base)
     code, _, err = run_main(*TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--max_steps", 2,
                             "--batch_size", 2, "--output_dir", tmp_path / "run")

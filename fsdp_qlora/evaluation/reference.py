@@ -45,7 +45,7 @@ def ensure_reference(run: Run) -> None:
     if not run.rows.loss_record.has_reference:
         return
     steps = range(1, run.config.max_steps + 1)
-    drawn = torch.cat([run.source.indices(step) for step in steps]).unique()
+    drawn = torch.cat([run.sampler.indices(step) for step in steps]).unique()
     needed = {"train": Needed(run.rows, drawn)}  # by their name in the file
     if run.eval_rows:
         needed["eval"] = Needed(run.eval_rows, torch.arange(len(run.eval_rows)))
@@ -61,7 +61,7 @@ def ensure_reference(run: Run) -> None:
     compute_missing(run, needed, references)
     known = {name: dataclasses.replace(rows, reference=references[name])
              for name, (rows, _) in needed.items()}
-    run.source.rows = dataclasses.replace(
+    run.sampler.rows = dataclasses.replace(
         known["train"], mismatched=known.get("train_mismatched"))
     if run.eval_rows:
         run.eval_rows = dataclasses.replace(

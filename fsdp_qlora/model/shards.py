@@ -14,7 +14,7 @@ from fsdp_qlora.layer.linears import LinearSlices
 from fsdp_qlora.model.fsdp import local_part
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block
-from fsdp_qlora.pretrained.reader import Request, Source
+from fsdp_qlora.pretrained.reader import Request, StackedSlice
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
@@ -126,7 +126,7 @@ def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool)
 
 
 def whole_requests(
-    name: str, shape: tuple[int, ...], in_nf4: bool = False, source: Source | None = None,
+    name: str, shape: tuple[int, ...], in_nf4: bool = False, source: StackedSlice | None = None,
 ) -> list[Request]:
     """Return the Requests for a tensor that each rank reads whole."""
     if in_nf4:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import round_up
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.data.sampling import RowSource
+from fsdp_qlora.data.sampling import RowSampler
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels, eager_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
@@ -436,19 +436,19 @@ def longest_of_rows(rows: Rows) -> int:
 
 
 def make_workload(
-    config: Config, source: RowSource, eval_rows: Rows | None, world_size: int,
+    config: Config, sampler: RowSampler, eval_rows: Rows | None, world_size: int,
     device: torch.device, why_no_capture: str, plain_attention: bool = False,
     state_bytes: float = 0.0, plain_recurrence: bool = False, can_reuse_lse: bool = False,
 ) -> Workload:
-    """Return the Workload of a run on the rows of this source."""
-    rows = source.rows
+    """Return the Workload of a run on the rows of this sampler."""
+    rows = sampler.rows
     longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
                             for count in (longest_document, longest_of_rows))
     uneven_lengths, uneven_labels = (
         bool((numbers != numbers[0]).any()) for numbers in (rows.lengths, rows.n_labels()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
     row_lengths = rows.row_lengths()
-    tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
+    tokens = max(int(row_lengths[sampler.indices(s)].sum()) for s in steps)
     lengths = rows.lengths.double()
     return Workload(
         tokens=tokens, longest=longest, longest_row=longest_row, shortest=int(rows.lengths.min()),
@@ -474,7 +474,7 @@ def why_no_capture(
 
 
 def agree_on_plan(
-    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], source: RowSource,
+    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], sampler: RowSampler,
     eval_rows: Rows | None, limit: int, device: torch.device, kernels: Kernels,
     state_bytes: float = 0.0,
 ) -> Plan:
@@ -486,7 +486,7 @@ def agree_on_plan(
     attention_is_eager = eager_attention in kernels.of_attention
     recurrence_is_eager = kernels.recurrence in [record.eager for record in RECURRENCES.values()]
     workload = make_workload(
-        config, source, eval_rows, dist.get_world_size(), device,
+        config, sampler, eval_rows, dist.get_world_size(), device,
         why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
         plain_attention=attention_is_eager, plain_recurrence=recurrence_is_eager,
         state_bytes=state_bytes)

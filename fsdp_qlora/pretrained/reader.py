@@ -50,11 +50,11 @@ class Request(NamedTuple):
     name: str
     shape: tuple[int, ...]
     rows: range  # in the first dimension of `shape`; shape (1,) and range(1): the whole tensor
-    source: Source | None = None  # None: the files have a tensor of this name
+    source: StackedSlice | None = None  # None: the files have a tensor of this name
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class StackedSlice:
     """The location of a tensor that files have as some rows of a larger one: a linear of an expert,
     or a convolution of q, k or v."""
 
@@ -248,7 +248,7 @@ class WeightReader:
 
 
 def rows_in_memory(
-    tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Source], name: str,
+    tensors: Mapping[str, torch.Tensor], sources: Mapping[str, StackedSlice], name: str,
 ) -> torch.Tensor:
     """Return all rows of a tensor in `tensors`, flat, as a WeightReader would read them from files;
     `sources`: see TensorNames."""

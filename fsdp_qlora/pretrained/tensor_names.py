@@ -21,7 +21,7 @@ from fsdp_qlora.pretrained.formats import (
     FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_PARTS, NF4_STATE, PER_INT32)
 from fsdp_qlora.pretrained.from_config import stored_format, text_config
 from fsdp_qlora.pretrained.reader import (
-    DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader)
+    DTYPES, FLOATS, READ_CHUNK, Request, StackedSlice, Stored, WeightReader)
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
 from fsdp_qlora.quant.nf4 import dynamic_map, nf4_code
 
@@ -37,9 +37,9 @@ class TensorNames:
     # {name: Linear} of the linears that are in 4 bits in training
     linears: dict[str, Linear] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # {name: shape} of all tensors
-    # {name: Source} of tensors that are a part of a larger one, whose name is then in `shapes`; in
-    # MXFP4, which has two tensors, {name + each of MX_PARTS: Source}
-    sources: dict[str, Source] = field(default_factory=dict)
+    # {name: StackedSlice} of tensors that are a part of a larger one, whose name is then in
+    # `shapes`; in MXFP4, which has two tensors, {name + each of MX_PARTS: StackedSlice}
+    sources: dict[str, StackedSlice] = field(default_factory=dict)
     # {name of a linear in FP8 or INT4: name of its scales}
     scaled: dict[str, str] = field(default_factory=dict)
     # the names in `shapes` of Architecture.small_tensors()
@@ -241,26 +241,27 @@ def add_unread(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -
 
 def fused_rows(
     rows: Mapping[str, int], whole: str, files: Mapping[str, HasShape],
-) -> dict[str, Source]:
-    """Return {name: its Source} of the tensors in `rows`, {name: number of rows}, if the files have
-    them one after the other in the tensor `whole`. Raises ValueError if that has other rows."""
+) -> dict[str, StackedSlice]:
+    """Return {name: its StackedSlice} of the tensors in `rows`, {name: number of rows}, if the
+    files have them one after the other in the tensor `whole`. Raises ValueError if that has other
+    rows."""
     n_rows = sum(rows.values())
     if not rows or whole not in files:
         return {}
     if (found := tuple(files[whole].shape))[0] != n_rows:
         raise ValueError(f"{whole} has shape {list(found)}, but config.json asks for {n_rows} rows")
     stops = dict(zip(rows, itertools.accumulate(rows.values())))
-    return {key: Source(whole, n_rows, range(stop - rows[key], stop))
+    return {key: StackedSlice(whole, n_rows, range(stop - rows[key], stop))
             for key, stop in stops.items()}
 
 
 def stacked_experts(
     arch: Architecture, names: TensorNames, layer: int, files: Mapping[str, HasShape],
-) -> dict[str, tuple[Source, tuple[int, ...]]]:
-    """Return {name in a layer of a linear's tensor: (Source, shape of the larger tensor)} if the
-    files have the linears of all experts in one tensor, as transformers 5 has in memory, [experts,
-    out, in] or transposed; or gates and ups in two such tensors; or, in MXFP4, in two tensors of
-    bytes. Else {}."""
+) -> dict[str, tuple[StackedSlice, tuple[int, ...]]]:
+    """Return {name in a layer of a linear's tensor: (StackedSlice, shape of the larger tensor)} if
+    the files have the linears of all experts in one tensor, as transformers 5 has in memory,
+    [experts, out, in] or transposed; or gates and ups in two such tensors; or, in MXFP4, in two
+    tensors of bytes. Else {}."""
     sources, moe = {}, arch.moe
     assert moe, "the layer has experts"
     first_key = "gate_up_proj" if arch.gated else "up_proj"
@@ -289,7 +290,7 @@ def stacked_experts(
                 if transposed:
                     columns = range(first - expert * n_out, stop - expert * n_out)
                     rows = range(expert * n_in, (expert + 1) * n_in)
-                sources[f"{linear.name}.weight{part}"] = Source(
+                sources[f"{linear.name}.weight{part}"] = StackedSlice(
                     names.of_layer(layer, whole + part), n * shape[1], rows, columns), shape
                 first = stop
     return sources

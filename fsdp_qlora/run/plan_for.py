@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
-from fsdp_qlora.data.sampling import ShuffledRows
+from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.kernels.attention import architectures_by_attention_type
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
@@ -67,8 +67,8 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     config = resolve_max_seq_len(config, model_config, arch)
     _, adapted = resolve_adapter(arch, config, config.model or "")
     specs = make_layer_specs(arch, adapted, config)
-    source = ShuffledRows(rows or random_rows(arch.vocab_size, config), config)
-    workload = make_workload(config, source, eval_rows, world_size, torch.device("cuda"),
+    sampler = ShuffledSampler(rows or random_rows(arch.vocab_size, config), config)
+    workload = make_workload(config, sampler, eval_rows, world_size, torch.device("cuda"),
                              why_no_capture(arch, machine), state_bytes=state_bytes,
                              can_reuse_lse=expects_lse_reuse(gpu, arch))
     return config, choose_plan(config, arch, specs, workload, limit, machine), limit

@@ -13,7 +13,7 @@ from peft import LoraConfig
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.data.sampling import RowSource
+from fsdp_qlora.data.sampling import RowSampler
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
@@ -72,7 +72,7 @@ class Run:
     status: Status  # signals, deadlines, status.json
     directory: Path
     device: torch.device
-    source: RowSource  # chooses the rows of a step
+    sampler: RowSampler  # chooses the rows of a step
     eval_rows: Rows | None  # those of the job; ensure_reference() adds what DPO needs
     model: Model
     adapter: Adapter
@@ -95,4 +95,4 @@ class Run:
     @property
     def rows(self) -> Rows:
         """All rows to train on; ensure_reference() adds what DPO needs."""
-        return self.source.rows
+        return self.sampler.rows
