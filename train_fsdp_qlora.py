@@ -76,7 +76,7 @@ from fsdp_qlora.data.sampling import RowSampler, ShuffledSampler
 from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.evaluation.eval_loss import (
     evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
-from fsdp_qlora.evaluation.reference import ensure_reference
+from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps
 from fsdp_qlora.evaluation.samples import sample_answers
 from fsdp_qlora.evaluation.step_stats import gather_step_stats, mean_metrics
 from fsdp_qlora.evaluation.untrained_tokens import check_untrained_tokens
@@ -215,7 +215,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 7. Loop, save, and say what to do next
         status.enter("training")
-        ensure_reference(run)
+        ensure_ref_logps(run)
         status.extend_deadline()
         run.merge_check.begin(model, adapter)
         log_speed(run, train(run))

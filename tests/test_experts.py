@@ -41,7 +41,7 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
-    plain_model, random_adapter, random_reference, read_weights)
+    plain_model, random_adapter, random_hf_model, read_weights)
 from fsdp_qlora.kernels import elementwise
 from fsdp_qlora.kernels.elementwise import (
     LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
@@ -79,7 +79,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
         for module in experts, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
-    arch, reference = make_architecture(small), random_reference(small, seed())
+    arch, reference = make_architecture(small), random_hf_model(small, seed())
     tensors = reference.state_dict()
     if edit:
         edit(tensors)
@@ -89,7 +89,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     random_adapter(model, seed(1))
     ids = torch.randint(3, arch.vocab_size, (sum(check.LENGTHS),), generator=seed(2))
     ours = check.results(model, ids)
-    theirs = check.reference_results(reference, model, names, weights, ids)
+    theirs = check.hf_results(reference, model, names, weights, ids)
     return max(float((ours[key] - theirs[key]).norm() / theirs[key].norm()) for key in ours)
 
 
@@ -148,7 +148,7 @@ def test_extreme_routers_equal_transformers(name, edit, again, monkeypatch):
 def test_bf16_routers_round_as_transformers(name):
     """In fp32 it makes no difference what is rounded."""
     small = shrunk_config(TINY[name](320))
-    arch, reference = make_architecture(small), random_reference(small, seed()).bfloat16()
+    arch, reference = make_architecture(small), random_hf_model(small, seed()).bfloat16()
     i = arch.layer_routed.index(True)
     layer = reference.model.layers[i]
     x = torch.randn(64, arch.hidden_size, generator=seed(1)).bfloat16()
@@ -382,7 +382,7 @@ def test_slices_of_tokens_give_what_all_tokens_give(name, kind, grouped, monkeyp
         for module in experts, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
-    arch, reference = make_architecture(small), random_reference(small, seed())
+    arch, reference = make_architecture(small), random_hf_model(small, seed())
     model = plain_model(
         small, dataclasses.replace(arch, residual_dropout=0.3), reference.state_dict(), 64, kind,
         recompute=True)
@@ -473,7 +473,7 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     config = Config(model="m", init_adapter=str(tmp_path), **ADAPTED)
     small = shrunk_config(TINY["granitemoe"](320))
     arch = make_architecture(small)
-    model = make_layers(small, arch, random_reference(small, seed()).state_dict(), config)
+    model = make_layers(small, arch, random_hf_model(small, seed()).state_dict(), config)
     adapter, lora_config = (
         Adapter(model, torch.device("cpu")),
         resolve_adapter(arch, config, "m")[0],
@@ -631,7 +631,7 @@ def test_an_experts_bytes_are_bitsandbytes_own(width):
     several scales of the second level."""
     small = shrunk_config(TINY["qwen3_moe"](320))
     small.moe_intermediate_size = width
-    arch, reference = make_architecture(small), random_reference(small, seed())
+    arch, reference = make_architecture(small), random_hf_model(small, seed())
     tensors = dict(reference.state_dict())
     model = plain_model(small, arch, tensors, 24)
     names, layer = tensor_names(arch, tensors), model.layers[0]
@@ -651,7 +651,7 @@ def test_router_is_as_exact_as_in_the_files(monkeypatch):
     """Its correction is fp32 in them: rounded to bf16 it would send tokens elsewhere."""
     monkeypatch.setattr(check, "Plan", lambda **s: Plan(**s | {"compute_dtype": "bfloat16"}))
     small = shrunk_config(TINY["glm4_moe"](320))
-    arch, tensors = make_architecture(small), random_reference(small, seed()).state_dict()
+    arch, tensors = make_architecture(small), random_hf_model(small, seed()).state_dict()
     model = plain_model(small, arch, tensors, 24)
     assert model.layers[1].vectors.dtype == torch.bfloat16
     assert len(model.layers[1].small_tensors) == 2
@@ -846,7 +846,7 @@ def test_balance_of_experts_is_one_where_all_are_used_alike():
 def test_balance_of_experts_counts_no_padding(name):
     """A row alone in a micro-batch, beside a longer one of another process, and before padding."""
     small = shrunk_config(TINY[name](320))
-    arch, reference = make_architecture(small), random_reference(small, seed())
+    arch, reference = make_architecture(small), random_hf_model(small, seed())
     model = plain_model(small, arch, reference.state_dict(), 64, "lora")
     rows = rows_of([(x, x) for x in torch.randint(3, 128, (45,), generator=seed(1)).split([9, 36])])
     found = []

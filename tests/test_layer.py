@@ -31,7 +31,7 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
-    compare_with_transformers, random_reference, read_weights, text_model)
+    compare_with_transformers, random_hf_model, read_weights, text_model)
 from fsdp_qlora.kernels import pieces, recurrence
 from fsdp_qlora.kernels.attention import eager_attention, sdpa_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
@@ -178,7 +178,7 @@ class Pair:
             embedding_dropout=0.0,
         )
         with torch.no_grad():
-            reference = random_reference(self.model_config, torch.Generator().manual_seed(0))
+            reference = random_hf_model(self.model_config, torch.Generator().manual_seed(0))
             self.tensors = {key: tensor.clone() for key, tensor in reference.state_dict().items()}
             model = self.make()
             for key, weight in read_weights(model, tensor_names(self.arch, self.tensors)).items():

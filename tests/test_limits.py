@@ -66,13 +66,13 @@ def test_results_may_differ_by_rounding_alone(by, passes, monkeypatch):
 @pytest.mark.parametrize("by, passes", [(0.19, True), (0.21, False), (NAN, False)])
 def test_weights_may_differ_by_nf4s_rounding_alone(by, passes, monkeypatch):
     """Relative to the weights as read; what is computed with them does not tell here."""
-    seen, make = [], check.random_reference
-    monkeypatch.setattr(check, "random_reference", lambda *args: seen.append(make(*args))
+    seen, make = [], check.random_hf_model
+    monkeypatch.setattr(check, "random_hf_model", lambda *args: seen.append(make(*args))
                         or seen[0])  # fmt: skip
     read = check.read_weights
     monkeypatch.setattr(check, "read_weights", lambda *args: {
         name: seen[0].get_parameter(name) / (1 - by) for name in read(*args)})  # fmt: skip
-    monkeypatch.setattr(check, "reference_results", lambda *args: dict(seen[1:]))
+    monkeypatch.setattr(check, "hf_results", lambda *args: dict(seen[1:]))
     monkeypatch.setattr(check, "results", lambda *args: dict(seen[1:]))
     check_is(passes, "weights as read by")
 

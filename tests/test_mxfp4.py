@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from fsdp_qlora.config import Config
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
-    plain_model, random_adapter, random_reference, read_weights)
+    plain_model, random_adapter, random_hf_model, read_weights)
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.model.shards import OwnBlocks
@@ -53,7 +53,7 @@ def small_model(kind=None, again=False, inner=None):
     None: as wide as hidden states."""
     small = shrunk_config(TINY["gpt_oss"](320))
     small.intermediate_size = inner or small.hidden_size
-    reference = random_reference(small, torch.Generator().manual_seed(0))
+    reference = random_hf_model(small, torch.Generator().manual_seed(0))
     tensors, packed = dict(reference.state_dict()), mxfp4_experts(small)
     for name in {name.rpartition("_")[0] for name in packed}:
         values = convert_moe_packed_tensors(
@@ -103,7 +103,7 @@ def test_model_equals_transformers(again, inner):
     random_adapter(model, torch.Generator().manual_seed(1))
     ids = torch.randint(3, 128, (sum(check.LENGTHS),), generator=torch.Generator().manual_seed(2))
     ours = check.results(model, ids)
-    theirs = check.reference_results(reference, model, names, weights, ids)
+    theirs = check.hf_results(reference, model, names, weights, ids)
     for key, value in ours.items():
         assert (value - theirs[key]).norm() < 1e-5 * theirs[key].norm(), key
 

@@ -318,7 +318,7 @@ def test_faults_of_writing_the_reference(how, start, preferred, tmp_path):
     whole = preferred("kto")
     again = lambda *args, **faults: start(*args, *whole.more, **IN_PARTS, **faults)  # noqa: E731
     numbers = [i for i, (*_, function) in enumerate(whole.operations[0])
-               if function == "write_reference"]  # fmt: skip
+               if function == "write_ref_logps"]  # fmt: skip
     found = []
     for i in numbers:
         (tmp_path / str(i)).mkdir()
@@ -359,7 +359,7 @@ def lost_by_fault(start, copy, rank, operation, how, expected):
         return [f"{what}: not reached"]
     if how in ("kill", "torn"):
         is_right = codes[rank] == -signal.SIGKILL and codes[1 - rank] in ENDS
-    elif done[operation][2] in ("save_checkpoint", "write_reference", "Log.write"):
+    elif done[operation][2] in ("save_checkpoint", "write_ref_logps", "Log.write"):
         is_right = codes == [0, 0] and last_words(run) == []  # training goes on
     else:
         is_right = codes[0] == codes[1] and len(last_words(run)) == bool(codes[0])

@@ -37,8 +37,8 @@ from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.data.sources import RefusedExample, find_pieces
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
-from fsdp_qlora.evaluation import eval_loss, reference
-from fsdp_qlora.evaluation.reference import read_reference, tensor_digest, write_reference
+from fsdp_qlora.evaluation import eval_loss, ref_logps
+from fsdp_qlora.evaluation.ref_logps import read_ref_logps, tensor_digest, write_ref_logps
 from fsdp_qlora.micro_batch.micro_batch import Answers
 from fsdp_qlora.model.preference_loss import LOSSES, Loss, preference_loss
 from fsdp_qlora.ranks import RunEnd
@@ -324,7 +324,7 @@ def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypa
     """Not of the few of an evaluation that are computed together: some may be below 0."""
     rows = rows_of([([5, 6 + i], [IGNORE, 6 + i]) for i in range(4)], "kto")
     before = dataclasses.replace(
-        rows.mismatch(seed=0, max_tokens=9), reference=torch.full((4,), -1.0, dtype=torch.float64)
+        rows.mismatch(seed=0, max_tokens=9), ref_logps=torch.full((4,), -1.0, dtype=torch.float64)
     )
     rows = dataclasses.replace(rows, mismatched=before)
     found = iter(torch.tensor(losses, dtype=torch.float64).split(2))
@@ -525,7 +525,7 @@ def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
         config=types.SimpleNamespace(init_adapter=None))  # fmt: skip
     run.status.check_lock = lambda: None
     values = torch.arange(4 if name == "longer" else 3, dtype=torch.float64)
-    write_reference(run, {"train": values})
+    write_ref_logps(run, {"train": values})
     if name == "truncated":
         path.write_bytes(path.read_bytes()[:-9])
     if name == "without metadata":
@@ -539,7 +539,7 @@ def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
         run.config.init_adapter = tmp_path
     run.saved_step = 2 if "resumed" in name else 0
     with one_process():
-        read_reference(run, found)
+        read_ref_logps(run, found)
     is_read = name in ("as it is", "of another start, resumed")
     assert torch.equal(found["train"].isnan(), torch.full((3,), not is_read))
 
@@ -562,7 +562,7 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
         base, trained, run_jobs, monkeypatch):
     """Each start is stopped after one part; none begins anew."""
     argv = [*TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--output_dir", "in parts"]
-    computed, statuses, measured = [], [], reference.document_losses
+    computed, statuses, measured = [], [], ref_logps.document_losses
 
     def stopped(model, batch):
         computed.append(len(batch))
@@ -580,8 +580,8 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
 
     monkeypatch.chdir(base)
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "document_losses", stopped)
-        patch.setattr(reference, "evaluation_batches", few)
+        patch.setattr(ref_logps, "document_losses", stopped)
+        patch.setattr(ref_logps, "evaluation_batches", few)
         while sum(computed) < 15:
             assert train_fsdp_qlora.main([str(x) for x in argv]) == 75
     assert computed == [4, 4, 2, 4, 1]
@@ -655,7 +655,7 @@ def test_a_kto_evaluation_that_is_stopped_before_its_first_rows_is_no_bug(
 
 def hinge(answers, config):
     """The loss of SLiC: the chosen answer's reward is to be 1 above that of the rejected one."""
-    rewards = config.beta * (answers.logps - answers.reference)
+    rewards = config.beta * (answers.logps - answers.ref_logps)
     return F.relu(1 - (rewards[:, 0] - rewards[:, 1])), rewards
 
 

@@ -23,7 +23,7 @@ import fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.evaluation.compare_with_transformers import random_reference
+from fsdp_qlora.evaluation.compare_with_transformers import random_hf_model
 from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.kernels.sinks import SinkAttention
@@ -511,7 +511,7 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
         seen.append(grad) or true(call, routing, grad, x)))
     small = shrunk_config(TINY[name](320))
     arch = make_architecture(small)
-    tensors = random_reference(small, torch.Generator().manual_seed(0)).state_dict()
+    tensors = random_hf_model(small, torch.Generator().manual_seed(0)).state_dict()
     config = Config(model="m", lora_rank=8, target_modules=("experts", "o_proj"))
     plan = make_plan(arch.n_layers, compute_dtype="bfloat16")
     model = make_model(small, arch, tensors, config, plan)
@@ -533,7 +533,7 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
     """Where the shared expert itself is 0, and its gate reads one value, it alone is left."""
     small = shrunk_config(TINY["qwen2_moe"](320))
     arch = make_architecture(small)
-    tensors = random_reference(small, torch.Generator().manual_seed(0)).state_dict()
+    tensors = random_hf_model(small, torch.Generator().manual_seed(0)).state_dict()
     for key, tensor in tensors.items():
         if ".shared_expert." in key:
             tensor.zero_()

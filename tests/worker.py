@@ -286,7 +286,7 @@ def preferences(job, process):
         numbers = {key: torch.tensor(value, dtype=torch.float64)
                    for key, value in {**record, **found}.items()}  # fmt: skip
         none = torch.zeros(0)
-        return {"reference": none if run.rows.reference is None else run.rows.reference,
+        return {"reference": none if run.rows.ref_logps is None else run.rows.ref_logps,
                 **numbers, **adapter.gather_weights()}  # fmt: skip
 
     house.replace("optimizer_step", lambda optimizer, adapter, rate: None)

@@ -222,12 +222,12 @@ def make_answers(rows: Rows, micro_step: MicroStep, shape: Shape, model: Model) 
                 for i, document in enumerate(documents)}
     documents = torch.tensor(sorted(index_of)).view(-1, rows.documents_per_row)  # [rows, answers]
     n_loss_tokens = rows.n_loss_tokens[documents].double()
-    reference = torch.zeros_like(n_loss_tokens)
-    if rows.reference is not None:
-        reference = rows.reference[documents]
+    ref_logps = torch.zeros_like(n_loss_tokens)
+    if rows.ref_logps is not None:
+        ref_logps = rows.ref_logps[documents]
     tensors = {
         "documents": torch.tensor([[index_of[i] for i in row] for row in documents.tolist()]),
-        "n_loss_tokens": n_loss_tokens, "reference": reference,
+        "n_loss_tokens": n_loss_tokens, "ref_logps": ref_logps,
         "desirable": rows.desirable[documents]}
     n_spare = power_of_2(len(documents)) - len(documents) if model.plan.graphs else 0
     return Answers(**{name: to_device(F.pad(tensor, (0, 0, 0, n_spare)), model.device)

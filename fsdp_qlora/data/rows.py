@@ -49,7 +49,7 @@ class Rows:
     # them}, "{}": no variables. To get such an answer, a prompt must set the same variables.
     template_kwargs: dict[str, int] = dataclasses.field(default_factory=dict)
     # fp64 [documents], the log-probability of each answer before the first step
-    reference: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
     # the same prompts with answers of other rows, for KTO, see mismatch()
     mismatched: Rows | None = None
     # int64 [documents], positions of the answers; only in mismatched Rows

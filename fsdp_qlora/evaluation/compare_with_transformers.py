@@ -29,7 +29,7 @@ from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
-from fsdp_qlora.model.lm_head import logits_of_states, reference_losses, scaled_logits
+from fsdp_qlora.model.lm_head import eager_losses, logits_of_states, scaled_logits
 from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
@@ -57,7 +57,7 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
         small = shrunk_config(model_config)
         arch = make_architecture(small)
         generator = torch.Generator().manual_seed(0)
-        reference = random_reference(small, generator)
+        reference = random_hf_model(small, generator)
         ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
         tensors = dict(reference.state_dict())
         names = tensor_names(arch, tensors)
@@ -66,7 +66,7 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
             weights = read_weights(model, names)
             random_adapter(model, generator)
             ours = results(model, ids)
-            theirs = reference_results(reference, model, names, weights, ids)
+            theirs = hf_results(reference, model, names, weights, ids)
             differences = {
                 what: float(((value - theirs[what]).norm() / theirs[what].norm()).detach())
                 for what, value in ours.items()}
@@ -85,7 +85,7 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
 
 
 @torch.no_grad()
-def random_reference(model_config: PreTrainedConfig, generator: torch.Generator) -> nn.Module:
+def random_hf_model(model_config: PreTrainedConfig, generator: torch.Generator) -> nn.Module:
     """Return transformers' model in fp32. Its norms and biases are random, because 1 and 0 would
     hide mistakes."""
     with torch.random.fork_rng([]):
@@ -252,7 +252,7 @@ def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"logits": logits, "loss": loss.detach().float(), **gradients}
 
 
-def reference_results(
+def hf_results(
     reference: nn.Module, model: Model, names: TensorNames, weights: Mapping[str, torch.Tensor],
     ids: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
@@ -283,7 +283,7 @@ def reference_results(
         torch.func.functional_call(reference, {**weights, **adapted}, x[None]).logits[0].float()
         for x in documents]
     loss: torch.Tensor = sum(
-        reference_losses(rows[:-1], x[1:]).sum() for rows, x in zip(logits, documents))
+        eager_losses(rows[:-1], x[1:]).sum() for rows, x in zip(logits, documents))
     gradients = torch.autograd.grad(loss, adapters)
     return {"logits": torch.cat(logits).detach(), "loss": loss.detach(),
             **{f"gradient of adapter {i}": grad for i, grad in enumerate(gradients)}}

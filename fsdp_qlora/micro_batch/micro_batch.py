@@ -52,7 +52,7 @@ class Answers:
 
     documents: torch.Tensor  # int64 [rows, answers], index among the documents of all ranks
     n_loss_tokens: torch.Tensor  # fp64 [rows, answers], labels of the answer; 0: padding
-    reference: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
+    ref_logps: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
     desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
     # the next two: fp64 [], of the whole step or evaluation, see global_loss_values()
     kl: torch.Tensor | None = None  # KTO's estimate of the KL divergence

@@ -1,7 +1,7 @@
 """Vocabulary-parallel, chunked linear cross-entropy (as Megatron's and Liger's): the logits never
 exist as a whole.
 
-To train another loss of a token, change reference_losses(), and logits_statistics(),
+To train another loss of a token, change eager_losses(), and logits_statistics(),
 logits_gradient() and LinearCrossEntropy.forward(), which are compared with it at every start.
 """
 
@@ -50,7 +50,7 @@ def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -
     return out
 
 
-def reference_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def eager_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the losses [n] that LinearCrossEntropy must equal, in plain PyTorch, for whole logits
     [n, vocabulary] and labels [n]."""
     return F.cross_entropy(logits, labels, reduction="none")

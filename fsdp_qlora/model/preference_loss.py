@@ -2,7 +2,7 @@
 answers.
 
 The loss of supervised fine-tuning is compute_loss() in the script. Both start from the token losses
-of LinearCrossEntropy in lm_head.py, and autograd does the rest. evaluation/reference.py has what a
+of LinearCrossEntropy in lm_head.py, and autograd does the rest. evaluation/ref_logps.py has what a
 loss compares with, the model before the first step.
 
 To add a preference loss, write a function like dpo() and its record in LOSSES: --loss takes its
@@ -31,7 +31,7 @@ from fsdp_qlora.ranks import all_gather
 def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Direct preference optimization; with --label_smoothing it is cDPO, which assumes that this
     fraction of the pairs has swapped labels."""
-    rewards: torch.Tensor = config.beta * (answers.logps - answers.reference)
+    rewards: torch.Tensor = config.beta * (answers.logps - answers.ref_logps)
     margins = rewards[:, 0] - rewards[:, 1]
     wrong = config.label_smoothing
     return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins), rewards
@@ -39,7 +39,7 @@ def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 
 def ipo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Identity preference optimization: the target of the margin per token is 1 / (2 beta)."""
-    scores = answers.logps - answers.reference
+    scores = answers.logps - answers.ref_logps
     margins = (scores / answers.n_loss_tokens).diff(dim=1)[:, 0].neg()
     return (margins - 1 / (2 * config.beta)) ** 2, config.beta * scores
 
@@ -67,7 +67,7 @@ def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 def kto(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """KTO: the rewards of good answers should be above the step's estimate of the KL divergence,
     those of bad answers below it."""
-    rewards: torch.Tensor = config.beta * (answers.logps - answers.reference)
+    rewards: torch.Tensor = config.beta * (answers.logps - answers.ref_logps)
     above = rewards - config.beta * answers.kl
     losses = torch.where(answers.desirable, config.desirable_weight * above.neg().sigmoid(),
                          config.undesirable_weight * above.sigmoid())
@@ -81,7 +81,7 @@ class Loss:
     function: Callable | None  # one of the above; None: the mean over the tokens in the loss
     flags: tuple[str, ...] = ("beta",)  # the loss-specific flags that it reads
     documents_per_row: int = 2  # 2: a pair of answers
-    has_reference: bool = True  # reads Answers.reference
+    has_reference: bool = True  # reads Answers.ref_logps
     per_token: bool = False  # reads mean log-probabilities
     trains_prompt: bool = False  # reads Answers.prompt_losses of chosen answers, rows_per_token
 

@@ -73,7 +73,7 @@ class Run:
     directory: Path
     device: torch.device
     sampler: RowSampler  # chooses the rows of a step
-    eval_rows: Rows | None  # those of the job; ensure_reference() adds what DPO needs
+    eval_rows: Rows | None  # those of the job; ensure_ref_logps() adds what DPO needs
     model: Model
     adapter: Adapter
     optimizer: Any  # the Optimizer of the script, which may be another one
@@ -94,5 +94,5 @@ class Run:
 
     @property
     def rows(self) -> Rows:
-        """All rows to train on; ensure_reference() adds what DPO needs."""
+        """All rows to train on; ensure_ref_logps() adds what DPO needs."""
         return self.sampler.rows
