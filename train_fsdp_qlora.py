@@ -94,8 +94,8 @@ from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context_parallel import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.model.cuda_graphs import CUDAGraphs
 from fsdp_qlora.model.fsdp import reshard_all
-from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.load import load_model
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.preference_loss import preference_loss
@@ -280,14 +280,14 @@ def make_adapter(model: Model, job: Job) -> Adapter:
 def make_run(job: Job, plan: Plan, status: Status, directory: Path, sampler: RowSampler,
              model: Model, adapter: Adapter, start_step: int) -> Run:
     """Make the Run, with its optimizer and, if planned, CUDA graphs."""
-    graphs = None
+    cuda_graphs = None
     if plan.graphs:
-        graphs = Graphs(model, functools.partial(compute_loss, config=job.config))
+        cuda_graphs = CUDAGraphs(model, functools.partial(compute_loss, config=job.config))
     return Run(
         job=job, plan=plan, status=status, directory=directory, device=model.device,
         sampler=sampler, eval_rows=job.eval_rows, model=model, adapter=adapter,
         optimizer=make_optimizer(adapter.weights, job.config), merge_check=MergeCheck(job.rows),
-        graphs=graphs, saved_step=start_step)
+        cuda_graphs=cuda_graphs, saved_step=start_step)
 
 
 def start_adapter(run: Run) -> None:
@@ -589,7 +589,7 @@ def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
 def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> torch.Tensor:
     """Run forward, and backward of `loss_weight` times the loss, of one micro-batch; gradients
     accumulate in the adapter. Returns the sums of compute_loss(). All ranks must call this."""
-    if run.graphs and (sums := run.graphs.replay(micro_batch, loss_weight)) is not None:
+    if run.cuda_graphs and (sums := run.cuda_graphs.replay(micro_batch, loss_weight)) is not None:
         return sums
     loss, sums = compute_loss(run.model, micro_batch, run.config)
     (loss * loss_weight).backward()

@@ -38,7 +38,7 @@ from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
-    DoesNotFit, Search, Workload, check_host, pick_plan, use_graphs)
+    DoesNotFit, Search, Workload, check_host, pick_plan, use_cuda_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
 from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
@@ -155,7 +155,7 @@ def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypat
         plan, token_seconds=seconds))  # fmt: skip
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
     search = Search(None, None, (), workload, 10_000, H200)
-    assert use_graphs(plan_of(100), search, False).graphs == is_graphed
+    assert use_cuda_graphs(plan_of(100), search, False).graphs == is_graphed
 
 
 GIB = 2**30

@@ -33,7 +33,7 @@ from fsdp_qlora.planner.costs import FIT, count_layers, layer_seconds, predict_m
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
     DoesNotFit, Search, Workload, agree_on_plan, can_save_attention, choose_plan, possible_plans,
-    use_graphs, why_no_capture)
+    use_cuda_graphs, why_no_capture)
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import read_model_config
@@ -697,7 +697,7 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
         of_ranges = dataclasses.replace(plan, graphs=False, token_seconds=1, expert_ranges=ranges)
         workload = Workload(400, 200, 200, 200, True, 1, torch.device("cuda"))
         search = Search(None, arch, layouts, workload, 140 * GIB, H200)
-        assert use_graphs(of_ranges, search, True).graphs == graphs
+        assert use_cuda_graphs(of_ranges, search, True).graphs == graphs
     assert sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS)) > 0
     assert choose("llama-3-8b", 140, gpus=1, **short).graphs
     assert not choose("llama-3-8b", 140).graphs  # 4,096 tokens and more keep the GPU busy

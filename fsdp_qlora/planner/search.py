@@ -5,7 +5,7 @@
         find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
                              pick_plan() takes the fastest of those that fit, by predict_time()
         check_plan()         where none fits, suggest_flags() tries flags and names those that help
-        use_graphs()         CUDA graphs, where they make it faster
+        use_cuda_graphs()    CUDA graphs, where they make it faster
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def choose_plan(
     n_rows = workload.world_size * (plan.micro_batch_tokens // least)
     uneven_micro_batches = (workload.uneven_lengths or workload.uneven_labels
                             or config.batch_size % n_rows > 0)
-    return use_graphs(plan, search, uneven_micro_batches)
+    return use_cuda_graphs(plan, search, uneven_micro_batches)
 
 
 def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None:
@@ -329,7 +329,7 @@ def pick_plan(plans: list[Plan], search: Search) -> Plan:
     return min(near, key=lambda plan: plan.bytes)
 
 
-def use_graphs(plan: Plan, search: Search, uneven_micro_batches: bool) -> Plan:
+def use_cuda_graphs(plan: Plan, search: Search, uneven_micro_batches: bool) -> Plan:
     """Return the plan, with CUDA graphs if the CPU is slower than the GPU, or with the reason why
     they are not used.
 

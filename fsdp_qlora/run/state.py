@@ -17,7 +17,7 @@ from fsdp_qlora.data.sampling import RowSampler
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.model.graphs import Graphs
+from fsdp_qlora.model.cuda_graphs import CUDAGraphs
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.run.base_model import BaseModel
@@ -78,7 +78,7 @@ class Run:
     adapter: Adapter
     optimizer: Any  # the Optimizer of the script, which may be another one
     merge_check: MergeCheck
-    graphs: Graphs | None  # None: CUDA graphs are not used
+    cuda_graphs: CUDAGraphs | None  # None: CUDA graphs are not used
     # the fields below change during training
     progress: Progress = dataclasses.field(default_factory=Progress)
     saved_step: int = 0  # step of the latest checkpoint

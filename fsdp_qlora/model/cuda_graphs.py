@@ -26,7 +26,7 @@ class Captured(NamedTuple):
     sums: Tensor  # see compute_loss()
 
 
-class Graphs:
+class CUDAGraphs:
     """The CUDA graphs of a model, one for each shape of micro-batch."""
 
     def __init__(
