@@ -620,8 +620,8 @@ def test_each_layer_has_the_layout_of_its_kind():
     mixed = set()
     for name, make in TINY.items():
         arch = make_architecture(make(VOCABULARY))
-        kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_mixer, arch.layer_routed,
-                         arch.layer_heads, arch.layer_sublayers, strict=True))  # fmt: skip
+        kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_other_mixer,
+                         arch.layer_routed, arch.layer_heads, arch.layer_sublayers, strict=True))
         layouts = make_layer_specs(arch, (), CONFIG)
         found = []
         for layout in layouts:
@@ -640,7 +640,7 @@ def test_each_layer_has_the_layout_of_its_kind():
                 elif isinstance(one, MLAMixer):
                     kind[1] = one.rope_index
                 else:
-                    kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is one.record]
+                    kind[2:3] = [x for x in arch.other_mixers if arch.other_mixers[x] is one.record]
             found.append(tuple(kind))
         assert found == kinds, name
         for (one, kind), (other, its_kind) in itertools.combinations(zip(layouts, kinds), 2):
@@ -793,9 +793,9 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
         )
 
     model_config = TINY[name](VOCABULARY)
-    (kind,) = map(type, make_architecture(model_config).mixers.values())
-    function = autograd_mixers.MIXERS[kind]
-    monkeypatch.setitem(autograd_mixers.MIXERS, kind, all_as_one)
+    (kind,) = map(type, make_architecture(model_config).other_mixers.values())
+    function = autograd_mixers.OTHER_MIXERS[kind]
+    monkeypatch.setitem(autograd_mixers.OTHER_MIXERS, kind, all_as_one)
     with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
         compare_with_transformers(model_config, name)
 

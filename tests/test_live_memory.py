@@ -22,7 +22,7 @@ from fsdp_qlora.kernels.attention import ATTENTION_TYPES, eager_attention, sdpa_
 from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.pieces import piece_attention
-from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import make_layer_specs
@@ -183,7 +183,7 @@ def counted_kernels(arch, plan):
         kernels = dict.fromkeys(ATTENTION_TYPES, sdpa_attention)
     if plan.context_parallel_size > 1 and not plan.varlen_attention:
         kernels = dict.fromkeys(ATTENTION_TYPES, piece_attention)
-    if mixer := mixer_with_state(arch):
+    if mixer := recurrent_mixer(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         def recurrence(*args):
             return counted.apply(*args[:5])
@@ -321,9 +321,9 @@ def layers_of(name, monkeypatch, **flags):
         monkeypatch.setitem(bench.MIXERS, name, bench.GEMMAS_4["gemma-4-e4b"])
     config, arch, layouts = shapes_of(name.replace("h1-plain", "h1-7b"), **flags)
     if name == "falcon-h1-plain":  # without its factors
-        (kind, mixer), = arch.mixers.items()
+        (kind, mixer), = arch.other_mixers.items()
         mixer = dataclasses.replace(mixer, in_multiplier=1.0, multipliers=1.0)
-        arch = dataclasses.replace(arch, mixers={kind: mixer})
+        arch = dataclasses.replace(arch, other_mixers={kind: mixer})
         layouts = make_layer_specs(arch, (), config)
     return arch, {layouts.index(layout): layout for layout in dict.fromkeys(layouts)}
 

@@ -400,10 +400,10 @@ def kind_of(model_type):
         word = "multimodal" if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else "audio"
         return f"{word}: {', '.join(f'`{text}`' for text in texts)}"
     record = FAMILIES[model_type]
-    is_dense = not (record.moe or record.mixers or record.mla)
+    is_dense = not (record.moe or record.other_mixers or record.mla)
     if record.moe and str(record.moe.used).startswith("config."):  # only some have experts
         is_dense = True
-    words = {"dense": is_dense, "MoE": record.moe, "hybrid": record.mixers,
+    words = {"dense": is_dense, "MoE": record.moe, "hybrid": record.other_mixers,
              "latent attention": record.mla}  # fmt: skip
     return ", ".join(word for word, holds in words.items() if holds)
 
@@ -450,7 +450,7 @@ def test_records_of_a_family_have_the_fields_shown():
         assert {word for word in words if word.islower()} <= fields.keys(), row
         for *records, field in re.findall(r"((?:`[A-Z]\w+`,? ?)+): `(\w+)`", row):
             for record in re.findall(r"\w+", records[0]):
-                annotation = fields[field].replace("Mixer]", "ShortConv | DeltaNet | Mamba2]")
+                annotation = fields[field].replace("OtherMixer]", "ShortConv | DeltaNet | Mamba2]")
                 assert hasattr(architecture, record) and record in annotation, row
                 seen += 1
     assert seen >= 7

@@ -23,7 +23,7 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.errors import explain
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention
-from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.mlp import MLPSublayer
@@ -199,7 +199,7 @@ def eager_kernels(arch: Architecture) -> Kernels:
     small that each document has several."""
     by_type: dict[str, Callable] = dict.fromkeys(ATTENTION_TYPES, eager_attention)
     recurrence = None
-    if mixer := mixer_with_state(arch):
+    if mixer := recurrent_mixer(arch):
         recurrence = functools.partial(RECURRENCES[type(mixer)].eager, chunk=8)
     return Kernels(by_type, by_type, recurrence)
 

@@ -306,9 +306,9 @@ RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
     Mamba2: Recurrence(eager_scan, fla_scan, eager_scan_bytes)}
 
 
-def mixer_with_state(arch: Architecture) -> DeltaNet | Mamba2 | None:
+def recurrent_mixer(arch: Architecture) -> DeltaNet | Mamba2 | None:
     """Return the mixer of a model's layers that has a state, one of RECURRENCES, or None."""
-    return next((x for x in arch.mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
+    return next((x for x in arch.other_mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
 
 
 def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
@@ -352,7 +352,7 @@ def choose_recurrence(
 ) -> Callable[..., Tensor] | None:
     """Return the function that computes the model's gated delta net or Mamba-2, None if it has
     neither. On a GPU it is flash-linear-attention's, if its results match plain torch's."""
-    mixer = mixer_with_state(arch)
+    mixer = recurrent_mixer(arch)
     if mixer is None:
         return None
     recurrence = RECURRENCES[type(mixer)]

@@ -49,7 +49,8 @@ class AutogradCosts:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionCosts:
-    """The costs of a function of MIXERS, as functions (record, hidden) -> values per token."""
+    """The costs of a function of OTHER_MIXERS, as functions (record, hidden) -> values per
+    token."""
 
     saved_values: Callable[[Any, int], int]  # saved for backward
     live_values: Callable[[Any, int], int]  # alive at once in backward in addition

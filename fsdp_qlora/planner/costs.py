@@ -17,12 +17,12 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from fsdp_qlora.kernels.recurrence import mixer_with_state
+from fsdp_qlora.kernels.recurrence import recurrent_mixer
 from fsdp_qlora.layer.attention_mixer import n_head_groups
 from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
-from fsdp_qlora.layer_costs.mixer_sublayer import MixerCosts
+from fsdp_qlora.layer_costs.mixer_sublayer import MixerSublayerCosts
 from fsdp_qlora.layer_costs.mla import MLACosts
 from fsdp_qlora.model.embedding import CHUNK_BYTES
 from fsdp_qlora.plan import SAVE_POLICIES, Plan, SavePolicy
@@ -215,7 +215,7 @@ def activation_peak(
 
 def mla_costs(layer: LayerCosts) -> MLACosts | None:
     """Return the costs of a layer's latent attention, None if its model has none."""
-    mla = layer.mixer.mixers[0] if isinstance(layer.mixer, MixerCosts) else None
+    mla = layer.mixer.mixers[0] if isinstance(layer.mixer, MixerSublayerCosts) else None
     return mla if isinstance(mla, MLACosts) else None
 
 
@@ -483,8 +483,9 @@ def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
     range_launches = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp
                 + routed * (FIT.routed_launches + range_launches * plan.expert_ranges))
-    if mixer := mixer_with_state(arch):
-        n_mixers = sum(arch.mixers.get(name or "") is mixer for name in arch.layer_mixer)
+    if mixer := recurrent_mixer(arch):
+        n_mixers = sum(
+            arch.other_mixers.get(name or "") is mixer for name in arch.layer_other_mixer)
         launches += FIT.recurrence_launches * (n_mixers / arch.n_layers)
     if arch.moe and machine.why_no_grouped:  # 2 matmuls in forward, 2 in backward
         launches += routed * FIT.expert_launches * (4 + 2 * again) * arch.moe.n_experts

@@ -26,7 +26,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels, eager_attention
-from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.micro_batch.context_parallel import LONG_SHARE, has_long_pieces
@@ -248,7 +248,7 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
     size = config.context_parallel_size or 1
-    if size > 1 and mixer_with_state(arch):
+    if size > 1 and recurrent_mixer(arch):
         raise ValueError(f"--context_parallel_size {size}: a model with recurrent layers needs all"
                          " tokens of a row on one GPU")
     least = workload.least_tokens(size)
@@ -273,7 +273,7 @@ def find_plan(search: Search) -> Plan:
         return plan.fits_both(search.memory_bound, search.machine.free_host_bytes)
 
     best = best_plan(config.context_parallel_size or 1)
-    if config.context_parallel_size or mixer_with_state(search.arch):
+    if config.context_parallel_size or recurrent_mixer(search.arch):
         return best
     has_idle_ranks = workload.tokens < workload.world_size * workload.longest
     for size in range(2, workload.world_size + 1):
@@ -468,7 +468,7 @@ def why_no_capture(
         return "attention runs in plain torch"
     if plain_recurrence:
         return "a mixer runs in plain torch"
-    if isinstance(mixer_with_state(arch), Mamba2):
+    if isinstance(recurrent_mixer(arch), Mamba2):
         return "flash-linear-attention waits for the GPU in Mamba-2"
     return machine.why_no_grouped if arch.moe else ""
 

@@ -375,7 +375,7 @@ def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
     types = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(types) != n_layers:
         raise ValueError(f"layer_types has {len(types)} entries for {n_layers} layers")
-    known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_sublayer else ())
+    known = LAYER_TYPES.union(family.other_mixers, {"mlp", "moe"} if family.one_sublayer else ())
     if family.mla and family.mla.index_topk:
         known = {"indexed_attention"}
     if other := sorted(set(types) - known):
@@ -397,7 +397,7 @@ def make_positions(
     thetas = c.layer_rope_theta if family.layer_thetas else [None] * len(types)
     for layer_type, rotates, theta, heads in zip(
             types, rotary_layers(c, family, slides), thetas, layer_heads, strict=True):
-        has_attention = layer_type not in family.mixers or family.parallel_mixers
+        has_attention = layer_type not in family.other_mixers or family.parallel_other_mixers
         rope = None
         if has_attention and (rotates or not family.one_sublayer):
             rope = rope_of_layer(c, family, layer_type, theta if rotates else None, heads)
@@ -413,8 +413,8 @@ def make_positions(
         ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
     return dict(ropes=ropes, layer_rope=layer_rope,
                 layer_window=[c.sliding_window if slide else None for slide in slides],
-                layer_mixer=[layer_type if layer_type in family.mixers else None
-                             for layer_type in types],
+                layer_other_mixer=[layer_type if layer_type in family.other_mixers else None
+                                   for layer_type in types],
                 layer_sublayers=["both" if not family.one_sublayer else
                                  "mlp" if layer_type in ("mlp", "moe") else "mixer"
                                  for layer_type in types],

@@ -177,7 +177,8 @@ def mla_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict
 def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """Return the rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights.
     """
-    record = next((x for x in FAMILIES[arch.family].mixers.values() if isinstance(x, Mamba2)), None)
+    mixers = FAMILIES[arch.family].other_mixers.values()
+    record = next((x for x in mixers if isinstance(x, Mamba2)), None)
     if not record:
         return []
     sizes = {"heads": 4, "head_dim": 32, "groups": min(2, getattr(
