@@ -192,7 +192,7 @@ def write_merged(partial: Path, output: Path, base: MergeBase, adapter: dict[str
 def merged_tensor(name: str, base: MergeBase, adapter: dict[str, LinearAdapter],
                   device: str) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
-    if name in base.parts:
+    if name in base.linears_by_tensor:
         merged = merged_linears(name, base, adapter, device)
     elif name in (base.names.embedding, base.names.head) and name in adapter:
         merged = merged_table(name, base, adapter[name], device)

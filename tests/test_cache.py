@@ -139,7 +139,7 @@ def test_damaged_cache_is_encoded_again(harm, parsed, tokenizer, tmp_path, monke
     find = cached(monkeypatch, tmp_path)
     path = write_jsonl(tmp_path / "data.jsonl", NESTED)
     _, first = n_parsed(parsed, [path], tokenizer)
-    part, index = find("0000.arrow"), find(cache.PARTS)
+    part, index = find("0000.arrow"), find(cache.MANIFEST)
     content = bytearray(part.read_bytes())
     content[len(content) // 3] ^= 4
     if harm in ("flipped", "torn", "empty"):
@@ -252,7 +252,7 @@ def test_cache_that_can_only_be_read_serves(parsed, tokenizer, tmp_path, monkeyp
     find = cached(monkeypatch, tmp_path)
     path = write_jsonl(tmp_path / "data.jsonl", NESTED)
     _, first = n_parsed(parsed, [path], tokenizer)
-    lock = find(cache.PARTS).parent.with_suffix(".lock")
+    lock = find(cache.MANIFEST).parent.with_suffix(".lock")
     lock.unlink()
     lock.mkdir()  # which cannot be opened for writing, by root neither
     assert n_parsed(parsed, [path], tokenizer) == (0, first)

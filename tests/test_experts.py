@@ -51,7 +51,7 @@ from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_files import write_adapter
-from fsdp_qlora.lora.peft_names import expert_parts, layer_names, stack_experts, unstack_experts
+from fsdp_qlora.lora.peft_names import expert_slices, layer_names, stack_experts, unstack_experts
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.plan import Plan
@@ -433,7 +433,7 @@ def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
         reference.get_parameter(key).copy_(weight)
     for i, layer in enumerate(model.layers):
         layer.adapter.normal_(0, 0.1, generator=seed(i))
-    values, parts = parts_of_adapter(model, arch, "data"), expert_parts(arch, config.lora_rank)
+    values, parts = parts_of_adapter(model, arch, "data"), expert_slices(arch, config.lora_rank)
     write_adapter(
         tmp_path, stack_experts(values, parts), resolve_adapter(arch, config, "m")[0]
     )
@@ -458,7 +458,7 @@ def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     memory = dataclasses.replace(arch, moe=moe)
     their = {name.replace(".default", ""): p.grad for name, p in peft.named_parameters()
              if p.requires_grad}  # fmt: skip
-    their = unstack_experts(their, expert_parts(memory, config.lora_rank))
+    their = unstack_experts(their, expert_slices(memory, config.lora_rank))
     mine = parts_of_adapter(model, memory, "grad")
     assert mine.keys() == their.keys()
     for key, grad in mine.items():
@@ -478,7 +478,7 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
         Adapter(model, torch.device("cpu")),
         resolve_adapter(arch, config, "m")[0],
     )
-    values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
+    values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_slices)
     write_adapter(tmp_path, values, lora_config)
     layouts = [layer.spec for layer in adapter.layers]
     own = parts_of_adapter(model, arch, "data")

@@ -151,7 +151,7 @@ def adapter_values(model, values):
 def adapter_names(model):
     """(PEFT's name, where it is in the layer's adapter, its shape, the layer's number) of all."""
     for i, layer in enumerate(model.layers):
-        for (linear, key), (where, shape) in layer.spec.adapter_parts().items():
+        for (linear, key), (where, shape) in layer.spec.adapter_slices().items():
             yield f"base_model.model.model.layers.{i}.{linear}.{key}", where, shape, i
 
 
@@ -586,7 +586,7 @@ def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, saves):
     loss().backward()
     # DoRA's norm is a constant in backward, but not in the loss: only B has a gradient without it
     direction = torch.zeros_like(weights)
-    for (_, key), (where, _) in model.layers[0].spec.adapter_parts().items():
+    for (_, key), (where, _) in model.layers[0].spec.adapter_slices().items():
         if adapter == "lora" or key == "lora_magnitude_vector":
             direction[where] = weights.grad[where]
     slope, losses = direction.norm(), []

@@ -267,7 +267,7 @@ def test_table_is_whole_if_each_of_its_files_is(harmed, tmp_path):
     for file in files:
         file.write_bytes(file.name.encode())
     digests = {file.name: digest(file) for file in files}
-    (tmp_path / cache.PARTS).write_text(json.dumps(digests))
+    (tmp_path / cache.MANIFEST).write_text(json.dumps(digests))
     if harmed is not None:
         files[harmed].write_bytes(b"other")
     assert cache.has_table(tmp_path) == (harmed is None)

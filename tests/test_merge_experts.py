@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4C
 
 import merge_adapters
 from fsdp_qlora.files import digest
-from fsdp_qlora.lora.peft_names import expert_parts, unstack_experts
+from fsdp_qlora.lora.peft_names import expert_slices, unstack_experts
 from fsdp_qlora.pretrained.formats import NF4_STATE
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.tensor_names import tensor_names
@@ -312,7 +312,7 @@ def test_adapters_of_experts_in_the_form_of_earlier_versions_are_read(
 
     adapter = train(run, "--learning_rate", 0.01)
     shutil.copytree(run, old)
-    parts = expert_parts(make_architecture(AutoConfig.from_pretrained(base)), 8)
+    parts = expert_slices(make_architecture(AutoConfig.from_pretrained(base)), 8)
     save_file({key: tensor.contiguous() for key, tensor in unstack_experts(adapter, parts).items()},
               old / "adapter_model.safetensors")
     settings = json.loads((run / "adapter_config.json").read_text())

@@ -524,7 +524,7 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
     model(micro_batch).sum().backward()
     assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))
     for layer in model.layers:
-        for (linear, key), (where, _) in layer.spec.adapter_parts().items():
+        for (linear, key), (where, _) in layer.spec.adapter_slices().items():
             grad = layer.adapter.grad[where]
             assert has_fp32_values(grad) or not grad.any(), (linear, key)
 

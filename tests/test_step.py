@@ -231,7 +231,7 @@ class Vector:
         assert self.params.keys() == get_peft_model_state_dict(model).keys()
         self.places = {}
         for i in range(arch.n_layers):
-            for (linear, key), (where, shape) in layout.adapter_parts().items():
+            for (linear, key), (where, shape) in layout.adapter_slices().items():
                 name = f"base_model.model.model.layers.{i}.{linear}.{key}"
                 start = i * layout.n_adapter
                 self.places[name] = slice(start + where.start, start + where.stop), shape

@@ -30,7 +30,7 @@ from fsdp_qlora.ranks import n_cores
 
 
 TOLD = ValueError, OSError, MemoryError  # errors that a child process passes on to its parent
-PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last
+MANIFEST = "parts.json"  # the SHA-256 of each file of a table in order; written last
 PROGRESS_SECONDS = 5  # between two log lines about how many documents are encoded
 MakeBatches = Callable[..., Iterator[pyarrow.RecordBatch]]  # see write_table()
 
@@ -52,7 +52,7 @@ def open_cache(key: str) -> Iterator[Path]:
 def has_table(directory: Path) -> bool:
     """Return True if the directory contains a complete, undamaged table. Logs a line if it contains
     only a part of one."""
-    digests = read_json(directory / PARTS, {})
+    digests = read_json(directory / MANIFEST, {})
     with contextlib.suppress(OSError):
         if digests and all(digest(directory / name) == sha for name, sha in digests.items()):
             return True
@@ -64,14 +64,15 @@ def has_table(directory: Path) -> bool:
 
 def read_table(directory: Path) -> pyarrow.Table:
     """Return the pyarrow Table in a directory, mapped into memory."""
-    files = [pyarrow.memory_map(str(directory / name)) for name in read_json(directory / PARTS)]
+    files = [pyarrow.memory_map(str(directory / name)) for name in read_json(directory / MANIFEST)]
     return pyarrow.concat_tables([pyarrow.ipc.open_file(file).read_all() for file in files])
 
 
 def write_table(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
                 **settings: Any) -> dict[str, str]:
     """Write the pyarrow RecordBatches of make_batches(pieces, **settings), at least one. The pieces
-    are divided among all cores, each of which writes a file. Returns {file: SHA-256}, for PARTS."""
+    are divided among all cores, each of which writes a file. Returns {file: SHA-256}, for
+    MANIFEST."""
     shutil.rmtree(directory, ignore_errors=True)  # not overwritten: a run may have mapped it
     try:
         directory.mkdir(parents=True)

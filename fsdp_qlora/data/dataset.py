@@ -35,7 +35,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
+from fsdp_qlora.data.cache import MANIFEST, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat
 from fsdp_qlora.data.encode import encode_batches, encode_pieces
 from fsdp_qlora.data.forms import parse_example
@@ -180,7 +180,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
             parts = write_table(directory, pieces, encode_batches, **settings)
             if contents != pieces_of_all(sources, is_silent=True)[1]:
                 raise ValueError(f"{flag} {name}: has changed while it was read. Start again")
-            write_whole(directory / PARTS, json.dumps(parts))
+            write_whole(directory / MANIFEST, json.dumps(parts))
     with raise_on_all_ranks():
         table = read_table(directory)
         if not len(table):

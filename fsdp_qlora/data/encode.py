@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.forms import Document, Part, parse_example, printable
+from fsdp_qlora.data.forms import Document, TextPart, parse_example, printable
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.data.sources import Piece, RefusedExample, read_pieces
@@ -113,9 +113,10 @@ class ParsedExample(NamedTuple):
     desirable: list[bool]  # of each document: is it a good answer?
 
     @property
-    def parts(self) -> list[Part]:
-        """All Parts; none of an example that was tokens already."""
-        return [part for document in self.documents for part in document if isinstance(part, Part)]
+    def parts(self) -> list[TextPart]:
+        """All TextParts; none of an example that was tokens already."""
+        return [part for document in self.documents for part in document
+                if isinstance(part, TextPart)]
 
     @property
     def is_plain(self) -> bool:

@@ -77,7 +77,7 @@ ROLES = {  # {role of a message in lower case: the name that templates use}
     "ipython": "ipython", "document": "document", "control": "control"}
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A part of a document."""
 
     text: str
@@ -99,13 +99,13 @@ class Part(NamedTuple):
 
 
 Ids = tuple[list[int], list[int]]  # (input_ids, labels)
-Document = list[Part] | Ids
+Document = list[TextPart] | Ids
 
 
 def parse_example(example: Any, tokenizer: PreTrainedTokenizerFast,
                   renames: Sequence[str] = ()) -> tuple[str, list[Document]]:
     """Return the example's form, with what is ignored, as text; and its documents, each a list of
-    Parts, or Ids for an example with input_ids. `renames`: the values of --columns,
+    TextParts, or Ids for an example with input_ids. `renames`: the values of --columns,
     ["old=new"]. A ValueError leaves the example out, a RefusedExample ends the run."""
     return parse_object(as_object(example, renames), tokenizer)
 
@@ -145,7 +145,7 @@ def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
             notes.append("not trained: the assistant's first message, which has no prompt")
         rendered, more_notes = parse_chat(messages, template_options(example), tokenizer)
         notes += more_notes
-        documents = [[Part(one.text, one.spans, add_bos=False, answers=one.answers)]
+        documents = [[TextPart(one.text, one.spans, add_bos=False, answers=one.answers)]
                      for one in rendered]
     return " and ".join(form) + (f" ({'; '.join(notes)})" if notes else ""), documents
 
@@ -323,7 +323,7 @@ def parse_text(example: dict[str, Any], form: tuple[str, ...], tokenizer: PreTra
         text = text_of(example, "text")
         if not text.strip():  # EOS alone would train the model to stop at once
             raise ValueError("text is empty")
-        return [[Part(text, in_loss=True, add_bos=True, add_eos=True)]]
+        return [[TextPart(text, in_loss=True, add_bos=True, add_eos=True)]]
     is_plain = tokenizer.chat_template is None and form in (*INSTRUCTIONS, *QUESTIONS)
     if not is_plain and (form != COMPLETION or isinstance(example["prompt"], list)):
         return None
@@ -332,11 +332,11 @@ def parse_text(example: dict[str, Any], form: tuple[str, ...], tokenizer: PreTra
         raise ValueError("completion is empty")
     if is_one_text:
         text = prompt + completion.removesuffix(tokenizer.eos_token)
-        return [[Part(text, [(len(prompt), len(text))], add_bos=True, add_eos=True,
+        return [[TextPart(text, [(len(prompt), len(text))], add_bos=True, add_eos=True,
+                          is_completion=True)]]
+    return [[TextPart(prompt, in_loss=False, add_bos=True),
+             TextPart(completion, in_loss=True, add_bos=False, add_eos=True, add_prefix_space=False,
                       is_completion=True)]]
-    return [[Part(prompt, in_loss=False, add_bos=True),
-             Part(completion, in_loss=True, add_bos=False, add_eos=True, add_prefix_space=False,
-                  is_completion=True)]]
 
 
 def as_prompt(example: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
@@ -378,8 +378,9 @@ def turns_of(history: list[Any]) -> list[tuple[str, str]]:
     return turns
 
 
-def join_segments(segments: list[Any]) -> Part:
-    """Return the Part of consecutive texts, each in the loss or not, that make up a document."""
+def join_segments(segments: list[Any]) -> TextPart:
+    """Return the TextPart of consecutive texts, each in the loss or not, that make up a
+    document."""
     text = ""
     spans = []
     for segment in segments:
@@ -388,7 +389,7 @@ def join_segments(segments: list[Any]) -> Part:
         start = len(text)
         text += checked_text(segment.get("text"), "text of a segment")
         spans += [(start, len(text))] * segment["label"]
-    return Part(text, spans, add_bos=False)
+    return TextPart(text, spans, add_bos=False)
 
 
 def as_messages(example: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, Any]]:

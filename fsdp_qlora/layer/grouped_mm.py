@@ -31,7 +31,7 @@ def cut_experts(
         parts = []
         for fused in (gate_up, down):
             each = len(fused.linears) // n
-            parts.append(fused.part(fused.linears[experts.start * each : experts.stop * each]))
+            parts.append(fused.subset(fused.linears[experts.start * each : experts.stop * each]))
         if experts:
             ranges.append((experts, parts[0], parts[1]))
     return ranges

@@ -80,7 +80,7 @@ class FusedLinear:
         start = self.outputs.start
         return slice(linear.outputs.start - start, linear.outputs.stop - start)
 
-    def part(self, linears: Sequence[LinearSlices]) -> FusedLinear:
+    def subset(self, linears: Sequence[LinearSlices]) -> FusedLinear:
         """Return a FusedLinear of some of the linears; width, n_lora, lora_a and bias stay those
         of the whole one."""
         n_out = sum(linear.out_features for linear in linears)
@@ -92,7 +92,7 @@ class FusedLinear:
         one per linear."""
         if self.out_features * self.in_features <= LARGE_WEIGHT:
             return (self,)
-        return tuple(self.part([linear]) for linear in self.linears)
+        return tuple(self.subset([linear]) for linear in self.linears)
 
     @property
     def width(self) -> int:

@@ -52,7 +52,7 @@ class ParameterLayout:
         absmax_counts = [linear.nested.stop - linear.nested.start for linear in self.linears]
         return sum(n + (1 + 256) * (n > 0) for n in absmax_counts)
 
-    def adapter_parts(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
+    def adapter_slices(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
         """Return {(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
         parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}
         for linear in self.linears:

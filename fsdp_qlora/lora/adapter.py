@@ -19,7 +19,7 @@ from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.linears import STATE_BLOCK
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_names import (
-    expert_parts, layer_names, peft_name, stack_experts, token_row_names)
+    expert_slices, layer_names, peft_name, stack_experts, token_row_names)
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.token_rows import TokenRows
@@ -47,7 +47,7 @@ class Adapter:
         self.arch, self.layers, self.group = model.arch, model.layers, model.group
         self.group_rank, self.group_size = model.group_rank, model.group_size
         lora_rank = model.layers[0].spec.fused_linears[0].lora_rank
-        self.expert_parts = expert_parts(self.arch, lora_rank)  # the ones that PEFT's files stack
+        self.expert_slices = expert_slices(self.arch, lora_rank)  # the ones that PEFT's files stack
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         n_rows = initial_rows.numel()
         self.n_row_weights = math.ceil(n_rows / STATE_BLOCK) * STATE_BLOCK  # padded
@@ -116,7 +116,7 @@ class Adapter:
     def initial_values(self, i: int, layer: DecoderLayer, seed: int) -> dict[str, torch.Tensor]:
         """Return the initial {PEFT's name: tensor} of layer i."""
         values = {}
-        for (linear, key), (_, shape) in layer.spec.adapter_parts().items():
+        for (linear, key), (_, shape) in layer.spec.adapter_slices().items():
             name = peft_name(self.arch, i, linear, key)
             values[name] = torch.zeros(shape)
             if key == "lora_magnitude_vector":
@@ -141,7 +141,7 @@ class Adapter:
         for i, whole in enumerate(self.gather(self.weights.data)):
             if is_rank_0():
                 views = {name: whole[x].view(shape) for name, (x, shape) in self.names(i).items()}
-                weights |= stack_experts(views, self.expert_parts)
+                weights |= stack_experts(views, self.expert_slices)
         if self.model.token_rows and is_rank_0():
             tables = self.model.token_rows.rows.detach().cpu()
             weights |= {name: rows.clone()

@@ -16,7 +16,7 @@ from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_files import open_adapter
 from fsdp_qlora.lora.peft_names import (
-    as_saved, expert_parts, layer_names, lora_settings, stack_experts, token_row_names,
+    as_saved, expert_slices, layer_names, lora_settings, stack_experts, token_row_names,
     token_row_settings, unstack_experts)
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -45,15 +45,15 @@ def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
             trainable_token_indices=token_row_settings(arch, token_ids))
         shapes = {name: shape for i, spec in enumerate(specs)
                   for name, (_, shape) in layer_names(own_arch, i, spec).items()}
-        parts = expert_parts(arch, config.lora_rank)
-        shapes = {parts[name].name if name in parts else name:
-                  parts[name].shape if name in parts else shape for name, shape in shapes.items()}
+        slices = expert_slices(arch, config.lora_rank)
+        shapes = {slices[name].name if name in slices else name:
+                  slices[name].shape if name in slices else shape for name, shape in shapes.items()}
         rows = dict.fromkeys(token_row_names(arch), (len(token_ids), arch.hidden_size))
         shapes |= rows if token_ids else {}
         stored = open_adapter(directory, wanted, shapes, "this run", SETTING_FLAGS)
         values = {name: read_tensor(tensor, name) for name, tensor in stored.items()}
-        own = unstack_experts(values, parts)
-        for name, value in stack_experts(own, parts).items():
+        own = unstack_experts(values, slices)
+        for name, value in stack_experts(own, slices).items():
             if not torch.equal(value, values[name]):
                 raise ValueError(f"in its {name} gate and up of an expert are not apart, as they"
                                  " are here")

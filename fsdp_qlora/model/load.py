@@ -31,7 +31,7 @@ from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.formats import (
-    NF4_PARTS, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
+    NF4_SUFFIXES, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, weight_files)
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
@@ -291,5 +291,5 @@ def whole_tensor(
     if name not in nf4_states:
         return read(name)
     codes = read(name)
-    parts = {f"{name}.{part}": read(f"{name}.{part}") for part in NF4_PARTS}
+    parts = {f"{name}.{part}": read(f"{name}.{part}") for part in NF4_SUFFIXES}
     return dequantize_stored(codes, parts, dtype).flatten()

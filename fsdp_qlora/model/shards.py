@@ -13,7 +13,7 @@ from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.linears import LinearSlices
 from fsdp_qlora.model.fsdp import local_part
 from fsdp_qlora.model.parameters import ModelParameters
-from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block
+from fsdp_qlora.pretrained.formats import NF4_SUFFIXES, scale_block
 from fsdp_qlora.pretrained.reader import Request, StackedSlice
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
@@ -130,6 +130,6 @@ def whole_requests(
 ) -> list[Request]:
     """Return the Requests for a tensor that each rank reads whole."""
     if in_nf4:
-        keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
+        keys = name, *(f"{name}.{part}" for part in NF4_SUFFIXES)
         return [Request(key, (1,), range(1)) for key in keys]
     return [Request(name, shape or (1,), range(*shape[:1] or (1,)), source)]

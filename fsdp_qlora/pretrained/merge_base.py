@@ -13,7 +13,7 @@ import torch
 from fsdp_qlora.errors import explain
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.formats import (
-    INT4_PACKED, MX_PARTS, NF4_PARTS, dequantize_stored, mxfp4_weight, scaled_weight)
+    INT4_PACKED, MX_SUFFIXES, NF4_SUFFIXES, dequantize_stored, mxfp4_weight, scaled_weight)
 from fsdp_qlora.pretrained.reader import Stored, read_tensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 
@@ -38,9 +38,11 @@ class MergeBase:
     token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
 
     def __post_init__(self) -> None:
-        self.parts = self.names.parts()  # {tensor: [(linear in it, its index there)]}
+        # {tensor: [(linear in it, its index there)]}
+        self.linears_by_tensor = self.names.linears_by_tensor()
         self.places = {linear: (name, index)
-                       for name, parts in self.parts.items() for linear, index in parts}
+                       for name, linears in self.linears_by_tensor.items()
+                       for linear, index in linears}
 
     @property
     def n_bytes(self) -> int:
@@ -51,7 +53,7 @@ class MergeBase:
     def unused(self) -> list[str]:
         """The files' tensors that are neither read nor copied."""
         used = {*self.tensors, *self.names.shapes}
-        return [name for name in self.files if name not in used and not name.endswith(NF4_PARTS)]
+        return [name for name in self.files if name not in used and not name.endswith(NF4_SUFFIXES)]
 
     def is_mxfp4(self, name: str) -> bool:
         return name in self.names.linears and self.names.linears[name].mxfp4
@@ -72,7 +74,7 @@ class MergeBase:
     def linears_in(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (linear, its view [out, in]) of the linears that are a tensor of the merged model,
         or that it stacks (experts) or fuses (q, k and v)."""
-        for linear, index in self.parts[name]:
+        for linear, index in self.linears_by_tensor[name]:
             view = tensor[index]
             yield linear, view.t() if self.is_transposed(linear) else view
 
@@ -91,12 +93,12 @@ class MergeBase:
         whole, index = self.places.get(name, (name, ...))
         if self.is_mxfp4(name):
             return mxfp4_weight(
-                *(self.read(whole + end, device, name + end, index) for end in MX_PARTS))
+                *(self.read(whole + end, device, name + end, index) for end in MX_SUFFIXES))
         if name.endswith(INT4_PACKED):  # the merged tensor's name has no such ending
             whole = name
         stored = self.read(whole, device, name, index, self.is_transposed(name))
         if name in self.nf4_states:
-            parts = {key: self.read(key, "cpu") for key in (f"{name}.{x}" for x in NF4_PARTS)}
+            parts = {key: self.read(key, "cpu") for key in (f"{name}.{x}" for x in NF4_SUFFIXES)}
             with explain(f"{self.paths[name]}: {name}: its quantization is damaged"):
                 return dequantize_stored(stored, parts, self.dtype)
         if scales := self.names.scaled.get(name):

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from fsdp_qlora.files import read_json, write_tensors
-from fsdp_qlora.pretrained.formats import INT4_PACKED, INT4_SHAPE, NF4_PARTS
+from fsdp_qlora.pretrained.formats import INT4_PACKED, INT4_SHAPE, NF4_SUFFIXES
 from fsdp_qlora.pretrained.hub import copy_small_files
 from fsdp_qlora.pretrained.merge_base import MergeBase
 from fsdp_qlora.pretrained.reader import Stored
@@ -45,7 +45,7 @@ def merged_tensors(
             # a multimodal model has other parts besides its text model, which are copied
             if not is_multimodal(model_config) or name.startswith(text_prefix):
                 continue
-            if name.endswith((*NF4_PARTS, INT4_PACKED)):
+            if name.endswith((*NF4_SUFFIXES, INT4_PACKED)):
                 raise ValueError(f"{stored.path}: {name} is of a weight in 4-bit outside the text"
                                  " model's layers, which is not merged")
         elif name in scales or name.endswith(("_scales", INT4_SHAPE)):

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.formats import (
-    FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_PARTS, NF4_STATE, PER_INT32)
+    FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_SUFFIXES, NF4_STATE, PER_INT32)
 from fsdp_qlora.pretrained.from_config import stored_format, text_config
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, Request, StackedSlice, Stored, WeightReader)
@@ -38,7 +38,7 @@ class TensorNames:
     linears: dict[str, Linear] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # {name: shape} of all tensors
     # {name: StackedSlice} of tensors that are a part of a larger one, whose name is then in
-    # `shapes`; in MXFP4, which has two tensors, {name + each of MX_PARTS: StackedSlice}
+    # `shapes`; in MXFP4, which has two tensors, {name + each of MX_SUFFIXES: StackedSlice}
     sources: dict[str, StackedSlice] = field(default_factory=dict)
     # {name of a linear in FP8 or INT4: name of its scales}
     scaled: dict[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class TensorNames:
         name = f"{self.stem}layers.{index}." + renamed(name, self.renames)
         return self.aliases.get(name, name)
 
-    def parts(self) -> dict[str, list[tuple[str, Any]]]:
+    def linears_by_tensor(self) -> dict[str, list[tuple[str, Any]]]:
         """Return {name of a tensor in 16 bits: [(name of a linear, its index in the tensor)]} for
         all linears."""
         parts = {}
@@ -303,7 +303,7 @@ def check_files(
     """Check a checkpoint's tensors before they are read. Returns {name: the JSON object that
     bitsandbytes stored with it} of the tensors that are in NF4 in the files. Raises ValueError."""
     wanted: Wanted = {
-        name: (shape, ["U8"] if name.endswith(MX_PARTS) else FLOATS)
+        name: (shape, ["U8"] if name.endswith(MX_SUFFIXES) else FLOATS)
         for name, shape in names.shapes.items()}
     for name in names.scaled:
         in_int4 = name.endswith(INT4_PACKED)
@@ -372,7 +372,7 @@ def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wante
         if shape not in (None, found):
             raise ValueError(f"{path.name}: {name} has shape {list(found)}, but config.json asks"
                              f" for {list(shape)}" + ": MXFP4 has one scale for 32 weights"
-                             * name.endswith(MX_PARTS))
+                             * name.endswith(MX_SUFFIXES))
         if dtype not in dtypes:
             hint = ": without double quantization?" * name.endswith("absmax")
             if dtype == "F8_E4M3" and name in names.linears:

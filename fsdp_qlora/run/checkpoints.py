@@ -122,7 +122,7 @@ def load_checkpoint(path: Path, adapter: Adapter,
     state = optimizer.state[adapter.weights]
     if "step" in state:  # 1 by now, a number or a tensor: += keeps its type
         state["step"] += saved["step"] - 1
-    weights = unstack_experts(load_file(path / ADAPTER_WEIGHTS), adapter.expert_parts)
+    weights = unstack_experts(load_file(path / ADAPTER_WEIGHTS), adapter.expert_slices)
     for i in range(len(adapter.layers)):
         adapter.set_layer(i, weights)
     adapter.set_token_rows(weights)

@@ -13,7 +13,7 @@ from fsdp_qlora.errors import explain
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
-    FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
+    TensorSlice, as_saved, expert_slices, file_slices, lora_settings, token_row_names,
     token_row_settings)
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -97,18 +97,20 @@ def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
     adapted = set(adapted_linears(arch, run.config["target_modules"]))
     lora = lora_settings(arch, rank, alpha, adapter_type, adapted,
                          trainable_token_indices=token_row_settings(arch, base.token_ids))
-    parts = {}
-    parts_of_experts = expert_parts(arch, rank)
+    slices = {}
+    slices_of_experts = expert_slices(arch, rank)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            parts[name] = file_parts(arch, int(layer), linear, rank, adapter_type, parts_of_experts)
-    parts |= token_row_parts(base, arch)
-    return open_linear_adapters(adapter_dir, lora, parts, "train_config.json")
+            slices[name] = file_slices(
+                arch, int(layer), linear, rank, adapter_type, slices_of_experts)
+    slices |= token_row_slices(base, arch)
+    return open_linear_adapters(adapter_dir, lora, slices, "train_config.json")
 
 
-def token_row_parts(base: MergeBase, arch: Architecture) -> dict[str, list[FilePart]]:
-    """Return {embedding or lm_head: the FilePart of its trained rows}. `arch`: see as_saved()."""
+def token_row_slices(base: MergeBase, arch: Architecture) -> dict[str, list[TensorSlice]]:
+    """Return {embedding or lm_head: the TensorSlice of its trained rows}. `arch`: see
+    as_saved()."""
     if not base.token_ids:
         return {}
     names = base.names
@@ -116,4 +118,4 @@ def token_row_parts(base: MergeBase, arch: Architecture) -> dict[str, list[FileP
     if arch.tied and names.head in base.tensors:  # a copy of the embedding
         tables[names.head] = tables[names.embedding]
     shape = len(base.token_ids), arch.hidden_size
-    return {table: [FilePart(name, shape)] for table, name in tables.items()}
+    return {table: [TensorSlice(name, shape)] for table, name in tables.items()}

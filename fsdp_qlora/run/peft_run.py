@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_qlora.errors import explain
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
-from fsdp_qlora.lora.peft_names import FilePart
+from fsdp_qlora.lora.peft_names import TensorSlice
 from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
@@ -45,19 +45,19 @@ def open_peft_run(
           f" trained on {directory} in NF4 (its {path.name} names"
           f" {settings['base_model_name_or_path']}), and nothing will be compared")
     in_4bit, others = linears_in_4bit(directory, config, model_class, files)
-    parts, r = dict[str, list[FilePart]](), settings["r"]
+    slices, r = dict[str, list[TensorSlice]](), settings["r"]
     for stem in sorted({name.rpartition(".lora_")[0] or name for name in stored}):
         name = {**in_4bit, **others}.get(bare_name(stem), "")
         if not name:
             raise ValueError(f"{file}: {stem} is not a linear of the layers of {directory}: another"
                              " base model?")
         n_out, n_in = files[name].shape
-        parts[name] = [FilePart(f"{stem}.lora_A.weight", (r, n_in)),
-                       FilePart(f"{stem}.lora_B.weight", (n_out, r))]
+        slices[name] = [TensorSlice(f"{stem}.lora_A.weight", (r, n_in)),
+                        TensorSlice(f"{stem}.lora_B.weight", (n_out, r))]
         if settings["use_dora"]:
-            parts[name].append(FilePart(f"{stem}.lora_magnitude_vector", (n_out,)))
+            slices[name].append(TensorSlice(f"{stem}.lora_magnitude_vector", (n_out,)))
     linears = [*in_4bit.values()]
-    if parts.keys() & others.values():  # then the base was loaded with these linears
+    if slices.keys() & others.values():  # then the base was loaded with these linears
         if not all(others.values()):
             raise ValueError(f"--base_model {directory}: its tensors outside the text model have"
                              " other names than transformers: use the adapter unmerged")
@@ -68,7 +68,7 @@ def open_peft_run(
               " known")
     lora = LoraConfig(r=r, **{key: settings[key] for key in (
         "lora_alpha", "use_rslora", "use_dora")})
-    adapter = open_linear_adapters(adapter_dir, lora, parts, "this merge")
+    adapter = open_linear_adapters(adapter_dir, lora, slices, "this merge")
     tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(files) if x.dtype in FLOATS}
     names = TensorNames(
         linears={name: Linear(name, files[name].shape[0], files[name].shape[1], bias=False)

@@ -48,7 +48,7 @@ class Job:
         arch = self.base.arch
         n_row_weights = arch.n_tables * len(self.base.trainable_ids) * arch.hidden_size
         return n_row_weights + sum(
-            math.prod(shape) for spec in self.specs for _, shape in spec.adapter_parts().values())
+            math.prod(shape) for spec in self.specs for _, shape in spec.adapter_slices().values())
 
 
 @dataclasses.dataclass
