@@ -779,7 +779,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     name = checkpoints.checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # CPU reads of paged state need this
     weights = run.adapter.gather_weights()
-    merge_check = run.merge_check.states(run.model)
+    merge_check = run.merge_check.hidden_states(run.model)
     optimizer_state = run.adapter.gather_state(sharded_state(run.optimizer))
     try:
         on_rank_0(checkpoints.write_checkpoint, run, step, weights, optimizer_state, merge_check,
@@ -802,7 +802,7 @@ def save_results(run: Run) -> None:
     this."""
     run.status.enter("saving")
     weights = run.adapter.gather_weights()
-    merge_check = run.merge_check.states(run.model)
+    merge_check = run.merge_check.hidden_states(run.model)
     on_rank_0(checkpoints.save_adapter, run, weights, merge_check, causes=checkpoints.DISK_ERRORS)
     on_rank_0(draw_losses, run.directory)
 

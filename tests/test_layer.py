@@ -707,8 +707,8 @@ def test_probe_is_in_the_order_of_the_rows():
     assert probe.input_ids == [part[:64].tolist() for part in parts[:4]]
     for micro_batch_tokens in 64, 110:
         model.plan = dataclasses.replace(model.plan, micro_batch_tokens=micro_batch_tokens)
-        found[micro_batch_tokens] = probe.states(model)["with_adapter"]
-    alone = torch.cat([MergeCheck(rows_of([(part, part)])).states(model)["with_adapter"]
+        found[micro_batch_tokens] = probe.hidden_states(model)["with_adapter"]
+    alone = torch.cat([MergeCheck(rows_of([(part, part)])).hidden_states(model)["with_adapter"]
                        for part in parts[:4]])  # fmt: skip
     for states in found.values():
         torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)

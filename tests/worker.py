@@ -28,13 +28,13 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation.samples import sample_answers, write_answers
 from fsdp_qlora.layer.dequantize import dequantize
-from fsdp_qlora.layer.linears import STATE_BLOCK
+from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE
 from fsdp_qlora.lora.adapter import sharded_state
 from fsdp_qlora.memory import host_memory
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.fsdp import gathered, set_local
-from fsdp_qlora.model.lm_head import LinearCrossEntropy, best_tokens
+from fsdp_qlora.model.lm_head import LinearCrossEntropy, greedy_tokens
 from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.quant.blocks import FourBitBlocks
 from fsdp_qlora.ranks import all_gather, on_rank_0
@@ -122,7 +122,7 @@ def evaluations(job, process):
         for layer in run.model.layers:
             layer.set_reshard_after_forward(False)
         losses = [train_fsdp_qlora.evaluate(run)["eval_loss"]]
-        run.merge_check.states(run.model)
+        run.merge_check.hidden_states(run.model)
         with torch.no_grad():
             run.adapter.weights += 0.1
         return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)["eval_loss"]])}
@@ -138,7 +138,7 @@ def samples(job, process):
         ids = list(prompt)
         for _ in range(n):
             micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], run.model)
-            ids += best_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()
+            ids += greedy_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()
         return ids[len(prompt) :]
 
     @torch.no_grad()
@@ -334,7 +334,7 @@ def resumed(job, process):
         for key, value in sharded_state(run.optimizer).items():
             whole = all_gather(adapter.by_layer(value).contiguous(), adapter.group)
             whole = whole.transpose(0, 1).flatten(1)  # [layers, all ranks' parts]
-            out[key] = whole[:, : n // STATE_BLOCK if key.startswith("absmax") else n]
+            out[key] = whole[:, : n // OPTIM_BLOCKSIZE if key.startswith("absmax") else n]
         out["done"] = torch.tensor([run.saved_step, run.optimizer.state[adapter.weights]["step"]])
         out["planned"] = torch.tensor(run.plan.memory.get("optimizer's state", 0))
         return []

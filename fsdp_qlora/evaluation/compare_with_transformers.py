@@ -29,7 +29,7 @@ from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
-from fsdp_qlora.model.lm_head import eager_losses, logits_of_states, scaled_logits
+from fsdp_qlora.model.lm_head import eager_losses, logits_of_hidden, scaled_logits
 from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
@@ -244,7 +244,7 @@ def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     rows = rows_of([(x, x) for x in ids.split(LENGTHS)])
     micro_batch = make_micro_batch(rows, [[0, 1]], model)
     with torch.no_grad():
-        logits = logits_of_states(model, model(micro_batch, wants_loss=False))
+        logits = logits_of_hidden(model, model(micro_batch, wants_loss=False))
     loss = model(micro_batch).sum()
     loss.backward()
     gradients = {f"gradient of adapter {i}": layer.adapter.grad

@@ -17,7 +17,7 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import Rows, rows_of
 from fsdp_qlora.model.fsdp import reshard_all
-from fsdp_qlora.model.lm_head import best_tokens
+from fsdp_qlora.model.lm_head import greedy_tokens
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.ranks import gather_objects
 from fsdp_qlora.run.metrics import beginning, ending
@@ -96,8 +96,9 @@ def write_answers(model: Model, status: Status, prompts: list[list[int]], closin
             begun = time.monotonic()
             status.extend_deadline()
             last = [ends[i] - rooms[i] + len(answers[i]) - 1 for i in waiting]
-            states = model(micro_batch, wants_loss=False)[last]
-            for i, position, token in zip(waiting, last, best_tokens(model, states).tolist()):
+            hidden_states = model(micro_batch, wants_loss=False)[last]
+            tokens = greedy_tokens(model, hidden_states).tolist()
+            for i, position, token in zip(waiting, last, tokens):
                 answers[i].append(token)
                 if len(answers[i]) < rooms[i]:
                     micro_batch.input_ids[position + 1] = token

@@ -26,7 +26,7 @@ from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
 from fsdp_qlora.ranks import n_cores
 
 
-STATE_CHUNK = 64  # tokens of a document that are computed at once; chunks pass on the state
+RECURRENCE_CHUNK = 64  # tokens of a document that are computed at once; chunks pass on the state
 
 # ---- the gated delta rule ----
 
@@ -37,7 +37,7 @@ STATE_CHUNK = 64  # tokens of a document that are computed at once; chunks pass 
 
 def eager_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch,
-    chunk: int = STATE_CHUNK
+    chunk: int = RECURRENCE_CHUNK
 ) -> Tensor:
     """The gated delta rule in plain torch, in fp32. Only the inputs are saved for backward."""
     return recomputed(chunked_delta_rule, query, key, value, g, beta, batch.lengths, chunk)
@@ -151,12 +151,12 @@ def chunk_table(starts: Tensor, of_any_lengths: bool = False) -> Tensor:
     `starts`, int32 [chunks, 2]. fla needs it because it would wait for the GPU to read the lengths
     there. With `of_any_lengths` the table is as long as this many documents of this many tokens can
     need; the spare chunks belong to the last document, which must be empty."""
-    counts = (starts.diff() + STATE_CHUNK - 1) // STATE_CHUNK
+    counts = (starts.diff() + RECURRENCE_CHUNK - 1) // RECURRENCE_CHUNK
     documents = torch.arange(len(counts)).repeat_interleave(counts)
     first = (counts.cumsum(0) - counts)[documents]
     table = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
     if of_any_lengths:
-        n_spare = int(starts[-1]) // STATE_CHUNK + len(counts) - len(table)
+        n_spare = int(starts[-1]) // RECURRENCE_CHUNK + len(counts) - len(table)
         table = torch.cat([table, table.new_tensor([len(counts) - 1, 0]).expand(n_spare, 2)])
     return table
 
@@ -179,7 +179,7 @@ def eager_delta_rule_bytes(mixer: DeltaNet) -> int:
     values of each value head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice the
     projected values."""
     key, value = mixer.key_dim, mixer.value_dim
-    head_values = 13 * key + 11 * value + 8 * STATE_CHUNK + 2 * key * value // STATE_CHUNK
+    head_values = 13 * key + 11 * value + 8 * RECURRENCE_CHUNK + 2 * key * value // RECURRENCE_CHUNK
     return 4 * mixer.value_heads * head_values + 8 * sum(mixer.widths.values())
 
 
@@ -193,7 +193,7 @@ def eager_delta_rule_bytes(mixer: DeltaNet) -> int:
 
 def eager_scan(
     b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, batch: MicroBatch,
-    chunk: int = STATE_CHUNK
+    chunk: int = RECURRENCE_CHUNK
 ) -> Tensor:
     """Mamba-2's scan in plain torch, in fp32. Only the inputs are saved for backward."""
     return recomputed(chunked_scan, b, c, x, decay, step, batch.lengths, chunk)
@@ -260,7 +260,7 @@ class FlaScan(torch.autograd.Function):
         dc, db, dv, dg, _ = chunk_simple_gla_bwd(
             **arguments, g_gamma=None, initial_state=None, do=grad[None].contiguous(), dht=None)
         dg = chunk_local_cumsum(
-            dg, chunk_size=STATE_CHUNK, reverse=True, cu_seqlens=bounds, chunk_indices=chunks)
+            dg, chunk_size=RECURRENCE_CHUNK, reverse=True, cu_seqlens=bounds, chunk_indices=chunks)
         db, dc = (part[0].unflatten(1, (b.shape[1], -1)).sum(2, dtype=torch.float32).to(b.dtype)
                   for part in (db, dc))
         dv = dv[0].float()
@@ -275,7 +275,7 @@ class FlaScan(torch.autograd.Function):
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
 
-        where = dict(cu_seqlens=bounds, chunk_size=STATE_CHUNK, chunk_indices=chunks)
+        where = dict(cu_seqlens=bounds, chunk_size=RECURRENCE_CHUNK, chunk_indices=chunks)
         by_head = [part.repeat_interleave(x.shape[1] // b.shape[1], 1)[None] for part in (c, b)]
         value = (x * step[..., None]).to(x.dtype)[None]
         total = chunk_local_cumsum(decay[None], scale=RCP_LN2, **where)  # fla's kernels use exp2()
@@ -285,7 +285,7 @@ class FlaScan(torch.autograd.Function):
 def eager_scan_bytes(mixer: Mamba2) -> int:
     """Return the bytes per token that are alive at once in eager_scan()'s backward: fp32 values
     of each head, measured to 6 % with states of 128 and 256; and twice the projected values."""
-    head_values = 8 * mixer.state + 8 * mixer.head_dim + 6 * STATE_CHUNK
+    head_values = 8 * mixer.state + 8 * mixer.head_dim + 6 * RECURRENCE_CHUNK
     return 4 * mixer.heads * head_values + 8 * sum(mixer.widths.values())
 
 
@@ -315,7 +315,7 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
     """Return why flash-linear-attention cannot be used; "" if its results match plain torch's,
     forward and backward, for two documents."""
     recurrence = RECURRENCES[type(mixer)]
-    length = 3 * STATE_CHUNK // 2
+    length = 3 * RECURRENCE_CHUNK // 2
     generator = torch.Generator(device).manual_seed(0)
     n = 2 * length
     if isinstance(mixer, DeltaNet):

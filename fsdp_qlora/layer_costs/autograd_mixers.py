@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_qlora.kernels.recurrence import RECURRENCES, STATE_CHUNK
+from fsdp_qlora.kernels.recurrence import RECURRENCES, RECURRENCE_CHUNK
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2, ShortConv
@@ -65,12 +65,12 @@ def delta_saved_values(record: DeltaNet, hidden: int) -> int:
     widths = record.widths
     copied = 2 * record.value_heads * record.by_key_head
     return (sum(widths.values()) - copied + sum(widths[x] for x in "qkv") + 2 * widths["v"]
-            + (STATE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
+            + (RECURRENCE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
 
 
 def delta_live_values(record: DeltaNet, hidden: int) -> int:
     """Gradients of the saved values, and fla's states. Counted, not measured."""
-    states = record.value_heads * record.key_dim * record.value_dim // STATE_CHUNK
+    states = record.value_heads * record.key_dim * record.value_dim // RECURRENCE_CHUNK
     head_values = record.value_heads * record.key_dim
     return 2 * sum(record.widths.values()) + 4 * head_values + 3 * record.widths["v"] + 2 * states
 
@@ -96,7 +96,7 @@ def mamba2_live_values(record: Mamba2, hidden: int) -> int:
     """Gradients of the saved values; B and C and their gradients for each head; fla's states, fp32.
     Counted, not measured."""
     widths = record.widths
-    states = record.heads * record.state * record.head_dim // STATE_CHUNK
+    states = record.heads * record.state * record.head_dim // RECURRENCE_CHUNK
     return (2 * sum(widths.values()) + 4 * record.heads * record.state + 3 * widths["x"]
             + 4 * states)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.layer.layer import DecoderLayer
-from fsdp_qlora.layer.linears import STATE_BLOCK
+from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_names import (
     expert_slices, layer_names, peft_name, stack_experts, token_row_names)
@@ -50,7 +50,7 @@ class Adapter:
         self.expert_slices = expert_slices(self.arch, lora_rank)  # the ones that PEFT's files stack
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         n_rows = initial_rows.numel()
-        self.n_row_weights = math.ceil(n_rows / STATE_BLOCK) * STATE_BLOCK  # padded
+        self.n_row_weights = math.ceil(n_rows / OPTIM_BLOCKSIZE) * OPTIM_BLOCKSIZE  # padded
         n_weights = len(self.layers) * self.n_own + self.n_row_weights
         self.weights = nn.Parameter(torch.zeros(n_weights, device=device))
         self.weights.grad = self.grad = torch.zeros_like(self.weights)
@@ -75,7 +75,7 @@ class Adapter:
 
     def token_part(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the part of such a vector that is for the rows of --trainable_tokens."""
-        # by ratio, because absmax has one value per STATE_BLOCK weights
+        # by ratio, because absmax has one value per OPTIM_BLOCKSIZE weights
         return vector[len(vector) - len(vector) * self.n_row_weights // len(self.weights) :]
 
     def names(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
@@ -199,7 +199,7 @@ def optimizer_state_bytes(make_optimizer: MakeOptimizer, config: Config) -> floa
 
 def probe_optimizer(make_optimizer: MakeOptimizer, config: Config) -> tuple[float, bool]:
     """Return the bytes of optimizer state per weight, and whether that is paged."""
-    weights = nn.Parameter(torch.zeros(4 * STATE_BLOCK))
+    weights = nn.Parameter(torch.zeros(4 * OPTIM_BLOCKSIZE))
     weights.grad = torch.zeros_like(weights)
     optimizer = make_optimizer(weights, config)
     if not optimizer.state:

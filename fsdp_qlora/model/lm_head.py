@@ -27,16 +27,17 @@ def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tenso
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def logits_of_states(model: ModelParameters, states: Tensor) -> Tensor:
-    """Return the logits, fp32 [n, tokens of this rank's rows], of normed `states` [n, hidden]."""
-    logits = F.linear(states, model.head, model.head_bias)
+def logits_of_hidden(model: ModelParameters, hidden_states: Tensor) -> Tensor:
+    """Return the logits, fp32 [n, tokens of this rank's rows], of normed `hidden_states` [n,
+    hidden]."""
+    logits = F.linear(hidden_states, model.head, model.head_bias)
     return scaled_logits(logits, model.arch.logits_multiplier, model.arch.logits_softcap)
 
 
-def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
-    """Return the most probable next token after each of the normed `states` [n, hidden], int64 [n].
-    All ranks of the group must call this, with the same states."""
-    top, best = logits_of_states(model, states).max(-1)
+def greedy_tokens(model: ModelParameters, hidden_states: Tensor) -> Tensor:
+    """Return the most probable next token after each of the normed `hidden_states` [n, hidden],
+    int64 [n]. All ranks of the group must call this, with the same hidden_states."""
+    top, best = logits_of_hidden(model, hidden_states).max(-1)
     top, best = model.gather(top), model.gather(best + model.own_rows.start)
     return best.gather(0, top.argmax(0)[None])[0]
 
