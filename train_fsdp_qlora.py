@@ -76,8 +76,8 @@ from fsdp_qlora.data.sampling import RowSampler, ShuffledSampler
 from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.evaluation.eval_loss import (
     evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
+from fsdp_qlora.evaluation.generation import generate_samples
 from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps
-from fsdp_qlora.evaluation.samples import sample_answers
 from fsdp_qlora.evaluation.step_stats import gather_step_stats, mean_metrics
 from fsdp_qlora.evaluation.untrained_tokens import check_untrained_tokens
 from fsdp_qlora.hashing import hash_ints
@@ -682,7 +682,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
         progress.best_loss = loss
         progress.best_step = step
     seconds = clock() - started
-    samples = sample_answers(run, writer.pace if writer else None)
+    samples = generate_samples(run, writer.pace if writer else None)
     log_evaluation(step, run.config.max_steps, metrics, samples, is_best and step > 0)
     if writer:
         assert run.eval_rows, "it was evaluated"

@@ -27,7 +27,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.evaluation.samples import choose_prompts
+from fsdp_qlora.evaluation.generation import choose_prompts
 from fsdp_qlora.files import text_digest
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import metrics

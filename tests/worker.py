@@ -26,7 +26,7 @@ import train_fsdp_qlora
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.evaluation.samples import sample_answers, write_answers
+from fsdp_qlora.evaluation.generation import generate, generate_samples
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE
 from fsdp_qlora.lora.adapter import sharded_state
@@ -131,7 +131,7 @@ def evaluations(job, process):
 
 
 def samples(job, process):
-    """Answers of write_answers(): as long as can be; cut at a closing token; none that would take
+    """Answers of generate(): as long as can be; cut at a closing token; none that would take
     too long. And the same one token after the other, each by a forward of one document alone."""
 
     def alone(run, prompt, n):
@@ -144,19 +144,19 @@ def samples(job, process):
     @torch.no_grad()
     def look(run):
         house.replace("SAMPLE_TOKENS", job["n"])
-        prompts, closing = job["prompts"], {job["n"] + 1000}
+        prompts, stop_ids = job["prompts"], {job["n"] + 1000}
         for layer in run.model.layers if dist.get_world_size() > 1 else ():
             layer.set_reshard_after_forward(False)  # what is gathered stays unless it is freed
-        before = write_answers(run.model, run.status, prompts, closing, math.inf)
+        before = generate(run.model, run.status, prompts, stop_ids, math.inf)
         generator = torch.Generator(run.device).manual_seed(dist.get_rank())
         run.adapter.weights.normal_(0, 0.2, generator=generator)
-        whole = write_answers(run.model, run.status, prompts, closing, math.inf)
-        cut = write_answers(run.model, run.status, prompts, {whole[1][2]}, math.inf)
-        out = {"dear": write_answers(run.model, run.status, prompts, closing, 0.0),
+        whole = generate(run.model, run.status, prompts, stop_ids, math.inf)
+        cut = generate(run.model, run.status, prompts, {whole[1][2]}, math.inf)
+        out = {"dear": generate(run.model, run.status, prompts, stop_ids, 0.0),
                "stopped": (run.status.__setattr__("stop_reason", "SIGTERM"),
-                           write_answers(run.model, run.status, prompts, closing, math.inf))[1]}
+                           generate(run.model, run.status, prompts, stop_ids, math.inf))[1]}
         run.status.stop_reason = None
-        out["n_unasked"] = [len(sample_answers(run, pace)) for pace in (1e6, 1e-9, None)]
+        out["n_unasked"] = [len(generate_samples(run, pace)) for pace in (1e6, 1e-9, None)]
         n = [min(job["n"], run.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
         out |= {f"whole {i}": ids for i, ids in enumerate(whole)}
         out |= {f"cut {i}": ids for i, ids in enumerate(cut)}

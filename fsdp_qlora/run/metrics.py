@@ -169,7 +169,7 @@ def log_evaluation(step: int, max_steps: int | None, metrics: dict[str, float],
 
 
 def log_sample(sample: dict[str, str]) -> None:
-    """Print one of sample_answers()."""
+    """Print one of generate_samples()."""
     log(f"sample: prompt   {ending(sample['prompt'], 150)!r}")
     log(f"sample: answer   {beginning(sample['answer'], 300)!r}")
     log(f"sample: expected {beginning(sample['wanted'], 300)!r}")

@@ -30,7 +30,7 @@ N_SAMPLES, SHARE = 2, 0.01  # without --eval_samples: how many, and their fracti
 LONGEST_TEXT = 1000  # characters shown of the end of a prompt, and of the wanted answer
 
 
-def sample_answers(run: Run, pace: float | None) -> list[dict[str, str]]:
+def generate_samples(run: Run, pace: float | None) -> list[dict[str, str]]:
     """Return [{"prompt", "answer", "wanted"}] of the first held-out rows, as texts with special
     tokens; [] if the run was asked to stop, or if samples were not requested and would take too
     long. `pace`: rank 0's seconds per step so far; None: not known yet. All ranks must call this.
@@ -45,9 +45,9 @@ def sample_answers(run: Run, pace: float | None) -> list[dict[str, str]]:
         return []
     # each rank computes whole prompts, with context parallelism too
     prompts, wanted = choose_prompts(rows, n, run.plan.micro_batch_tokens)
-    closing = {ids[-1] for ids in wanted if ids} & tokenizer.added_tokens_decoder.keys()
-    closing.add(tokenizer.eos_token_id)
-    answers = write_answers(run.model, run.status, prompts, closing, budget)
+    stop_ids = {ids[-1] for ids in wanted if ids} & tokenizer.added_tokens_decoder.keys()
+    stop_ids.add(tokenizer.eos_token_id)
+    answers = generate(run.model, run.status, prompts, stop_ids, budget)
     texts = [[tokenizer.decode(ids) for ids in some] for some in (prompts, answers, wanted)]
     return [{"prompt": ending(prompt, LONGEST_TEXT), "answer": answer,
              "wanted": beginning(want, LONGEST_TEXT)}
@@ -77,11 +77,11 @@ def choose_prompts(
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # compiling would take longer than these few tokens
-def write_answers(model: Model, status: Status, prompts: list[list[int]], closing: set[int],
-                  budget: float) -> list[list[int]]:
+def generate(model: Model, status: Status, prompts: list[list[int]], stop_ids: set[int],
+             budget: float) -> list[list[int]]:
     """Return the tokens that the model generates after each prompt, up to the first one in
-    `closing`; [] if the run was asked to stop, or if this would take longer than rank 0's `budget`,
-    in seconds. All ranks must call this, and each computes the same."""
+    `stop_ids`; [] if the run was asked to stop, or if this would take longer than rank 0's
+    `budget`, in seconds. All ranks must call this, and each computes the same."""
     rooms = [min(SAMPLE_TOKENS, model.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
     # pad to the final length, so that the shape of a micro-batch stays the same; attention is
     # causal, so tokens after an answer's end do not change it
@@ -103,7 +103,7 @@ def write_answers(model: Model, status: Status, prompts: list[list[int]], closin
                 if len(answers[i]) < rooms[i]:
                     micro_batch.input_ids[position + 1] = token
             waiting = [i for i in waiting
-                       if len(answers[i]) < rooms[i] and answers[i][-1] not in closing]
+                       if len(answers[i]) < rooms[i] and answers[i][-1] not in stop_ids]
             expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(micro_steps)
             is_second = max(map(len, answers)) == 2  # the first token takes longer than the others
             of_ranks = gather_objects(
