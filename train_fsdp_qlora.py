@@ -14,7 +14,7 @@ metrics.jsonl, checkpoint-NNNNNN/ for resuming, and train_config.json for mergin
 This file is the job, in the order in which it happens; the package fsdp_qlora/ does the rest, and
 docs/internals.md is its map. Where to look:
 
-    NCCL, torchrun               join_processes()
+    NCCL, torchrun               init_distributed()
     data, tokenizer              prepare(), in fsdp_qlora/run/prepare.py
     Flash Attention 2            choose_attention()
     FSDP policy                  shard_model(), make_mesh()
@@ -138,7 +138,7 @@ Optimizer = bnb.optim.PagedAdamW8bit  # make_optimizer() makes one
 
 def main(argv: list[str] | None = None) -> int:
     """Run the job and return the exit code: 0, or one of those in exit_codes.py."""
-    device = join_processes()
+    device = init_distributed()
     with watch_process() as status:
         try:
             with raise_on_all_ranks():
@@ -314,7 +314,7 @@ def start_adapter(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def join_processes() -> torch.device:
+def init_distributed() -> torch.device:
     """Join torchrun's processes over NCCL, or over gloo on CPUs. Returns this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     options: dict[str, Any] = {"backend": "gloo", "timeout": TIMEOUT}

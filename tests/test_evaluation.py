@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation.generation import choose_prompts
 from fsdp_qlora.files import text_digest
@@ -205,8 +205,8 @@ def test_samples_are_those_of_one_document_alone(nproc, model, flags, demo_direc
 
 def test_prompts_are_those_of_different_good_answers(demo_directory):
     tokens = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 5], [1, 2, 3, 4], [7, 8, 9, 6]]
-    trained = [[*[IGNORE] * 2, 3, 4, IGNORE], [*[IGNORE] * 3, 9, 5], [*[IGNORE] * 2, 3, 4],
-               [7, 8, 9, 6]]  # fmt: skip
+    no = IGNORE_INDEX
+    trained = [[no, no, 3, 4, no], [no, no, no, 9, 5], [no, no, 3, 4], [7, 8, 9, 6]]
     pairs = list(zip(tokens, trained))
     assert choose_prompts(rows_of(pairs), 9) == (
         [[1, 2], [1, 2, 3], [7, 8]], [[3, 4], [9, 5], [9, 6]])
@@ -376,7 +376,7 @@ def test_board_is_written_where_it_is_asked_for(runs, read_metrics):
 def test_fraction_of_the_rows_is_not_trained_on(base, runs, read_metrics):
     directory, out = runs(1, "fraction")
     rows = read_rows(base / "many.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
-    n_loss_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in rows)
+    n_loss_tokens = sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels in rows)
     assert "eval data: 4 rows held out of the training data\n" in out
     records = read_metrics(directory)
     assert [record["step"] for record in evaluations(records)] == [0, 4, 8, 9]

@@ -22,7 +22,7 @@ from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.run.foreign_flags import VALUES, peer_answer, read_peers
 from fsdp_qlora.run.resolve import resolve_config
-from train_fsdp_qlora import join_processes
+from train_fsdp_qlora import init_distributed
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +325,7 @@ def test_rank_without_a_meeting_point_is_one_line(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as e:
-        join_processes()
+        init_distributed()
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and "Start it with torchrun" in err
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import forms, tokenization
 from fsdp_qlora.data.dataset import prepare_data
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.ranks import RunEnd
@@ -218,17 +218,18 @@ def test_form_is_trained_as_specified(name, tokenizer, tmp_path):
     assert whole(documents, tokenizer) == [text]
     assert trained(documents, tokenizer) == [parts]
     (document,) = documents
-    assert document["n_loss_tokens"] == sum(int(x) != IGNORE for x in document["labels"][1:])
+    assert document["n_loss_tokens"] == sum(int(x) != IGNORE_INDEX for x in document["labels"][1:])
     assert document["length"] == len(document["input_ids"]) and not document["cut"]
 
 
-@pytest.mark.parametrize("labels", [None, [IGNORE, IGNORE, 7, IGNORE], [9, 8, 7, 6]], ids=str)
+@pytest.mark.parametrize(
+    "labels", [None, [IGNORE_INDEX, IGNORE_INDEX, 7, IGNORE_INDEX], [9, 8, 7, 6]], ids=str)
 def test_ids_are_taken_as_they_are(labels, tokenizer, tmp_path):
     row = {"input_ids": [5, 6, 7, 8], "labels": labels}
     (document,) = encode_row(row, tokenizer, tmp_path)
     assert document["input_ids"].tolist() == [5, 6, 7, 8]
     assert document["labels"].tolist() == (labels or [5, 6, 7, 8])
-    assert document["n_loss_tokens"] == (1 if labels and IGNORE in labels else 3)
+    assert document["n_loss_tokens"] == (1 if labels and IGNORE_INDEX in labels else 3)
 
 
 BOS_AND_EOS = ("$A", "<s> $A", "$A </s>", "<s> $A </s>")
@@ -317,7 +318,7 @@ def test_completion_is_no_text_of_its_own_where_texts_begin_with_a_space(
     bos = add_specials(tokenizer, template)
     (document,) = encode_row({"prompt": prompt, "completion": completion}, tokenizer, tmp_path)
     before, joined = plain(tokenizer, prompt), plain(tokenizer, prompt + completion)
-    *answer, eos = document["labels"][document["labels"] != IGNORE].tolist()
+    *answer, eos = document["labels"][document["labels"] != IGNORE_INDEX].tolist()
     assert document["input_ids"].tolist() == [*bos, *before, *answer, eos]
     assert "".join(tokenizer.convert_ids_to_tokens(answer)) == (
         completion.removesuffix("</s>").replace(" ", "\u2581"))
@@ -336,7 +337,7 @@ def test_completion_and_one_eos_are_trained(template, prompt, completion, tokeni
     before = bos + plain(tokenizer, prompt)
     after = plain(tokenizer, completion.removesuffix("</s>")) + [tokenizer.eos_token_id]
     assert document["input_ids"].tolist() == before + after
-    assert document["labels"].tolist() == [IGNORE] * len(before) + after
+    assert document["labels"].tolist() == [IGNORE_INDEX] * len(before) + after
 
 
 @pytest.mark.parametrize("template", BOS_AND_EOS)
@@ -359,7 +360,7 @@ def test_bos_that_is_eos_too_is_not_lost_before_an_empty_prompt(template, tokeni
         row = {"prompt": prompt, "completion": completion}
         (document,) = encode_row(row, tokenizer, tmp_path)
         assert document["input_ids"].tolist() == [eos, *ids, *answer, eos]
-        assert document["labels"].tolist() == [IGNORE] * (1 + len(ids)) + [*answer, eos]
+        assert document["labels"].tolist() == [IGNORE_INDEX] * (1 + len(ids)) + [*answer, eos]
 
 
 @pytest.mark.parametrize("processor", [
@@ -377,9 +378,9 @@ def test_tokens_of_spaces_are_trained_where_offsets_are_trimmed(processor, token
     tokenizer.backend_tokenizer.post_processor = processor
     saved = tokenizer.backend_tokenizer.to_str()
     got = [encode_row(row, tokenizer, tmp_path)[0]["labels"].tolist() for row in rows]
-    assert got == want and all(labels[-1] != IGNORE for labels in got)
+    assert got == want and all(labels[-1] != IGNORE_INDEX for labels in got)
     for labels in got[1:]:  # all of an answer, in one go
-        trained = [label != IGNORE for label in labels]
+        trained = [label != IGNORE_INDEX for label in labels]
         assert sum(a < b for a, b in zip(trained, trained[1:])) == labels.count(labels[-1])
     assert tokenizer.backend_tokenizer.to_str() == saved  # the one that is saved
 
@@ -447,7 +448,7 @@ FORMED = (  # a template whose markers are in the demo's vocabulary
         {"input_ids": [[1, 2], [3]]},
         {"input_ids": [1.5, 2.5]},
         {"input_ids": [-5, 2]},
-        {"input_ids": [5, IGNORE, 7]},
+        {"input_ids": [5, IGNORE_INDEX, 7]},
         {"input_ids": [5, 2, 99999]},
         {"input_ids": [2**40, 1]},
         {"input_ids": [5, 6, 7], "labels": [5, 6]},
@@ -456,7 +457,7 @@ FORMED = (  # a template whose markers are in the demo's vocabulary
         {"input_ids": [5, 6], "labels": 6},
         {"input_ids": [5, 6], "labels": [5, 99999]},
         {"input_ids": [5, 6], "labels": [-7, -7]},
-        {"input_ids": [5, 6], "labels": [IGNORE, 2**40]},
+        {"input_ids": [5, 6], "labels": [IGNORE_INDEX, 2**40]},
     ],
     ids=json.dumps,
 )
@@ -554,7 +555,7 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
     assert prepare([path], tokenizer, max_seq_len=2)[0].lengths.tolist() == [2]
     assert "none of its 3 examples can be trained on" in refusal([path], tokenizer, max_seq_len=1)
     ids, labels = (t.tolist() for t in found.tokens(0))
-    assert tokenizer.decode(ids) == "aaaaaaaabbbb" and labels == [IGNORE] * 8 + ids[8:]
+    assert tokenizer.decode(ids) == "aaaaaaaabbbb" and labels == [IGNORE_INDEX] * 8 + ids[8:]
 
 
 @pytest.mark.parametrize(
@@ -690,14 +691,14 @@ def test_masks_beside_ids_are_obeyed(tokenizer, tmp_path):
         row = {"input_ids": [5, 6, 7, 8], mask: [0, 0, 1, 1], "attention_mask": [1, 1, 1, 0]}
         (one,) = encode_row(row, tokenizer, tmp_path)
         assert one["input_ids"].tolist() == [5, 6, 7]
-        assert one["labels"].tolist() == [IGNORE, IGNORE, 7]
+        assert one["labels"].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 7]
     _, ((_, labels),) = forms.parse_example(
         {"input_ids": [5, 6], "labels": "[5, 6]", "completion_mask": [0, 1]}, tokenizer)
-    assert labels == [IGNORE, 6]
+    assert labels == [IGNORE_INDEX, 6]
 
 
 # rows of a padded data set: the keys of each, and the (ids, labels) that are left of it
-NO = IGNORE
+NO = IGNORE_INDEX
 PADDED = {
     "right": ({"input_ids": [5, 6, 7, 0, 0], "labels": [NO, 6, 7, NO, NO],
                "attention_mask": [1, 1, 1, 0, 0]}, ([5, 6, 7], [NO, 6, 7])),
@@ -1072,8 +1073,9 @@ def test_any_row_is_trained_or_left_out_or_refused(template, tokenizer, tmp_path
                 assert not one["left_out"] and one["form"]
                 assert len(ids) == len(labels) == one["length"] <= most
                 assert all(0 <= token < len(tokenizer) for token in ids)
-                assert all(label == IGNORE or 0 <= label < len(tokenizer) for label in labels)
-                assert one["n_loss_tokens"] == sum(label != IGNORE for label in labels[1:]) > 0
+                assert all(label == IGNORE_INDEX or 0 <= label < len(tokenizer) for label in labels)
+                n_loss_tokens = sum(label != IGNORE_INDEX for label in labels[1:])
+                assert one["n_loss_tokens"] == n_loss_tokens > 0
             else:
                 is_refused = one["refused"]
                 seen["refused" if is_refused else "skipped"] += 1

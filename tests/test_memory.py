@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.evaluation.compare_with_transformers import plain_model
@@ -383,7 +383,7 @@ def test_mean_document_is_that_of_a_token():
 def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
     """Chats that are all cut have one length, whatever number of their tokens is in the loss."""
     config, arch, layouts = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
-    rows = rows_of([(list(range(n)), [IGNORE] * masked + list(range(masked, n)))
+    rows = rows_of([(list(range(n)), [IGNORE_INDEX] * masked + list(range(masked, n)))
                     for n, masked in zip(lengths, n_masked)])
     cpu = torch.device("cpu")
     with one_process():

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch, round_up
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.data.sampling import ShuffledSampler, epoch_order, step_rows
@@ -40,7 +40,7 @@ def make_rows(lengths, seed=0, vocabulary=320):
         ids = torch.randint(3, vocabulary, (n,), generator=generator)
         trained = torch.rand(n, generator=generator) < torch.rand((), generator=generator)
         trained[-1] = True
-        rows.append((ids, torch.where(trained, ids, IGNORE)))
+        rows.append((ids, torch.where(trained, ids, IGNORE_INDEX)))
     return rows
 
 
@@ -238,7 +238,7 @@ def naive_micro_batch(rows, packed, rank):
         for i in mine:
             row_ids, row_labels = (t.tolist() for t in rows[i])
             for t, token in enumerate(row_ids):
-                if t + 1 < len(row_ids) and row_labels[t + 1] != IGNORE:
+                if t + 1 < len(row_ids) and row_labels[t + 1] != IGNORE_INDEX:
                     trained.append(len(ids))
                     labels.append(row_labels[t + 1])
                 ids.append(token)
@@ -254,7 +254,8 @@ def naive_micro_batch(rows, packed, rank):
         position_ids += range(lengths[-1])
     padding = most - len(trained)
     bounds = [0, *itertools.accumulate(lengths)]
-    return ids, position_ids, bounds, trained + [0] * padding, labels + [IGNORE] * padding, lengths
+    return (ids, position_ids, bounds, trained + [0] * padding, labels + [IGNORE_INDEX] * padding,
+            lengths)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -422,8 +423,8 @@ def test_digest_tells_tokens_labels_and_where_rows_end():
     same = digest(([1, 2, 3, 4], [1, 2, 3, 4]))
     assert digest(([1, 2, 3, 4], [1, 2, 3, 4])) == same
     others = {
-        digest(([1, 2, 3, 4], [IGNORE, 2, 3, 4])),
-        digest(([1, 2, 3, 4], [IGNORE, IGNORE, 3, 4])),
+        digest(([1, 2, 3, 4], [IGNORE_INDEX, 2, 3, 4])),
+        digest(([1, 2, 3, 4], [IGNORE_INDEX, IGNORE_INDEX, 3, 4])),
         digest(([1, 2, 4, 3], [1, 2, 3, 4])),
         digest(([1, 2], [1, 2]), ([3, 4], [3, 4])),
         digest(([1], [1]), ([2, 3, 4], [2, 3, 4])),

@@ -30,7 +30,7 @@ import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data, prepare_rows
 from fsdp_qlora.data.encode import encode_pieces
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import rows_of
@@ -322,7 +322,7 @@ def test_answers_of_a_pair_may_be_in_bins_of_two_ranks():
 @pytest.mark.parametrize("losses, value", [([7.0, 7, 0, 0], 0.0), ([0.0] * 4, 1.0)])
 def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypatch):
     """Not of the few of an evaluation that are computed together: some may be below 0."""
-    rows = rows_of([([5, 6 + i], [IGNORE, 6 + i]) for i in range(4)], "kto")
+    rows = rows_of([([5, 6 + i], [IGNORE_INDEX, 6 + i]) for i in range(4)], "kto")
     before = dataclasses.replace(
         rows.mismatch(seed=0, max_tokens=9), ref_logps=torch.full((4,), -1.0, dtype=torch.float64)
     )
@@ -903,7 +903,7 @@ def tokenizer(demo_directory):
 def decoded(document, tokenizer):
     """(what is read, what is trained) of a document."""
     (((ids, labels),),) = tokenize([document], both_tokenizers(tokenizer))
-    trained = [label for label in labels if label != IGNORE]
+    trained = [label for label in labels if label != IGNORE_INDEX]
     assert ids[len(ids) - len(trained) :] == trained
     read = tokenizer.decode(ids[: len(ids) - len(trained)]).removeprefix("<s>")
     return read, tokenizer.decode(trained)
@@ -1028,22 +1028,22 @@ def test_earlier_answers_of_a_pair_count_in_neither(where, tokenizer):
 
 def test_an_answer_without_a_prompt_has_room_after_another_one():
     """Nothing predicts the first token of a row, but after a prompt it counts."""
-    rows = rows_of([([5, 6, 7], [5, 6, 7]), ([1, 2, 8], [IGNORE, IGNORE, 8])], "kto")
+    rows = rows_of([([5, 6, 7], [5, 6, 7]), ([1, 2, 8], [IGNORE_INDEX, IGNORE_INDEX, 8])], "kto")
     other = rows.mismatch(seed=0, max_tokens=9)
     for i in range(2):
         ids, labels = other.tokens(i)
-        assert (labels[1:] != IGNORE).sum() <= other.n_loss_tokens[i]
-    assert other.tokens(1)[1].tolist() == [IGNORE, IGNORE, 5, 6, 7]
+        assert (labels[1:] != IGNORE_INDEX).sum() <= other.n_loss_tokens[i]
+    assert other.tokens(1)[1].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 5, 6, 7]
 
 
 def test_mismatched_rows_have_each_answer_once(tokenizer):
     prompts, answers = ([[k] * (i % 3 + k) for i in range(9)] for k in (1, 5))
-    rows = rows_of([(p + a, [IGNORE] * len(p) + a) for p, a in zip(prompts, answers)], "kto")
+    rows = rows_of([(p + a, [IGNORE_INDEX] * len(p) + a) for p, a in zip(prompts, answers)], "kto")
     other = rows.mismatch(seed=3, max_tokens=8)
     found = [tuple(t.tolist() for t in other.tokens(i)) for i in range(9)]
     for (ids, labels), prompt, length in zip(found, prompts, other.lengths.tolist()):
         assert ids[: len(prompt)] == prompt and len(ids) == length <= 8
-        assert labels == [IGNORE] * len(prompt) + ids[len(prompt) :]
+        assert labels == [IGNORE_INDEX] * len(prompt) + ids[len(prompt) :]
     longer = rows.mismatch(seed=3, max_tokens=99)
     found = [longer.tokens(i)[0].tolist()[len(prompts[i]) :] for i in range(9)]
     assert sorted(found) == sorted(answers)

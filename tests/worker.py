@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import house
 import train_fsdp_qlora
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation.generation import generate, generate_samples
@@ -178,7 +178,7 @@ def vocabulary(job, process):
         x = torch.randn(17 * ranks, hidden, generator=generator).to(model.norm.dtype)
         labels = torch.randint(model.arch.vocab_size, (17 * ranks,), generator=generator)
         ids = labels.flip(0).clone()
-        labels[[2, 9, -1]] = IGNORE
+        labels[[2, 9, -1]] = IGNORE_INDEX
         out.update(hidden=x, labels=labels, ids=ids)
         mine = slice(rank * 17, (rank + 1) * 17)
         x, labels, ids = (t[mine].to(run.device) for t in (x, labels, ids))
@@ -386,7 +386,7 @@ def patterns(job, process):
 
 
 def run(job):
-    device, case = train_fsdp_qlora.join_processes(), globals()[job["case"]]
+    device, case = train_fsdp_qlora.init_distributed(), globals()[job["case"]]
     with watch_process() as status:
         results = case(job, (device, status))
     every_rank = getattr(case, "every_rank", False)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.data.packing import MicroStep
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
@@ -140,7 +140,7 @@ def token_tensors(rows: Rows, documents: list[int], layout: Layout,
     """Return the tensors of a MicroBatch by name: its labels without padding, and no dropout seeds
     and chunks yet."""
     ids = torch.zeros(shape.n_tokens, dtype=torch.int64)
-    targets = torch.full_like(ids, IGNORE)  # the token that each position predicts
+    targets = torch.full_like(ids, IGNORE_INDEX)  # the token that each position predicts
     # a loss that reads prompts has two sums of token losses for each document, its answer's and its
     # prompt's; any other has one
     n_sums = 2 if rows.loss_record.trains_prompt else 1
@@ -155,8 +155,8 @@ def token_tensors(rows: Rows, documents: list[int], layout: Layout,
         sum_numbers[start:stop] = n_sums * number
         if rows.loss_record.trains_prompt and rows.desirable[i]:
             targets[before_last] = document_ids[1:]
-            sum_numbers[before_last] += labels[1:] == IGNORE
-    label_positions = (targets != IGNORE).nonzero().view(-1)
+            sum_numbers[before_last] += labels[1:] == IGNORE_INDEX
+    label_positions = (targets != IGNORE_INDEX).nonzero().view(-1)
     label_positions = label_positions[sum_numbers[label_positions].argsort(stable=True)]
     sum_bounds = torch.searchsorted(
         sum_numbers[label_positions], torch.arange(n_sums * shape.n_documents + 1))
@@ -210,7 +210,7 @@ def pad_labels(tensors: dict[str, Any], n_labels: int) -> dict[str, torch.Tensor
     labels, positions = tensors["labels"], tensors["label_positions"]
     assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
     padding = (0, n_labels - len(labels))
-    return {"labels": F.pad(labels, padding, value=IGNORE),
+    return {"labels": F.pad(labels, padding, value=IGNORE_INDEX),
             "label_positions": F.pad(positions, padding)}
 
 

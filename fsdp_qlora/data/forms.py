@@ -18,7 +18,7 @@ from fsdp_qlora.data.chat import REASONING, AnswerStart, Spans, checked_text, pa
 from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.tools import openai_tools, read_value
 
-IGNORE = -100  # the label of a token that is not in the loss
+IGNORE_INDEX = -100  # the label of a token that is not in the loss
 
 # The keys that have a meaning in TRL, Axolotl, LLaMA-Factory or OpenAI's format. If an example has
 # such a key and its form does not use it, the run ends. All other keys, and required keys of other
@@ -472,13 +472,13 @@ def list_of(example: dict[str, Any], key: str) -> list[Any]:
 
 
 def checked_ids(example: dict[str, Any]) -> Ids:
-    """Return (input_ids, labels) of an example that has lists of one length; labels may be IGNORE.
-    Tokens that a mask leaves out are not in the loss; tokens that attention_mask leaves out are
-    padding and are removed."""
+    """Return (input_ids, labels) of an example that has lists of one length; labels may be
+    IGNORE_INDEX. Tokens that a mask leaves out are not in the loss; tokens that attention_mask
+    leaves out are padding and are removed."""
     example = {"labels": example["input_ids"], **example}
     for key, values in example.items():
         is_mask = key.endswith(("mask", "masks"))
-        allowed = {IGNORE} if key == "labels" else set()
+        allowed = {IGNORE_INDEX} if key == "labels" else set()
         if not isinstance(values, list) or not all(
             value in (0, 1) if is_mask else
             type(value) is int and (0 <= value < 2**31 or value in allowed) for value in values
@@ -488,7 +488,7 @@ def checked_ids(example: dict[str, Any]) -> Ids:
             raise ValueError(f"{key} and input_ids differ in length")
     labels = example["labels"]
     for key in example.keys() & {"completion_mask", "assistant_masks"}:
-        labels = [label if chosen else IGNORE for label, chosen in zip(labels, example[key])]
+        labels = [label if chosen else IGNORE_INDEX for label, chosen in zip(labels, example[key])]
     attended = example.get("attention_mask", [1] * len(labels))
     ids, labels = ([value for value, real in zip(values, attended) if real]
                    for values in (example["input_ids"], labels))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.model.preference_loss import LOSSES, Loss
 
 
@@ -29,8 +29,8 @@ class Rows:
     The tokens lie end to end in a few int32 arrays, views of a memory-mapped file that all ranks of
     a node share.
 
-    `labels` are the tokens in the loss, and IGNORE elsewhere. n_loss_tokens counts them, but for a
-    document's first token, which nothing predicts. n_labels() counts the tokens whose loss is
+    `labels` are the tokens in the loss, and IGNORE_INDEX elsewhere. n_loss_tokens counts them, but
+    for a document's first token, which nothing predicts. n_labels() counts the tokens whose loss is
     computed: the same ones and, for ORPO, the prompts of good answers."""
 
     loss: str  # the loss that these rows are for, a key of LOSSES
@@ -74,8 +74,8 @@ class Rows:
         return int(self.n_loss_tokens.sum()) if self.loss == "sft" else len(self)
 
     def tokens(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (input_ids, labels) of document i, int64 [tokens]; labels are IGNORE outside the
-        loss."""
+        """Return (input_ids, labels) of document i, int64 [tokens]; labels are IGNORE_INDEX outside
+        the loss."""
         start, n_tokens = int(self.starts[i]), int(self.lengths[i])
         if self.answer_starts is None:
             return self.read(start, n_tokens)
@@ -193,7 +193,7 @@ def encode_document(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
     ids, labels = (np.asarray(values[:max_tokens], np.int32) for values in (ids, labels))
     content = ids.tobytes() + labels.tobytes() + b"bad" * (not desirable)
     sha = hashlib.blake2b(content, digest_size=8).digest()
-    is_trained = labels != IGNORE
+    is_trained = labels != IGNORE_INDEX
     return {"input_ids": ids, "labels": labels, "length": len(ids),
             "prompt_length": int(is_trained.argmax()) if len(ids) else 0,
             "n_loss_tokens": int(is_trained[1:].sum()),  # nothing predicts the first token

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import Spans
-from fsdp_qlora.data.forms import IGNORE, Document, Ids, TextPart
+from fsdp_qlora.data.forms import IGNORE_INDEX, Document, Ids, TextPart
 
 # characters that the tokenizer gets at once; its result for them needs about 100 MB
 BATCH_CHARACTERS = 2**19
@@ -184,8 +184,8 @@ def part_labels(part: TextPart, ids: list[int], offsets: Offsets,
            and offsets[len(ids) - 1] == (0, 0)):
         ids = ids[:-1]  # EOS was not in the text: some tokenizers append it to every text
     if isinstance(part.in_loss, bool):
-        return ids, ids if part.in_loss else [IGNORE] * len(ids)
-    labels, offsets = [IGNORE] * len(ids), offsets[: len(ids)]
+        return ids, ids if part.in_loss else [IGNORE_INDEX] * len(ids)
+    labels, offsets = [IGNORE_INDEX] * len(ids), offsets[: len(ids)]
     for start, end in part.in_loss:  # all tokens that overlap the span
         chosen = slice(bisect.bisect_right(offsets, start, key=lambda token: token[1]),
                        bisect.bisect_left(offsets, end, key=lambda token: token[0]))

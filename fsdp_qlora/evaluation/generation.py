@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import Rows, rows_of
@@ -68,7 +68,7 @@ def choose_prompts(
         n_prompt = int(documents.prompt_lengths[i])
         if n_prompt < 2:  # BOS alone is not a prompt
             n_prompt = max(1, min(32, len(ids) // 2))
-        end = next((k for k in range(n_prompt, len(ids)) if labels[k] == IGNORE), len(ids))
+        end = next((k for k in range(n_prompt, len(ids)) if labels[k] == IGNORE_INDEX), len(ids))
         if n_prompt < max_tokens and ids[:n_prompt] not in prompts:
             prompts.append(ids[:n_prompt])
             wanted.append(ids[n_prompt:end])

@@ -25,7 +25,7 @@ class MicroBatch:
     n_unpadded: torch.Tensor  # int64 [1], number of tokens from rows; the rest is padding
     position_ids: torch.Tensor  # int64 [tokens], 0 at the first token of each document
     cu_seqlens: torch.Tensor  # int32 [documents + 1], where documents begin and end
-    labels: torch.Tensor  # int64 [n], tokens whose loss is computed, padded with IGNORE
+    labels: torch.Tensor  # int64 [n], tokens whose loss is computed, padded with IGNORE_INDEX
     label_positions: torch.Tensor  # int64 [n], the token before each of `labels`, padded with 0
     # int64 [sums + 1]: where in `labels` the tokens of each document begin and end. If the loss
     # also reads prompts: first the tokens of its answer, then the tokens of its prompt. All ranks

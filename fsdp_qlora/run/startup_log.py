@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.log import log, log_debug
@@ -173,7 +173,7 @@ def show_document(ids: torch.Tensor, labels: torch.Tensor,
     cut to its first and last parts, and a long part to its beginning and end, because a reader
     wants to see where the loss begins and that it ends with the closing token."""
     all_ids, shown, start = ids.tolist(), [], 0
-    for is_trained, part in itertools.groupby((labels != IGNORE).tolist()):
+    for is_trained, part in itertools.groupby((labels != IGNORE_INDEX).tolist()):
         stop = start + len(list(part))
         shown.append((is_trained, start, stop))
         start = stop
