@@ -59,7 +59,7 @@ from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.formats import scaled_weight
-from fsdp_qlora.pretrained.reader import Request, WeightReader, rows_in_memory, weight_files
+from fsdp_qlora.pretrained.reader import ReadRequest, WeightReader, rows_in_memory, stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 
 BAR = 1e-5  # of a relative difference in fp32
@@ -591,11 +591,11 @@ def test_layouts_of_files_give_the_same_values(name, tmp_path):
     config, directories = layouts_of_files(name, tmp_path)
     arch, found = make_architecture(config), {}
     for layout, directory in directories.items():
-        files = weight_files(directory)
+        files = stored_tensors(directory)
         names = tensor_names(arch, files)
         check_files(files, names, config, "bfloat16")
-        requests = [Request(n, (x.out_features, x.in_features), range(1, x.out_features),
-                            names.sources.get(n)) for n, x in names.linears.items()]  # fmt: skip
+        requests = [ReadRequest(n, (x.out_features, x.in_features), range(1, x.out_features),
+                                names.sources.get(n)) for n, x in names.linears.items()]
         reader = WeightReader(files, requests, torch.device("cpu"))
         found[layout] = {names.linears[r.name].name + str(i): reader.read(r.name)
                          for i, r in enumerate(requests)}  # fmt: skip
@@ -612,12 +612,12 @@ def test_layouts_of_files_give_the_same_values(name, tmp_path):
 def test_a_rank_reads_nothing_of_an_expert_that_it_has_no_part_of(tmp_path):
     """And of one whose matrix lies transposed, all, however few its rows."""
     config, directories = layouts_of_files("gpt_oss", tmp_path)
-    files = weight_files(directories["released"])
+    files = stored_tensors(directories["released"])
     names = tensor_names(make_architecture(config), files)
     name, linear = next(x for x in names.linears.items() if ".experts.1.gate_up" in x[0])
     shape, sizes = (linear.out_features, linear.in_features), []
     for rows in range(5, 5), range(5, 8):
-        request = Request(name, shape, rows, names.sources[name])
+        request = ReadRequest(name, shape, rows, names.sources[name])
         reader = WeightReader(files, [request], torch.device("cpu"))
         sizes.append(reader._extent(request)[2])
         assert reader.read(name).numel() == len(rows) * linear.in_features
@@ -675,7 +675,7 @@ def test_mixture_that_cannot_be_computed_is_refused(change, words):
 
 def test_missing_expert_is_named(tmp_path):
     config, directories = layouts_of_files("mixtral", tmp_path)
-    files = weight_files(directories["released"])
+    files = stored_tensors(directories["released"])
     lost = next(name for name in files if ".experts.2.w3." in name)
     del files[lost]
     with pytest.raises(ValueError, match="lacks 1 of .* tensors.*" + lost.replace(".", r"\.")):
@@ -783,7 +783,7 @@ def test_damaged_fp8_is_named(change, words, run_main, demo_directory, tmp_path)
 @pytest.mark.parametrize("declared", [True, False])
 def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_path, capsys):
     config, directories = layouts_of_files("glm4_moe", tmp_path)
-    files = weight_files(directories["released"])
+    files = stored_tensors(directories["released"])
     name = "model.layers.3.eh_proj.weight"
     files[name] = files["lm_head.weight"]
     config.num_mtp_layers = config.num_nextn_predict_layers = int(declared)

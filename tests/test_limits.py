@@ -38,7 +38,7 @@ from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
-    DoesNotFit, Search, Workload, check_host, pick_plan, use_cuda_graphs)
+    DoesNotFit, SearchInputs, Workload, check_host, pick_plan, use_cuda_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
 from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
@@ -115,7 +115,7 @@ def picked(plans, limit, monkeypatch):
     """The one that is run of plans whose time is known."""
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: plan)
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    return pick_plan(plans, Search(None, None, (), workload, limit, H200))
+    return pick_plan(plans, SearchInputs(None, None, (), workload, limit, H200))
 
 
 @pytest.mark.parametrize("size, fits", [(9600, True), (9601, False)])
@@ -154,7 +154,7 @@ def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypat
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: dataclasses.replace(
         plan, token_seconds=seconds))  # fmt: skip
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    search = Search(None, None, (), workload, 10_000, H200)
+    search = SearchInputs(None, None, (), workload, 10_000, H200)
     assert use_cuda_graphs(plan_of(100), search, False).graphs == is_graphed
 
 
@@ -169,7 +169,7 @@ def test_host_memory_is_pinned_for_speed_up_to_a_bound(host_gib, allowed, monkey
     monkeypatch.setattr(planner, "possible_plans", lambda *_: plans)
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cpu"))
     machine = dataclasses.replace(H200, free_host_bytes=host_gib * GIB)
-    found = planner.affordable_plans(Search(Config(), None, (), workload, 100, machine), 1)
+    found = planner.affordable_plans(SearchInputs(Config(), None, (), workload, 100, machine), 1)
     assert [plan.host_bytes // GIB for plan in found] == allowed
 
 

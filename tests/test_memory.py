@@ -32,8 +32,8 @@ from fsdp_qlora.planner import search
 from fsdp_qlora.planner.costs import FIT, count_layers, layer_seconds, predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
-    DoesNotFit, Search, Workload, agree_on_plan, can_save_attention, choose_plan, possible_plans,
-    use_cuda_graphs, why_no_capture)
+    DoesNotFit, SearchInputs, Workload, agree_on_plan, can_save_attention, choose_plan,
+    possible_plans, use_cuda_graphs, why_no_capture)
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import read_model_config
@@ -506,9 +506,9 @@ def test_parallel_layers_and_short_rows_save_no_results_of_attention():
     for parallel in False, True:
         changed = dataclasses.replace(arch, parallel=parallel)
         assert can_save_attention(
-            Search(config, changed, layouts, workload, 80 * GIB, H200)) != parallel
+            SearchInputs(config, changed, layouts, workload, 80 * GIB, H200)) != parallel
     shorter = dataclasses.replace(workload, mean_document_tokens=8191)
-    assert not can_save_attention(Search(config, arch, layouts, shorter, 80 * GIB, H200))
+    assert not can_save_attention(SearchInputs(config, arch, layouts, shorter, 80 * GIB, H200))
 
 
 @pytest.mark.parametrize("n, kernel, tried", [
@@ -599,7 +599,7 @@ def test_experts_are_in_no_more_ranges_than_there_are_experts():
     workload = Workload(tokens=4096, longest=2048, longest_row=2048,
                         mean_document_tokens=2048, uneven_lengths=False,
                         world_size=1, device=torch.device("cuda"))  # fmt: skip
-    plans = possible_plans(Search(config, arch, layouts, workload, 0, H200), 1)
+    plans = possible_plans(SearchInputs(config, arch, layouts, workload, 0, H200), 1)
     assert {plan.expert_ranges for plan in plans} == {1, 4, 8}
 
 
@@ -696,7 +696,7 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     for ranges, graphs in ((1, True), (4, False)):  # ends of experts' rows are read by the host
         of_ranges = dataclasses.replace(plan, graphs=False, token_seconds=1, expert_ranges=ranges)
         workload = Workload(400, 200, 200, 200, True, 1, torch.device("cuda"))
-        search = Search(None, arch, layouts, workload, 140 * GIB, H200)
+        search = SearchInputs(None, arch, layouts, workload, 140 * GIB, H200)
         assert use_cuda_graphs(of_ranges, search, True).graphs == graphs
     assert sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS)) > 0
     assert choose("llama-3-8b", 140, gpus=1, **short).graphs

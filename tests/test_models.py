@@ -26,7 +26,7 @@ from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.reader import weight_files
+from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from train_fsdp_qlora import choose_attention
 
@@ -155,7 +155,7 @@ def test_tied_model_whose_file_has_another_head_is_refused(change, works, tmp_pa
     head[-1, -1] += change
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
     model_config = transformers.AutoConfig.from_pretrained(tmp_path)
-    arch, files = make_architecture(model_config), weight_files(tmp_path)
+    arch, files = make_architecture(model_config), stored_tensors(tmp_path)
     names = tensor_names(arch, files)
     if works:
         assert check_files(files, names, model_config, "bfloat16") == {}

@@ -20,7 +20,7 @@ from test_step import FLAGS, SMALL, read_rows, rows_of_step, write_uneven_rows
 import merge_adapters
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.reader import weight_files
+from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 
 # {model: pair for re.sub()} where transformers saves other names than released files have: 5.24 of
@@ -115,7 +115,7 @@ def test_head_tied_by_the_outer_flag_alone_is_refused(tmp_path):
 
     def check():
         model_config = transformers.AutoConfig.from_pretrained(tmp_path)
-        names = tensor_names(make_architecture(model_config), files := weight_files(tmp_path))
+        names = tensor_names(make_architecture(model_config), files := stored_tensors(tmp_path))
         return check_files(files, names, model_config, "bfloat16")
 
     with pytest.raises(ValueError, match="lacks 1 of .* set tie_word_embeddings to true in"):

@@ -23,7 +23,7 @@ from fsdp_qlora.model.shards import OwnBlocks
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
-from fsdp_qlora.pretrained.reader import weight_files
+from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, FourBitBlocks
 from fsdp_qlora.quant.nf4 import mxfp4_values
@@ -115,7 +115,7 @@ def read_config(directory):
 def checked(directory):
     """What check_files() returns of a model; raises what it raises."""
     model_config, arch = read_config(directory)
-    files = weight_files(directory)
+    files = stored_tensors(directory)
     return check_files(files, tensor_names(arch, files), model_config, "bfloat16")
 
 
@@ -126,7 +126,7 @@ def test_parameters_are_counted_as_weights_and_loading_says_what_stays(released,
     plain = AutoConfig.from_pretrained(released)
     del plain.quantization_config
     want = tensor_names(make_architecture(plain), {}).n_parameters
-    assert tensor_names(read_config(released)[1], weight_files(released)).n_parameters == want
+    assert tensor_names(read_config(released)[1], stored_tensors(released)).n_parameters == want
 
 
 def larger_blocks(tensors):

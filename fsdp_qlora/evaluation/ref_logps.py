@@ -32,7 +32,7 @@ REF_LOGPS_FILE = "reference.safetensors"
 SAVE_SECONDS = 60  # between two saves of an incomplete file
 
 
-class Needed(NamedTuple):
+class RefLogpsRows(NamedTuple):
     """The rows whose reference a run reads."""
 
     rows: Rows
@@ -46,10 +46,10 @@ def ensure_ref_logps(run: Run) -> None:
         return
     steps = range(1, run.config.max_steps + 1)
     drawn = torch.cat([run.sampler.indices(step) for step in steps]).unique()
-    needed = {"train": Needed(run.rows, drawn)}  # by their name in the file
+    needed = {"train": RefLogpsRows(run.rows, drawn)}  # by their name in the file
     if run.eval_rows:
-        needed["eval"] = Needed(run.eval_rows, torch.arange(len(run.eval_rows)))
-    needed |= {f"{name}_mismatched": Needed(rows.mismatched, indices)
+        needed["eval"] = RefLogpsRows(run.eval_rows, torch.arange(len(run.eval_rows)))
+    needed |= {f"{name}_mismatched": RefLogpsRows(rows.mismatched, indices)
                for name, (rows, indices) in needed.items() if rows.mismatched}
     ref_logps = {name: torch.full((len(rows.lengths),), math.nan, dtype=torch.float64)
                  for name, (rows, _) in needed.items()}  # NaN: not known yet
@@ -68,7 +68,7 @@ def ensure_ref_logps(run: Run) -> None:
             known["eval"], mismatched=known.get("eval_mismatched"))
 
 
-def compute_missing(run: Run, needed: dict[str, Needed],
+def compute_missing(run: Run, needed: dict[str, RefLogpsRows],
                     ref_logps: dict[str, torch.Tensor]) -> None:
     """Compute the values that are needed and still NaN. The file is written once a minute and
     at the end; a run that is stopped meanwhile continues from it. All ranks must call this."""
@@ -107,7 +107,7 @@ def compute_missing(run: Run, needed: dict[str, Needed],
     log(f"reference: done in {time.monotonic() - started:.1f} s")
 
 
-def describe_missing(missing: dict[str, torch.Tensor], needed: dict[str, Needed]) -> str:
+def describe_missing(missing: dict[str, torch.Tensor], needed: dict[str, RefLogpsRows]) -> str:
     """Return text on what is computed, counted in pairs or, for an unpaired loss, in answers."""
     texts = []
     for name, purpose in (("train", "training"), ("eval", "evaluation")):

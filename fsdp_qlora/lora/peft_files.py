@@ -19,7 +19,7 @@ from fsdp_qlora.files import (
     ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, write_whole)
 from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.lora.peft_names import TensorSlice
-from fsdp_qlora.pretrained.reader import FLOATS, Stored, read_tensor, tensors_of
+from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_tensor, tensors_of
 
 IGNORED = set("""lora_dropout target_modules exclude_modules peft_version task_type revision
     base_model_name_or_path inference_mode auto_mapping layers_pattern megatron_core
@@ -31,8 +31,8 @@ PLAIN_INITS = True, False, None, "gaussian", "eva", "orthogonal"
 def open_adapter(
     directory: Path, wanted: LoraConfig, shapes: Mapping[str, tuple[int, ...]], source: str,
     flags: Mapping[str, str] | None = None,
-) -> dict[str, Stored]:
-    """Return {name: Stored} of the tensors of an adapter.
+) -> dict[str, StoredTensor]:
+    """Return {name: StoredTensor} of the tensors of an adapter.
 
     Raises ValueError unless its settings match `wanted`, and its tensors have these names and
     shapes and only finite numbers. `source` names what requires that, for errors; `flags` is

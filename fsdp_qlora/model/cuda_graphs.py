@@ -17,7 +17,7 @@ from fsdp_qlora.model.model import Model
 MAX_GRAPHS = 64  # each needs some GPU memory outside torch, which the plan does not count
 
 
-class Captured(NamedTuple):
+class CapturedGraph(NamedTuple):
     """A graph, and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
@@ -37,7 +37,7 @@ class CUDAGraphs:
         self.compute_loss = compute_loss
         self.pool = None
         # {shape of a micro-batch: its graph}; None: no graph for this shape yet
-        self.captured: dict[tuple, Captured | None] = {}
+        self.captured: dict[tuple, CapturedGraph | None] = {}
 
     def replay(self, batch: MicroBatch, loss_weight: float) -> Tensor | None:
         """Run backward of `loss_weight` times the loss of a micro-batch by replaying its graph.
@@ -63,7 +63,7 @@ class CUDAGraphs:
         captured.graph.replay()
         return captured.sums.clone()
 
-    def capture(self, batch: MicroBatch) -> Captured:
+    def capture(self, batch: MicroBatch) -> CapturedGraph:
         """Capture the graph of micro-batches of this one's shape."""
         # fla caches what it derives from cu_seqlens by the identity of the tensor, so copy it
         static = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens.clone())
@@ -75,7 +75,7 @@ class CUDAGraphs:
         self.pool = self.pool or graph.pool()
         static.ropes, static.segments, static.layer_inputs = None, None, None
         torch.cuda.empty_cache()  # frees memory used by the run without a graph
-        return Captured(graph, static, loss_weight, sums)
+        return CapturedGraph(graph, static, loss_weight, sums)
 
 
 def batch_tensors(batch: MicroBatch) -> list[Tensor]:

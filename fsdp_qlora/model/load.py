@@ -33,7 +33,7 @@ from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.formats import (
     NF4_SUFFIXES, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.pretrained.reader import (
-    RandomWeights, WeightReader, all_finite, rows_before, weight_files)
+    RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
@@ -48,7 +48,7 @@ OwnLinears = list[tuple[OwnBlocks, str]]  # this rank's part of each linear, and
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """The facts about the loaded weights that train_config.json records."""
 
     sums: dict[str, str]  # {name in files: content_sum() as hex}, to tell one base from another
@@ -57,7 +57,7 @@ class Loaded:
 
 
 def load_model(model: Model, weights_dir: Path, model_config: transformers.PretrainedConfig,
-               config: Config) -> Loaded:
+               config: Config) -> LoadResult:
     """Load this rank's part of all frozen weights from the files in weights_dir. Raises ValueError
     if one is not finite. All ranks must call this."""
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
@@ -69,9 +69,9 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
         names = tensor_names(arch, {})
     else:
         with raise_on_all_ranks():
-            files = weight_files(weights_dir)
-            names = tensor_names(arch, files)
-            nf4_states = check_files(files, names, model_config, config.compute_dtype)
+            stored = stored_tensors(weights_dir)
+            names = tensor_names(arch, stored)
+            nf4_states = check_files(stored, names, model_config, config.compute_dtype)
     requests = weight_requests(model, names, nf4_states)
     n_before = rows_before(requests)
     shares = {r.name: (r.rows, n_before[r.name]) for r in requests}
@@ -81,7 +81,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     finite = {}
     sums = {}
     reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
-              else WeightReader(files, requests, device))
+              else WeightReader(stored, requests, device))
 
     def read_checked(name: str) -> torch.Tensor:
         nonlocal n_bytes
@@ -110,8 +110,8 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     log_each_rank("base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f}"
                   f" {unit}/s with at most {grown:.2f} GiB more host memory")
     log_memory("after loading", device)
-    return Loaded(dict(zip(sums, map(as_hex, totals.tolist()))), bool(nf4_states),
-                  names.n_parameters)
+    return LoadResult(dict(zip(sums, map(as_hex, totals.tolist()))), bool(nf4_states),
+                      names.n_parameters)
 
 
 def fill_model(

@@ -86,7 +86,7 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
+class SearchInputs:
     """The inputs of the search: flags, model, workload, limits."""
 
     config: Config
@@ -114,7 +114,7 @@ class Search:
             plan, self.arch, self.specs, self.machine, self.workload.mean_document_tokens)
 
 
-def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
+def possible_plans(search: SearchInputs, context_size: int) -> Iterator[Plan]:
     """Yield all plans that the flags allow."""
     config, arch, workload = search.config, search.arch, search.workload
     varlen_attention = workload.varlen_attention(context_size)
@@ -141,7 +141,7 @@ def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
             yield search.predict_memory(plan)
 
 
-def shard_group_sizes(search: Search) -> list[int]:
+def shard_group_sizes(search: SearchInputs) -> list[int]:
     """Return the possible --shard_group_size, ascending, with which each process has rows of the
     vocabulary."""
     given, n = search.config.shard_group_size, search.workload.world_size
@@ -149,7 +149,7 @@ def shard_group_sizes(search: Search) -> list[int]:
     return [size for size in sizes if shard_range(search.arch.vocab_size, size - 1, size)]
 
 
-def micro_batch_sizes(search: Search, context_size: int) -> list[int]:
+def micro_batch_sizes(search: SearchInputs, context_size: int) -> list[int]:
     """Return the possible --micro_batch_tokens, ascending."""
     if search.config.micro_batch_tokens:
         return [search.config.micro_batch_tokens]
@@ -181,7 +181,7 @@ class WayToRecompute(NamedTuple):
 
 
 def ways_to_recompute(
-    search: Search, n_recomputed: int, saves_attention: bool
+    search: SearchInputs, n_recomputed: int, saves_attention: bool
 ) -> Iterator[WayToRecompute]:
     """Yield what `n_recomputed` layers may save and reuse. `saves_attention`: they may save the
     results of attention."""
@@ -201,7 +201,7 @@ def ways_to_recompute(
             yield WayToRecompute(saves_mid, reuses, n_mlp, n_attention)
 
 
-def can_save_attention(search: Search) -> bool:
+def can_save_attention(search: SearchInputs) -> bool:
     """Return True if recomputed layers may save the results of attention. A parallel layer may not,
     and no layer that has another one's keys."""
     workload, arch = search.workload, search.arch
@@ -228,7 +228,7 @@ def choose_plan(
     """Return the plan to run within `limit` bytes per GPU, 0: within the memory of the host. Raises
     ValueError with what would help."""
     refuse_flags(config, arch, workload)
-    search = Search(config, arch, specs, workload, limit, machine)
+    search = SearchInputs(config, arch, specs, workload, limit, machine)
     plan = find_plan(search)
     if not search.only_host_limits:
         check_plan(plan, search)
@@ -259,7 +259,7 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
                          " --max_seq_len")
 
 
-def find_plan(search: Search) -> Plan:
+def find_plan(search: SearchInputs) -> Plan:
     """Return the best plan, without CUDA graphs; if none fits, the smallest one.
 
     Ranks share micro-batches of long rows if the plan does not fit otherwise, or if steps are much
@@ -288,7 +288,7 @@ def find_plan(search: Search) -> Plan:
     return best
 
 
-def affordable_plans(search: Search, context_size: int) -> list[Plan]:
+def affordable_plans(search: SearchInputs, context_size: int) -> list[Plan]:
     """Return the possible plans that do not pin too much host memory. If none of them leaves
     MIN_FREE of the GPU's memory, all plans get the embedding in host memory, where that is
     possible."""
@@ -312,7 +312,7 @@ def affordable_plans(search: Search, context_size: int) -> list[Plan]:
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
-def pick_plan(plans: list[Plan], search: Search) -> Plan:
+def pick_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     """Return the plan to run, among those that leave MIN_FREE of the memory free.
 
     Among the plans that are as fast as the fastest, by SAME_TIME, it is the preferred one that
@@ -329,7 +329,7 @@ def pick_plan(plans: list[Plan], search: Search) -> Plan:
     return min(near, key=lambda plan: plan.bytes)
 
 
-def use_cuda_graphs(plan: Plan, search: Search, uneven_micro_batches: bool) -> Plan:
+def use_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: bool) -> Plan:
     """Return the plan, with CUDA graphs if the CPU is slower than the GPU, or with the reason why
     they are not used.
 
@@ -371,7 +371,7 @@ def check_host(plan: Plan, machine: Machine) -> None:
             " available. Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
-def check_plan(plan: Plan, search: Search) -> None:
+def check_plan(plan: Plan, search: SearchInputs) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
     limit, machine = search.limit, search.machine
     if plan.host_bytes > machine.free_host_bytes:
@@ -394,7 +394,7 @@ def check_plan(plan: Plan, search: Search) -> None:
     raise DoesNotFit(text, flags if is_enough else "", smaller)
 
 
-def suggest_flags(plan: Plan, search: Search) -> tuple[str, Plan]:
+def suggest_flags(plan: Plan, search: SearchInputs) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
     config, workload = search.config, search.workload

@@ -23,7 +23,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.formats import FP8_BLOCK, INT4_GROUP
 from fsdp_qlora.pretrained.from_config import make_architecture, stored_format, text_config
-from fsdp_qlora.pretrained.reader import weight_files
+from fsdp_qlora.pretrained.reader import stored_tensors
 
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's files other than its weights
@@ -156,8 +156,8 @@ def base_digest(directory: Path) -> str:
     """Return the SHA-256 of the base model: of config.json, and of the name, dtype, shape and some
     bytes of each tensor."""
     sha = hashlib.sha256((directory / "config.json").read_bytes())
-    files = weight_files(directory)
-    tensors = sorted(files.items(), key=lambda tensor: (tensor[1].path, tensor[0]))
+    stored = stored_tensors(directory)
+    tensors = sorted(stored.items(), key=lambda tensor: (tensor[1].path, tensor[0]))
     for path, file_tensors in itertools.groupby(tensors, lambda tensor: tensor[1].path):
         with path.open("rb") as file:
             for name, (_, dtype, shape, start, stop) in file_tensors:

@@ -14,7 +14,7 @@ from fsdp_qlora.errors import explain
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.formats import (
     INT4_PACKED, MX_SUFFIXES, NF4_SUFFIXES, dequantize_stored, mxfp4_weight, scaled_weight)
-from fsdp_qlora.pretrained.reader import Stored, read_tensor
+from fsdp_qlora.pretrained.reader import StoredTensor, read_tensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 
@@ -23,7 +23,7 @@ class MergeBase:
     """A base model, and the tensors of the model that a merge makes from it."""
 
     directory: Path
-    files: dict[str, Stored]  # {name: tensor in the base's files}
+    stored: dict[str, StoredTensor]  # {name: tensor in the base's files}
     names: TensorNames  # the tensors that are read
     # {name: (shape, dtype)} of the merged model, file by file
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -53,7 +53,8 @@ class MergeBase:
     def unused(self) -> list[str]:
         """The files' tensors that are neither read nor copied."""
         used = {*self.tensors, *self.names.shapes}
-        return [name for name in self.files if name not in used and not name.endswith(NF4_SUFFIXES)]
+        return [name for name in self.stored
+                if name not in used and not name.endswith(NF4_SUFFIXES)]
 
     def is_mxfp4(self, name: str) -> bool:
         return name in self.names.linears and self.names.linears[name].mxfp4
@@ -83,8 +84,9 @@ class MergeBase:
         """Return a tensor of the files, or the `part` of it at `index`, as read_tensor() does.
         Raises ValueError if its values do not match its digest in `sums`."""
         part = part or name
-        return read_tensor(self.files[name], name, device, content=self.sums.get(part), index=index,
-                           what=part, transposed=transposed)
+        return read_tensor(
+            self.stored[name], name, device, content=self.sums.get(part), index=index, what=part,
+            transposed=transposed)
 
     def weight(self, name: str, device: str) -> torch.Tensor:
         """Return a tensor, or a linear as [out, in], with the values that the files store: NF4

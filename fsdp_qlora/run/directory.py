@@ -25,7 +25,7 @@ from fsdp_qlora.files import (
     ADAPTER_FILES, ADAPTER_WEIGHTS, as_json, digest, open_own, put_in_place, read_json, remove,
     text_digest, write_whole)
 from fsdp_qlora.log import log
-from fsdp_qlora.model.load import Loaded
+from fsdp_qlora.model.load import LoadResult
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks, this_rank
 from fsdp_qlora.run.base_model import BaseModel
@@ -178,7 +178,7 @@ def flags_of(user_config: Config) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def write_train_config(run: Run, user_config: Config, loaded: Loaded,
+def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
                        versions: dict[str, str]) -> None:
     """Write train_config.json, which has everything that a merge needs. Rank 0 only.
 

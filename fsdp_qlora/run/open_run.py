@@ -21,7 +21,7 @@ from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
 from fsdp_qlora.pretrained.merge_base import MergeBase
 from fsdp_qlora.pretrained.merged_model import auto_class, merged_tensors
-from fsdp_qlora.pretrained.reader import OTHER_BASE, tensors_of, weight_files
+from fsdp_qlora.pretrained.reader import OTHER_BASE, stored_tensors, tensors_of
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.run.peft_run import open_peft_run
 from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
@@ -51,15 +51,15 @@ def read_base(name: str, quantization: dict[str, Any], sums: dict[str, str]) -> 
     with explain(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch = make_architecture(model_config)
-        files = weight_files(directory)
-        names = tensor_names(arch, files)
-        nf4_states = check_files(files, names, model_config, dtype)
+        stored = stored_tensors(directory)
+        names = tensor_names(arch, stored)
+        nf4_states = check_files(stored, names, model_config, dtype)
         if in_4bit != bool(nf4_states):
             raise ValueError(f"is {'' if nf4_states else 'not '}quantized already. With"
                              " --base_model name the one in training")
-        tensors, paths = merged_tensors(files, names, nf4_states, model_config)
+        tensors, paths = merged_tensors(stored, names, nf4_states, model_config)
     return MergeBase(
-        directory=directory, files=files, names=names, nf4_states=nf4_states, tensors=tensors,
+        directory=directory, stored=stored, names=names, nf4_states=nf4_states, tensors=tensors,
         paths=paths, auto_class=auto_class(model_config), dtype=getattr(torch, dtype), arch=arch,
         sums=sums)
 
