@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 import merge_adapters
-from fsdp_qlora.hashing import content_sum
+from fsdp_qlora.hashing import tensor_checksum
 from fsdp_qlora.pretrained.formats import NF4_STATE
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.pretrained.reader import (
@@ -158,13 +158,13 @@ def test_sums_of_parts_add_up_to_that_of_the_whole(dtype, monkeypatch):
     monkeypatch.setattr("fsdp_qlora.hashing.SUM_CHUNK", {"cpu": 50})
     whole = torch.randint(1, 200, (9, 24)).to(dtype)
     parts = [(range(4), 0), (range(3, 7), 4), (range(7), 7), (range(2, 9), 7), (range(9), 9)]
-    sums = [content_sum(whole[rows.start : rows.stop], rows, n) for rows, n in parts]
-    total = content_sum(whole)
+    sums = [tensor_checksum(whole[rows.start : rows.stop], rows, n) for rows, n in parts]
+    total = tensor_checksum(whole)
     assert torch.equal(sum(sums), total) and total.dtype == torch.int64
     changed = whole.clone()
     changed[8, 23] += 1
     for other in whole.flip(0), whole.flip(1), whole.neg(), changed:
-        assert not torch.equal(content_sum(other), total)
+        assert not torch.equal(tensor_checksum(other), total)
 
 
 @pytest.mark.parametrize("place", range(16))

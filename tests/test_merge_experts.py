@@ -104,8 +104,8 @@ def watch_sums(monkeypatch):
 
     def read(*args):
         base = read_base(*args)
-        base.sums = Sums(base.sums)
-        found.append(base.sums)
+        base.checksums = Sums(base.checksums)
+        found.append(base.checksums)
         return base
 
     monkeypatch.setattr(open_run, "read_base", read)
@@ -378,7 +378,7 @@ def test_merged_model_that_is_another_is_noticed(
 def test_change_of_one_experts_slice_is_named(
     name, stored, row, part, trained, run_main, tmp_path, capsys
 ):
-    """content_sum() of each expert's matrix, though the file has all in one tensor."""
+    """tensor_checksum() of each expert's matrix, though the file has all in one tensor."""
     run = trained(name, run_main)
     path = run.parent / "base" / "model.safetensors"
     before, tensors = path.read_bytes(), load_file(path)

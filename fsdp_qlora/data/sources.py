@@ -87,15 +87,15 @@ def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list
             if file.is_file() and file_kind(file) in KINDS and file_kind(file) != ".parquet":
                 check_text(file)
             if file.is_file() and file_kind(file) in JSON_KINDS:
-                more, content = json_pieces(file)
+                more, file_digest = json_pieces(file)
             else:
-                content = path_digest(file) if file.exists() else None
-                table = open_table(source, file, options, content)
+                file_digest = path_digest(file) if file.exists() else None
+                table = open_table(source, file, options, file_digest)
                 more = [Piece(str(file), table, start, min(start + PIECE_EXAMPLES, len(table)))
                         for start in range(0, len(table), PIECE_EXAMPLES)]
-                content = content or table._fingerprint  # identifies the version on the Hub
+                file_digest = file_digest or table._fingerprint  # identifies the version on the Hub
             pieces += more
-            digests.append(content)
+            digests.append(file_digest)
     return pieces, digests
 
 
@@ -315,9 +315,9 @@ def path_digest(path: Path) -> str:
     return text_digest([[str(file.relative_to(path)), digest(file)] for file in files])
 
 
-def open_table(source: str, path: Path, options: dict[str, str], content: str | None) -> Any:
+def open_table(source: str, path: Path, options: dict[str, str], file_digest: str | None) -> Any:
     """Return the datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk() or a Hub
-    id. `content`: the digest of a file or directory; None for a Hub id."""
+    id. `file_digest`: the digest of a file or directory; None for a Hub id."""
     import datasets
 
     split = options.get("split", "train")
@@ -332,8 +332,8 @@ def open_table(source: str, path: Path, options: dict[str, str], content: str | 
                 raise ValueError(f"has no split {split}, only {', '.join(table)}. Choose with"
                                  " ,split=NAME")
             return table[split]
-        if content and path.is_file() and file_kind(path) in TABLE_KINDS:
-            return load_table_file(path, content)
+        if file_digest and path.is_file() and file_kind(path) in TABLE_KINDS:
+            return load_table_file(path, file_digest)
         looks_like_file = source[0] in "./~" or file_kind(path) in KINDS
         if path.exists() or looks_like_file or str(path).count("/") != 1:
             raise ValueError("neither a Hub id (owner/name) nor a file, pattern or directory; files"
@@ -350,8 +350,8 @@ def open_table(source: str, path: Path, options: dict[str, str], content: str | 
         raise ValueError(f"{path if path.is_file() else source}: {what}{error}{where}")
 
 
-def load_table_file(path: Path, content: str) -> Any:
-    """Return the datasets.Dataset of a file whose digest is `content`, under which `datasets`
+def load_table_file(path: Path, file_digest: str) -> Any:
+    """Return the datasets.Dataset of a file whose digest is `file_digest`, under which `datasets`
     caches its copy. By itself it identifies files by name and time, which `cp -p` copies. All cells
     of a CSV are text: "12" and "null" stay unchanged, and the first column is not an index."""
     import datasets
@@ -359,7 +359,7 @@ def load_table_file(path: Path, content: str) -> Any:
 
     kind = TABLE_KINDS[file_kind(path)]
     options = csv_options(path) if kind == "csv" else {}
-    cache = Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", content)
+    cache = Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", file_digest)
     try:
         with warnings.catch_warnings(), only_errors_of_datasets():
             # for a line with more cells than the header has names

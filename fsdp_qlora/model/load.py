@@ -21,7 +21,7 @@ import transformers
 from tqdm import tqdm
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.hashing import as_hex, content_sum
+from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.log import log, log_each_rank
 from fsdp_qlora.memory import host_memory, log_memory
@@ -51,7 +51,8 @@ OwnLinears = list[tuple[OwnBlocks, str]]  # this rank's part of each linear, and
 class LoadResult:
     """The facts about the loaded weights that train_config.json records."""
 
-    sums: dict[str, str]  # {name in files: content_sum() as hex}, to tell one base from another
+    # {name in files: tensor_checksum() as hex}, to tell one base from another
+    checksums: dict[str, str]
     prequantized: bool  # True if the files are in 4 bits
     n_parameters: int
 
@@ -79,7 +80,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     resident_before = host_memory().now
     started = time.monotonic()
     finite = {}
-    sums = {}
+    checksums = {}
     reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
               else WeightReader(stored, requests, device))
 
@@ -87,7 +88,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
         nonlocal n_bytes
         value = reader.read(name)
         n_bytes += value.nbytes
-        sums[name] = content_sum(value, *shares[name])
+        checksums[name] = tensor_checksum(value, *shares[name])
         if name not in nf4_states:
             finite[name] = all_finite(value, name)
         return value
@@ -100,7 +101,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
             damaged = list(finite)[are_finite.index(False)]
             raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
                              " damaged? Fetch it again")
-    dist.all_reduce(totals := torch.stack(list(sums.values())))
+    dist.all_reduce(totals := torch.stack(list(checksums.values())))
     model.set_frequencies(model_config, config.max_seq_len)
     torch.cuda.empty_cache()  # training needs blocks of other sizes than loading
     seconds = time.monotonic() - started
@@ -110,7 +111,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     log_each_rank("base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f}"
                   f" {unit}/s with at most {grown:.2f} GiB more host memory")
     log_memory("after loading", device)
-    return LoadResult(dict(zip(sums, map(as_hex, totals.tolist()))), bool(nf4_states),
+    return LoadResult(dict(zip(checksums, map(as_hex, totals.tolist()))), bool(nf4_states),
                       names.n_parameters)
 
 

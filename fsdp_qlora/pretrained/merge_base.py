@@ -33,8 +33,8 @@ class MergeBase:
     # for weights that are in NF4 in the files, see check_files()
     nf4_states: dict[str, Any] = dataclasses.field(default_factory=dict)
     arch: Architecture = None  # None: the merge cannot be checked
-    # {tensor: content_sum()}, to tell one base from another
-    sums: dict[str, str] = dataclasses.field(default_factory=dict)
+    # {tensor: tensor_checksum()}, to tell one base from another
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
 
     def __post_init__(self) -> None:
@@ -82,11 +82,11 @@ class MergeBase:
     def read(self, name: str, device: str, part: str | None = None, index: Any = ...,
              transposed: bool = False) -> torch.Tensor:
         """Return a tensor of the files, or the `part` of it at `index`, as read_tensor() does.
-        Raises ValueError if its values do not match its digest in `sums`."""
+        Raises ValueError if its values do not match its checksum in `checksums`."""
         part = part or name
         return read_tensor(
-            self.stored[name], name, device, content=self.sums.get(part), index=index, what=part,
-            transposed=transposed)
+            self.stored[name], name, device, checksum=self.checksums.get(part), index=index,
+            what=part, transposed=transposed)
 
     def weight(self, name: str, device: str) -> torch.Tensor:
         """Return a tensor, or a linear as [out, in], with the values that the files store: NF4

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.files import read_json
-from fsdp_qlora.hashing import as_hex, content_sum
+from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.ranks import gather_objects
 
 READERS = 8  # threads per rank that read weights; each copies about 5 GB/s from the page cache
@@ -117,12 +117,13 @@ def tensors_of(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor(
-    stored: StoredTensor, name: str, device: torch.device | str = "cpu", content: str | None = None,
-    index: Any = ..., what: str | None = None, transposed: bool = False,
+    stored: StoredTensor, name: str, device: torch.device | str = "cpu",
+    checksum: str | None = None, index: Any = ..., what: str | None = None,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """Return one whole tensor, or its part at `index`, which errors call `what`; if `transposed`,
-    its transpose. Raises ValueError if its content_sum(), as hex, is not `content`. The file is
-    opened for each tensor, because mapped pages would add up."""
+    its transpose. Raises ValueError if its tensor_checksum(), as hex, is not `checksum`. The file
+    is opened for each tensor, because mapped pages would add up."""
     if index is ... and stored.dtype in DTYPES:
         # safetensors would parse the header again: 27 ms for a file with 24,000 tensors (a CPU)
         tensor = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
@@ -132,7 +133,7 @@ def read_tensor(
         with safe_open(stored.path, "pt") as tensors:
             tensor = tensors.get_slice(name)[index].to(device)
     tensor = tensor.t().contiguous() if transposed else tensor
-    if content and content != as_hex(int(content_sum(tensor))):
+    if checksum and checksum != as_hex(int(tensor_checksum(tensor))):
         raise ValueError(f"{stored.path}: the values of {what or name} {OTHER_BASE}")
     return tensor
 

@@ -207,7 +207,7 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
             "quantized_from_dtype": config.compute_dtype,
             "prequantized": loaded.prequantized,  # the base's own bytes
             "device": run.device.type,
-            "tensor_sums": loaded.sums,  # {tensor: content_sum()}: tell bases apart
+            "tensor_sums": loaded.checksums,  # {tensor: tensor_checksum()}: tell bases apart
         },
         "world_size": dist.get_world_size(),
         "date": job.template_date,

@@ -36,16 +36,16 @@ def open_run(
         return open_peft_run(adapter_dir, base_model)
     run = read_run(adapter_dir)
     # digests of the tensors in training; each is compared when the tensor is read
-    sums = {} if allow_other_base else run.quantization["tensor_sums"]
-    base = read_base(base_model or run.base_model, run.quantization, sums)
+    checksums = {} if allow_other_base else run.quantization["tensor_sums"]
+    base = read_base(base_model or run.base_model, run.quantization, checksums)
     add_token_rows(base, run.token_ids)
     check_base(base, run, allow_other_base)
     return run, base, open_trained_adapter(adapter_dir, run, base)
 
 
-def read_base(name: str, quantization: dict[str, Any], sums: dict[str, str]) -> MergeBase:
-    """Return the base model, after the same checks of its files as in training. `sums`: those that
-    its tensors must have, see MergeBase."""
+def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]) -> MergeBase:
+    """Return the base model, after the same checks of its files as in training. `checksums`: those
+    that its tensors must have, see MergeBase."""
     directory = model_directory(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with explain(f"base model {directory}"):
@@ -61,7 +61,7 @@ def read_base(name: str, quantization: dict[str, Any], sums: dict[str, str]) -> 
     return MergeBase(
         directory=directory, stored=stored, names=names, nf4_states=nf4_states, tensors=tensors,
         paths=paths, auto_class=auto_class(model_config), dtype=getattr(torch, dtype), arch=arch,
-        sums=sums)
+        checksums=checksums)
 
 
 def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
