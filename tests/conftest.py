@@ -224,11 +224,11 @@ def read_rows(path, tokenizer, max_seq_len=64):
 
 def encode_file(path, tokenizer, max_seq_len=64):
     """What the script's table holds of each document of a file's rows."""
-    from fsdp_qlora.data.encode import encode_pieces
-    from fsdp_qlora.data.sources import find_pieces
+    from fsdp_qlora.data.encode import encode_fragments
+    from fsdp_qlora.data.sources import find_fragments
 
-    pieces, _ = find_pieces(str(path))
-    return list(encode_pieces(pieces, tokenizer, max_seq_len, len(tokenizer)))
+    pieces, _ = find_fragments(str(path))
+    return list(encode_fragments(pieces, tokenizer, max_seq_len, len(tokenizer)))
 
 
 def ranks_command(nproc, directory):

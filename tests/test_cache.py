@@ -156,7 +156,7 @@ def test_damaged_cache_is_encoded_again(harm, parsed, tokenizer, tmp_path, monke
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError("no GiB")])
-@pytest.mark.parametrize("name", ["read_piece", "render_jinja_template"])
+@pytest.mark.parametrize("name", ["read_fragment", "render_jinja_template"])
 def test_passing_fault_ends_one_start_alone(error, name, tokenizer, tmp_path, monkeypatch):
     """Neither the rows are left out by it, nor is it found again."""
     from transformers import tokenization_utils_base
@@ -167,7 +167,7 @@ def test_passing_fault_ends_one_start_alone(error, name, tokenizer, tmp_path, mo
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(files if name == "read_piece" else tokenization_utils_base, name, fail)
+        patch.setattr(files if name == "read_fragment" else tokenization_utils_base, name, fail)
         assert str(error.args[-1]) in refusal([path], tokenizer)
     rows, line = prepare([path], tokenizer)
     assert "skipped" not in line and len(rows) >= len(NESTED)
@@ -195,14 +195,14 @@ def test_end_of_one_encoding_process_ends_the_start(end, tokenizer, tmp_path, mo
     monkeypatch.setattr(cache, "n_cores", lambda: 3)
     encode_batches = encode.encode_batches
 
-    def ended(pieces, **settings):
-        if pieces[0].name == str(paths[1]):
+    def ended(fragments, **settings):
+        if fragments[0].name == str(paths[1]):
             if end == "MemoryError":
                 raise MemoryError("no GiB")
             os.kill(os.getpid(), signal.SIGKILL)
-        if end == "SIGKILL" and pieces[0].name == str(paths[2]):
+        if end == "SIGKILL" and fragments[0].name == str(paths[2]):
             signal.pause()
-        return encode_batches(pieces, **settings)
+        return encode_batches(fragments, **settings)
 
     with monkeypatch.context() as patch:
         patch.setattr(dataset, "encode_batches", ended)

@@ -29,13 +29,13 @@ from transformers import PreTrainedTokenizerFast
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data, prepare_rows
-from fsdp_qlora.data.encode import encode_pieces
+from fsdp_qlora.data.encode import encode_fragments
 from fsdp_qlora.data.forms import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sampling import ShuffledSampler
-from fsdp_qlora.data.sources import RefusedExample, find_pieces
+from fsdp_qlora.data.sources import RefusedExample, find_fragments
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.evaluation import eval_loss, ref_logps
 from fsdp_qlora.evaluation.ref_logps import read_ref_logps, tensor_digest, write_ref_logps
@@ -940,8 +940,8 @@ def test_rows_of_pairs(tokenizer, tmp_path):
         {"prompt": "", "chosen": "1 2 3 4 5 6 7 8 9", "rejected": "9 8"},
         {"prompt": "1 2 3 4 5 6 7 8 9 1 2 3 4 5 6", "chosen": "1", "rejected": "2"},
         {"prompt": "3 plus 4 is ", "chosen": "7", "rejected": "8"}])  # fmt: skip
-    pieces, _ = find_pieces(str(path))
-    found = list(encode_pieces(pieces, tokenizer, 8, len(tokenizer), loss="dpo"))
+    pieces, _ = find_fragments(str(path))
+    found = list(encode_fragments(pieces, tokenizer, 8, len(tokenizer), loss="dpo"))
     assert [row["kept"] for row in found] == [True, True, False, True, True]
     assert found[0]["cut"] and found[0]["length"] == 8 and not found[1]["cut"]
     assert [row["desirable"] for row in found if row["kept"]] == [True, False] * 2
@@ -961,8 +961,8 @@ def test_answers_with_the_same_tokens_are_left_out(tokenizer, tmp_path):
         {"prompt": "3", "chosen": f"{long} yes", "rejected": f"{long} no"},
         {"prompt": "3", "chosen": "4", "rejected": "4</s>"},
         {"prompt": "3", "chosen": "4", "rejected": "5"}])  # fmt: skip
-    pieces, _ = find_pieces(str(path))
-    found = list(encode_pieces(pieces, tokenizer, 16, len(tokenizer), loss="dpo"))
+    pieces, _ = find_fragments(str(path))
+    found = list(encode_fragments(pieces, tokenizer, 16, len(tokenizer), loss="dpo"))
     assert [row["kept"] for row in found] == [False, False, True, True]
     assert found[0]["left_out"].endswith("the same tokens within the first 16")
 

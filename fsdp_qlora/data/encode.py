@@ -1,6 +1,6 @@
 """Encode examples: parse and tokenize each, and say which cannot be used, as rows of a table.
 
-    encode_pieces()      of files, a batch of examples at a time
+    encode_fragments()      of files, a batch of examples at a time
       try_example()      parse_example() in forms.py; with a preference --loss parse_preference() in
                          preferences.py. A conversation goes on to parse_chat() in chat.py
       tokenize()         in tokenization.py
@@ -21,12 +21,12 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.data.forms import Document, TextPart, parse_example, printable
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import encode_document
-from fsdp_qlora.data.sources import Piece, RefusedExample, read_pieces
+from fsdp_qlora.data.sources import Fragment, RefusedExample, read_fragments
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.model.preference_loss import LOSSES
 
 BATCH = 256  # examples that are parsed at once, and documents of one RecordBatch
-ENCODED = {  # {column that encode_pieces() yields for each document: its type}
+ENCODED = {  # {column that encode_fragments() yields for each document: its type}
     # of encode_document()
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
     "n_loss_tokens": "int32", "desirable": "bool", "digest": "int64", "cut": "bool",
@@ -42,10 +42,10 @@ ENCODED = {  # {column that encode_pieces() yields for each document: its type}
     "left_out": "string", "where": "string"}  # why, and which example; "" if it is kept
 
 
-def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.RecordBatch]:
+def encode_batches(fragments: list[Fragment], **settings: Any) -> Iterator[pyarrow.RecordBatch]:
     """Yield pyarrow RecordBatches of the columns ENCODED, of BATCH documents each. The last one is
     empty, so that there is at least one."""
-    documents = encode_pieces(pieces, **settings)
+    documents = encode_fragments(fragments, **settings)
     is_last = False
     while not is_last:
         batch = list(itertools.islice(documents, BATCH))
@@ -62,12 +62,12 @@ def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.Rec
         yield pyarrow.record_batch(columns)
 
 
-def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
-                  vocab_size: int, renames: Sequence[str] = (),
-                  loss: str = "sft") -> Iterator[dict[str, Any]]:
+def encode_fragments(fragments: list[Fragment], tokenizer: PreTrainedTokenizerFast,
+                     max_seq_len: int, vocab_size: int, renames: Sequence[str] = (),
+                     loss: str = "sft") -> Iterator[dict[str, Any]]:
     """Yield {name: value}, see ENCODED, for each document of each example. An example that cannot
     be used yields one document, and so does a pair with an unusable answer."""
-    examples, old_names = read_pieces(pieces), {rename.split("=")[0] for rename in renames}
+    examples, old_names = read_fragments(fragments), {rename.split("=")[0] for rename in renames}
     tokenizers = both_tokenizers(tokenizer)
     while batch := list(itertools.islice(examples, BATCH)):
         parsed_examples = [try_example(example, tokenizer, renames, loss) for _, example in batch]

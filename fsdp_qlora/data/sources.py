@@ -1,5 +1,5 @@
-"""Find the data of --dataset and split it into pieces: files, directories, save_to_disk() output,
-data sets of the Hub.
+"""Find the data of --dataset and split it into fragments: files, directories, save_to_disk()
+output, data sets of the Hub.
 
 `datasets` reads everything but JSON; forms.py knows what an example means.
 """
@@ -49,7 +49,7 @@ NO_DATA = re.compile("|".join((  # names of files in a data directory that are n
     # files that libraries write
     r"(dataset_dict|(\w+_)?state|(\w+_)?config|package(-lock)?|special_tokens_map|.*\.index)\.json",
 )), re.I)
-PIECE_BYTES, PIECE_EXAMPLES = 2**20, 5000  # size of a piece: lines of JSON; of a table
+FRAGMENT_BYTES, FRAGMENT_EXAMPLES = 2**20, 5000  # size of a fragment: lines of JSON; of a table
 HEAD_BYTES = 4096  # bytes that are read to recognize the encoding of a file
 
 
@@ -58,25 +58,25 @@ class RefusedExample(ValueError):
     """
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """Rows of a --dataset that one process reads at once."""
 
     name: str  # name of the file, the directory or the data set on the Hub
     table: Any = None  # a datasets.Dataset, which is imported late; None: a file of lines or JSON
     start: int = 0  # number of an example in the table, or of a byte in the file
     stop: int | None = None  # None: read to the end
-    lines_before: int = 0  # lines of the file before this piece
+    lines_before: int = 0  # lines of the file before this fragment
 
 
-def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list[str]]:
-    """Return the pieces of one --dataset, and a list of digests that identifies its content. Logs
-    which files are left out, unless it is silent."""
+def find_fragments(source: str, is_silent: bool = False) -> tuple[list[Fragment], list[str]]:
+    """Return the fragments of one --dataset, and a list of digests that identifies its content.
+    Logs which files are left out, unless it is silent."""
     name, options = split_options(source)
     is_pattern = glob.has_magic(name) and not Path(name).exists()
     paths = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
     if not paths:
         raise ValueError(f"{name}: no file matches")
-    pieces, digests = [], []
+    fragments, digests = [], []
     for path in map(Path, paths):
         is_whole = not path.is_dir() or saved_kind(path) == "Dataset"
         allowed = set() if is_whole else {"split"}
@@ -87,40 +87,42 @@ def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list
             if file.is_file() and file_kind(file) in KINDS and file_kind(file) != ".parquet":
                 check_text(file)
             if file.is_file() and file_kind(file) in JSON_KINDS:
-                more, file_digest = json_pieces(file)
+                more, file_digest = json_fragments(file)
             else:
                 file_digest = path_digest(file) if file.exists() else None
                 table = open_table(source, file, options, file_digest)
-                more = [Piece(str(file), table, start, min(start + PIECE_EXAMPLES, len(table)))
-                        for start in range(0, len(table), PIECE_EXAMPLES)]
+                n = len(table)
+                more = [Fragment(str(file), table, start, min(start + FRAGMENT_EXAMPLES, n))
+                        for start in range(0, len(table), FRAGMENT_EXAMPLES)]
                 file_digest = file_digest or table._fingerprint  # identifies the version on the Hub
-            pieces += more
+            fragments += more
             digests.append(file_digest)
-    return pieces, digests
+    return fragments, digests
 
 
-def read_pieces(pieces: list[Piece]) -> Iterator[tuple[str, Any]]:
+def read_fragments(fragments: list[Fragment]) -> Iterator[tuple[str, Any]]:
     """Yield (where, example) for each example: its place in words; and the example, or an exception
     that explains why it cannot be read. Raises ValueError if a file cannot be read any further,
     which another start may be able to do."""
-    for piece in pieces:
-        where = piece.name
+    for fragment in fragments:
+        where = fragment.name
         try:
-            for where, example in read_piece(piece):
+            for where, example in read_fragment(fragment):
                 yield where, example
         except (OSError, EOFError, zlib.error) as e:
             raise ValueError(f"{where}: cannot be read any further: {e}")
 
 
-def read_piece(piece: Piece) -> Iterator[tuple[str, Any]]:
-    """Yield the same as read_pieces(), for one piece."""
-    if piece.table is not None:
-        stop = len(piece.table) if piece.stop is None else piece.stop
-        examples = piece.table.select(range(piece.start, stop))
-        for number, example in enumerate(examples, 1 + piece.start):
-            yield f"{piece.name} example {number}", {k: without_none(v) for k, v in example.items()}
-    elif piece.start == 0 and is_array(Path(piece.name)):
-        with open_file(piece.name) as file:
+def read_fragment(fragment: Fragment) -> Iterator[tuple[str, Any]]:
+    """Yield the same as read_fragments(), for one fragment."""
+    if fragment.table is not None:
+        stop = len(fragment.table) if fragment.stop is None else fragment.stop
+        examples = fragment.table.select(range(fragment.start, stop))
+        for number, example in enumerate(examples, 1 + fragment.start):
+            values = {k: without_none(v) for k, v in example.items()}
+            yield f"{fragment.name} example {number}", values
+    elif fragment.start == 0 and is_array(Path(fragment.name)):
+        with open_file(fragment.name) as file:
             try:
                 examples = json.loads(file.read().decode("utf-8-sig"))
             except UnicodeDecodeError:
@@ -128,20 +130,20 @@ def read_piece(piece: Piece) -> Iterator[tuple[str, Any]]:
             except (ValueError, RecursionError) as e:
                 examples = [RefusedExample(f"is not JSON: {e}")]
         for number, example in enumerate(examples, 1):
-            yield f"{piece.name} example {number}", example
+            yield f"{fragment.name} example {number}", example
     else:
-        yield from read_lines(piece)
+        yield from read_lines(fragment)
 
 
-def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
-    """Yield the same as read_pieces(), for each line that is not blank."""
-    is_text = file_kind(Path(piece.name)) == ".txt"
-    with open_file(piece.name) as file:
+def read_lines(fragment: Fragment) -> Iterator[tuple[str, Any]]:
+    """Yield the same as read_fragments(), for each line that is not blank."""
+    is_text = file_kind(Path(fragment.name)) == ".txt"
+    with open_file(fragment.name) as file:
         lines = file
-        if piece.stop is not None:
-            file.seek(piece.start)
-            lines = io.BytesIO(file.read(piece.stop - piece.start))
-        for number, line in enumerate(lines, 1 + piece.lines_before):
+        if fragment.stop is not None:
+            file.seek(fragment.start)
+            lines = io.BytesIO(file.read(fragment.stop - fragment.start))
+        for number, line in enumerate(lines, 1 + fragment.lines_before):
             if not line.strip():
                 continue
             try:
@@ -152,7 +154,7 @@ def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
             except (ValueError, RecursionError) as e:
                 # without the position, so that equal errors are counted together
                 example = ValueError(f"is not JSON: {getattr(e, 'msg', e)}")
-            yield f"{piece.name} line {number}", example
+            yield f"{fragment.name} line {number}", example
 
 
 def split_options(source: str) -> tuple[str, dict[str, str]]:
@@ -244,19 +246,19 @@ def file_kind(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def json_pieces(path: Path) -> tuple[list[Piece], str]:
-    """Return the pieces of a file of lines or JSON, and its SHA-256. Lines are divided into pieces;
-    an array or a .gz is one piece, because it can only be read from its beginning."""
+def json_fragments(path: Path) -> tuple[list[Fragment], str]:
+    """Return the fragments of a file of lines or JSON, and its SHA-256. Lines are divided into
+    fragments; an array or a .gz is one fragment, because it can only be read from its beginning."""
     if path.suffix == ".gz" or is_array(path):
-        return [Piece(str(path))], digest(path)
-    pieces, sha, start, lines_before = [], hashlib.sha256(), 0, 0
+        return [Fragment(str(path))], digest(path)
+    fragments, sha, start, lines_before = [], hashlib.sha256(), 0, 0
     with open(path, "rb") as file:
-        while lines := file.read(PIECE_BYTES) + file.readline():  # to the end of a line
+        while lines := file.read(FRAGMENT_BYTES) + file.readline():  # to the end of a line
             stop = start + len(lines)
-            pieces.append(Piece(str(path), None, start, stop, lines_before))
+            fragments.append(Fragment(str(path), None, start, stop, lines_before))
             sha.update(lines)
             start, lines_before = stop, lines_before + lines.count(b"\n")
-    return pieces, sha.hexdigest()
+    return fragments, sha.hexdigest()
 
 
 def check_text(path: Path) -> None:
