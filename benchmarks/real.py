@@ -47,7 +47,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(ROOT))
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.forms import parse_example
+from fsdp_qlora.data.example_formats import parse_example
 from fsdp_qlora.data.sampling import step_rows
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.data.rows import rows_of

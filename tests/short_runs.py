@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_step import ALPHA, RANK, load_reference, write_uneven_rows
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from fsdp_qlora.data.forms import IGNORE_INDEX
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 
 PEAK, STEPS = 1e-2, 4
 FLAGS = ["--model", "model", "--dataset", "rows.jsonl", "--batch_size", 4, "--max_steps", STEPS,

@@ -14,7 +14,8 @@ from rows import CHATML, chat_tokenizer, prepare, refusal, write_jsonl
 from test_files import NESTED, write_kind
 
 from fsdp_qlora.data import (
-    cache, chat, dataset, encode, forms, rows as encoded_rows, sources as files)
+    cache, chat, dataset, encode, example_formats as formats, rows as encoded_rows,
+    sources as files)
 from fsdp_qlora.files import digest
 
 
@@ -26,13 +27,13 @@ def tokenizer(demo_directory):
 @pytest.fixture
 def parsed(monkeypatch):
     """Each row that is parsed, from now on."""
-    rows, find_form = [], forms.find_form
+    rows, find_format = [], formats.find_format
 
     def counted(row):
         rows.append(row)
-        return find_form(row)
+        return find_format(row)
 
-    monkeypatch.setattr(forms, "find_form", counted)
+    monkeypatch.setattr(formats, "find_format", counted)
     monkeypatch.setattr(cache, "n_cores", lambda: 1)  # in this process
     return rows
 
@@ -84,7 +85,7 @@ def test_other_content_or_settings_are_encoded_anew(change, parsed, tokenizer, t
     assert n >= 6 and after != before
 
 
-@pytest.mark.parametrize("module", [chat, encode, files, forms, encoded_rows],
+@pytest.mark.parametrize("module", [chat, encode, files, formats, encoded_rows],
                          ids=lambda m: m.__name__)  # fmt: skip
 def test_rows_are_encoded_anew_by_other_code(module, parsed, monkeypatch, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "It is 7."}])

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data
-from fsdp_qlora.data.forms import IGNORE_INDEX
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation.generation import choose_prompts
 from fsdp_qlora.files import text_digest

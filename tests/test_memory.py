@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.forms import IGNORE_INDEX
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.evaluation.compare_with_transformers import plain_model

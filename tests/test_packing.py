@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch, round_up
-from fsdp_qlora.data.forms import IGNORE_INDEX
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.data.sampling import ShuffledSampler, epoch_order, step_rows

@@ -30,7 +30,7 @@ import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data, prepare_rows
 from fsdp_qlora.data.encode import encode_fragments
-from fsdp_qlora.data.forms import IGNORE_INDEX
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import rows_of

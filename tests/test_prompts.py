@@ -17,7 +17,7 @@ from transformers import (
     AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 
 import merge_adapters
-from fsdp_qlora.data.forms import IGNORE_INDEX
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.template import template_traits
 from fsdp_qlora.data.tokenization import tokenize_batch
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import house
 import train_fsdp_qlora
-from fsdp_qlora.data.forms import IGNORE_INDEX
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.evaluation.generation import generate, generate_samples

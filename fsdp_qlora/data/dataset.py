@@ -38,7 +38,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.cache import MANIFEST, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat
 from fsdp_qlora.data.encode import encode_batches, encode_fragments
-from fsdp_qlora.data.forms import parse_example
+from fsdp_qlora.data.example_formats import parse_example
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import NUMBER_COLUMNS, Rows, encode_document, random_rows
 from fsdp_qlora.data.sources import Fragment, find_fragments

@@ -1,7 +1,8 @@
 """Encode examples: parse and tokenize each, and say which cannot be used, as rows of a table.
 
     encode_fragments()      of files, a batch of examples at a time
-      try_example()      parse_example() in forms.py; with a preference --loss parse_preference() in
+      try_example()      parse_example() in example_formats.py; with a preference --loss
+      parse_preference() in
                          preferences.py. A conversation goes on to parse_chat() in chat.py
       tokenize()         in tokenization.py
       check_tokens(), check_pair()
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.forms import Document, TextPart, parse_example, printable
+from fsdp_qlora.data.example_formats import Document, TextPart, parse_example, printable
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.data.sources import Fragment, RefusedExample, read_fragments

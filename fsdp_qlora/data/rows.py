@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.forms import IGNORE_INDEX
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.model.preference_loss import LOSSES, Loss
 
 

@@ -1,7 +1,7 @@
 """Find the data of --dataset and split it into fragments: files, directories, save_to_disk()
 output, data sets of the Hub.
 
-`datasets` reads everything but JSON; forms.py knows what an example means.
+`datasets` reads everything but JSON; example_formats.py knows what an example means.
 """
 
 from __future__ import annotations

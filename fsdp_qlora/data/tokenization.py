@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import Spans
-from fsdp_qlora.data.forms import IGNORE_INDEX, Document, Ids, TextPart
+from fsdp_qlora.data.example_formats import IGNORE_INDEX, Document, Ids, TextPart
 
 # characters that the tokenizer gets at once; its result for them needs about 100 MB
 BATCH_CHARACTERS = 2**19

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from fsdp_qlora.data.forms import IGNORE_INDEX
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import Rows, rows_of

@@ -30,11 +30,11 @@ from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
-from fsdp_qlora.pretrained.formats import (
-    NF4_SUFFIXES, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
+from fsdp_qlora.pretrained.weight_formats import (
+    NF4_SUFFIXES, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
 from fsdp_qlora.quant.nf4 import dynamic_map

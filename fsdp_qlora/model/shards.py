@@ -13,9 +13,9 @@ from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.linears import LinearSlices
 from fsdp_qlora.model.fsdp import local_part
 from fsdp_qlora.model.parameters import ModelParameters
-from fsdp_qlora.pretrained.formats import NF4_SUFFIXES, scale_block
 from fsdp_qlora.pretrained.reader import ReadRequest, StackedSlice
 from fsdp_qlora.pretrained.tensor_names import TensorNames
+from fsdp_qlora.pretrained.weight_formats import NF4_SUFFIXES, scale_block
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
 

@@ -12,10 +12,10 @@ import torch
 
 from fsdp_qlora.errors import explain
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.formats import (
-    INT4_PACKED, MX_SUFFIXES, NF4_SUFFIXES, dequantize_stored, mxfp4_weight, scaled_weight)
 from fsdp_qlora.pretrained.reader import StoredTensor, read_tensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
+from fsdp_qlora.pretrained.weight_formats import (
+    INT4_PACKED, MX_SUFFIXES, NF4_SUFFIXES, dequantize_stored, mxfp4_weight, scaled_weight)
 
 
 @dataclasses.dataclass

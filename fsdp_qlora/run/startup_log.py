@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.forms import IGNORE_INDEX
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.log import log, log_debug

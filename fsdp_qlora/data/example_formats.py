@@ -30,18 +30,20 @@ INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
 QUESTIONS = (
     ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"),
     ("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("input", "output"))
-FORMS = {  # {keys of the form: optional keys}; an example has the first form whose keys it has
+# {keys of the form: optional keys}; an example has the first form whose keys it has
+EXAMPLE_FORMATS = {
     ("input_ids",): MASKS,
     **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
     **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *CHAT)),
     ("segments",): (), ("text",): ()}
-ANSWERS = {  # {key of a question: key of its answer in the first of FORMS that has this question}
-    asked: next(form[1] for form in FORMS if form[0] == asked)
+# {key of a question: key of its answer in the first of EXAMPLE_FORMATS that has this question}
+ANSWERS = {
+    asked: next(form[1] for form in EXAMPLE_FORMATS if form[0] == asked)
     for asked, _ in (COMPLETION, *INSTRUCTIONS, *QUESTIONS) if asked != "input"}
 SYNONYMS = {"functions": "tools", "system_prompt": "system", "context": "input", "article": "input"}
 LISTS = {"messages", "conversations", "segments", "input_ids", "history", "tools", *MASKS,
          "chat_template_kwargs"}  # may be JSON text
-OPTIONAL = {key for keys in FORMS.values() for key in keys}
+OPTIONAL = {key for keys in EXAMPLE_FORMATS.values() for key in keys}
 REFUSED = {key: why for why, keys in {  # keys of examples and of messages
     "pairs of answers need --loss dpo, ipo, simpo, orpo or kto; for --loss sft use the good ones"
     " alone": ("chosen", "rejected", "chosen_response", "rejected_response", "preferred_output",
@@ -126,12 +128,12 @@ def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
                  trains_history: bool = True) -> tuple[str, list[Document]]:
     """parse_example() for the result of as_object().
 
-    `form`: one of FORMS; None: determined by the example's keys. `is_one_text`: a prompt and its
-    completion may meet inside a word. `trains_history`: earlier answers of an instruction are in
-    the loss, too.
+    `form`: one of EXAMPLE_FORMATS; None: determined by the example's keys. `is_one_text`: a prompt
+    and its completion may meet inside a word. `trains_history`: earlier answers of an instruction
+    are in the loss, too.
     """
     refuse_keys(example, ", or rename it: --columns {}=unused")
-    form = form or find_form(example)
+    form = form or find_format(example)
     example, ignored = take_keys(example, form)
     notes = [f"ignored: {', '.join(ignored)}"] if ignored else []
     documents: list[Document] | None = parse_text(example, form, tokenizer, is_one_text)
@@ -181,19 +183,19 @@ def refuse_keys(keys_and_values: dict[str, Any], advice: str) -> None:
             raise RefusedExample(f"has {key}: {REFUSED[key]}; leave it out{advice.format(key)}")
 
 
-def find_form(example: dict[str, Any]) -> tuple[str, ...]:
-    """Return the first of FORMS whose keys the example has, none of them null. Raises ValueError or
-    RefusedExample if there is none."""
+def find_format(example: dict[str, Any]) -> tuple[str, ...]:
+    """Return the first of EXAMPLE_FORMATS whose keys the example has, none of them null. Raises
+    ValueError or RefusedExample if there is none."""
     keys = {key for key, value in example.items() if value is not None}
-    for form in FORMS:
+    for form in EXAMPLE_FORMATS:
         if keys >= set(form):
             return form
-    for form in FORMS:
+    for form in EXAMPLE_FORMATS:
         if example.keys() >= set(form):
             raise ValueError(f"null in {' and '.join(key for key in form if key not in keys)}")
     listed = [key for key in example if key in keys]
-    first = next((form[0] for form in FORMS if len(form) == 2 and form[0] in keys), "")
-    seconds = [form[1] for form in FORMS if len(form) == 2 and form[0] == first]
+    first = next((form[0] for form in EXAMPLE_FORMATS if len(form) == 2 and form[0] in keys), "")
+    seconds = [form[1] for form in EXAMPLE_FORMATS if len(form) == 2 and form[0] == first]
     why = (f"which has {first}, but no {' or '.join(seconds)}" if first else
            "which is not a supported form")
     names = likely_names({key: example[key] for key in listed}, first, seconds)
@@ -209,7 +211,7 @@ def likely_names(example: dict[str, Any], first: str, seconds: list[str]) -> dic
     {} if nothing is likely. `first`: the first key of a form, if the example has one; `seconds`:
     its possible second keys, none of which the example has."""
     near = {key: near_key(key, value) for key, value in example.items() if "=" not in key}
-    if any({*near.values()} >= set(form) for form in FORMS):
+    if any({*near.values()} >= set(form) for form in EXAMPLE_FORMATS):
         return {key: name for key, name in near.items() if name not in ("", key)}
     lists = {key: name for key in near if (name := name_of_list(example[key]))}
     if first == "prompt" and len(lists) == 2 and first in lists:
@@ -235,7 +237,8 @@ def likely_names(example: dict[str, Any], first: str, seconds: list[str]) -> dic
 def near_key(key: str, value: Any) -> str:
     """Return the key of a form that equals `key`, or of which it is a misspelling, if it may have
     such a value; else ""."""
-    known = [*dict.fromkeys([key for form in FORMS for key in form]), *OPTIONAL, *SYNONYMS]
+    of_formats = dict.fromkeys([key for form in EXAMPLE_FORMATS for key in form])
+    known = [*of_formats, *OPTIONAL, *SYNONYMS]
     close = [key] if key in known else difflib.get_close_matches(key.strip().lower(), known, 1, 0.8)
     if not close or (close[0] in LISTS) == (name_of_list(value) == ""):
         return ""
@@ -268,10 +271,10 @@ def take_keys(example: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str,
     for key, value in example.items():
         name = SYNONYMS.get(key, key)
         value = read_list_text(name, value)
-        is_own = key in form or key in MASKS and key in FORMS[form] and value is not None
+        is_own = key in form or key in MASKS and key in EXAMPLE_FORMATS[form] and value is not None
         if is_empty(value) and (not is_own or name in taken):
             continue
-        if is_own or name in FORMS[form]:
+        if is_own or name in EXAMPLE_FORMATS[form]:
             if not is_empty(taken.get(name)):
                 raise RefusedExample(f"has {key} and another key that means {name}: keep one of"
                                      " them")
