@@ -127,7 +127,7 @@ VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
 TIMEOUT = timedelta(hours=12)  # one process may tokenize a large file while the others wait
 RETRY_SECONDS = 60  # after a save that failed
 clock = time.monotonic  # seconds
-Record = dict[str, float]  # metrics by their names in metrics.jsonl
+Metrics = dict[str, float]  # metrics by their names in metrics.jsonl
 Optimizer = bnb.optim.PagedAdamW8bit  # make_optimizer() makes one
 
 
@@ -507,7 +507,7 @@ def learning_rate(step: int, config: Config) -> float:
 # ------------------------------------------------------------------------------------------------
 
 
-def train_step(run: Run, step: int) -> tuple[Record, str | None]:
+def train_step(run: Run, step: int) -> tuple[Metrics, str | None]:
     """Run one optimizer step. Returns its metrics, and the action that any rank requested: "save",
     "stop" or None. All ranks must call this.
 
@@ -536,7 +536,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     return record, ACTIONS[int(stats.action)]
 
 
-def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record:
+def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Metrics:
     """Return the metrics that tell how large a step is, over all ranks. Every rank knows the
     lengths of all rows, so this needs no communication."""
     tokens = int(rows.lengths.sum())
@@ -547,7 +547,7 @@ def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record
             "packing_efficiency": tokens / computed_tokens}
 
 
-def step_cost(run: Run, tokens: float) -> Record:
+def step_cost(run: Run, tokens: float) -> Metrics:
     """Return the metrics of the time and memory that a step of so many tokens took. The time of the
     next step begins here."""
     now = clock()
@@ -648,7 +648,7 @@ def pending_action(run: Run) -> int:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> Record | None:
+def evaluate(run: Run) -> Metrics | None:
     """Return the metrics over all evaluation rows, without dropout, {name in metrics.jsonl: value};
     None if the run was asked to stop meanwhile. All ranks must call this."""
     assert run.eval_rows, "there is nothing to evaluate on"
@@ -687,8 +687,9 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
     if writer:
         assert run.eval_rows, "it was evaluated"
         n_tokens = int(run.eval_rows.n_loss_tokens.sum())
-        writer.record({"step": step, **metrics, "eval_tokens": n_tokens, "eval_seconds": seconds,
-                       **({"eval_samples": samples} if samples else {})})
+        writer.write_record({"step": step, **metrics, "eval_tokens": n_tokens,
+                             "eval_seconds": seconds,
+                             **({"eval_samples": samples} if samples else {})})
     return True
 
 
@@ -697,13 +698,13 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
 # ------------------------------------------------------------------------------------------------
 
 
-def train(run: Run) -> list[Record]:
+def train(run: Run) -> list[Metrics]:
     """Run the training loop: steps, evaluations, metrics, checkpoints. Returns the metrics of all
     steps with --random_weights, else []. All ranks must call this."""
     config = run.config
     status = run.status
     start_step = run.saved_step
-    records: list[Record] = []
+    records: list[Metrics] = []
     log_steps(run)
     if run.rows.lengths.min() != run.rows.lengths.max():
         compile_for_any_rows()  # else kernels would be compiled anew for each number of tokens
@@ -724,7 +725,7 @@ def train(run: Run) -> list[Record]:
             if config.random_weights:
                 records.append(record)
             if writer:
-                writer.step(record)
+                writer.write_step(record)
             if step == start_step + 1:
                 # freeze all objects made so far: garbage collection would scan them again and
                 # again, on one rank at a time while the others wait

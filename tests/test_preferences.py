@@ -40,7 +40,7 @@ from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.evaluation import eval_loss, ref_logps
 from fsdp_qlora.evaluation.ref_logps import read_ref_logps, tensor_digest, write_ref_logps
 from fsdp_qlora.micro_batch.micro_batch import Answers
-from fsdp_qlora.model.preference_loss import LOSSES, Loss, preference_loss
+from fsdp_qlora.model.preference_loss import LOSSES, LossRecord, preference_loss
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.status import Status
 
@@ -661,7 +661,7 @@ def hinge(answers, config):
 
 def test_a_new_loss_is_one_function_and_its_record(
         base, trained, run_main, read_metrics, monkeypatch):
-    monkeypatch.setitem(LOSSES, "hinge", Loss(hinge))
+    monkeypatch.setitem(LOSSES, "hinge", LossRecord(hinge))
     monkeypatch.chdir(base)
     argv = [*TRAIN, *data_flags("hinge"), "--loss", "hinge", "--output_dir", "hinge"]
     code, out, err = run_main(*argv, "--beta", 0.5)

@@ -17,7 +17,7 @@ import torch
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
-from fsdp_qlora.model.preference_loss import LOSSES, Loss
+from fsdp_qlora.model.preference_loss import LOSSES, LossRecord
 
 
 NUMBER_COLUMNS = "prompt_length", "n_loss_tokens", "desirable", "digest"  # in the order of Rows
@@ -56,7 +56,7 @@ class Rows:
     answer_starts: torch.Tensor | None = None
 
     @property
-    def loss_record(self) -> Loss:
+    def loss_record(self) -> LossRecord:
         return LOSSES[self.loss]
 
     @property

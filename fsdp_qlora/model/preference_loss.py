@@ -53,7 +53,7 @@ def simpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]
 def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """ORPO: the cross-entropy of the chosen documents, prompts included, averaged over the tokens
     of the step, minus beta times the log-sigmoid of the log odds ratio of chosen to rejected."""
-    assert answers.logps is not None, "read_answers() has set it"
+    assert answers.logps is not None, "with_logps() has set it"
     logps = answers.logps.clamp(max=-1e-12)  # the odds of a certain answer would be infinite
     odds = logps - torch.log(-torch.expm1(logps))
     ratio = F.logsigmoid(odds[:, 0] - odds[:, 1])
@@ -75,7 +75,7 @@ def kto(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class LossRecord:
     """The record of one --loss."""
 
     function: Callable | None  # one of the above; None: the mean over the tokens in the loss
@@ -92,12 +92,13 @@ class Loss:
 
 
 LOSSES = {
-    "sft": Loss(None, flags=(), documents_per_row=1, has_reference=False),
-    "dpo": Loss(dpo, flags=("beta", "label_smoothing")),
-    "ipo": Loss(ipo),
-    "simpo": Loss(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
-    "orpo": Loss(orpo, has_reference=False, per_token=True, trains_prompt=True),
-    "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), documents_per_row=1)}
+    "sft": LossRecord(None, flags=(), documents_per_row=1, has_reference=False),
+    "dpo": LossRecord(dpo, flags=("beta", "label_smoothing")),
+    "ipo": LossRecord(ipo),
+    "simpo": LossRecord(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
+    "orpo": LossRecord(orpo, has_reference=False, per_token=True, trains_prompt=True),
+    "kto": LossRecord(kto, flags=("beta", "desirable_weight", "undesirable_weight"),
+                      documents_per_row=1)}
 # {name in metrics.jsonl, which is TRL's: the answers that it averages over}. The sums have this
 # order: --loss sft has the first only, pairs have all but the last. mean_metrics()
 # divides them, in evaluation/step_stats.py
@@ -141,11 +142,11 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Confi
     # every rank computes all rows of the micro-batch; autograd stops at the documents of others
     loss_record = LOSSES[config.loss]
     document_losses = gather_documents(sum_documents(token_losses, batch), context_size)
-    answers = read_answers(batch.answers, document_losses, loss_record)
+    answers = with_logps(batch.answers, document_losses, loss_record)
     losses, rewards = loss_record.function(answers, config)
     is_row = batch.answers.n_loss_tokens[:, 0] > 0  # else padding
     losses = losses.where(is_row, 0)
-    assert answers.logps is not None, "read_answers() has set it"
+    assert answers.logps is not None, "with_logps() has set it"
     rewards, logps = rewards.detach(), answers.logps.detach()
     good, bad = (which & is_row[:, None] for which in (answers.desirable, ~answers.desirable))
     if loss_record.is_unpaired:
@@ -161,7 +162,7 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Confi
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 
-def read_answers(answers: Answers, sums: torch.Tensor, loss_record: Loss) -> Answers:
+def with_logps(answers: Answers, sums: torch.Tensor, loss_record: LossRecord) -> Answers:
     """Return the Answers with the log-probabilities of all ranks' documents, from the losses that
     gather_documents() returned."""
     if loss_record.trains_prompt:

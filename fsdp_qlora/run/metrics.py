@@ -71,7 +71,7 @@ class MetricsWriter:
                     " are kept and written later")
             self.is_failing = True
 
-    def record(self, record: dict[str, Any]) -> None:
+    def write_record(self, record: dict[str, Any]) -> None:
         """Write the record of a step or an evaluation."""
         self.unwritten += json.dumps(record).encode() + b"\n"
         self.write()
@@ -83,9 +83,9 @@ class MetricsWriter:
                 " metrics are sent to it")
             self.track = None
 
-    def step(self, record: dict[str, Any]) -> None:
+    def write_step(self, record: dict[str, Any]) -> None:
         """Write the record of a step, and log it unless another step was logged just before."""
-        self.record(record)
+        self.write_record(record)
         step, now, max_steps = record["step"], time.monotonic(), self.max_steps
         self.first = self.first or (step, now)  # not counted: this step also compiles
         if step > self.first[0]:
