@@ -29,7 +29,8 @@ from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner import search
-from fsdp_qlora.planner.costs import FIT, count_layers, layer_seconds, predict_memory, predict_time
+from fsdp_qlora.planner.costs import (
+    CONSTANTS, count_layers, layer_seconds, predict_memory, predict_time)
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
     DoesNotFit, SearchInputs, Workload, agree_on_plan, can_save_attention, choose_plan,
@@ -546,8 +547,8 @@ def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
         seconds[tuple(saved)] = layer_seconds(
             plan, arch, count_layers(layouts), H200, 65_536).compute
     of_input, of_sum, of_attention = seconds.values()
-    kernel = 2 * 65_536**2 * 4096 / min(FIT.fixed_len_flops, FIT.sustained * H200.flops)
-    projection = 2 * 65_536 * 4096**2 / (FIT.sustained * H200.flops)
+    kernel = 2 * 65_536**2 * 4096 / min(CONSTANTS.fixed_len_flops, CONSTANTS.sustained * H200.flops)
+    projection = 2 * 65_536 * 4096**2 / (CONSTANTS.sustained * H200.flops)
     assert of_input - of_attention == pytest.approx(kernel)
     assert of_sum - of_attention == pytest.approx(kernel - projection)
 
@@ -853,9 +854,10 @@ def test_every_launch_of_a_layer_counts():
     machine = dataclasses.replace(H200, why_no_grouped="another card")
     found = layer_seconds(plan, arch, count_layers(layouts), machine, 2048)
     got = found.launches / machine.launch_seconds
-    of_layer = FIT.launches + FIT.recomputed_launches + FIT.fsdp_launches + FIT.routed_launches
-    of_ranges = 4 * (FIT.range_launches + FIT.recomputed_range_launches)
-    assert got == pytest.approx(of_layer + of_ranges + FIT.expert_launches * (4 + 2) * 128)
+    of_layer = (CONSTANTS.launches + CONSTANTS.recomputed_launches + CONSTANTS.fsdp_launches
+                + CONSTANTS.routed_launches)
+    of_ranges = 4 * (CONSTANTS.range_launches + CONSTANTS.recomputed_range_launches)
+    assert got == pytest.approx(of_layer + of_ranges + CONSTANTS.expert_launches * (4 + 2) * 128)
 
 
 def test_plan_for_a_cpu_counts_what_the_host_has():
@@ -958,7 +960,7 @@ def test_latents_are_planned_as_what_ranks_exchange():
     kv_b = layouts[0].mixer.token_mixer.kv_b
     flops = 4 * 3 * 2 * 7.5 * kv_b.n_weights  # layers, passes, a product and a sum, more keys
     assert seconds(shared, **products) - seconds(alone, **products) == pytest.approx(
-        flops / (FIT.sustained * H200.flops), rel=1e-6)
+        flops / (CONSTANTS.sustained * H200.flops), rel=1e-6)
 
 
 def test_recurrent_layers_share_no_micro_batches():
@@ -975,8 +977,8 @@ def test_attention_counts_for_what_it_takes():
         plan = Plan(**{**PLAN, "n_layers": 32, "micro_batch_tokens": 131_072, **fields})
         return predict_time(plan, arch, layouts, H200, document).token_seconds
 
-    one_pass = 2 * (131_072 - 2048) * 4096 * 32 / (FIT.sustained * H200.flops)
+    one_pass = 2 * (131_072 - 2048) * 4096 * 32 / (CONSTANTS.sustained * H200.flops)
     of_short = seconds(2048, recomputed=32) - seconds(2048)
     assert seconds(recomputed=32) - seconds() - of_short == pytest.approx(one_pass, rel=0.01)
     slower = seconds(varlen_attention=True) / seconds()
-    assert 1.2 < slower < FIT.sustained * H200.flops / FIT.varlen_flops
+    assert 1.2 < slower < CONSTANTS.sustained * H200.flops / CONSTANTS.varlen_flops

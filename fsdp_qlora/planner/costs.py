@@ -55,7 +55,7 @@ class LayerTotals:
     # weights that one token is multiplied by; those of slow matmuls count more, see LayerCosts
     active_weights: float
     # {SavePolicy: weights that backward multiplies by once more, if all layers save that}; here the
-    # weights of slow matmuls do not count more, because Fit was fitted without that
+    # weights of slow matmuls do not count more, because TimeConstants were fitted without that
     recomputed_weights: dict[SavePolicy, float]
     mlp_values: int  # values per token that the MLP of a layer saves, at most
     attention_values: int  # values per token of a layer's results of attention, at most
@@ -93,7 +93,7 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         mlp_values=max(layer.mlp.saved_values for layer in costs),
         attention_values=max(layer.mixer.attention_values for layer in costs),
         mean_query_width=sum(
-            layer.mixer.query_width * (FIT.wide_heads if layer.arch.head_dim > 256 else 1)
+            layer.mixer.query_width * (CONSTANTS.wide_heads if layer.arch.head_dim > 256 else 1)
             for layer in costs) / len(costs),
         elementwise_values=sum(sublayer.elementwise_values for layer in costs
                                for sublayer in (layer.mixer, layer.mlp)))
@@ -294,8 +294,8 @@ def predict_time(
 ) -> Plan:
     """Return the plan with its `token_seconds`, the predicted time of one GPU per token.
 
-    For the rows to which Fit was fitted, those of tests/test_memory.py, the predicted tokens/s are
-    0.94 to 1.18 times the measured ones; for hybrids and Gemma 4 up to 1.43 times, see
+    For the rows to which TimeConstants were fitted, those of tests/test_memory.py, the predicted
+    tokens/s are 0.94 to 1.18 times the measured ones; for hybrids and Gemma 4 up to 1.43 times, see
     benchmarks/RESULTS.md. That is good enough to compare plans on H100s and H200s; other GPUs were
     not compared.
     """
@@ -305,7 +305,7 @@ def predict_time(
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class TimeConstants:
     """Constants of predict_time(), fitted to the tokens/s of the rows of benchmarks/RESULTS.md that
     tests/test_memory.py compares, on H100s and H200s. Not fitted are the constants marked
     "counted", which follow from what is computed, or "measured", each by itself. "Launches" are in
@@ -351,7 +351,7 @@ class Fit:
     logits_passes: float = 5  # times that a logit is read or written
 
 
-FIT = Fit()
+CONSTANTS = TimeConstants()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,7 +371,8 @@ class LayerSeconds:
         layer = sum(max(work + self.gathers / 2, self.copies)
                     for work in (self.forward, self.compute - self.forward))
         layer = max(layer, 0 if graphs else self.launches)
-        return layer + (FIT.copy_disturbance * min(self.compute, 2 * self.copies) + self.waits)
+        return layer + (
+            CONSTANTS.copy_disturbance * min(self.compute, 2 * self.copies) + self.waits)
 
 
 def layer_seconds(
@@ -425,12 +426,13 @@ def compute_seconds(
         flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * mla.kv_b.n_weights
     attended_tokens = min(n * plan.context_parallel_size, mean_document_tokens)
     # a recomputed layer's forward, unless its results are reused
-    passes = FIT.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
+    passes = CONSTANTS.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
     attention_flops = 2 * n * passes * attended_tokens * layers.mean_query_width
-    attention_speed = min(FIT.sustained * machine.flops,
-                          FIT.varlen_flops if plan.varlen_attention else FIT.fixed_len_flops)
+    attention_speed = min(
+        CONSTANTS.sustained * machine.flops,
+        CONSTANTS.varlen_flops if plan.varlen_attention else CONSTANTS.fixed_len_flops)
     moved = moved_bytes(plan, arch, layers, attended_tokens)
-    return (flops / (FIT.sustained * machine.flops) + attention_flops / attention_speed
+    return (flops / (CONSTANTS.sustained * machine.flops) + attention_flops / attention_speed
             + moved / machine.bandwidth)
 
 
@@ -442,21 +444,23 @@ def moved_bytes(
     n, n_layers, itemsize = plan.micro_batch_tokens, arch.n_layers, plan.dtype.itemsize
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
-    share = FIT.held_dequantized_again if plan.reuse_dequantized else FIT.dequantized_again
+    share = (CONSTANTS.held_dequantized_again if plan.reuse_dequantized
+             else CONSTANTS.dequantized_again)
     uses = 2 * (layers.n_weights / n_layers) + (
         fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
-    moved = (uses * (0.5 + itemsize) / FIT.dequantizing
+    moved = (uses * (0.5 + itemsize) / CONSTANTS.dequantizing
              + n * layers.elementwise_values / n_layers * itemsize)
     if plan.context_parallel_size > 1 and (mla := mla_costs(layers.kinds[0])):
         # made in forward, and twice in backward; and their gradients
         moved += n * plan.seen_keys * 4 * mla.key_values * itemsize
     if plan.plain_attention:
-        score_bytes = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
+        score_bytes = (CONSTANTS.dropped_score_bytes if arch.attention_dropout
+                       else CONSTANTS.score_bytes)
         moved += n * attended_tokens * arch.n_heads * score_bytes
     if arch.moe and plan.expert_ranges > 1:  # the experts' rows are copied
         routed = sum(arch.layer_routed) / n_layers
         width = arch.expert_gate_up[0].in_features
-        moved += routed * FIT.range_copies * n * arch.moe.top_k * width * itemsize
+        moved += routed * CONSTANTS.range_copies * n * arch.moe.top_k * width * itemsize
     return moved
 
 
@@ -467,7 +471,7 @@ def wait_seconds(
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     waits = 0.0
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
-        waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch_seconds
+        waits = routed * (1 + again) * CONSTANTS.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     if mla := mla_costs(layers.kinds[0]):
@@ -480,21 +484,22 @@ def wait_seconds(
 def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return the CPU's time for the kernels of a mean layer, in units of Machine.launch_seconds."""
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
-    range_launches = FIT.range_launches + FIT.recomputed_range_launches * again
-    launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp
-                + routed * (FIT.routed_launches + range_launches * plan.expert_ranges))
+    range_launches = CONSTANTS.range_launches + CONSTANTS.recomputed_range_launches * again
+    launches = (CONSTANTS.launches + CONSTANTS.recomputed_launches * again
+                + CONSTANTS.fsdp_launches * plan.uses_fsdp
+                + routed * (CONSTANTS.routed_launches + range_launches * plan.expert_ranges))
     if mixer := recurrent_mixer(arch):
         n_mixers = sum(
             arch.other_mixers.get(name or "") is mixer for name in arch.layer_other_mixer)
-        launches += FIT.recurrence_launches * (n_mixers / arch.n_layers)
+        launches += CONSTANTS.recurrence_launches * (n_mixers / arch.n_layers)
     if arch.moe and machine.why_no_grouped:  # 2 matmuls in forward, 2 in backward
-        launches += routed * FIT.expert_launches * (4 + 2 * again) * arch.moe.n_experts
+        launches += routed * CONSTANTS.expert_launches * (4 + 2 * again) * arch.moe.n_experts
     return launches
 
 
 def head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return the predicted time of the lm_head and the loss for one micro-batch."""
     logits = plan.micro_batch_tokens * arch.vocab_size
-    speed = FIT.sustained * machine.flops
-    return (FIT.head_flops * logits * arch.hidden_size / speed
-            + FIT.logits_passes * logits * plan.dtype.itemsize / machine.bandwidth)
+    speed = CONSTANTS.sustained * machine.flops
+    return (CONSTANTS.head_flops * logits * arch.hidden_size / speed
+            + CONSTANTS.logits_passes * logits * plan.dtype.itemsize / machine.bandwidth)
