@@ -62,7 +62,7 @@ from tqdm import tqdm
 
 from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.data.tokenizer import complete_tokenizer
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.evaluation.compare_with_transformers import without_kernels
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file
 from fsdp_qlora.log import print_error
@@ -256,7 +256,7 @@ def write_merged_files(directory: Path, base: MergeBase, tensors: Iterator[torch
     copy_all_but_weights(base, directory)
     for path in run.extras:
         shutil.copyfile(path, directory / path.name)
-    with explain(f"{base.directory}: its tokenizer cannot be loaded"):
+    with errors_about(f"{base.directory}: its tokenizer cannot be loaded"):
         complete_tokenizer(directory, run.template)
     write_weights(base, directory, tensors)
     for path in [*directory.rglob("*"), directory]:
@@ -298,7 +298,8 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
-    with explain("the check did not run (see --no-check; the merged model is whole)"), no_kernels:
+    what = "the check did not run (see --no-check; the merged model is whole)"
+    with errors_about(what), no_kernels:
         try:
             without_adapter, trained = trained_logits(
                 merge_check_file, *read_head(base, device), base.arch, base.token_ids)

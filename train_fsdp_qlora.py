@@ -83,7 +83,7 @@ from fsdp_qlora.evaluation.untrained_tokens import check_untrained_tokens
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
-from fsdp_qlora.kernels.elementwise import compile_for_any_rows
+from fsdp_qlora.kernels.elementwise import compile_dynamic
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.recurrence import choose_recurrence
@@ -111,7 +111,7 @@ from fsdp_qlora.run.finish import finish_run, stop_run
 from fsdp_qlora.run.flags import parse_flags
 from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.run.metrics import MetricsWriter, draw_losses, log_evaluation, log_speed
-from fsdp_qlora.run.plan_for import answer_plan_for
+from fsdp_qlora.run.plan_for import print_plan_for
 from fsdp_qlora.run.prepare import prepare
 from fsdp_qlora.run.resolve import resolve_config, save_interval
 from fsdp_qlora.run.resume import check_resumable, set_aside_later, step_to_resume
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
             with raise_on_all_ranks():
                 config = parse_flags(argv)
             if config.plan_for:
-                answer_plan_for(config, optimizer_state_bytes(make_optimizer, config), status)
+                print_plan_for(config, optimizer_state_bytes(make_optimizer, config), status)
             else:
                 finetune(config, device, status)
             code = 0
@@ -707,7 +707,7 @@ def train(run: Run) -> list[Metrics]:
     records: list[Metrics] = []
     log_steps(run)
     if run.rows.lengths.min() != run.rows.lengths.max():
-        compile_for_any_rows()  # else kernels would be compiled anew for each number of tokens
+        compile_dynamic()  # else kernels would be compiled anew for each number of tokens
     with raise_on_all_ranks():
         writer = MetricsWriter(run, start_step) if is_rank_0() else None
     run.step_start = clock()

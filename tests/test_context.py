@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_numbers import of_setting
 
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.kernels.attention import Kernels, eager_attention
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.pieces import piece_attention
@@ -118,8 +118,8 @@ def kernel_of(lengths, micro_step, context):
     plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=sum(lengths))
     model = types.SimpleNamespace(device=torch.device("cpu"), plan=plan, store=None,
                                   kernels=Kernels({"full": "one by one"}, {"full": "in one call"}))
-    rows = rows_of([([1] * n, [1] * n) for n in lengths])
-    return make_micro_batch(rows, micro_step, model, context=context).kernels["full"]
+    rows = make_rows([([1] * n, [1] * n) for n in lengths])
+    return make_micro_batch(rows, micro_step, model, context=context).attention_kernels["full"]
 
 
 @pytest.mark.parametrize("shared_by, lengths, is_one_by_one", [

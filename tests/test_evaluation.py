@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation.generation import choose_prompts
 from fsdp_qlora.files import text_digest
 from fsdp_qlora.ranks import RunEnd
@@ -208,11 +208,12 @@ def test_prompts_are_those_of_different_good_answers(demo_directory):
     no = IGNORE_INDEX
     trained = [[no, no, 3, 4, no], [no, no, no, 9, 5], [no, no, 3, 4], [7, 8, 9, 6]]
     pairs = list(zip(tokens, trained))
-    assert choose_prompts(rows_of(pairs), 9) == (
+    assert choose_prompts(make_rows(pairs), 9) == (
         [[1, 2], [1, 2, 3], [7, 8]], [[3, 4], [9, 5], [9, 6]])
-    assert choose_prompts(rows_of(pairs), 1) == ([[1, 2]], [[3, 4]])
-    assert choose_prompts(rows_of(pairs, "dpo"), 9) == ([[1, 2]], [[3, 4]])  # two rows, one prompt
-    assert choose_prompts(rows_of(pairs[1:], "kto"), 9) == ([[1, 2, 3], [7, 8]], [[9, 5], [9, 6]])
+    assert choose_prompts(make_rows(pairs), 1) == ([[1, 2]], [[3, 4]])
+    # two rows, one prompt
+    assert choose_prompts(make_rows(pairs, "dpo"), 9) == ([[1, 2]], [[3, 4]])
+    assert choose_prompts(make_rows(pairs[1:], "kto"), 9) == ([[1, 2, 3], [7, 8]], [[9, 5], [9, 6]])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -444,7 +445,7 @@ def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
         assert sorted(both) == sorted(whole.digests.tolist())
         for one in rows, kept_out:  # the digests are of these tokens
             for i in range(len(one)):
-                again = rows_of([one.tokens(i)])
+                again = make_rows([one.tokens(i)])
                 assert again.digests == one.digests[i] and again.lengths == one.lengths[i]
         seen.append(kept_out.sha256())
     assert seen[0] == seen[1] != seen[2]

@@ -38,7 +38,7 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
     plain_model, random_adapter, random_hf_model, read_weights)
@@ -51,7 +51,7 @@ from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_files import write_adapter
-from fsdp_qlora.lora.peft_names import expert_slices, layer_names, stack_experts, unstack_experts
+from fsdp_qlora.lora.peft_names import expert_slices, peft_slices, stack_experts, unstack_experts
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.plan import Plan
@@ -498,7 +498,7 @@ def parts_of_adapter(model, arch, what):
     found = {}
     for i, layer in enumerate(model.layers):
         whole = getattr(layer.adapter, what)
-        for name, (where, shape) in layer_names(arch, i, layer.spec).items():
+        for name, (where, shape) in peft_slices(arch, i, layer.spec).items():
             found[name] = whole[where].view(shape).clone()
     return found
 
@@ -848,7 +848,8 @@ def test_balance_of_experts_counts_no_padding(name):
     small = shrunk_config(TINY[name](320))
     arch, reference = make_architecture(small), random_hf_model(small, seed())
     model = plain_model(small, arch, reference.state_dict(), 64, "lora")
-    rows = rows_of([(x, x) for x in torch.randint(3, 128, (45,), generator=seed(1)).split([9, 36])])
+    ids = torch.randint(3, 128, (45,), generator=seed(1))
+    rows = make_rows([(x, x) for x in ids.split([9, 36])])
     found = []
     for packed in [[0]], [[0], [1]], [[], [1]]:
         model(make_micro_batch(rows, packed, model))

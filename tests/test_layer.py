@@ -28,7 +28,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from conftest import segments_of
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
     compare_with_transformers, random_hf_model, read_weights, text_model)
@@ -157,7 +157,7 @@ def adapter_names(model):
 
 def micro_batch_of(documents, model):
     """A micro-batch of these documents, all of whose tokens are trained."""
-    rows = rows_of([(ids, ids) for ids in documents])
+    rows = make_rows([(ids, ids) for ids in documents])
     every = [*range(len(documents))]
     return make_micro_batch(rows, [every], model, torch.tensor(0))
 
@@ -374,7 +374,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
             layer.save_policy, layer.adapter.grad = plan.save_policy(layer.index), None
         model.store = make_store(plan, model.device)
         for n in 9, 5, len(ids), len(ids) - 3:
-            rows = rows_of([(ids[:n], ids[:n])])
+            rows = make_rows([(ids[:n], ids[:n])])
             model(make_micro_batch(rows, [[0]], model, torch.tensor(0))).sum().backward()
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
         if on_host:
@@ -686,7 +686,7 @@ def test_no_document_sees_another(name):
                 for i, part in enumerate(parts)
             ]
             micro_batch = make_micro_batch(
-                rows_of(rows), [[2, 0, 3, 1]], model, torch.tensor(0))
+                make_rows(rows), [[2, 0, 3, 1]], model, torch.tensor(0))
             yield model(micro_batch).sum().item()
 
     before, changed = list(losses(pair.ids)), pair.ids.clone()
@@ -703,12 +703,12 @@ def test_probe_is_in_the_order_of_the_rows():
     model, generator = pair.make(), torch.Generator().manual_seed(0)
     adapter_values(model, pair.values)
     parts = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (9, 70, 4, 33, 5)]
-    found, probe = {}, MergeCheck(rows_of([(part, part) for part in parts]))
+    found, probe = {}, MergeCheck(make_rows([(part, part) for part in parts]))
     assert probe.input_ids == [part[:64].tolist() for part in parts[:4]]
     for micro_batch_tokens in 64, 110:
         model.plan = dataclasses.replace(model.plan, micro_batch_tokens=micro_batch_tokens)
         found[micro_batch_tokens] = probe.hidden_states(model)["with_adapter"]
-    alone = torch.cat([MergeCheck(rows_of([(part, part)])).hidden_states(model)["with_adapter"]
+    alone = torch.cat([MergeCheck(make_rows([(part, part)])).hidden_states(model)["with_adapter"]
                        for part in parts[:4]])  # fmt: skip
     for states in found.values():
         torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)
@@ -1194,7 +1194,8 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
         )
     segments = segments_of((n,))
     micro_batch = types.SimpleNamespace(
-        longest=n, segments=segments, context_shard=None, kernels=kernels)  # fmt: skip
+        longest=n, segments=segments, context_shard=None,
+        attention_kernels=kernels)  # fmt: skip
     mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(batch=micro_batch, layer=layer, saves_attention=False)

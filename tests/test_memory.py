@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.evaluation.compare_with_transformers import plain_model
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention, sdpa_attention
@@ -264,7 +264,7 @@ def held_bytes(arch, model, n_layers, n_tokens):
     kernel = {kind: lambda q, k, v, *_: CountedAttention.apply(q, k, v)
               for kind in ATTENTION_TYPES}  # fmt: skip
     model.kernels = Kernels(kernel, kernel)
-    micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], model, torch.tensor(0))
+    micro_batch = make_micro_batch(make_rows([(ids, ids)]), [[0]], model, torch.tensor(0))
 
     def storages():
         # not FourBitBlocks, whose inner tensors are found, nor what an earlier test's tracing has
@@ -360,7 +360,7 @@ def test_adapter_and_its_gradient_are_counted_to_the_byte():
 
 def test_rows_of_the_evaluation_fit_into_the_bins():
     config, arch, layouts = shapes_of("llama-3-8b", 1)
-    rows, eval_rows = (rows_of([(list(range(n)),) * 2] * 2) for n in (10, 300))
+    rows, eval_rows = (make_rows([(list(range(n)),) * 2] * 2) for n in (10, 300))
     config = dataclasses.replace(config, max_steps=2, batch_size=2)
     with one_process():
         sampler = ShuffledSampler(rows, config)
@@ -372,7 +372,7 @@ def test_rows_of_the_evaluation_fit_into_the_bins():
 def test_mean_document_is_that_of_a_token():
     """Attention of one long document takes more time than that of many short ones beside it."""
     config, _, _ = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
-    rows = rows_of([(list(range(n)),) * 2 for n in (10, 30)])
+    rows = make_rows([(list(range(n)),) * 2 for n in (10, 30)])
     with one_process():
         workload = search.make_workload(
             config, ShuffledSampler(rows, config), None, 1, torch.device("cpu"), "")
@@ -384,8 +384,8 @@ def test_mean_document_is_that_of_a_token():
 def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
     """Chats that are all cut have one length, whatever number of their tokens is in the loss."""
     config, arch, layouts = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
-    rows = rows_of([(list(range(n)), [IGNORE_INDEX] * masked + list(range(masked, n)))
-                    for n, masked in zip(lengths, n_masked)])
+    rows = make_rows([(list(range(n)), [IGNORE_INDEX] * masked + list(range(masked, n)))
+                      for n, masked in zip(lengths, n_masked)])
     cpu = torch.device("cpu")
     with one_process():
         workload = search.make_workload(config, ShuffledSampler(rows, config), None, 1, cpu, "")
@@ -517,7 +517,7 @@ def test_parallel_layers_and_short_rows_save_no_results_of_attention():
     (8192, eager_attention, False)])  # fmt: skip
 def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkeypatch):
     config, arch, layouts = shapes_of("llama-3-8b", 1, max_steps=2, batch_size=2)
-    rows, workloads = rows_of([(list(range(n)),) * 2] * 2), []
+    rows, workloads = make_rows([(list(range(n)),) * 2] * 2), []
     monkeypatch.setattr(search, "choose_plan", lambda *args: (
         workloads.append(args[3]), predicted(arch, layouts))[1])
     with one_process():

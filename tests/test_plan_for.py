@@ -153,7 +153,7 @@ def test_card_measures_as_it_did():
 
 
 def test_experts_one_by_one_take_the_host_longer(directory):
-    """On cards for which torch has no grouped products; a dense model is as fast as it was."""
+    """On cards for which torch has no grouped matmuls; a dense model is as fast as it was."""
     for name, is_slower in ("qwen3-30b-a3b", True), ("llama-3-8b", False):
         speeds = []
         for grouped in (True, False):

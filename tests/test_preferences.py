@@ -33,7 +33,7 @@ from fsdp_qlora.data.encode import encode_fragments
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.data.sources import RefusedExample, find_fragments
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
@@ -322,7 +322,7 @@ def test_answers_of_a_pair_may_be_in_bins_of_two_ranks():
 @pytest.mark.parametrize("losses, value", [([7.0, 7, 0, 0], 0.0), ([0.0] * 4, 1.0)])
 def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypatch):
     """Not of the few of an evaluation that are computed together: some may be below 0."""
-    rows = rows_of([([5, 6 + i], [IGNORE_INDEX, 6 + i]) for i in range(4)], "kto")
+    rows = make_rows([([5, 6 + i], [IGNORE_INDEX, 6 + i]) for i in range(4)], "kto")
     before = dataclasses.replace(
         rows.mismatch(seed=0, max_tokens=9), ref_logps=torch.full((4,), -1.0, dtype=torch.float64)
     )
@@ -1028,7 +1028,7 @@ def test_earlier_answers_of_a_pair_count_in_neither(where, tokenizer):
 
 def test_an_answer_without_a_prompt_has_room_after_another_one():
     """Nothing predicts the first token of a row, but after a prompt it counts."""
-    rows = rows_of([([5, 6, 7], [5, 6, 7]), ([1, 2, 8], [IGNORE_INDEX, IGNORE_INDEX, 8])], "kto")
+    rows = make_rows([([5, 6, 7], [5, 6, 7]), ([1, 2, 8], [IGNORE_INDEX, IGNORE_INDEX, 8])], "kto")
     other = rows.mismatch(seed=0, max_tokens=9)
     for i in range(2):
         ids, labels = other.tokens(i)
@@ -1038,7 +1038,8 @@ def test_an_answer_without_a_prompt_has_room_after_another_one():
 
 def test_mismatched_rows_have_each_answer_once(tokenizer):
     prompts, answers = ([[k] * (i % 3 + k) for i in range(9)] for k in (1, 5))
-    rows = rows_of([(p + a, [IGNORE_INDEX] * len(p) + a) for p, a in zip(prompts, answers)], "kto")
+    rows = make_rows(
+        [(p + a, [IGNORE_INDEX] * len(p) + a) for p, a in zip(prompts, answers)], "kto")
     other = rows.mismatch(seed=3, max_tokens=8)
     found = [tuple(t.tolist() for t in other.tokens(i)) for i in range(9)]
     for (ids, labels), prompt, length in zip(found, prompts, other.lengths.tolist()):

@@ -22,7 +22,7 @@ from test_layer import Pair, adapter_values, make_model, make_plan
 import fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation.compare_with_transformers import random_hf_model
 from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
@@ -519,7 +519,7 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
         layer.adapter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     ids = torch.arange(3, 48)
     micro_batch = make_micro_batch(
-        rows_of([(ids, ids)]), [[0]], model, torch.tensor(0)
+        make_rows([(ids, ids)]), [[0]], model, torch.tensor(0)
     )
     model(micro_batch).sum().backward()
     assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))

@@ -345,7 +345,7 @@ def runs(chat_tokenizer, tmp_path_factory, run_jobs):
     return directory
 
 
-def rows_of(run):
+def make_rows(run):
     return {key: value for key, value in load_file(run / "adapter_model.safetensors").items()
             if "trainable_tokens" in key}
 
@@ -359,9 +359,9 @@ def test_two_processes_train_the_same_rows(how, runs, read_metrics):
         for key in "loss", "grad_norm":
             assert abs(row[key] - other[key]) <= bar * row[key]
     begin = load_file(runs / "one" / "probe.safetensors")["rows_without_adapter"]
-    for key, rows in rows_of(runs / "one").items():
+    for key, rows in make_rows(runs / "one").items():
         assert len(rows) == 2 and ("head" not in key or (rows - begin).abs().mean() > 1e-3)
-        assert (rows - rows_of(runs / how)[key]).abs().max() <= 1e-3 * rows.abs().max()
+        assert (rows - make_rows(runs / how)[key]).abs().max() <= 1e-3 * rows.abs().max()
 
 
 def test_resumed_run_equals_the_whole_one(runs):

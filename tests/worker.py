@@ -25,7 +25,7 @@ import house
 import train_fsdp_qlora
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation.generation import generate, generate_samples
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE
@@ -137,7 +137,7 @@ def samples(job, process):
     def alone(run, prompt, n):
         ids = list(prompt)
         for _ in range(n):
-            micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], run.model)
+            micro_batch = make_micro_batch(make_rows([(ids, ids)]), [[0]], run.model)
             ids += greedy_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()
         return ids[len(prompt) :]
 
@@ -186,10 +186,10 @@ def vocabulary(job, process):
         micro_batch = types.SimpleNamespace(
             labels=labels[label_positions], label_positions=label_positions,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
-        chunk_bytes, row = house.get("CHUNK_BYTES"), 4 * model.arch.vocab_size
+        chunk_bytes, row = house.get("LOGITS_CHUNK_BYTES"), 4 * model.arch.vocab_size
         own_head = model.head
         for chunk, n_bytes in ("8", row * 8), ("all", chunk_bytes), ("one", 1), ("large", row * 8):
-            house.replace("CHUNK_BYTES", n_bytes)
+            house.replace("LOGITS_CHUNK_BYTES", n_bytes)
             model.head = own_head * (1000 if chunk == "large" else 1)
             embedded = embed(model, ids)
             local = x.clone().requires_grad_()
@@ -199,7 +199,7 @@ def vocabulary(job, process):
             out[f"{chunk}/embedded"] = gather(embedded).flatten(0, 1)
             out[f"{chunk}/grad"] = gather(grad).flatten(0, 1)
             out[f"{chunk}/loss"] = gather(loss.detach()).sum().float()
-        house.replace("CHUNK_BYTES", chunk_bytes)
+        house.replace("LOGITS_CHUNK_BYTES", chunk_bytes)
         model.head = own_head
         return out
 

@@ -39,7 +39,7 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
     `rows`: those of the step. `step_seed`: of dropout; None: an evaluation. `context`: this rank's
     group; by default every rank gets all of the first micro-batch.
     """
-    documents = micro_step[context.index]
+    documents = micro_step[context.group_index]
     sizes = padded_sizes(rows, micro_step, model, context.size)
     padded = pad_documents(rows.lengths[documents].tolist(), sizes, model.plan.graphs)
     tensors = token_tensors(rows, documents, padded, sizes)
@@ -48,7 +48,7 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
             step_seed, documents, padded.lengths, tensors["position_ids"])
     if model.kernels.recurrence:
         of_any_lengths = model.plan.graphs and not padded.is_fixed_len
-        tensors["chunks"] = chunk_table(padded.starts, of_any_lengths)
+        tensors["recurrence_chunks"] = chunk_table(padded.starts, of_any_lengths)
     shard = None
     is_fixed_len = padded.is_fixed_len
     if context.size > 1:
@@ -63,7 +63,7 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
     return MicroBatch(
         **tensors, lengths=tuple(padded.lengths), longest=padded.longest, context_shard=shard,
         answers=None if rows.loss == "sft" else make_answers(rows, micro_step, sizes, model),
-        kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen,
+        attention_kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen,
         recurrence=model.kernels.recurrence,
         # an evaluation has no backward
         store=DeviceActivations() if step_seed is None else model.store)
@@ -168,7 +168,7 @@ def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,
             "position_ids": torch.arange(sizes.n_tokens) - first_positions,
             "cu_seqlens": starts.int(), "label_positions": label_positions,
             "labels": targets[label_positions], "loss_bounds": sum_bounds,
-            "dropout_seeds": None, "chunks": None}
+            "dropout_seeds": None, "recurrence_chunks": None}
 
 
 def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[int],

@@ -132,7 +132,7 @@ def with_mismatched(rows: Rows, config: Config) -> Rows:
 def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     """Split the rows into those to train on and a fraction to evaluate on. Rows that were made from
     one example, or that are equal token for token, stay together."""
-    groups = rows.groups()
+    groups = rows.duplicate_groups()
     ids = groups.unique()
     n = round(fraction * len(ids)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()

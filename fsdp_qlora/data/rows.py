@@ -138,7 +138,7 @@ class Rows:
         """Return the number of rows that repeat an earlier row, token for token."""
         return len(self) - len(self.digests.view(-1, self.documents_per_row).unique(dim=0))
 
-    def groups(self) -> torch.Tensor:
+    def duplicate_groups(self) -> torch.Tensor:
         """Return int64 [documents], with one number for documents that were made from one example
         or that are equal, token for token."""
         _, same = self.digests.unique(return_inverse=True)
@@ -157,7 +157,7 @@ class Rows:
         return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
 
 
-def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str = "sft") -> Rows:
+def make_rows(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str = "sft") -> Rows:
     """Return Rows in memory from [(input_ids, labels)]. A row has one or two of these documents.
     The first of two is the better answer; in rows of one, every other document is a good answer."""
     encoded = [encode_document(ids, labels, len(ids), loss == "sft" or i % 2 == 0)
@@ -182,7 +182,7 @@ def random_rows(vocab_size: int, config: Config) -> Rows:
     n_documents = config.batch_size * LOSSES[config.loss].documents_per_row
     ids = torch.randint(vocab_size, (n_documents, config.max_seq_len), generator=generator,
                         dtype=torch.int32)
-    return rows_of([(document, document) for document in ids], config.loss)
+    return make_rows([(document, document) for document in ids], config.loss)
 
 
 def encode_document(ids: Sequence[int], labels: Sequence[int], max_tokens: int,

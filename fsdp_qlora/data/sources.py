@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 from fsdp_qlora.files import digest, text_digest
 from fsdp_qlora.log import log
 
-JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # .txt: each line is an example
-TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # {suffix: name in `datasets`}
-KINDS = (*JSON_KINDS, *TABLE_KINDS)
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # .txt: each line is an example
+# {suffix: name in `datasets`}
+TABLE_SUFFIXES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}  # of cells
 PACKED = {  # {first bytes of a file that is not text, whatever its name: what it is}
     b"\x1f\x8b": "gzip: name it {}.gz", b"PK\3\4": "a zip archive: unpack it",
@@ -84,9 +85,9 @@ def find_fragments(source: str, is_silent: bool = False) -> tuple[list[Fragment]
             raise ValueError(f"{source}: options after a comma are for Hub ids, and split= for"
                              " directories. Name the files you want")
         for file in find_files(path, options.get("split"), is_silent):
-            if file.is_file() and file_kind(file) in KINDS and file_kind(file) != ".parquet":
+            if file.is_file() and file_suffix(file) in SUFFIXES and file_suffix(file) != ".parquet":
                 check_text(file)
-            if file.is_file() and file_kind(file) in JSON_KINDS:
+            if file.is_file() and file_suffix(file) in JSON_SUFFIXES:
                 more, file_digest = json_fragments(file)
             else:
                 file_digest = path_digest(file) if file.exists() else None
@@ -137,7 +138,7 @@ def read_fragment(fragment: Fragment) -> Iterator[tuple[str, Any]]:
 
 def read_lines(fragment: Fragment) -> Iterator[tuple[str, Any]]:
     """Yield the same as read_fragments(), for each line that is not blank."""
-    is_text = file_kind(Path(fragment.name)) == ".txt"
+    is_text = file_suffix(Path(fragment.name)) == ".txt"
     with open_file(fragment.name) as file:
         lines = file
         if fragment.stop is not None:
@@ -176,17 +177,17 @@ def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
         return [path]
     files, aside = [], []
     for file in sorted(path.rglob("*")):
-        if file_kind(file) in KINDS and file.is_file():
+        if file_suffix(file) in SUFFIXES and file.is_file():
             below = file.relative_to(path)
             is_hidden = any(part.startswith(".") for part in below.parts)
             if not is_hidden and not any((path / p / ".lock").exists() for p in below.parents):
                 (aside if any(map(NO_DATA.fullmatch, below.parts)) else files).append(file)
-    kinds = {file_kind(file) for file in files}
+    kinds = {file_suffix(file) for file in files}
     if kinds - {".txt"}:  # next to data of another kind, text files describe the data
-        aside += [file for file in files if file_kind(file) == ".txt"]
-        files = [file for file in files if file_kind(file) != ".txt"]
+        aside += [file for file in files if file_suffix(file) == ".txt"]
+        files = [file for file in files if file_suffix(file) != ".txt"]
     if not files:
-        raise ValueError(f"{path}: no file in it ends in {', '.join(KINDS)}"
+        raise ValueError(f"{path}: no file in it ends in {', '.join(SUFFIXES)}"
                          + f", except {name_some(path, aside)}, which does not look like data"
                          * bool(aside))
     if aside and not is_silent:
@@ -241,7 +242,7 @@ def saved_kind(path: Path) -> str | None:
     return next((kind for file, kind in files.items() if (path / file).is_file()), None)
 
 
-def file_kind(path: Path) -> str:
+def file_suffix(path: Path) -> str:
     """Return the suffix, without .gz."""
     return Path(path.name.removesuffix(".gz")).suffix
 
@@ -305,7 +306,7 @@ def is_array(path: Path) -> bool:
     with open_file(path) as file:
         while line := file.readline(2**16):
             if text := line.removeprefix(b"\xef\xbb\xbf").lstrip():
-                return text[:1] == b"[" and file_kind(path) != ".txt"
+                return text[:1] == b"[" and file_suffix(path) != ".txt"
     return False
 
 
@@ -334,12 +335,12 @@ def open_table(source: str, path: Path, options: dict[str, str], file_digest: st
                 raise ValueError(f"has no split {split}, only {', '.join(table)}. Choose with"
                                  " ,split=NAME")
             return table[split]
-        if file_digest and path.is_file() and file_kind(path) in TABLE_KINDS:
+        if file_digest and path.is_file() and file_suffix(path) in TABLE_SUFFIXES:
             return load_table_file(path, file_digest)
-        looks_like_file = source[0] in "./~" or file_kind(path) in KINDS
+        looks_like_file = source[0] in "./~" or file_suffix(path) in SUFFIXES
         if path.exists() or looks_like_file or str(path).count("/") != 1:
             raise ValueError("neither a Hub id (owner/name) nor a file, pattern or directory; files"
-                             f" end in {', '.join(KINDS)}, or that and .gz")
+                             f" end in {', '.join(SUFFIXES)}, or that and .gz")
         is_from_hub = True
         return datasets.load_dataset(str(path), **{"split": "train", **options})
     except Exception as e:  # the Hub client has a dozen kinds of errors, all of them user errors
@@ -359,7 +360,7 @@ def load_table_file(path: Path, file_digest: str) -> Any:
     import datasets
     import pandas
 
-    kind = TABLE_KINDS[file_kind(path)]
+    kind = TABLE_SUFFIXES[file_suffix(path)]
     options = csv_options(path) if kind == "csv" else {}
     cache = Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", file_digest)
     try:
@@ -400,7 +401,7 @@ def csv_options(path: Path) -> dict[str, Any]:
     import datasets
     import pandas
 
-    separator = "\t" if file_kind(path) == ".tsv" else ","
+    separator = "\t" if file_suffix(path) == ".tsv" else ","
     with open_text(path) as file:
         header = next((line for line in file if line.strip()), "")
     used = max(SEPARATORS, key=header.count)

@@ -20,8 +20,8 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.errors import explain
+from fsdp_qlora.data.rows import make_rows
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.dequantize import dequantize
@@ -53,7 +53,7 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
     """Compare weights, logits, loss and the adapter's gradient of a shrunk model, in fp32 on the
     CPU, with transformers'. Raises ValueError if they differ, or if transformers cannot compute the
     model. Rank 0 only."""
-    with explain(f"--model {name}: the check at start failed"):
+    with errors_about(f"--model {name}: the check at start failed"):
         small = shrunk_config(model_config)
         arch = make_architecture(small)
         generator = torch.Generator().manual_seed(0)
@@ -241,7 +241,7 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
 
 def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return {name of a compared result: tensor} for the two documents in one micro-batch."""
-    rows = rows_of([(x, x) for x in ids.split(LENGTHS)])
+    rows = make_rows([(x, x) for x in ids.split(LENGTHS)])
     micro_batch = make_micro_batch(rows, [[0, 1]], model)
     with torch.no_grad():
         logits = logits_of_hidden(model, model(micro_batch, wants_loss=False))

@@ -15,7 +15,7 @@ import torch
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import pack_rows
-from fsdp_qlora.data.rows import Rows, rows_of
+from fsdp_qlora.data.rows import Rows, make_rows
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.lm_head import greedy_tokens
 from fsdp_qlora.model.model import Model
@@ -86,7 +86,7 @@ def generate(model: Model, status: Status, prompts: list[list[int]], stop_ids: s
     # pad to the final length, so that the shape of a micro-batch stays the same; attention is
     # causal, so tokens after an answer's end do not change it
     padded = [prompt + [0] * room for prompt, room in zip(prompts, rooms)]
-    rows, answers = rows_of([(ids, ids) for ids in padded]), [[] for _ in prompts]
+    rows, answers = make_rows([(ids, ids) for ids in padded]), [[] for _ in prompts]
     micro_steps = pack_rows(rows.lengths.tolist(), 1, model.plan.micro_batch_tokens)
     for (numbers,) in micro_steps:
         micro_batch = make_micro_batch(rows, [numbers], model)

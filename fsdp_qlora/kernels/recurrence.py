@@ -170,7 +170,7 @@ def fla_delta_rule(
 
     out, _ = chunk_gated_delta_rule(
         *(x[None] for x in (query, key, value, g, beta)), use_qk_l2norm_in_kernel=True,
-        cu_seqlens=batch.cu_seqlens, chunk_indices=batch.chunks)
+        cu_seqlens=batch.cu_seqlens, chunk_indices=batch.recurrence_chunks)
     return out[0]
 
 
@@ -230,7 +230,7 @@ def fla_scan(
     """Mamba-2's scan by the Triton kernels of flash-linear-attention (fla-core), in bf16. It is
     attention with a decay per head, of queries C, keys B and values step x."""
     use_few_configurations()
-    return FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.chunks)
+    return FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.recurrence_chunks)
 
 
 class FlaScan(torch.autograd.Function):
@@ -329,7 +329,7 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
     bounds = torch.tensor([0, length, n], dtype=torch.int32)
     trial: Any = types.SimpleNamespace(
         lengths=(length, length), cu_seqlens=bounds.to(device),
-        chunks=chunk_table(bounds).to(device))
+        recurrence_chunks=chunk_table(bounds).to(device))
 
     def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         inputs = [t.detach().requires_grad_() for t in (

@@ -175,7 +175,7 @@ def attend(
     attention_type = "window" if window else "full"
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"
-    kernel = batch.kernels[attention_type]
+    kernel = batch.attention_kernels[attention_type]
     segments = batch.segments
     if key_source:
         key, value, segments = key_source(key, value)

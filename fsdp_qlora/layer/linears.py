@@ -74,7 +74,7 @@ class FusedLinear:
         """Slice into the layer's `packed_weights`, with all its blocks."""
         return slice(self.linears[0].blocks.start, self.linears[-1].blocks.stop)
 
-    def local_outputs(self, linear: LinearSlices) -> slice:
+    def relative_outputs(self, linear: LinearSlices) -> slice:
         """Return the slice of a linear's outputs, counted from the first output of this
         FusedLinear."""
         start = self.outputs.start

@@ -19,7 +19,7 @@ from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_names import (
-    expert_slices, layer_names, peft_name, stack_experts, token_row_names)
+    expert_slices, peft_name, peft_slices, stack_experts, token_row_names)
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.token_rows import TokenRows
@@ -62,7 +62,7 @@ class Adapter:
             p = layer.adapter
             p.grad = DTensor(grad, p._spec, requires_grad=False) if isinstance(p, DTensor) else grad
         self.n_trainable = sum(math.prod(shape) for i in range(len(self.layers))
-                               for _, shape in self.names(i).values()) + n_rows
+                               for _, shape in self.peft_slices(i).values()) + n_rows
         if n_rows:
             rows, grad = (self.token_part(x)[:n_rows].view_as(initial_rows)
                           for x in (self.weights.data, self.grad))
@@ -78,14 +78,14 @@ class Adapter:
         # by ratio, because absmax has one value per OPTIM_BLOCKSIZE weights
         return vector[len(vector) - len(vector) * self.n_row_weights // len(self.weights) :]
 
-    def names(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    def peft_slices(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """Return {PEFT's name: (slice of layer i's adapter, shape)}."""
-        return layer_names(self.arch, i, self.layers[i].spec)
+        return peft_slices(self.arch, i, self.layers[i].spec)
 
     def set_layer(self, i: int, values: dict[str, torch.Tensor]) -> None:
         """Set the adapter of layer i from {PEFT's name: whole tensor}."""
         whole = torch.zeros(self.group_size, self.n_own)
-        for name, (where, _) in self.names(i).items():
+        for name, (where, _) in self.peft_slices(i).items():
             whole.view(-1)[where] = values[name].reshape(-1)
         self.by_layer(self.weights.data)[i] = whole[self.group_rank]
 
@@ -140,7 +140,8 @@ class Adapter:
         weights = {}
         for i, whole in enumerate(self.gather(self.weights.data)):
             if is_rank_0():
-                views = {name: whole[x].view(shape) for name, (x, shape) in self.names(i).items()}
+                views = {name: whole[x].view(shape)
+                         for name, (x, shape) in self.peft_slices(i).items()}
                 weights |= stack_experts(views, self.expert_slices)
         if self.model.token_rows and is_rank_0():
             tables = self.model.token_rows.rows.detach().cpu()

@@ -38,7 +38,7 @@ def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
     return f"{stem}.{renamed(linear, renames)}.{key}"
 
 
-def layer_names(
+def peft_slices(
     arch: Architecture, i: int, spec: ParameterLayout,
 ) -> dict[str, tuple[slice, tuple[int, ...]]]:
     """Return {PEFT's name: (slice of layer i's adapter, shape)}."""

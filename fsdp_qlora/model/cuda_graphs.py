@@ -47,7 +47,8 @@ class CUDAGraphs:
         chosen outside of a capture.
         """
         tensors = batch_tensors(batch)
-        is_fixed_len = batch.kernels is self.model.kernels.fixed_len  # attention is another kernel
+        # attention is another kernel
+        is_fixed_len = batch.attention_kernels is self.model.kernels.fixed_len
         lengths = batch.lengths if is_fixed_len else ()
         shape = lengths, batch.longest, *(tensor.shape for tensor in tensors)
         captured = self.captured.get(shape)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
 from fsdp_qlora.layer.lora_matmul import fp32_matmul
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.model.embedding import CHUNK_BYTES
+from fsdp_qlora.model.embedding import LOGITS_CHUNK_BYTES
 from fsdp_qlora.model.parameters import ModelParameters
 
 
@@ -47,7 +47,7 @@ def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -
     out = torch.empty_like(x)
     arch = model.arch
     normalize(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
-              is_evaluation=is_evaluation, any_rows=not is_evaluation)
+              is_evaluation=is_evaluation, dynamic=not is_evaluation)
     return out
 
 
@@ -124,7 +124,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         trained = None if is_evaluation or head_rows is None else model.token_rows
         if trained:  # the gradients of the logits of trained rows
             ctx.grad_logits = x.new_empty(len(batch.labels), len(trained.ids))
-        size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
+        size = max(1, LOGITS_CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
             part = x[batch.label_positions[chunk]]
             logits = F.linear(
@@ -134,7 +134,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             own_labels = labels - model.own_rows.start
             is_own = (own_labels >= 0) & (own_labels < len(weight)) & ~absent
             own_labels = own_labels.where(is_own, -1)
-            statistics = logits_statistics(logits, own_labels, *logits_args, any_rows=True)
+            statistics = logits_statistics(logits, own_labels, *logits_args, dynamic=True)
             statistics = model.gather(statistics)
             top, total, label_logit = statistics.unbind(1)  # each [shards, n]
             global_top = top.amax(0)
@@ -144,14 +144,14 @@ class LinearCrossEntropy(torch.autograd.Function):
             if is_evaluation:
                 continue
             grad = logits_gradient(
-                logits, log_sum, own_labels, absent, *logits_args, any_rows=True)
+                logits, log_sum, own_labels, absent, *logits_args, dynamic=True)
             if trained:
                 whole = grad.new_zeros(len(grad), len(trained.ids))
                 whole[:, trained.own] = grad[:, trained.table_rows]
                 ctx.grad_logits[chunk] = reduce_scatter(whole)
             grad = reduce_scatter(fp32_matmul(grad, weight))
             grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
-                                 any_rows=True)
+                                 dynamic=True)
             grad_x.index_add_(0, batch.label_positions[chunk], grad)  # padding: adds 0 to token 0
         ctx.grad_x, ctx.batch, ctx.model, ctx.chunk_size = grad_x, batch, model, size
         ctx.x = x.detach() if trained else None

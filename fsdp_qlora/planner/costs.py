@@ -24,7 +24,7 @@ from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.layer_costs.mixer_sublayer import MixerSublayerCosts
 from fsdp_qlora.layer_costs.mla import MLACosts
-from fsdp_qlora.model.embedding import CHUNK_BYTES
+from fsdp_qlora.model.embedding import LOGITS_CHUNK_BYTES
 from fsdp_qlora.plan import SAVE_POLICIES, Plan, SavePolicy
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -41,7 +41,7 @@ class LayerTotals:
     """Totals of a model's layers that the planner needs. Counts are sums over all layers unless the
     comment says otherwise."""
 
-    kinds: tuple[LayerCosts, ...]  # of the different LayerSpecs
+    unique_costs: tuple[LayerCosts, ...]  # of the different LayerSpecs
     # {SavePolicy: values per token that the first 0, 1, 2, .. layers save}
     saved_values: dict[SavePolicy, list[int]]
     packed_bytes: int  # of 4-bit weights and their scales
@@ -67,17 +67,17 @@ class LayerTotals:
 @functools.lru_cache(8)
 def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     """Return the LayerTotals of a model's layers."""
-    kinds = {spec: LayerCosts(spec) for spec in dict.fromkeys(specs)}
-    costs = [kinds[spec] for spec in specs]
+    by_spec = {spec: LayerCosts(spec) for spec in dict.fromkeys(specs)}
+    costs = [by_spec[spec] for spec in specs]
 
     def running_sum(policy: SavePolicy) -> list[int]:
-        values = {kind: kind.saved_values(policy) for kind in kinds.values()}
+        values = {kind: kind.saved_values(policy) for kind in by_spec.values()}
         return list(itertools.accumulate((values[x] for x in costs), initial=0))
 
     bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
     vectors_each = [spec.n_vectors for spec in specs]
     return LayerTotals(
-        kinds=tuple(kinds.values()),
+        unique_costs=tuple(by_spec.values()),
         saved_values={policy: running_sum(policy) for policy in SAVE_POLICIES},
         packed_bytes=sum(bytes_each), largest_packed=max(bytes_each),
         n_small=sum(math.prod(shape) for spec in specs
@@ -156,7 +156,7 @@ def head_bytes(plan: Plan, arch: Architecture, table_bytes: float) -> float:
     this rank's rows of the lm_head."""
     itemsize = plan.dtype.itemsize
     inputs = 2 * arch.hidden_size * plan.micro_batch_tokens * itemsize  # x and its gradient
-    n_rows = min(plan.micro_batch_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
+    n_rows = min(plan.micro_batch_tokens, LOGITS_CHUNK_BYTES // (4 * arch.vocab_size))
     n_logits = n_rows * arch.vocab_size
     if plan.fused:  # a chunk of logits, its gradient, and a quarter more
         return inputs + 2.5 * itemsize * n_logits
@@ -203,7 +203,7 @@ def activation_peak(
     # the first layer, and the last ones that save attention's results, their MLP's values, all
     indices = 0, plan.recomputed - plan.n_mlp_saved - 1, plan.recomputed - 1, plan.n_layers - 1
     for policy in dict.fromkeys(plan.save_policy(max(0, index)) for index in indices):
-        live = max(layer.live_bytes(plan, policy) for layer in layers.kinds)
+        live = max(layer.live_bytes(plan, policy) for layer in layers.unique_costs)
         on_gpu = recomputed
         if plan.offload_activations:  # the mixer's put, and those that are fetched ahead
             put = put_values(policy, layers, hidden)
@@ -420,7 +420,7 @@ def compute_seconds(
     n, n_layers = plan.micro_batch_tokens, arch.n_layers
     active_weights = layers.active_weights / n_layers
     flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, layers))
-    if plan.context_parallel_size > 1 and (mla := mla_costs(layers.kinds[0])):
+    if plan.context_parallel_size > 1 and (mla := mla_costs(layers.unique_costs[0])):
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
         flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * mla.kv_b.n_weights
@@ -450,7 +450,7 @@ def moved_bytes(
         fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
     moved = (uses * (0.5 + itemsize) / CONSTANTS.dequantizing
              + n * layers.elementwise_values / n_layers * itemsize)
-    if plan.context_parallel_size > 1 and (mla := mla_costs(layers.kinds[0])):
+    if plan.context_parallel_size > 1 and (mla := mla_costs(layers.unique_costs[0])):
         # made in forward, and twice in backward; and their gradients
         moved += n * plan.seen_keys * 4 * mla.key_values * itemsize
     if plan.plain_attention:
@@ -474,7 +474,7 @@ def wait_seconds(
         waits = routed * (1 + again) * CONSTANTS.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
-    if mla := mla_costs(layers.kinds[0]):
+    if mla := mla_costs(layers.unique_costs[0]):
         kv_values = mla.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
     times = (2 + again) * (plan.context_parallel_size - 1)

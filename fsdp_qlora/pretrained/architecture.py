@@ -140,7 +140,7 @@ class LatentAttention:
     index_topk: int | FromConfig | None = None
     indexer: str = "self_attn.indexer."  # prefix of the names of its tensors
 
-    def groups(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
+    def linear_groups(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
         """Return the groups of a layer's linears, see Architecture.mixer_groups()."""
         query_width = heads * (self.nope_dim + self.rope_dim)
         key_value_width = heads * (self.nope_dim + self.value_dim)
@@ -334,7 +334,7 @@ class Heads(NamedTuple):
     keys_are_values: bool  # no v_proj: values are the keys, before norm and rotary
 
 
-class Limits(NamedTuple):
+class ActivationLimits(NamedTuple):
     """Limits of a layer's gates and ups, see LimitedActivation; None: no limit."""
 
     experts: float | None
@@ -350,7 +350,7 @@ class LayerKind(NamedTuple):
     routed: bool  # True: it has experts
     heads: Heads
     sublayers: Sublayers
-    limits: Limits
+    limits: ActivationLimits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -528,7 +528,7 @@ class Architecture(Family):
     layer_routed: list[bool]
     layer_heads: list[Heads]
     layer_sublayers: list[Sublayers]
-    layer_limits: list[Limits]
+    layer_activation_limits: list[ActivationLimits]
     # for each layer, the index of the layer whose keys and values it reads; None: it has its own
     kv_sources: list[int | None]
     tied: bool
@@ -556,7 +556,7 @@ class Architecture(Family):
         """The LayerKind of each layer."""
         return [LayerKind(*kind) for kind in zip(
             self.layer_window, self.layer_rope, self.layer_other_mixer, self.layer_routed,
-            self.layer_heads, self.layer_sublayers, self.layer_limits)]
+            self.layer_heads, self.layer_sublayers, self.layer_activation_limits)]
 
     def of_kind(self, kind: LayerKind) -> Architecture:
         """Return this Architecture with the norms and heads of layers of this kind."""
@@ -601,7 +601,7 @@ class Architecture(Family):
         if kind.sublayers == "mlp":
             return {"in_proj": [], "out": []}
         if self.mla:
-            return self.mla.groups(self.hidden_size, kind.heads.n)
+            return self.mla.linear_groups(self.hidden_size, kind.heads.n)
         in_proj, out = self.of_kind(kind).attention_linears()
         if not kind.other_mixer:
             return {"in_proj": in_proj, "out": out}

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, Family, Heads, Limits, Linear, MoE, PerLayerInputs,
-    rotary_dim)
+    ACTIVATIONS, LAYER_TYPES, ActivationLimits, Architecture, Family, Heads, Linear, MoE,
+    PerLayerInputs, rotary_dim)
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.blocks import BLOCK
 
@@ -136,7 +136,7 @@ def make_architecture(model_config: PreTrainedConfig) -> Architecture:
         values["post_norm_eps"] = family.norm_eps
     values["attention_dropout"] = family.attention_dropout or 0.0
     values["kv_sources"] = make_kv_sources(c, family)
-    values["layer_limits"] = make_limits(c, family)
+    values["layer_activation_limits"] = make_limits(c, family)
     values["per_layer"] = make_per_layer(c, family)
     n_out = inner * (1 + family.gated) // len(family.mlp_in)
     gate_up = [Linear(name, n_out, hidden, family.mlp_bias) for name in family.mlp_in]
@@ -203,15 +203,15 @@ def make_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]:
     return [None if i < n_own else last_of_type[layer_type] for i, layer_type in enumerate(types)]
 
 
-def make_limits(c: PreTrainedConfig, family: Family) -> list[Limits]:
-    """Return Architecture.layer_limits."""
+def make_limits(c: PreTrainedConfig, family: Family) -> list[ActivationLimits]:
+    """Return Architecture.layer_activation_limits."""
     n_layers, columns = c.num_hidden_layers, []
     for limits in family.moe.limits if family.moe else None, family.mlp_limits:
         column = limits if isinstance(limits, list) else [limits] * n_layers
         if len(column) != n_layers:
             raise ValueError(f"there are limits of {len(column)} layers, {column}, for {n_layers}")
         columns.append([limit or None for limit in column])
-    return list(map(Limits, *columns))
+    return list(map(ActivationLimits, *columns))
 
 
 def make_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | None:

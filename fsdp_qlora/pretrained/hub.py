@@ -16,7 +16,7 @@ import numpy as np
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_CONFIG, ADAPTER_FILES, read_json
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -50,7 +50,7 @@ def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
     files = {"config": ["config.json"], "tokenizer": SMALL_FILES,
              "weights": [*SMALL_FILES, "*.safetensors"]}[needs]
     twice = ["consolidated*", "*/*.safetensors"]  # copies of the weights in another form
-    with explain(f"{flag} {name}: not a directory, and the Hub says"):
+    with errors_about(f"{flag} {name}: not a directory, and the Hub says"):
         # every rank calls it; the Hub client's file locks let one rank of a node download
         found = Path(huggingface_hub.snapshot_download(
             name, allow_patterns=files, ignore_patterns=twice))
@@ -97,7 +97,7 @@ def read_model_config(
         directory: Path, config: Config) -> tuple[PreTrainedConfig, Architecture]:
     """Return transformers' config of the model, and its Architecture. Raises ValueError if the
     model cannot be trained."""
-    with explain(f"--model {config.model}"):
+    with errors_about(f"--model {config.model}"):
         if config.random_weights and config.model in BUILTIN_CONFIGS:
             model_config = AutoConfig.for_model(**BUILTIN_CONFIGS[config.model])
         else:

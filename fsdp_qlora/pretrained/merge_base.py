@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import StoredTensor, read_tensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
@@ -101,7 +101,7 @@ class MergeBase:
         stored = self.read(whole, device, name, index, self.is_transposed(name))
         if name in self.nf4_states:
             parts = {key: self.read(key, "cpu") for key in (f"{name}.{x}" for x in NF4_SUFFIXES)}
-            with explain(f"{self.paths[name]}: {name}: its quantization is damaged"):
+            with errors_about(f"{self.paths[name]}: {name}: its quantization is damaged"):
                 return dequantize_stored(stored, parts, self.dtype)
         if scales := self.names.scaled.get(name):
             return scaled_weight(name, stored, self.read(scales, device))

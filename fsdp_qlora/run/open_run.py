@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
@@ -48,7 +48,7 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
     that its tensors must have, see MergeBase."""
     directory = model_directory(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
-    with explain(f"base model {directory}"):
+    with errors_about(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch = make_architecture(model_config)
         stored = stored_tensors(directory)

@@ -14,7 +14,7 @@ import transformers
 from peft import LoraConfig
 from torch import nn
 
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import TensorSlice
@@ -36,7 +36,7 @@ def open_peft_run(
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
     settings, adapter_tensors = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
     directory = model_directory(base_model, "weights", "--base_model")
-    with explain(f"--base_model {directory}"):
+    with errors_about(f"--base_model {directory}"):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if stored_format(config):
             raise ValueError("is quantized already")
@@ -89,7 +89,7 @@ def linears_in_4bit(
     transformers quantizes with load_in_4bit, in the text model and outside of it, where the name is
     "" if it is not found. Raises ValueError for a mixture of experts, because what is quantized
     then depends on the version of transformers."""
-    with explain(f"--base_model {directory}: transformers does not load it"):
+    with errors_about(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, dtype=torch.bfloat16)
         quantizer = transformers.quantizers.AutoHfQuantizer.from_config(

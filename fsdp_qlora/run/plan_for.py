@@ -27,7 +27,7 @@ from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len, resolve_
 from fsdp_qlora.run.status import Status
 
 
-def answer_plan_for(user_config: Config, state_bytes: float, status: Status) -> None:
+def print_plan_for(user_config: Config, state_bytes: float, status: Status) -> None:
     """Print the plan of the run on the GPUs that --plan_for names, for the rows of --dataset if
     there is one. All ranks must call this."""
     with raise_on_all_ranks():
