@@ -332,7 +332,7 @@ def test_line_of_a_step_tells_how_long_the_rest_takes(tmp_path, capsys, monkeypa
     record = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0,
               "tokens_per_second_per_gpu": 1.0, "peak_memory_gib": 1.0}  # fmt: skip
     for step in range(101, 107):
-        log.step({"step": step, **record})
+        log.write_step({"step": step, **record})
     lines = capsys.readouterr().out.splitlines()
     assert all(" tok/s/process |  1.00 GiB" in line for line in lines)
     ends = [line.partition("1.00 GiB")[2] for line in lines]

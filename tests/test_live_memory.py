@@ -174,7 +174,7 @@ def state_of(value, key):
 
 
 def counted_kernels(arch, plan):
-    """The fields kernels and recurrence of a micro-batch."""
+    """The fields attention_kernels and recurrence of a micro-batch."""
     recurrence, kernels = None, dict.fromkeys(
         ATTENTION_TYPES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
     if plan.plain_attention:
@@ -190,7 +190,7 @@ def counted_kernels(arch, plan):
 
         if plan.plain_recurrence:
             recurrence = RECURRENCES[type(mixer)].eager
-    return {"kernels": kernels, "recurrence": recurrence}
+    return {"attention_kernels": kernels, "recurrence": recurrence}
 
 
 def only_shape(layer, fused, adapter):

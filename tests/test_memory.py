@@ -392,7 +392,7 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
     plan = choose_plan(config, arch, layouts, workload, 0, H200)
     model = types.SimpleNamespace(device=cpu, plan=plan, store=None,
                                   kernels=Kernels({"full": "fixed_len"}, {"full": "varlen"}))
-    kernel = make_micro_batch(rows, [[0, 1]], model).kernels["full"]
+    kernel = make_micro_batch(rows, [[0, 1]], model).attention_kernels["full"]
     assert plan.varlen_attention == (kernel == "varlen") == (lengths != (30, 30))
     assert workload.uneven_labels == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
 

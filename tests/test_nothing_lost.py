@@ -1046,10 +1046,10 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", close_and_fail)
-        log.record({"step": 1})
+        log.write_record({"step": 1})
     assert "metrics.jsonl (No space left on device). Training continues" in capsys.readouterr().out
     path.write_text("")  # what was written is gone
-    log.record({"step": 2})
+    log.write_record({"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert capsys.readouterr().out == ""
 

@@ -158,7 +158,7 @@ def test_experts_one_by_one_take_the_host_longer(directory):
         speeds = []
         for grouped in (True, False):
             config = Config(model=str(directory(name, 4)), plan_for="H100", max_seq_len=512)
-            card = GPU_SPECS["H100"]._replace(groups=grouped)
+            card = GPU_SPECS["H100"]._replace(has_grouped_mm=grouped)
             with pytest.MonkeyPatch.context() as patch, one_process():
                 patch.setitem(GPU_SPECS, "H100", card)
                 speeds.append(1 / plan_elsewhere(config)[1].token_seconds)
