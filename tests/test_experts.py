@@ -480,17 +480,17 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     )
     values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_slices)
     write_adapter(tmp_path, values, lora_config)
-    layouts = [layer.spec for layer in adapter.layers]
+    specs = [layer.spec for layer in adapter.layers]
     own = parts_of_adapter(model, arch, "data")
-    assert read_adapter(config, arch, layouts).keys() == own.keys()
+    assert read_adapter(config, arch, specs).keys() == own.keys()
     write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
     with pytest.raises(ValueError, match="gate and up of an expert are not apart"):
-        read_adapter(config, arch, layouts)
+        read_adapter(config, arch, specs)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     del settings["alpha_pattern"]
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="alpha_pattern is {}, by this run {.*gate_up_proj': 32}"):
-        read_adapter(config, arch, layouts)
+        read_adapter(config, arch, specs)
 
 
 def parts_of_adapter(model, arch, what):

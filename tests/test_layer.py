@@ -378,10 +378,10 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
             model(make_micro_batch(rows, [[0]], model, torch.tensor(0))).sum().backward()
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
         if on_host:
-            layouts = tuple(layer.spec for layer in model.layers)
+            specs = tuple(layer.spec for layer in model.layers)
             assert not model.store.on_device and len(model.store.buffers) == model.store.n_puts - 1
             assert (sum(buffer.nbytes for buffer in model.store.buffers.values())
-                    == predict_memory(plan, pair.arch, layouts).host_bytes > 0)
+                    == predict_memory(plan, pair.arch, specs).host_bytes > 0)
     first, *others = got.values()
     assert first.norm() > 0 and all(torch.equal(first, other) for other in others)
 
@@ -622,15 +622,15 @@ def test_each_layer_has_the_layout_of_its_kind():
         arch = make_architecture(make(VOCABULARY))
         kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_other_mixer,
                          arch.layer_routed, arch.layer_heads, arch.layer_sublayers, strict=True))
-        layouts = make_layer_specs(arch, (), CONFIG)
+        specs = make_layer_specs(arch, (), CONFIG)
         found = []
-        for layout in layouts:
+        for spec in specs:
             # another number for each dropout, or two would drop the same values
-            sites = [fused.dropout_site for fused in layout.fused_linears]
+            sites = [fused.dropout_site for fused in spec.fused_linears]
             assert len({*sites}) == len(sites) and max(sites) < ATTENTION_SITE, name
-            of, routed = layout.mixer, isinstance(layout.mlp, MoESublayer)
+            of, routed = spec.mixer, isinstance(spec.mlp, MoESublayer)
             sublayers = {NoMixerSublayer: "mlp", NoMLPSublayer: "mixer"}
-            sublayers = sublayers.get(type(of)) or sublayers.get(type(layout.mlp)) or "both"
+            sublayers = sublayers.get(type(of)) or sublayers.get(type(spec.mlp)) or "both"
             heads = Heads(of.arch.n_heads, of.arch.n_kv_heads, of.arch.head_dim,
                           of.arch.keys_are_values)  # fmt: skip
             kind = [None, None, None, routed, heads, sublayers]
@@ -643,7 +643,7 @@ def test_each_layer_has_the_layout_of_its_kind():
                     kind[2:3] = [x for x in arch.other_mixers if arch.other_mixers[x] is one.record]
             found.append(tuple(kind))
         assert found == kinds, name
-        for (one, kind), (other, its_kind) in itertools.combinations(zip(layouts, kinds), 2):
+        for (one, kind), (other, its_kind) in itertools.combinations(zip(specs, kinds), 2):
             assert (one is other) == (kind == its_kind), name
         if len(set(kinds)) > 1:
             mixed.add(arch.family)

@@ -189,19 +189,19 @@ def test_run_evaluates_resumes_and_merges_to_what_peft_gives(
 def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, kv_to_share, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     arch = make_architecture(AutoConfig.from_pretrained(tmp_path))
-    layouts = make_layer_specs(arch, adapted_linears(arch, ["all-linear"]), Config(model=name))
+    specs = make_layer_specs(arch, adapted_linears(arch, ["all-linear"]), Config(model=name))
     plan = Plan(
         compute_dtype="bfloat16", n_layers=arch.n_layers, shard_group_size=2,
         reshard_after_forward=True, micro_batch_tokens=1024, recomputed=0, save_mid_residual=False,
         reuse_dequantized=False, offload_activations=False, offload_params=False)  # fmt: skip
     on_gpu, on_host = (
-        predict_memory(dataclasses.replace(plan, embedding_on_host=flag), arch, layouts)
+        predict_memory(dataclasses.replace(plan, embedding_on_host=flag), arch, specs)
         for flag in (False, True))
     assert on_gpu.memory["inputs of all layers"] == (width + 3 * kv_to_share) * 1024 * 2
     kind, table = "embedding, head, norms", 262144 * width * 2 // 2  # bf16, on two processes
-    norms = sum(layout.n_vectors for layout in layouts) * 2 // 2
-    every_rank = sum(4 * layout.n_nested + 2 * sum(map(math.prod, layout.small_tensors.values()))
-                     for layout in layouts)  # scales of scales, small tensors
+    norms = sum(spec.n_vectors for spec in specs) * 2 // 2
+    every_rank = sum(4 * spec.n_nested + 2 * sum(map(math.prod, spec.small_tensors.values()))
+                     for spec in specs)  # scales of scales, small tensors
     whole = table + 262144 * hidden * 2 // 2 + norms + width * hidden * 2 + every_rank
     assert on_gpu.memory[kind] == whole and on_gpu.host_bytes == 0
     assert on_host.memory[kind] == whole - table and on_host.host_bytes == table  # the head stays

@@ -223,7 +223,7 @@ class Vector:
             x.name for x in arch.all_linears()
             if targets == ("all-linear",) or x.name.split(".")[-1] in targets
         ]  # fmt: skip
-        layout = make_layer_specs(arch, adapted, config)[0]  # those of all layers are alike
+        spec = make_layer_specs(arch, adapted, config)[0]  # those of all layers are alike
         self.params = {
             n.replace(".default", "").replace("vector.weight", "vector"): p
             for n, p in model.named_parameters() if p.requires_grad
@@ -231,12 +231,12 @@ class Vector:
         assert self.params.keys() == get_peft_model_state_dict(model).keys()
         self.places = {}
         for i in range(arch.n_layers):
-            for (linear, key), (where, shape) in layout.adapter_slices().items():
+            for (linear, key), (where, shape) in spec.adapter_slices().items():
                 name = f"base_model.model.model.layers.{i}.{linear}.{key}"
-                start = i * layout.n_adapter
+                start = i * spec.n_adapter
                 self.places[name] = slice(start + where.start, start + where.stop), shape
         assert self.places.keys() == self.params.keys()
-        self.weights = torch.nn.Parameter(torch.zeros(arch.n_layers * layout.n_adapter,
+        self.weights = torch.nn.Parameter(torch.zeros(arch.n_layers * spec.n_adapter,
                                                       device=DEVICE))  # fmt: skip
         self.weights.grad = torch.zeros_like(self.weights)
         self.optimizer = make_optimizer(self.weights, config)
