@@ -1,4 +1,4 @@
-"""Rows, chat templates and tokenizers of the tests of data, and what the house makes of them.
+"""Rows, chat templates and tokenizers of the tests of data, and what the package makes of them.
 
 The templates are small, each with a trait of released ones. What of a row is trained is told by
 decoding its tokens, never by what the script says of them.

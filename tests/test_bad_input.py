@@ -388,7 +388,7 @@ def test_settings_that_no_record_can_express_are_refused(start, model, settings,
 
 
 def test_failed_check_at_start_ends_the_run_in_one_line(start, model, monkeypatch):
-    """The house's norm is wrong."""
+    """The package's norm is wrong."""
     standardized = elementwise.standardized
 
     def wrong(x, kind, eps):

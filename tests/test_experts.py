@@ -94,7 +94,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
 
 
 def make_layers(model_config, arch, tensors, config):
-    """The house's model, for micro-batches of the check's two documents."""
+    """The package's model, for micro-batches of the check's two documents."""
     plan = dataclasses.replace(make_plan(arch.n_layers), micro_batch_tokens=sum(check.LENGTHS))
     return make_model_of_layers(model_config, arch, tensors, config, plan)
 

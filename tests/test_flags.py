@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from conftest import ROOT, SCRIPT
-from house import parse_config
+from patching import parse_config
 from short_runs import (
     EVALUATED, FLAGS, OFFLOADED, adapter_of, assert_same, make_base, runs_of, trained)
 

@@ -1,8 +1,8 @@
 """The decoder layer of every family against transformers and PEFT, and the check at start.
 
-A model here is the house's Model, with the linears of two small layers in NF4, and beside it
+A model here is the package's Model, with the linears of two small layers in NF4, and beside it
 transformers' own in fp32 with the same weights dequantized, in PEFT. Both get two documents, the
-house's model in one micro-batch.
+package's model in one micro-batch.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-import house
+import patching
 from families import OUTER, TINY, YARN, longrope, tiny, write_model
 from families import make_model as make_whole
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -115,7 +115,7 @@ def uninitialized_memory_is_nan():
 
 
 def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
-    """The house's model of this process alone, from transformers' tensors; adapters are zero."""
+    """The package's model of this process alone, from transformers' tensors; adapters are zero."""
     plan = plan or make_plan(arch.n_layers)
     _, adapted = resolve_adapter(arch, config, "test")
     kernels = (lse_kernels if plan.n_attention_saved else check.eager_kernels)(arch)
@@ -163,7 +163,7 @@ def micro_batch_of(documents, model):
 
 
 class Pair:
-    """The house's model and PEFT's of one family, with the same weights and the same adapter."""
+    """The package's model and PEFT's of one family, with the same weights and the same adapter."""
 
     def __init__(self, name, fields=(), **settings):
         """`fields`: pairs of a small config's field and its value."""
@@ -225,7 +225,7 @@ class Pair:
         return loss.item(), get_peft_model_state_dict(self.peft, grads)
 
     def computed(self, saves, reuse_dequantized, compute_dtype="float32"):
-        """The same by the house's model."""
+        """The same by the package's model."""
         if self.arch.parallel and saves != "all" or self.arch.moe and saves == "mlp":
             saves = "input"  # see LayerFunction
         model = self.make(make_plan(self.arch.n_layers, saves, reuse_dequantized, compute_dtype))
@@ -1008,11 +1008,11 @@ def test_check_at_start_catches_wrong_code(error, monkeypatch):
     name, function, around = WRONG_CODE[error]
     if "." in function:
         owner, _, method = function.partition(".")
-        owner = house.get(owner)
+        owner = patching.get(owner)
         monkeypatch.setattr(owner, method, around(getattr(owner, method)))
     else:
-        wrong = around(house.get(function))
-        for module in house.owners(function):
+        wrong = around(patching.get(function))
+        for module in patching.owners(function):
             monkeypatch.setattr(module, function, wrong)
     with pytest.raises(ValueError, match="the check at start failed: "):
         compare_with_transformers(TINY[name](VOCABULARY), name)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import one_process
 from families import TINY
-from house import parse_config
+from patching import parse_config
 from rows import CHATML, chat_tokenizer, write_jsonl
 from safetensors.torch import save_file
 from test_layer import VOCABULARY

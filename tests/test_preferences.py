@@ -119,7 +119,7 @@ def data_flags(loss):
 
 @pytest.fixture(scope="module")
 def results(base, run_jobs, request):
-    """results(processes): {setting/name: tensor} of the worker's `preferences`."""
+    """results(processes): {setting/name: tensor} of rank_cases.py's `preferences`."""
     done, selected = {}, {params.get("name") for params in selected_params(request)}
 
     def work(nproc):

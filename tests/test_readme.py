@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import transformers
 from conftest import do_here
-from house import parse_config
 from packaging.version import Version
+from patching import parse_config
 from rows import CHATML, chat_tokenizer
 from torch.distributed.run import get_args_parser
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING

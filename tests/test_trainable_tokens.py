@@ -67,8 +67,8 @@ def known(rows_file, tokenizer):
 
 @pytest.fixture(scope="module")
 def gradients(request, rows_file, tokenizer, known, tmp_path_factory, run_jobs):
-    """gradients(name, processes): the directory of the family's model, and what worker.gradients()
-    has seen there. All wanted families are done together."""
+    """gradients(name, processes): the directory of the family's model, and what is seen there by
+    rank_cases.gradients(). All wanted families are done together."""
     base, done = tmp_path_factory.mktemp("gradients"), {}
     wanted = [(x["name"], x["nproc"]) for x in selected_params(request) if "name" in x]
 

@@ -1,4 +1,4 @@
-"""The modules of the house, for tests that replace a function wherever it is used.
+"""The modules of the package, for tests that replace a function wherever it is used.
 
 A module has the names that it imports, so that a fault in one function must be put into each module
 that calls it.
@@ -21,7 +21,7 @@ def modules():
 def owners(name):
     """The modules that have `name`."""
     found = [module for module in modules() if name in vars(module)]
-    assert found, f"no module of the house has {name}"
+    assert found, f"no module of the package has {name}"
     return found
 
 

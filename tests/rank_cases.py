@@ -1,4 +1,4 @@
-"""What the numeric tests look at on each rank of several.py, inside the script's own run.
+"""What the numeric tests look at on each rank of ranks_runner.py, inside the script's own run.
 
 A job is {"case": a function below, "out": file, ...its inputs}; the results of rank 0, those of
 every rank where the case says so, go to the file as safetensors. What a case looks at is wired by
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import house
+import patching
 import train_fsdp_qlora
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
@@ -66,10 +66,10 @@ def training(job, process, model, flags, look):
         (run.directory / "metrics.jsonl").touch()  # of no steps
         return []
 
-    house.replace("train", training_loop)
+    patching.replace("train", training_loop)
     dataset = job.get("dataset", f"{job['out']}.jsonl")
     argv = ["--model", model, "--dataset", dataset, "--output_dir", directory, *flags]
-    train_fsdp_qlora.finetune(house.parse_config([str(arg) for arg in argv]), *process)
+    train_fsdp_qlora.finetune(patching.parse_config([str(arg) for arg in argv]), *process)
     return seen
 
 
@@ -143,7 +143,7 @@ def samples(job, process):
 
     @torch.no_grad()
     def look(run):
-        house.replace("SAMPLE_TOKENS", job["n"])
+        patching.replace("SAMPLE_TOKENS", job["n"])
         prompts, stop_ids = job["prompts"], {job["n"] + 1000}
         for layer in run.model.layers if dist.get_world_size() > 1 else ():
             layer.set_reshard_after_forward(False)  # what is gathered stays unless it is freed
@@ -186,10 +186,10 @@ def vocabulary(job, process):
         micro_batch = types.SimpleNamespace(
             labels=labels[label_positions], label_positions=label_positions,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
-        chunk_bytes, row = house.get("LOGITS_CHUNK_BYTES"), 4 * model.arch.vocab_size
+        chunk_bytes, row = patching.get("LOGITS_CHUNK_BYTES"), 4 * model.arch.vocab_size
         own_head = model.head
         for chunk, n_bytes in ("8", row * 8), ("all", chunk_bytes), ("one", 1), ("large", row * 8):
-            house.replace("LOGITS_CHUNK_BYTES", n_bytes)
+            patching.replace("LOGITS_CHUNK_BYTES", n_bytes)
             model.head = own_head * (1000 if chunk == "large" else 1)
             embedded = embed(model, ids)
             local = x.clone().requires_grad_()
@@ -199,7 +199,7 @@ def vocabulary(job, process):
             out[f"{chunk}/embedded"] = gather(embedded).flatten(0, 1)
             out[f"{chunk}/grad"] = gather(grad).flatten(0, 1)
             out[f"{chunk}/loss"] = gather(loss.detach()).sum().float()
-        house.replace("LOGITS_CHUNK_BYTES", chunk_bytes)
+        patching.replace("LOGITS_CHUNK_BYTES", chunk_bytes)
         model.head = own_head
         return out
 
@@ -214,8 +214,8 @@ def vocabulary(job, process):
 
 def memory(job, process):
     """How far every rank's host memory grew while it loaded a model."""
-    house.replace("READ_AHEAD", job["ahead"])
-    load_model, grown = house.get("load_model"), []
+    patching.replace("READ_AHEAD", job["ahead"])
+    load_model, grown = patching.get("load_model"), []
 
     def measured(*args):
         before = host_memory().now
@@ -223,7 +223,7 @@ def memory(job, process):
         grown.append(host_memory().peak - before)
         return frozen
 
-    house.replace("load_model", measured)
+    patching.replace("load_model", measured)
     training(job, process, job["model"], sharded(), lambda run: {})
     return {"grown": all_gather(torch.tensor(grown))}
 
@@ -241,7 +241,7 @@ def gradients(job, process):
         adapter.weights.data.copy_(adapter.weights.grad)
         return {"loss": torch.tensor(record["loss"]), "norm": norm, **adapter.gather_weights()}
 
-    house.replace("optimizer_step", lambda optimizer, adapter, rate: None)
+    patching.replace("optimizer_step", lambda optimizer, adapter, rate: None)
     widths = count_exchanged()
     out = {}
     for name, flags in job["settings"].items():
@@ -259,7 +259,7 @@ def count_exchanged():
     values of a token that goes from rank to rank, each gradient that returns the negative."""
     widths = []
 
-    class CountedExchange(house.get("KeyExchange")):
+    class CountedExchange(patching.get("KeyExchange")):
         def gather(self, rows):
             widths.append(rows.shape[1])
             return super().gather(rows)
@@ -268,7 +268,7 @@ def count_exchanged():
             widths.append(-grad.shape[1])
             return super().return_gradients(grad)
 
-    house.replace("KeyExchange", CountedExchange)
+    patching.replace("KeyExchange", CountedExchange)
     return widths
 
 
@@ -289,7 +289,7 @@ def preferences(job, process):
         return {"reference": none if run.rows.ref_logps is None else run.rows.ref_logps,
                 **numbers, **adapter.gather_weights()}  # fmt: skip
 
-    house.replace("optimizer_step", lambda optimizer, adapter, rate: None)
+    patching.replace("optimizer_step", lambda optimizer, adapter, rate: None)
     return {
         f"{name}/{key}": value
         for name, flags in job["settings"].items()
@@ -303,7 +303,7 @@ def optimizer(job, process):
     """Every rank: its own part of weights and gradients before and after each of some steps."""
 
     def look(run):
-        out, update = {}, house.get("optimizer_step")
+        out, update = {}, patching.get("optimizer_step")
 
         def watched(optimizer, adapter, rate):
             step = len(out) // 4
@@ -313,7 +313,7 @@ def optimizer(job, process):
             update(optimizer, adapter, rate)
             out[f"{step}/after"] = adapter.by_layer(adapter.weights.data).clone()
 
-        house.replace("optimizer_step", watched)
+        patching.replace("optimizer_step", watched)
         for step in range(1, job["steps"] + 1):
             train_fsdp_qlora.train_step(run, step)
         out["n_adapter"] = torch.tensor(run.model.layers[0].spec.n_adapter)
@@ -339,8 +339,8 @@ def resumed(job, process):
         out["planned"] = torch.tensor(run.plan.memory.get("optimizer's state", 0))
         return []
 
-    house.replace("train", training_loop)
-    train_fsdp_qlora.finetune(house.parse_config(job["argv"]), *process)
+    patching.replace("train", training_loop)
+    train_fsdp_qlora.finetune(patching.parse_config(job["argv"]), *process)
     return out
 
 
