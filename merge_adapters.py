@@ -15,24 +15,28 @@ The adapter was trained on NF4 weights, so it must be merged into those. A weigh
 
 A base that is already in 4 bits is only dequantized. With DoRA each row of the sum is rescaled to
 its magnitude. A linear of the decoder's layers without an adapter becomes W; all other tensors are
-copied from the base. The result is compared with the trained model on the first 64 tokens of four
-training rows. If it differs by more than the adapter's whole effect, --output_dir is not made: the
-error names the hidden directory that has the result, until the next merge into --output_dir. Above
-a fifth of the effect the last line is a warning, and the exit code stays 0.
+the base's, rounded to bf16 (a few small ones stay in fp32). The result is compared with the trained
+model, by the logits of the first 64 tokens of four training rows. If they differ by more than the
+adapter's whole effect, the merge fails: the result stays in a hidden directory, which the error
+names and the next merge into --output_dir replaces. Above a fifth of the effect the last line is a
+warning, and the exit code is 0.
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
-PEFT. They are assumed to be trained on this base in NF4, as transformers' load_in_4bit makes it,
-and what that quantizes becomes W; neither is checked, and nothing is compared.
+PEFT. It assumes that they were trained on this base in NF4 with double quantization, which are not
+transformers' defaults, and cannot check that. All linears that load_in_4bit quantizes become W, and
+nothing is compared.
 
     merge
         open_run                the run, its base model and its adapter, which belong together
-        write_merged            into a hidden directory, for each tensor of the base:
-            merged_linears          for each linear in it (of experts, many)
-                base.weight             read it, in any format
-                trained_weight          W: round it to NF4
-                add_adapter             W + scaling * B @ A, then round to bf16
-            merged_table            embedding or lm_head: put in the trained rows of tokens
-            write_merged_files      write them, beside the tokenizer and the chat template
+        write_merged            into a hidden directory
+            merged_tensor           for each tensor of the base, one of three:
+                merged_linears          a linear, or all that are in it (experts; q, k and v):
+                    base.weight             read it, in any format
+                    trained_weight          W: round it to NF4
+                    add_adapter             W + scaling * B @ A, in fp32; then round to bf16
+                merged_table            embedding or lm_head: put in the trained rows of tokens
+                base.weight             any other, as it is
+            write_merged_files      write each as it is made, beside the tokenizer and the template
         check_merge             compare its logits with those that training recorded
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
@@ -177,26 +181,27 @@ def log_base(base: MergeBase, n_adapted: int) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def write_merged(partial: Path, output: Path, base: MergeBase, adapter: dict[str, LinearAdapter],
+def write_merged(directory: Path, output: Path, base: MergeBase, adapter: dict[str, LinearAdapter],
                  run: TrainedRun, device: str) -> None:
-    """Write the merged model into `partial`, which will be renamed to `output`. Raises ValueError
+    """Write the merged model into `directory`, which will be renamed to `output`. Raises ValueError
     if the disk has no room."""
-    gib, free = base.n_bytes / 2**30, shutil.disk_usage(partial).free / 2**30
+    gib, free = base.n_bytes / 2**30, shutil.disk_usage(directory).free / 2**30
     require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, but {free:.1f} are free")
     with tqdm(base.tensors, "merge", unit="tensor", disable=None) as names:  # off in a pipe
+        # a generator, so that one tensor after the other is merged and written
         tensors = (merged_tensor(name, base, adapter, device) for name in names)
-        write_merged_files(partial, base, tensors, run)
+        write_merged_files(directory, base, tensors, run)
     print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB")
 
 
 def merged_tensor(name: str, base: MergeBase, adapter: dict[str, LinearAdapter],
                   device: str) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
-    if name in base.linears_by_tensor:
+    if name in base.linears_by_tensor:  # one or several linears of the decoder's layers
         merged = merged_linears(name, base, adapter, device)
     elif name in (base.names.embedding, base.names.head) and name in adapter:
         merged = merged_table(name, base, adapter[name], device)
-    else:  # a copy
+    else:  # as the base has it, but for the dtype
         merged = base.weight(name, device)
     _, dtype = base.tensors[name]
     return require_finite(merged.to("cpu", dtype), f"{base.paths[name]}: what {name} becomes")
@@ -248,13 +253,12 @@ def merged_table(name: str, base: MergeBase, adapter: LinearAdapter,
 
 def write_merged_files(directory: Path, base: MergeBase, tensors: Iterator[torch.Tensor],
                        run: TrainedRun) -> None:
-    """Write the merged tensors in files like the base's, with copies of all other files of the
-    base. Files of the run are added: the tokenizer if the base has none, generation_config.json,
-    and the chat template."""
-    for path in run.tokenizer:
+    """Write the merged tensors in files like the base's, their index, config.json without
+    quantization, and the tokenizer. Each of the three copies replaces files of the one before."""
+    for path in run.tokenizer:  # for a base without one
         shutil.copyfile(path, directory / path.name)
-    copy_all_but_weights(base, directory)
-    for path in run.extras:
+    copy_all_but_weights(base, directory)  # the base's files, config.json and the index
+    for path in run.extras:  # generation_config.json; the tokenizer, if tokens were trained
         shutil.copyfile(path, directory / path.name)
     with errors_about(f"{base.directory}: its tokenizer cannot be loaded"):
         complete_tokenizer(directory, run.template)
@@ -290,11 +294,9 @@ def check_merge(args: argparse.Namespace, run: TrainedRun, base: MergeBase, merg
 
 def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, rows: list[list[int]],
                    device: str) -> Verdict:
-    """Print how far the merged model's logits are from the trained model's. The file of MergeCheck
-    has the inputs that the trained model's lm_head got for `rows`.
-
-    Raises ValueError if they differ by more than FAILED_ERROR.
-    """
+    """Print how far the merged model's logits are from the trained model's, as a fraction of the
+    adapter's effect on them, and return the Verdict. MergeCheck's file has the inputs that the
+    trained model's lm_head got for `rows`. Raises ValueError above FAILED_ERROR."""
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
@@ -319,7 +321,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     why = ("the adapter's effect is small beside the rounding of weights to bf16"
            if effect < SMALL_EFFECT else
            "the base, the device or a version may differ from those in training")
-    if not base.arch.moe:  # whose experts transformers would not have in 4 bits
+    if not base.arch.moe:  # PEFT cannot: transformers does not load experts in 4 bits
         why += "; to use the adapter without merging it, see docs/serving.md"
     require(error <= FAILED_ERROR, "the merged model does not match the trained one, it differs by"
                                    f" {error:.2f} of the adapter's effect: {why}")  # NaN too

@@ -15,8 +15,8 @@ loop. The model comes from transformers, the 4-bit linears from bitsandbytes, th
 
 It trains dense text models of transformers (Llama, Qwen3, Gemma 3, ...), but no mixture of experts.
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
-or {"text": "..."}, where every token is. Without torchrun the file runs as one process: with
---offload a 70B fits on its one 24 GB GPU. Without a GPU the file runs on the CPU.
+or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU:
+with --offload a 70B fits on one of 24 GB. Without a GPU the file runs on the CPU.
 
     to change                                     edit
     flags                                         parse_args(), check_args()
@@ -27,11 +27,12 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     micro-batches, the loss                       micro_batches(), rows_loss()
     optimizer, schedule                           train(), lr_factor()
     initial adapter                               init_lora()
-    evaluation; metrics: wandb, a file            evaluate(), and where train() calls it; log_step()
+    evaluation                                    evaluate(), and where train() calls it
+    metrics to wandb or a file                    log_step(); for eval_loss where train() logs it
     what is saved                                 save_adapter()
     columns of the data set                       encode()
-    weight of an answer or a token                Row, make_row(), count_loss_tokens(),
-                                                  rows_loss(), cross_entropy()
+    weight of an answer or a token                check_example(), encode_answer(), Row, make_row(),
+                                                  count_loss_tokens(), rows_loss(), cross_entropy()
 
 On several machines run torchrun with --nnodes, --rdzv_backend c10d and --rdzv_endpoint on each of
 them, with the model and the data there. The machine of rank 0 gets the adapter.
@@ -42,11 +43,15 @@ To use the adapter, load the model in NF4, as it was trained, and then the adapt
     model = AutoModelForCausalLM.from_pretrained(
         name, quantization_config=nf4, dtype=torch.bfloat16)
     model = PeftModel.from_pretrained(model, "adapter")
-Do not merge it into the bf16 weights by merge_and_unload(): it was trained on their 4-bit values.
+To merge it, dequantize that model first, because the adapter was trained on the 4-bit values and
+not on the original weights. This needs memory for the whole model in bf16:
+    model = AutoModelForCausalLM.from_pretrained(
+        name, quantization_config=nf4, dtype=torch.bfloat16).dequantize()
+    PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
 
-Beside this file, which needs neither, the FSDP QLoRA repository has merge_adapters.py (adds the
-adapter to those 4-bit values: one bf16 model) and train_fsdp_qlora.py (resumes, starts from an
-adapter; preference pairs, tools, mixtures of experts, a plan of memory, more speed).
+This file needs no other. The repository that it was copied from also has merge_adapters.py, which
+merges one tensor after the other, and train_fsdp_qlora.py, which resumes, starts from an adapter,
+trains mixtures of experts, preference pairs and tool calls, plans memory, and is faster.
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 SPDX-License-Identifier: MIT. Copyright (c) 2026 the FSDP QLoRA authors.
@@ -67,10 +72,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-# less fragmentation of GPU memory. torch reads this once, when it is imported, the CUDA name first:
-# if that were set here, it would override a user's PYTORCH_ALLOC_CONF
-if "PYTORCH_ALLOC_CONF" not in os.environ:
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# less fragmentation of GPU memory. `import torch` reads these settings; a user's own are kept
+if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 import bitsandbytes as bnb
 import torch
@@ -91,7 +95,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
 
-# harmless: PEFT, and build_model() for transformers 5.20, use names that transformers 6 drops
+# hide a harmless warning: PEFT and build_model() call methods by names that transformers 6 drops,
+# because transformers 5.20 has no others
 warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
 
 # dtype of unquantized weights, activations and matmuls; float16 would need a loss scaler
@@ -110,8 +115,9 @@ IGNORE_INDEX = -100  # label of a token that is not in the loss
 
 
 class Row(NamedTuple):
-    """The tokens of a text, or of an answer and all messages before it. read_rows() cuts each field
-    at --max_seq_len."""
+    """The tokens of a text, or of an answer and all messages before it. Every field is a tensor of
+    one value per token (a weight would be in fp32), because read_rows() cuts it at --max_seq_len.
+    """
 
     ids: Tensor  # [tokens]
     labels: Tensor  # [tokens]: labels[i] is ids[i], or IGNORE_INDEX
@@ -201,10 +207,10 @@ def log(message: str) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line instead of a traceback, and exit: for mistakes in arguments, data and model. A
-    mistake in an edit of this file raises RuntimeError."""
+    """Print one line and exit, for mistakes in arguments, data and model; torchrun adds a report of
+    its own. A mistake in an edit of this file raises RuntimeError."""
     if dist.get_rank() != 0:
-        time.sleep(5)  # usually all ranks fail: rank 0 prints, exits, and torchrun ends the others
+        time.sleep(15)  # usually all ranks fail: rank 0 prints, exits, and torchrun ends the others
     print(f"error: {message}", flush=True)
     raise SystemExit(1)
 
@@ -256,12 +262,13 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     model.name_or_path = args.model  # for adapter_config.json
     model.is_loaded_in_4bit = True  # or PEFT would use its LoRA layer for plain linears
     # LoRA on fewer linears: [name for name in linears if ".self_attn." in name], but on at least
-    # one in each layer. Dropout: lora_dropout=0.05
+    # one in each layer, see shard_layer(). Dropout: lora_dropout=0.05. use_rslora works; DoRA,
+    # PiSSA and OLoRA do not, because they need the weights, which are still on meta
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
-    # a layer keeps only its inputs, and backward computes its forward again: far less memory, and
-    # up to half more work. Delete this line if activations fit
+    # a layer keeps only its inputs, and backward computes its forward again: far less memory, up to
+    # 1.5 times the work. Delete this line if activations fit
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()  # transformers checkpoints in training mode only
 
@@ -302,8 +309,8 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
 def load_and_shard(
     model: PeftModel, args: Namespace, model_dir: Path, device: torch.device
 ) -> None:
-    """Read, quantize and shard one decoder layer after the other, so that no GPU ever needs memory
-    for all of them.
+    """Read, quantize and shard one decoder layer after the other, so that a GPU never holds more
+    than its shards and one whole layer.
 
     Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
     on the GPU, or in host memory with --offload. A layer is an FSDP unit: all ranks gather it as a
@@ -458,11 +465,11 @@ def check_model(model: PeftModel) -> None:
         raise RuntimeError(
             f"{len(trained)} tensors are trainable, but LoRA on {len(adapted)} linears has"
             f" {2 * len(adapted)}; anything else would not be saved")
-    shards = [p.to_local() for p in model.parameters()]
+    local_parts = [p.to_local() for p in model.parameters()]
     log(f"model on {dist.get_world_size()} ranks:"
         f" {sum(p.numel() for p in trained.values()):,} trainable parameters;"
-        f" {sum(p.nbytes for p in shards) / 2**30:.2f} GiB of the model per rank, on"
-        f" {shards[0].device.type}")
+        f" {sum(p.nbytes for p in local_parts) / 2**30:.2f} GiB of the model per rank, on"
+        f" {local_parts[0].device.type}")
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -474,9 +481,9 @@ def train(
 ) -> None:
     """Run the training loop on the rows of all steps, in this order."""
     # bitsandbytes cannot step DTensors, and with --offload they are in host memory. So it steps
-    # copies of this rank's shards on the GPU, which are copied back below.
-    # torch.optim.AdamW(shards) would do, too, but Muon and Adafactor would silently take a shard
-    # for the whole matrix
+    # copies of this rank's shards on the GPU, which are copied back below. torch.optim.AdamW would
+    # do, too, with the same arguments; Muon and Adafactor would silently take a shard for the whole
+    # matrix
     dtensors = [p for p in model.parameters()
                 if p.requires_grad and p.to_local().numel()]  # with many ranks a shard can be empty
     shards = [nn.Parameter(p.to_local().detach().to(device, copy=True)) for p in dtensors]
@@ -485,12 +492,14 @@ def train(
     scheduler = LambdaLR(optimizer, lambda n_done: lr_factor(n_done + 1, n_steps))
     torch.manual_seed(SEED + dist.get_rank())  # for dropout, if you add it
     if eval_rows:
-        log(f"step 0: eval_loss {evaluate(model, eval_rows, args, device):.4f}")
+        eval_loss = evaluate(model, eval_rows, args, device)
+        log(f"step 0: eval_loss {eval_loss:.4f}")
     for step in range(1, n_steps + 1):
         started = time.perf_counter()
-        batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]  # for all ranks
-        # of all ranks, because gradients are summed over them. With a DataLoader, load this same
-        # whole batch on every rank (no DistributedSampler): micro_batches() deals it out
+        # every rank has the whole batch, and micro_batches() deals it out. So a DataLoader must
+        # give this same batch to every rank: no DistributedSampler
+        batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]
+        # the tokens of all ranks, because the gradients are summed over all ranks
         n_loss_tokens = count_loss_tokens(batch)
         step_loss = torch.zeros((), device=device)
         for micro_batch in micro_batches(batch, args):
@@ -521,7 +530,8 @@ def train(
             save_adapter(model, args, device)
             log(f"step {step}: adapter saved in {args.output_dir}")
             if eval_rows:
-                log(f"step {step}: eval_loss {evaluate(model, eval_rows, args, device):.4f}")
+                eval_loss = evaluate(model, eval_rows, args, device)
+                log(f"step {step}: eval_loss {eval_loss:.4f}")
 
 
 def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
@@ -586,7 +596,7 @@ def evaluate(
     """Return the mean loss per token of some rows.
 
     To generate text, after the loop over micro-batches, on all ranks: model.unshard(),
-    model.generate(..., synced_gpus=True), and model.reshard().
+    model.generate(..., synced_gpus=True), and model.reshard(). Pass on the tokenizer of main().
     """
     model.eval()
     for module in model.modules():
@@ -663,7 +673,7 @@ def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> Non
     """Gather the adapter; rank 0 writes it in PEFT's format.
 
     Each file is written beside that of the last save, and then replaces it. So a run that is killed
-    during a save leaves no half-written file.
+    during a save leaves no half-written file but in partial/.
     """
     state_dict = {name: p.detach().to(device).full_tensor().cpu()
                   for name, p in model.named_parameters() if p.requires_grad}
@@ -711,7 +721,8 @@ def read_rows(
         except Exception as error:  # perhaps a mistake in an edit: keep the traceback
             raise RuntimeError(f"{path}, line {number}") from error
         columns |= set(example)
-        n_dropped += not encoded  # a conversation without an answer
+        if not encoded:
+            n_dropped += 1  # a conversation without an answer
         for whole in encoded:
             # cloned, so that the memory of the rest is freed
             row = Row(*(tensor[: args.max_seq_len].clone() for tensor in whole))
@@ -724,7 +735,7 @@ def read_rows(
         fail(f"{path}: no token to train on")
     log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines (columns:"
         f" {', '.join(sorted(columns))}); cut at --max_seq_len: {n_cut:,}; left out, because no"
-        f" answer is within it: {n_dropped:,}")
+        f" token within --max_seq_len is in the loss: {n_dropped:,}")
     in_loss = rows[0].labels[rows[0].labels != IGNORE_INDEX]
     log(f"first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
         f" {tokenizer.decode(in_loss)[:500]!r}")
@@ -754,7 +765,7 @@ def check_example(example: dict[str, Any]) -> None:
         raise DataError("expected a string as text")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise DataError("expected a list of objects as messages")
-    unhandled = ["weight"]
+    unhandled = ["weight"]  # keys by which other trainers and chat templates change the training
     if "messages" in example:
         unhandled += ["system", "system_prompt", "tools", "functions", "documents",
                       "chat_template_kwargs", "completion", "chosen", "rejected", "label",

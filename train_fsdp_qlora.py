@@ -11,7 +11,7 @@ The first command needs no files: it makes a small model and data set and trains
 complete it does nothing. --output_dir then has the adapter in PEFT's format, the tokenizer,
 metrics.jsonl, checkpoint-NNNNNN/ for resuming, and train_config.json for merging.
 
-This file is the job, in the order in which it happens; the package fsdp_qlora/ does the rest, and
+This file is the job, from the top down; the package fsdp_qlora/ does the rest, and
 docs/internals.md is its map. Where to look:
 
     NCCL, torchrun               init_distributed()
@@ -128,7 +128,6 @@ TIMEOUT = timedelta(hours=12)  # one process may tokenize a large file while the
 RETRY_SECONDS = 60  # after a save that failed
 clock = time.monotonic  # seconds
 Metrics = dict[str, float]  # metrics by their names in metrics.jsonl
-Optimizer = bnb.optim.PagedAdamW8bit  # make_optimizer() makes one
 
 
 # ------------------------------------------------------------------------------------------------
@@ -166,7 +165,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
     """Run the whole job: flags in, saved adapter out. All ranks must call this.
 
     `user_config` has the flags as they were typed; below, `flags` has also what follows from them
-    alone, and `config` what follows from model and rows.
+    alone, and `config` what follows from model and rows. status.enter() begins a phase, which
+    decides the exit code of an error and what a signal does.
     """
     # 1. Agree on flags, source and versions, and on one output directory
     check_same(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
@@ -176,7 +176,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         if is_complete:
             return
 
-        # 2. The model, the rows and all flags, but no weights yet: what is wrong is found early
+        # 2. The model, the rows and all flags. Weights are downloaded, but not read: what is wrong
+        # is found early
         limit = limit_memory(flags, device)
         job = prepare(flags, directory, status, is_dry)
         config, base = job.config, job.base
@@ -217,8 +218,10 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         status.enter("training")
         ensure_ref_logps(run)
         status.extend_deadline()
+        # a forward of a few rows without the adapter, by which a merge will be checked
         run.merge_check.begin(model, adapter)
-        log_speed(run, train(run))
+        metrics_of_steps = train(run)
+        log_speed(run, metrics_of_steps)  # with --random_weights
         save_results(run)
         finish_run(run, SCRIPT)
 
@@ -234,8 +237,8 @@ def agree_on_flags(user_config: Config) -> Config:
 
 def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:
     """Return the step of the latest complete checkpoint, from which the run continues; 0 if the run
-    is new or a dry run, which only checks that it could continue. `status` then knows the run's
-    flags and writes status.json. All ranks must call this."""
+    is new or a dry run, which only checks that it could continue. From here on `status` writes
+    status.json, unless it is a dry run. All ranks must call this."""
     config = job.config
     status.enter("checkpoint")
     if is_dry:
@@ -261,7 +264,8 @@ def make_plan(job: Job, sampler: RowSampler, limit: int,
     plan = agree_on_plan(config, arch, job.specs, sampler, job.eval_rows, limit, device, kernels,
                          optimizer_state_bytes(make_optimizer, config))
     if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
-        kernels = choose_attention(config, arch, device, whole_documents=False)
+        with raise_on_all_ranks():
+            kernels = choose_attention(config, arch, device, whole_documents=False)
     return kernels, plan
 
 
@@ -359,7 +363,8 @@ def quiet_libraries(local_rank: int) -> None:
 
 def choose_attention(config: Config, arch: Architecture, device: torch.device,
                      whole_documents: bool = True) -> Kernels:
-    """Return the attention kernels to use. Raises ValueError if --attn flash_attention_2 cannot be.
+    """Return the attention kernels to use. Raises ValueError if --attn flash_attention_2 cannot
+    be used.
 
     For rows of one length, torch's SDPA (cuDNN) is the fastest on Hopper and newer GPUs, Flash
     Attention 2 on older ones. For rows of different lengths it is Flash Attention 2 or, where that
@@ -437,14 +442,18 @@ def make_context_group(size: int) -> ContextGroup:
     if 1 < size < world_size:
         ranks = torch.arange(world_size).view(-1, size).tolist()
         group = dist.new_subgroups_by_enumeration(ranks, timeout=TIMEOUT)[0]
-    return ContextGroup(size, rank % size, rank // size, world_size // size, group)
+    return ContextGroup(size=size, rank=rank % size, group_index=rank // size,
+                        n_groups=world_size // size, group=group)
 
 
 def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
-    """Make each decoder layer an FSDP2 unit, if there is something to gather.
+    """Make each decoder layer an FSDP2 unit, if there is something to gather: its 4-bit weights,
+    norms and biases, and its adapter.
 
-    plan.reshard_after_forward frees a layer's gathered weights until its backward (FULL_SHARD), or
-    keeps them (SHARD_GRAD_OP). The embedding and lm_head are not FSDP units, see ModelParameters.
+    FourBitBlocks, in quant/blocks.py, lets FSDP2 gather 4-bit weights as bytes; with
+    --offload_params from host memory, in place of CPUOffloadPolicy. The embedding and lm_head are
+    not FSDP2 parameters, see ModelParameters. plan.reshard_after_forward frees a layer's gathered
+    weights until its backward (FULL_SHARD), or keeps them (SHARD_GRAD_OP).
     """
     if not plan.uses_fsdp:
         return
@@ -458,7 +467,7 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
                     reshard_after_forward=plan.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for unit, following in zip([model, *model.layers], model.layers):
-        # launch the gather of the next layer before this layer's work: later the CPU may be behind
+        # start the gather of the next layer before this layer's kernels are queued
         unit.set_modules_to_forward_prefetch([following])
     for unit in (model, *model.layers):
         # the loss is divided by the global number of tokens already, so gradients add up
@@ -469,6 +478,9 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
 # ------------------------------------------------------------------------------------------------
 # The adapter's optimizer and its schedule
 # ------------------------------------------------------------------------------------------------
+
+
+Optimizer = bnb.optim.PagedAdamW8bit
 
 
 def make_optimizer(weights: nn.Parameter, config: Config) -> Optimizer:
@@ -516,7 +528,7 @@ def train_step(run: Run, step: int) -> tuple[Metrics, str | None]:
     """
     config = run.config
     rows, micro_batches = run.prefetched or next_step(run, step)
-    counts = step_counts(run, rows, micro_batches)
+    counts = step_counts(run, rows, micro_batches)  # before the list is emptied
     local_sums = accumulate_gradient(run, rows, micro_batches)
     sum_gradient(run)
     # one exchange: the sums of the losses, the gradient norm, what any rank requests
@@ -530,7 +542,7 @@ def train_step(run: Run, step: int) -> tuple[Metrics, str | None]:
     stop_if_diverged(run, step, metrics["loss"], norm)
     lr = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, lr)
-    run.model.write_token_rows()
+    run.model.write_token_rows()  # of --trainable_tokens, into the tables that forward reads
     record = {"step": step, **metrics, "learning_rate": lr, "grad_norm": norm, **counts,
               **step_cost(run, counts["tokens"]), **dict(zip(BALANCE, stats.balance.tolist()))}
     return record, ACTIONS[int(stats.action)]
@@ -538,7 +550,7 @@ def train_step(run: Run, step: int) -> tuple[Metrics, str | None]:
 
 def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Metrics:
     """Return the metrics that tell how large a step is, over all ranks. Every rank knows the
-    lengths of all rows, so this needs no communication."""
+    lengths of all rows, and all ranks pad to one size, so this needs no communication."""
     tokens = int(rows.lengths.sum())
     computed_tokens = sum(len(x.input_ids) for x in micro_batches) * dist.get_world_size()
     return {"rows": len(rows), "tokens": tokens,
@@ -560,8 +572,8 @@ def step_cost(run: Run, tokens: float) -> Metrics:
 
 
 def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> torch.Tensor:
-    """Run forward and backward of all micro-batches of a step. Returns this rank's sums of
-    compute_loss(). All ranks must call this."""
+    """Run forward and backward of all micro-batches of a step, and empty the list. Returns this
+    rank's sums of compute_loss(). All ranks must call this."""
     plan = run.plan
     sums = []
     # values that the loss needs of all rows of the step: KTO's KL estimate, which takes one more
@@ -587,8 +599,10 @@ def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> torch.Tensor:
-    """Run forward, and backward of `loss_weight` times the loss, of one micro-batch; gradients
-    accumulate in the adapter. Returns the sums of compute_loss(). All ranks must call this."""
+    """Run forward, and backward of `loss_weight` times the loss, of one micro-batch. Gradients
+    accumulate in adapter.grad, one vector, of which each layer's gradients are views. Returns the
+    sums of compute_loss(). All ranks must call this."""
+    # None: without a CUDA graph for micro-batches of this size
     if run.cuda_graphs and (sums := run.cuda_graphs.replay(micro_batch, loss_weight)) is not None:
         return sums
     loss, sums = compute_loss(run.model, micro_batch, run.config)
@@ -714,7 +728,7 @@ def train(run: Run) -> list[Metrics]:
     run.save_due = run.step_start + save_interval(config)[1]
     status.extend_deadline()
     try:
-        # the base model, or an evaluation that a stop had cut short
+        # the model before step 1; or, resumed, an evaluation that a stop had cut short
         evaluate_and_save(run, writer, start_step, None)
         for step in range(start_step + 1, config.max_steps + 1):
             status.extend_deadline()
@@ -780,7 +794,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     name = checkpoints.checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # CPU reads of paged state need this
     weights = run.adapter.gather_weights()
-    merge_check = run.merge_check.hidden_states(run.model)
+    merge_check = run.merge_check.hidden_states(run.model)  # by a forward of a few rows
     optimizer_state = run.adapter.gather_state(sharded_state(run.optimizer))
     try:
         on_rank_0(checkpoints.write_checkpoint, run, step, weights, optimizer_state, merge_check,
@@ -803,7 +817,7 @@ def save_results(run: Run) -> None:
     this."""
     run.status.enter("saving")
     weights = run.adapter.gather_weights()
-    merge_check = run.merge_check.hidden_states(run.model)
+    merge_check = run.merge_check.hidden_states(run.model)  # by a forward of a few rows
     on_rank_0(checkpoints.save_adapter, run, weights, merge_check, causes=checkpoints.DISK_ERRORS)
     on_rank_0(draw_losses, run.directory)
 

@@ -83,9 +83,10 @@ class Plan:
         return self.context_parallel_size + 0.5
 
     @property
-    def n_fetched_ahead(self) -> int:
-        """Number of put()s whose copies from host memory start before backward needs them. One is
-        enough for a layer's inputs; what an MLP needs is several times as large."""
+    def n_copied_at_once(self) -> int:
+        """Number of put()s whose copies to host memory, or back, may run at the same time. One is
+        enough for a layer's inputs. What an MLP needs is several times as large, and the next
+        layer's inputs follow it at once."""
         return 2 if self.n_mlp_saved else 1
 
     @property

@@ -359,6 +359,20 @@ def test_what_is_offloaded_is_not_held():
     assert torch.equal(back.gate_up, want) and back.branch is None
 
 
+@pytest.mark.parametrize("n_at_once", [1, 2])
+def test_so_many_puts_are_copied_at_once(n_at_once):
+    """Else the GPU would wait for a copy that nothing is computed beside."""
+    store = OffloadedActivations(4, n_at_once, 8, torch.device("cpu"))
+    x = torch.ones(8)
+    first = weakref.ref(x)
+    store.put(x)
+    del x
+    for n_later in 1, 2:
+        store.put(torch.ones(8))
+        gc.collect()
+        assert (first() is not None) == (n_later < n_at_once)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu", "gemma4_e"])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     """Micro-batches of several lengths; the first layers keep x, or the sum after attention as

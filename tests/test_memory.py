@@ -30,7 +30,7 @@ from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner import search
 from fsdp_qlora.planner.costs import (
-    CONSTANTS, count_layers, layer_seconds, predict_memory, predict_time)
+    CONSTANTS, count_layers, layer_seconds, predict_memory, predict_time, saved_bytes)
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
     DoesNotFit, SearchInputs, Workload, agree_on_plan, can_save_attention, choose_plan,
@@ -233,6 +233,17 @@ def test_prediction_is_near_what_was_measured(name, layers, peak, speed, setting
     assert 0.9 < faster < 1.2
 
 
+@pytest.mark.parametrize("tokens, recomputed, peak", [(32_768, 2, 122.25), (262_144, 30, 85.11)])
+def test_peak_of_layers_of_two_kinds(tokens, recomputed, peak):
+    """Measured with Qwen3.5-9B on an H200 at 7b8c5b2. Its delta nets need most in backward, but the
+    last layer is attention: when the delta net before it runs, what it saved is free."""
+    _, arch, specs = shapes_of("qwen3.5-9b")
+    plan = predicted(arch, specs, micro_batch_tokens=tokens, recomputed=recomputed,
+                     offload_activations=True, reuse_dequantized=True)
+    print(f"{plan.bytes / GIB:.2f} GiB, measured {peak}")
+    assert plan.bytes / GIB == pytest.approx(peak, rel=0.03)
+
+
 class CountedAttention(torch.autograd.Function):
     """Stands where a kernel stands, and saves what Flash Attention saves."""
 
@@ -305,14 +316,12 @@ def test_plan_counts_what_a_layer_keeps_to_the_byte(family, saves):
 
     def planned(n_layers, n):
         recomputed = 0 if saves == "all" else n_layers
-        plan = predicted(
-            dataclasses.replace(arch, n_layers=n_layers),
-            tuple(layer.spec for layer in model.layers[:n_layers]), micro_batch_tokens=n,
-            recomputed=recomputed, save_mid_residual=saves == "mid_residual",
-            compute_dtype="float32",
-            n_mlp_saved=n_layers if saves == "mlp" else 0,
-        )  # fmt: skip
-        return sum(size for kind, size in plan.memory.items() if kind.startswith("kept by"))
+        plan = Plan(**{
+            **PLAN, "n_layers": n_layers, "recomputed": recomputed, "micro_batch_tokens": n,
+            "save_mid_residual": saves == "mid_residual",
+            "n_mlp_saved": n_layers if saves == "mlp" else 0})
+        layers = count_layers(tuple(layer.spec for layer in model.layers[:n_layers]))
+        return sum(saved_bytes(plan, layers, 4 * n))  # in fp32
 
     got, want = (
         (f[one + 1, 56] - f[one, 56]) - (f[one + 1, 40] - f[one, 40])

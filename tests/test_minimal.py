@@ -9,6 +9,7 @@ import math
 import random
 import re
 import shutil
+import textwrap
 import sys
 
 import bitsandbytes as bnb
@@ -445,6 +446,33 @@ def logits_of(model, ids):
         return model(input_ids=torch.tensor([ids], device=DEVICE)).logits[0].float()
 
 
+def test_docstring_uses_and_merges_the_adapter(base, runs, tmp_path):
+    """The two pieces of code in the file's docstring: both models have the logits that training
+    ended with, to a twentieth of the adapter's effect."""
+    _, seen = runs("llama")
+    usage, _, _ = minimal_fsdp_qlora.__doc__.partition("This file needs no other")
+    use, merge_it = (
+        textwrap.dedent("\n".join(line for line in part.splitlines() if line.startswith("    ")))
+        for part in usage.partition("To use the adapter")[2].split("To merge it"))
+    names = {"torch": torch, "AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": PeftModel,
+             "BitsAndBytesConfig": BitsAndBytesConfig, "name": base / "llama"}
+    merged_dir = str(tmp_path / "merged")
+    for code in use, merge_it:
+        exec(code.replace('"adapter"', repr(str(base / "llama-adapter")))
+             .replace('"merged"', repr(merged_dir)), names)
+        if code == use:
+            used = names["model"].to(DEVICE).train()
+            with used.disable_adapter():
+                plain = logits_of(used, PROBE)
+    merged = AutoModelForCausalLM.from_pretrained(merged_dir, device_map=DEVICE)
+    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
+    effect = (seen["logits"].to(DEVICE) - plain).norm()
+    for model in used, merged:
+        error = float((logits_of(model, PROBE) - seen["logits"].to(DEVICE)).norm() / effect)
+        print(error)
+        assert error < 0.05
+
+
 @pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_family_trains_and_peft_gives_the_same(family, base, runs):
     """Its first loss is that of transformers' 4-bit model, its last logits are those that PEFT
@@ -630,7 +658,7 @@ def test_rows_without_an_answer_are_counted(runs):
     needs_ranks(2)
     text, _ = runs("unanswered")
     assert "unanswered.jsonl: 24 rows from 26 of 26 lines (columns: messages, text);" in text
-    assert "left out, because no answer is within it: 2\n" in text
+    assert "left out, because no token within --max_seq_len is in the loss: 2\n" in text
     assert len(losses(text)) == 1
 
 

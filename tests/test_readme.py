@@ -240,8 +240,8 @@ def defined(tree):
 
 def named(words):
     """Functions with their (), CamelCase and UPPER_CASE names."""
-    shapes = (r"(\w+)\(\)|((?:[A-Z]\w*[a-z]\w*){2,}|[A-Z]+_[A-Z_]+|FAMILIES|SCHEDULES|Config"
-              r"|Rows)")
+    shapes = (r"(\w+)\(\)|((?:[A-Z]\w*[a-z]\w*){2,}|[A-Z]+_[A-Z_]+|FAMILIES|QUESTIONS"
+              r"|SCHEDULES|Config|Rows)")
     return {m[1] or m[2] for m in (re.fullmatch(shapes, word) for word in words) if m}
 
 

@@ -57,22 +57,22 @@ class OffloadedActivations:
     """Store of the tensors that layers save for backward, in pinned host memory. take() is called
     in the reverse order of put().
 
-    Its own stream does the copies, and fetches `n_ahead` puts ahead. put() frees the GPU memory of
-    the earlier puts, whose copies ran beside what was computed since. The last of a micro-batch's
-    `n_puts` stays on the GPU, because its backward comes first.
+    Its own stream does the copies: to the host those of `n_at_once` puts, whose GPU memory is freed
+    by the put() after these, and back those of as many, before take() wants them. The last of a
+    micro-batch's `n_puts` stays on the GPU, because its backward comes first.
     """
 
     def __init__(
-        self, n_puts: int, n_ahead: int, micro_batch_tokens: int, device: torch.device
+        self, n_puts: int, n_at_once: int, micro_batch_tokens: int, device: torch.device
     ) -> None:
-        self.n_puts, self.n_ahead = n_puts, n_ahead
+        self.n_puts, self.n_at_once = n_puts, n_at_once
         self.micro_batch_tokens, self.device = micro_batch_tokens, device
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
         # {i: pinned uint8 buffer, large enough for the i-th put() of the longest micro-batch}
         self.buffers = {}
         # {i: (shape, dtype, bytes) of each tensor of this micro-batch's i-th put()}
         self.shapes = {}
-        # [(tensors, event at the end of their copy)] of the latest put(), not yet freed on the GPU
+        # [(tensors, event at the end of their copy)] of the latest puts, not yet freed on the GPU
         self.offloading = []
         self.on_device = {}  # {i: (tensors on the GPU, event to wait for or None)}
         self.next_put = 0  # number of the next put() of this micro-batch
@@ -90,12 +90,12 @@ class OffloadedActivations:
                 a.copy_(b, non_blocking=True)
             return self.stream.record_event()
 
-    def release(self) -> None:
-        """Free the GPU memory of what is copied to the host."""
-        for _, event in self.offloading:
+    def release(self, n_kept: int = 0) -> None:
+        """Free the GPU memory of what is copied to the host, but for the latest `n_kept` puts."""
+        while len(self.offloading) > n_kept:
+            _, event = self.offloading.pop(0)
             if event is not None:  # after this event the memory may be reused
                 torch.cuda.current_stream().wait_event(event)
-        self.offloading.clear()
 
     def views(self, i: int) -> list[Tensor]:
         """Return the tensors of the i-th put() in host memory."""
@@ -106,7 +106,7 @@ class OffloadedActivations:
     def put(self, *tensors: Tensor) -> Any:
         """Save tensors of all tokens of a micro-batch, the first one [tokens, ..]. Returns the key
         for take()."""
-        self.release()
+        self.release(self.n_at_once - 1)
         i, self.next_put = self.next_put, (self.next_put + 1) % self.n_puts
         if i == self.n_puts - 1:
             self.on_device[i] = tensors, None
@@ -127,13 +127,13 @@ class OffloadedActivations:
         self.on_device[i] = tensors, self.copy(tensors, self.views(i))
 
     def take(self, i: int) -> Sequence[Tensor]:
-        """Return the tensors of the i-th put(), once; start to fetch those of the `n_ahead` puts
-        before it."""
+        """Return the tensors of the i-th put(), once; start to fetch those of the `n_at_once`
+        puts before it."""
         self.release()
         tensors, event = self.on_device.pop(i)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
-        for earlier in range(i - 1, max(i - self.n_ahead, 0) - 1, -1):
+        for earlier in range(i - 1, max(i - self.n_at_once, 0) - 1, -1):
             if earlier not in self.on_device:
                 self.fetch(earlier)
         return tensors
@@ -157,4 +157,4 @@ def make_store(plan: Plan, device: torch.device) -> ActivationStore:
         return DeviceActivations()
     n_puts = sum(2 if plan.save_policy(i) in ("mid_residual", "mlp") else 1
                  for i in range(plan.recomputed))
-    return OffloadedActivations(n_puts, plan.n_fetched_ahead, plan.micro_batch_tokens, device)
+    return OffloadedActivations(n_puts, plan.n_copied_at_once, plan.micro_batch_tokens, device)

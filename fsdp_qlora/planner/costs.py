@@ -41,7 +41,9 @@ class LayerTotals:
     """Totals of a model's layers that the planner needs. Counts are sums over all layers unless the
     comment says otherwise."""
 
-    unique_costs: tuple[LayerCosts, ...]  # of the different LayerSpecs
+    # {costs of each different LayerSpec: index of its last layer among the first 0, 1, 2, .. ones;
+    # -1: none}
+    last_index: dict[LayerCosts, list[int]]
     # {SavePolicy: values per token that the first 0, 1, 2, .. layers save}
     saved_values: dict[SavePolicy, list[int]]
     packed_bytes: int  # of 4-bit weights and their scales
@@ -74,10 +76,14 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         values = {kind: kind.saved_values(policy) for kind in by_spec.values()}
         return list(itertools.accumulate((values[x] for x in costs), initial=0))
 
+    def last_indices(kind: LayerCosts) -> list[int]:
+        return list(itertools.accumulate(
+            (i if x is kind else -1 for i, x in enumerate(costs)), max, initial=-1))
+
     bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
     vectors_each = [spec.n_vectors for spec in specs]
     return LayerTotals(
-        unique_costs=tuple(by_spec.values()),
+        last_index={kind: last_indices(kind) for kind in by_spec.values()},
         saved_values={policy: running_sum(policy) for policy in SAVE_POLICIES},
         packed_bytes=sum(bytes_each), largest_packed=max(bytes_each),
         n_small=sum(math.prod(shape) for spec in specs
@@ -172,17 +178,28 @@ def shared_kv_values(arch: Architecture) -> int:
     return sum(2 * heads.n_kv * heads.dim for heads in kv_to_share)
 
 
-def saved_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int, int]:
-    """Return the bytes that the recomputed layers save, and those that the other layers save.
-    `value_bytes`: the bytes of one value for each token of a micro-batch."""
-    def bytes_of_layers(start: int, stop: int) -> int:  # all of these layers save the same
-        values = layers.saved_values[plan.save_policy(start)]
-        return (values[stop] - values[start]) * value_bytes
-
+def layer_ranges(plan: Plan) -> list[tuple[int, int]]:
+    """Return (start, stop) of the ranges of layers that save the same, see Plan.save_policy()."""
     first_mlp = plan.recomputed - plan.n_mlp_saved
-    bounds = 0, first_mlp - plan.n_attention_saved, first_mlp, plan.recomputed
-    recomputed = sum(bytes_of_layers(*ends) for ends in itertools.pairwise(bounds))
-    return recomputed, bytes_of_layers(plan.recomputed, plan.n_layers)
+    bounds = 0, first_mlp - plan.n_attention_saved, first_mlp, plan.recomputed, plan.n_layers
+    return [(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop]
+
+
+def saved_bytes(
+    plan: Plan, layers: LayerTotals, value_bytes: int, first: int | None = None
+) -> tuple[int, int]:
+    """Return the bytes that recomputed layers save, and those that the others save: of the `first`
+    layers, None for all. `value_bytes`: the bytes of one value for each token of a micro-batch."""
+    n_layers = plan.n_layers if first is None else first
+    recomputed = others = 0
+    for start, stop in layer_ranges(plan):
+        values = layers.saved_values[plan.save_policy(start)]
+        n_bytes = (values[min(stop, n_layers)] - values[min(start, n_layers)]) * value_bytes
+        if start < plan.recomputed:
+            recomputed += n_bytes
+        else:
+            others += n_bytes
+    return recomputed, others
 
 
 def put_values(policy: SavePolicy, layers: LayerTotals, hidden: int) -> int:
@@ -196,20 +213,22 @@ def activation_peak(
     plan: Plan, layers: LayerTotals, value_bytes: int, hidden: int,
 ) -> tuple[int, int, int]:
     """Return the bytes on the GPU when activations need most: those saved by recomputed layers,
-    those saved by other layers, and those that a layer's backward needs besides. Layers that save
-    the same are adjacent, and backward frees what the other layers save first."""
-    recomputed, others = saved_bytes(plan, layers, value_bytes)
+    those saved by other layers, and those that a layer's backward needs besides. Backward frees
+    what a layer has saved, from the last layer to the first. So of the layers that cost and save
+    the same, the last one needs most."""
     peaks = []
-    # the first layer, and the last ones that save attention's results, their MLP's values, all
-    indices = 0, plan.recomputed - plan.n_mlp_saved - 1, plan.recomputed - 1, plan.n_layers - 1
-    for policy in dict.fromkeys(plan.save_policy(max(0, index)) for index in indices):
-        live = max(layer.live_bytes(plan, policy) for layer in layers.unique_costs)
-        on_gpu = recomputed
-        if plan.offload_activations:  # the mixer's put, and those that are fetched ahead
-            put = put_values(policy, layers, hidden)
-            of_mixer = hidden if policy == "mlp" else put
-            on_gpu = min(recomputed, value_bytes * (of_mixer + plan.n_fetched_ahead * put))
-        peaks.append((on_gpu, others if policy == "all" else 0, live))
+    for start, stop in layer_ranges(plan):
+        policy = plan.save_policy(start)
+        for kind, last_index in layers.last_index.items():
+            if last_index[stop] < start:
+                continue  # the range has no such layer
+            recomputed, others = saved_bytes(plan, layers, value_bytes, last_index[stop] + 1)
+            on_gpu = recomputed
+            if plan.offload_activations:  # the mixer's put, and those that are copied at once
+                put = put_values(policy, layers, hidden)
+                of_mixer = hidden if policy == "mlp" else put
+                on_gpu = min(recomputed, value_bytes * (of_mixer + plan.n_copied_at_once * put))
+            peaks.append((on_gpu, others, kind.live_bytes(plan, policy)))
     return max(peaks, key=sum)
 
 
@@ -420,7 +439,7 @@ def compute_seconds(
     n, n_layers = plan.micro_batch_tokens, arch.n_layers
     active_weights = layers.active_weights / n_layers
     flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, layers))
-    if plan.context_parallel_size > 1 and (mla := mla_costs(layers.unique_costs[0])):
+    if plan.context_parallel_size > 1 and (mla := mla_costs(next(iter(layers.last_index)))):
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
         flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * mla.kv_b.n_weights
@@ -450,7 +469,7 @@ def moved_bytes(
         fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
     moved = (uses * (0.5 + itemsize) / CONSTANTS.dequantizing
              + n * layers.elementwise_values / n_layers * itemsize)
-    if plan.context_parallel_size > 1 and (mla := mla_costs(layers.unique_costs[0])):
+    if plan.context_parallel_size > 1 and (mla := mla_costs(next(iter(layers.last_index)))):
         # made in forward, and twice in backward; and their gradients
         moved += n * plan.seen_keys * 4 * mla.key_values * itemsize
     if plan.plain_attention:
@@ -474,7 +493,7 @@ def wait_seconds(
         waits = routed * (1 + again) * CONSTANTS.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
-    if mla := mla_costs(layers.unique_costs[0]):
+    if mla := mla_costs(next(iter(layers.last_index))):
         kv_values = mla.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
     times = (2 + again) * (plan.context_parallel_size - 1)
