@@ -66,14 +66,14 @@ from tqdm import tqdm
 
 from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.data.tokenizer import complete_tokenizer
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.evaluation.compare_with_transformers import without_kernels
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import LinearAdapter
-from fsdp_qlora.pretrained.formats import nf4_round_trip
 from fsdp_qlora.pretrained.merge_base import MergeBase
 from fsdp_qlora.pretrained.merged_model import copy_all_but_weights, replace_rows, write_weights
+from fsdp_qlora.pretrained.weight_formats import nf4_round_trip
 from fsdp_qlora.run.divergence import why_worse
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
 from fsdp_qlora.run.new_directory import new_directory
@@ -197,7 +197,7 @@ def write_merged(directory: Path, output: Path, base: MergeBase, adapter: dict[s
 def merged_tensor(name: str, base: MergeBase, adapter: dict[str, LinearAdapter],
                   device: str) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
-    if name in base.parts:  # one or several linears of the decoder's layers
+    if name in base.linears_by_tensor:  # one or several linears of the decoder's layers
         merged = merged_linears(name, base, adapter, device)
     elif name in (base.names.embedding, base.names.head) and name in adapter:
         merged = merged_table(name, base, adapter[name], device)
@@ -260,7 +260,7 @@ def write_merged_files(directory: Path, base: MergeBase, tensors: Iterator[torch
     copy_all_but_weights(base, directory)  # the base's files, config.json and the index
     for path in run.extras:  # generation_config.json; the tokenizer, if tokens were trained
         shutil.copyfile(path, directory / path.name)
-    with explain(f"{base.directory}: its tokenizer cannot be loaded"):
+    with errors_about(f"{base.directory}: its tokenizer cannot be loaded"):
         complete_tokenizer(directory, run.template)
     write_weights(base, directory, tensors)
     for path in [*directory.rglob("*"), directory]:
@@ -300,9 +300,10 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
-    with explain("the check did not run (see --no-check; the merged model is whole)"), no_kernels:
+    what = "the check did not run (see --no-check; the merged model is whole)"
+    with errors_about(what), no_kernels:
         try:
-            plain, trained = trained_logits(
+            without_adapter, trained = trained_logits(
                 merge_check_file, *read_head(base, device), base.arch, base.token_ids)
             merged = logits_of(base.auto_class.from_pretrained(merged_dir, **settings), rows)
         except (MemoryError, RuntimeError) as e:
@@ -311,7 +312,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
                 raise
             return Verdict("not checked", f"the check did not run here: {e}")
     agree = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
-    effect_norm = (trained - plain).norm()
+    effect_norm = (trained - without_adapter).norm()
     error = float((merged - trained).norm() / effect_norm)
     effect = float(effect_norm / trained.norm())
     print(f"check: merged and trained logits differ by {100 * error:.2f} % of the adapter's effect,"

@@ -14,7 +14,7 @@ metrics.jsonl, checkpoint-NNNNNN/ for resuming, and train_config.json for mergin
 This file is the job, from the top down; the package fsdp_qlora/ does the rest, and
 docs/internals.md is its map. Where to look:
 
-    NCCL, torchrun               join_processes()
+    NCCL, torchrun               init_distributed()
     data, tokenizer              prepare(), in fsdp_qlora/run/prepare.py
     Flash Attention 2            choose_attention()
     FSDP policy                  shard_model(), make_mesh()
@@ -72,18 +72,18 @@ from fsdp_qlora.config import SCHEDULES, Config, warmup_steps
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import micro_steps_of
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.data.sampling import RowSource, ShuffledRows
+from fsdp_qlora.data.sampling import RowSampler, ShuffledSampler
 from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.evaluation.eval_loss import (
     evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
-from fsdp_qlora.evaluation.reference import ensure_reference
-from fsdp_qlora.evaluation.samples import sample_answers
+from fsdp_qlora.evaluation.generation import generate_samples
+from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps
 from fsdp_qlora.evaluation.step_stats import gather_step_stats, mean_metrics
 from fsdp_qlora.evaluation.untrained_tokens import check_untrained_tokens
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
-from fsdp_qlora.kernels.elementwise import compile_for_any_rows
+from fsdp_qlora.kernels.elementwise import compile_dynamic
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.recurrence import choose_recurrence
@@ -94,8 +94,8 @@ from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context_parallel import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.model.cuda_graphs import CUDAGraphs
 from fsdp_qlora.model.fsdp import reshard_all
-from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.load import load_model
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.preference_loss import preference_loss
@@ -105,13 +105,13 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.ranks import (
     RunEnd, all_gather, check_same, is_rank_0, n_cores, on_rank_0, raise_on_all_ranks)
 from fsdp_qlora.run import checkpoints
-from fsdp_qlora.run.directory import describe_run, open_output, save_tokenizer
+from fsdp_qlora.run.directory import open_output, save_tokenizer, write_train_config
 from fsdp_qlora.run.divergence import stop_if_diverged
 from fsdp_qlora.run.finish import finish_run, stop_run
 from fsdp_qlora.run.flags import parse_flags
 from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.run.metrics import MetricsWriter, draw_losses, log_evaluation, log_speed
-from fsdp_qlora.run.plan_for import answer_plan_for
+from fsdp_qlora.run.plan_for import print_plan_for
 from fsdp_qlora.run.prepare import prepare
 from fsdp_qlora.run.resolve import resolve_config, save_interval
 from fsdp_qlora.run.resume import check_resumable, set_aside_later, step_to_resume
@@ -127,7 +127,7 @@ VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
 TIMEOUT = timedelta(hours=12)  # one process may tokenize a large file while the others wait
 RETRY_SECONDS = 60  # after a save that failed
 clock = time.monotonic  # seconds
-Record = dict[str, float]  # metrics by their names in metrics.jsonl
+Metrics = dict[str, float]  # metrics by their names in metrics.jsonl
 
 
 # ------------------------------------------------------------------------------------------------
@@ -137,13 +137,13 @@ Record = dict[str, float]  # metrics by their names in metrics.jsonl
 
 def main(argv: list[str] | None = None) -> int:
     """Run the job and return the exit code: 0, or one of those in exit_codes.py."""
-    device = join_processes()
+    device = init_distributed()
     with watch_process() as status:
         try:
             with raise_on_all_ranks():
                 config = parse_flags(argv)
             if config.plan_for:
-                answer_plan_for(config, optimizer_state_bytes(make_optimizer, config), status)
+                print_plan_for(config, optimizer_state_bytes(make_optimizer, config), status)
             else:
                 finetune(config, device, status)
             code = 0
@@ -188,8 +188,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")
-        source = ShuffledRows(job.rows, config)
-        kernels, plan = make_plan(job, source, limit, device)
+        sampler = ShuffledSampler(job.rows, config)
+        kernels, plan = make_plan(job, sampler, limit, device)
         status.plan = plan
         log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         if not config.random_weights:
@@ -206,17 +206,17 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
         adapter = make_adapter(model, job)
-        run = make_run(job, plan, status, directory, source, model, adapter, start_step)
+        run = make_run(job, plan, status, directory, sampler, model, adapter, start_step)
         start_adapter(run)
         status.enter("saving")
-        on_rank_0(describe_run, run, user_config, loaded, VERSIONS)
+        on_rank_0(write_train_config, run, user_config, loaded, VERSIONS)
         on_rank_0(save_tokenizer, directory, job.weights_dir, base)
         verify_model(model, plan)
         log_parameters(adapter.n_trainable, loaded.n_parameters)
 
         # 7. Loop, save, and say what to do next
         status.enter("training")
-        ensure_reference(run)
+        ensure_ref_logps(run)
         status.extend_deadline()
         # a forward of a few rows without the adapter, by which a merge will be checked
         run.merge_check.begin(model, adapter)
@@ -252,7 +252,7 @@ def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:
     return start_step
 
 
-def make_plan(job: Job, source: RowSource, limit: int,
+def make_plan(job: Job, sampler: RowSampler, limit: int,
               device: torch.device) -> tuple[Kernels, Plan]:
     """Return the kernels of token mixers, and the fastest plan that fits. All ranks must call this.
     """
@@ -261,7 +261,7 @@ def make_plan(job: Job, source: RowSource, limit: int,
     with raise_on_all_ranks():
         kernels = choose_attention(config, arch, device)._replace(
             recurrence=choose_recurrence(arch, config.compute_dtype, device))
-    plan = agree_on_plan(config, arch, job.specs, source, job.eval_rows, limit, device, kernels,
+    plan = agree_on_plan(config, arch, job.specs, sampler, job.eval_rows, limit, device, kernels,
                          optimizer_state_bytes(make_optimizer, config))
     if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
         with raise_on_all_ranks():
@@ -281,17 +281,17 @@ def make_adapter(model: Model, job: Job) -> Adapter:
     return adapter
 
 
-def make_run(job: Job, plan: Plan, status: Status, directory: Path, source: RowSource,
+def make_run(job: Job, plan: Plan, status: Status, directory: Path, sampler: RowSampler,
              model: Model, adapter: Adapter, start_step: int) -> Run:
     """Make the Run, with its optimizer and, if planned, CUDA graphs."""
-    graphs = None
+    cuda_graphs = None
     if plan.graphs:
-        graphs = Graphs(model, functools.partial(compute_loss, config=job.config))
+        cuda_graphs = CUDAGraphs(model, functools.partial(compute_loss, config=job.config))
     return Run(
-        job=job, plan=plan, status=status, directory=directory, device=model.device, source=source,
-        eval_rows=job.eval_rows, model=model, adapter=adapter,
+        job=job, plan=plan, status=status, directory=directory, device=model.device,
+        sampler=sampler, eval_rows=job.eval_rows, model=model, adapter=adapter,
         optimizer=make_optimizer(adapter.weights, job.config), merge_check=MergeCheck(job.rows),
-        graphs=graphs, saved_step=start_step)
+        cuda_graphs=cuda_graphs, saved_step=start_step)
 
 
 def start_adapter(run: Run) -> None:
@@ -318,7 +318,7 @@ def start_adapter(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def join_processes() -> torch.device:
+def init_distributed() -> torch.device:
     """Join torchrun's processes over NCCL, or over gloo on CPUs. Returns this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     options: dict[str, Any] = {"backend": "gloo", "timeout": TIMEOUT}
@@ -383,20 +383,20 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     has_kernels = capability >= (8, 0) and config.compute_dtype == "bfloat16"
     flash = [attention.flash_attention] if has_flash and config.attn != "sdpa" else []
-    batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
-    batched = attention.batched_attention
-    fixed_len = [batched, *flash] if batched_first else [*flash, batched]
+    sdpa_first = capability >= (9, 0) and config.attn != "flash_attention_2"
+    sdpa = attention.sdpa_attention
+    fixed_len = [sdpa, *flash] if sdpa_first else [*flash, sdpa]
     if not whole_documents:
-        fixed_len = [piece_attention, *flash] if batched_first else flash
+        fixed_len = [piece_attention, *flash] if sdpa_first else flash
     any_len = [attention.varlen_attention, flex_document_attention]
 
     def first_that_works(
             kernels: list[Callable], layer_arch: Architecture, attention_type: str) -> Callable:
         if not has_kernels or layer_arch.attention_dropout:
-            return attention.document_attention
+            return attention.eager_attention
         usable = (f for f in kernels if attention.kernel_matches(
             f, layer_arch, attention_type, device, whole_documents))
-        return next(usable, attention.document_attention)
+        return next(usable, attention.eager_attention)
 
     chosen = Kernels({}, {})
     for attention_type, layer_arch in attention.architectures_by_attention_type(arch).items():
@@ -442,7 +442,7 @@ def make_context_group(size: int) -> ContextGroup:
     if 1 < size < world_size:
         ranks = torch.arange(world_size).view(-1, size).tolist()
         group = dist.new_subgroups_by_enumeration(ranks, timeout=TIMEOUT)[0]
-    return ContextGroup(size=size, rank=rank % size, index=rank // size,
+    return ContextGroup(size=size, rank=rank % size, group_index=rank // size,
                         n_groups=world_size // size, group=group)
 
 
@@ -519,7 +519,7 @@ def learning_rate(step: int, config: Config) -> float:
 # ------------------------------------------------------------------------------------------------
 
 
-def train_step(run: Run, step: int) -> tuple[Record, str | None]:
+def train_step(run: Run, step: int) -> tuple[Metrics, str | None]:
     """Run one optimizer step. Returns its metrics, and the action that any rank requested: "save",
     "stop" or None. All ranks must call this.
 
@@ -548,7 +548,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     return record, ACTIONS[int(stats.action)]
 
 
-def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record:
+def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Metrics:
     """Return the metrics that tell how large a step is, over all ranks. Every rank knows the
     lengths of all rows, and all ranks pad to one size, so this needs no communication."""
     tokens = int(rows.lengths.sum())
@@ -559,7 +559,7 @@ def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Record
             "packing_efficiency": tokens / computed_tokens}
 
 
-def step_cost(run: Run, tokens: float) -> Record:
+def step_cost(run: Run, tokens: float) -> Metrics:
     """Return the metrics of the time and memory that a step of so many tokens took. The time of the
     next step begins here."""
     now = clock()
@@ -591,7 +591,7 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
-    rows = run.rows.select(run.source.indices(step))
+    rows = run.rows.select(run.sampler.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
     return rows, [
         make_micro_batch(rows, micro_step, run.model, step_seed, run.model.context)
@@ -603,7 +603,7 @@ def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> t
     accumulate in adapter.grad, one vector, of which each layer's gradients are views. Returns the
     sums of compute_loss(). All ranks must call this."""
     # None: without a CUDA graph for micro-batches of this size
-    if run.graphs and (sums := run.graphs.replay(micro_batch, loss_weight)) is not None:
+    if run.cuda_graphs and (sums := run.cuda_graphs.replay(micro_batch, loss_weight)) is not None:
         return sums
     loss, sums = compute_loss(run.model, micro_batch, run.config)
     (loss * loss_weight).backward()
@@ -662,7 +662,7 @@ def pending_action(run: Run) -> int:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> Record | None:
+def evaluate(run: Run) -> Metrics | None:
     """Return the metrics over all evaluation rows, without dropout, {name in metrics.jsonl: value};
     None if the run was asked to stop meanwhile. All ranks must call this."""
     assert run.eval_rows, "there is nothing to evaluate on"
@@ -696,13 +696,14 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
         progress.best_loss = loss
         progress.best_step = step
     seconds = clock() - started
-    samples = sample_answers(run, writer.pace if writer else None)
+    samples = generate_samples(run, writer.pace if writer else None)
     log_evaluation(step, run.config.max_steps, metrics, samples, is_best and step > 0)
     if writer:
         assert run.eval_rows, "it was evaluated"
         n_tokens = int(run.eval_rows.n_loss_tokens.sum())
-        writer.record({"step": step, **metrics, "eval_tokens": n_tokens, "eval_seconds": seconds,
-                       **({"eval_samples": samples} if samples else {})})
+        writer.write_record({"step": step, **metrics, "eval_tokens": n_tokens,
+                             "eval_seconds": seconds,
+                             **({"eval_samples": samples} if samples else {})})
     return True
 
 
@@ -711,16 +712,16 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
 # ------------------------------------------------------------------------------------------------
 
 
-def train(run: Run) -> list[Record]:
+def train(run: Run) -> list[Metrics]:
     """Run the training loop: steps, evaluations, metrics, checkpoints. Returns the metrics of all
     steps with --random_weights, else []. All ranks must call this."""
     config = run.config
     status = run.status
     start_step = run.saved_step
-    records: list[Record] = []
+    records: list[Metrics] = []
     log_steps(run)
     if run.rows.lengths.min() != run.rows.lengths.max():
-        compile_for_any_rows()  # else kernels would be compiled anew for each number of tokens
+        compile_dynamic()  # else kernels would be compiled anew for each number of tokens
     with raise_on_all_ranks():
         writer = MetricsWriter(run, start_step) if is_rank_0() else None
     run.step_start = clock()
@@ -738,7 +739,7 @@ def train(run: Run) -> list[Record]:
             if config.random_weights:
                 records.append(record)
             if writer:
-                writer.step(record)
+                writer.write_step(record)
             if step == start_step + 1:
                 # freeze all objects made so far: garbage collection would scan them again and
                 # again, on one rank at a time while the others wait
@@ -793,7 +794,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     name = checkpoints.checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # CPU reads of paged state need this
     weights = run.adapter.gather_weights()
-    merge_check = run.merge_check.states(run.model)  # by a forward of a few rows
+    merge_check = run.merge_check.hidden_states(run.model)  # by a forward of a few rows
     optimizer_state = run.adapter.gather_state(sharded_state(run.optimizer))
     try:
         on_rank_0(checkpoints.write_checkpoint, run, step, weights, optimizer_state, merge_check,
@@ -816,7 +817,7 @@ def save_results(run: Run) -> None:
     this."""
     run.status.enter("saving")
     weights = run.adapter.gather_weights()
-    merge_check = run.merge_check.states(run.model)  # by a forward of a few rows
+    merge_check = run.merge_check.hidden_states(run.model)  # by a forward of a few rows
     on_rank_0(checkpoints.save_adapter, run, weights, merge_check, causes=checkpoints.DISK_ERRORS)
     on_rank_0(draw_losses, run.directory)
 

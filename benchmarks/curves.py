@@ -27,7 +27,7 @@ def plain_product(layer, fused, x):
     """The outputs of a fused linear's frozen weights, and what PEFT's formula adds to them."""
     from fsdp_qlora.layer.dequantize import dequantize
 
-    adapter, parts = layer.adapter.to(x.dtype), layer.spec.adapter_parts()
+    adapter, parts = layer.adapter.to(x.dtype), layer.spec.adapter_slices()
     blank = torch.zeros_like(adapter, requires_grad=False)
     weights = dequantize(layer, fused, blank)[:, : fused.in_features]
     outputs = []
@@ -85,7 +85,7 @@ def driver(path, argv):
         layer.DecoderLayer.forward = plain_layer
         for user in (elementwise, metrics, startup_log, machine):
             user.why_no_triton = lambda: "plain"
-        search.use_graphs = lambda plan, *_: plan
+        search.use_cuda_graphs = lambda plan, *_: plan
     code = script.main(argv)
     sys.stdout.flush()
     os._exit(code)  # for the reason that the script does

@@ -47,10 +47,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(ROOT))
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.forms import parse_example
+from fsdp_qlora.data.example_formats import parse_example
 from fsdp_qlora.data.sampling import step_rows
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.tokenizer import load_tokenizer
 from train_fsdp_qlora import learning_rate
 
@@ -122,7 +122,7 @@ def described_files(draw):
         yield described_functions(path.read_text("utf-8-sig", "replace"))
 
 
-def make_rows():
+def train_and_held_out():
     """(rows to train on, held-out rows); no answer occurs twice."""
     draw, seen, train, held_out = random.Random(0), set(), [], []
     for pairs in described_files(draw):
@@ -145,7 +145,7 @@ def encode(path, model):
     rows = map(json.loads, path.read_text().splitlines())
     documents = [d for row in rows for d in parse_example(row, tokenizer)[1]]
     found = tokenize(documents, both_tokenizers(tokenizer))
-    return rows_of([ids for of_document in found for ids in of_document])
+    return make_rows([ids for of_document in found for ids in of_document])
 
 
 # ---- one run: held-out loss before, after, seconds of the steps --------------------------------
@@ -258,7 +258,7 @@ def main(argv):
     made = made.parent if (made / "config.json").is_file() else made
     if args.prepare or not (args.model or (made / "held_out.jsonl").is_file()):
         write_model(made / "model")
-        for name, rows in zip(("train", "held_out"), make_rows()):
+        for name, rows in zip(("train", "held_out"), train_and_held_out()):
             (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if args.prepare:
         return

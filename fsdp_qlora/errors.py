@@ -1,4 +1,4 @@
-"""explain(): errors that name the file or flag at fault."""
+"""errors_about(): errors that name the file or flag at fault."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def explain(what: str) -> Iterator[None]:
+def errors_about(what: str) -> Iterator[None]:
     """Turn any error of the `with` body, of whatever class, into a ValueError about `what`."""
     try:
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# values that content_sum() adds at once; they fit in a CPU's cache (2**22 took 20 times longer)
+# values that tensor_checksum() adds at once; they fit in a CPU's cache (2**22 took 20 times longer)
 SUM_CHUNK = {"cpu": 2**18, "cuda": 2**23}
 
 
@@ -19,7 +19,7 @@ def as_hex(value: int) -> str:
     return f"{value % 2**64:016x}"
 
 
-def content_sum(
+def tensor_checksum(
     values: torch.Tensor, rows: range = range(1), n_before: int = 0,
 ) -> torch.Tensor:
     """Return a checksum of a tensor's content, int64 on the device of `values`: the sum of all

@@ -75,11 +75,11 @@ def host_share() -> float:
     return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def memory_gib(device: torch.device, graphs: bool = False) -> tuple[float, float]:
+def memory_gib(device: torch.device, cuda_graphs: bool = False) -> tuple[float, float]:
     """Return GiB now and at the peak: on a GPU what torch has allocated, or has reserved if CUDA
     graphs are used, whose memory does not count as allocated; on a CPU the process's resident
     memory."""
-    if graphs:
+    if cuda_graphs:
         return torch.cuda.memory_reserved() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     if device.type == "cuda":
         return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30

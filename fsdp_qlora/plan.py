@@ -58,7 +58,7 @@ class Plan:
     # decided
     graphs: bool = False  # CUDA graphs are used
     why_no_graphs: str = ""
-    graph_room: int = 0  # memory that graphs reserve, in whole micro-batches, see use_graphs()
+    graph_room: int = 0  # memory that graphs reserve, in whole micro-batches, see use_cuda_graphs()
     # predicted
     # {kind, as printed: bytes} at a step's peak, see predict_memory()
     memory: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -4,14 +4,14 @@ How it all runs. Nothing here is a stand-in: the models are real ones with rando
 layers of every family in families.py), the references are transformers, PEFT and bitsandbytes
 themselves, the runs are the script's own. Three ways lead to it. run_main calls its main() in this
 process. run_training starts the file by torchrun, as a user does. run_jobs has the ranks of a
-launch of several.py call main() with one list of flags after the other: a launch serves the whole
-session, since to start one takes longer than most runs; on a CPU it is forked from this process
-and forks four ranks, of which a job takes as many as it wants. A file's runs are made together, by
-a fixture, when its first test asks for them, and each test then reads what its own run has left: a
-case that goes wrong fails under its own name. Where files do not tell, a job is a case of
-worker.py, which looks at the run that finetune() has wired, in place of its steps. Computed in fp32
-and on a CPU, numbers equal the references to 1e-5; what must be the same bytes is compared by
-torch.equal. `make test` shares the files out to two processes, each with launches of its own.
+launch of ranks_runner.py call main() with one list of flags after the other: a launch serves the
+whole session, since to start one takes longer than most runs; on a CPU it is forked from this
+process and forks four ranks, of which a job takes as many as it wants. A file's runs are made
+together, by a fixture, when its first test asks for them, and each test then reads what its own run
+has left: a case that goes wrong fails under its own name. Where files do not tell, a job is a case
+of rank_cases.py, which looks at the run that finetune() has wired, in place of its steps. Computed
+in fp32 and on a CPU, numbers equal the references to 1e-5; what must be the same bytes is compared
+by torch.equal. `make test` shares the files out to two processes, each with launches of its own.
 
 Two things take as long as the few steps of such a run, an eighth of the time of all tests together:
 the check at start, which a session does once for each shrunk configuration, and loss.png, which is
@@ -41,7 +41,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is that of the process th
     CACHE = tempfile.TemporaryDirectory(prefix="datasets-", ignore_cleanup_errors=True)
     os.environ["HF_DATASETS_CACHE"] = CACHE.name
     CHECKS = tempfile.TemporaryDirectory(prefix="checks-", ignore_cleanup_errors=True)
-    os.environ["PASSED_CHECKS"] = CHECKS.name  # of house.py
+    os.environ["PASSED_CHECKS"] = CHECKS.name  # of patching.py
 # torch asks for the name of each address that it connects to, also 127.0.0.1; where the name server
 # does not answer, each time for the 5 seconds that are the default
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -52,7 +52,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_fsdp_qlora.py"
-SEVERAL = ROOT / "tests" / "several.py"
+SEVERAL = ROOT / "tests" / "ranks_runner.py"
 sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
@@ -139,7 +139,7 @@ def pytest_xdist_auto_num_workers():
 
 # The longest first, so that two processes end together; xdist would go by the number of tests.
 LONG = """nothing_lost layer minimal preferences experts merge layouts merge_experts numbers
-    trainable_tokens context nodes step evaluation house memory per_layer live_memory loading
+    trainable_tokens context nodes step evaluation package memory per_layer live_memory loading
     benchmarks bad_input released dora models multimodal readme plan_for launch files""".split()
 
 
@@ -165,14 +165,14 @@ def pytest_runtestloop(session):
     wanted = {name for item in session.items for name in item.fixturenames}
     if session.config.option.collectonly or not wanted & {"launch", "run_main"}:
         return
-    import house
+    import patching
 
-    house.check_each_model_once()
+    patching.check_each_model_once()
     if "launch" in wanted and DEVICE == "cpu":
-        import several
-        from spare import Spare
+        import ranks_runner
+        from prefork import Spare
 
-        SPARES.append(Spare(several.main))
+        SPARES.append(Spare(ranks_runner.main))
 
 
 def selected_params(request):
@@ -224,15 +224,15 @@ def read_rows(path, tokenizer, max_seq_len=64):
 
 def encode_file(path, tokenizer, max_seq_len=64):
     """What the script's table holds of each document of a file's rows."""
-    from fsdp_qlora.data.encode import encode_pieces
-    from fsdp_qlora.data.sources import find_pieces
+    from fsdp_qlora.data.encode import encode_fragments
+    from fsdp_qlora.data.sources import find_fragments
 
-    pieces, _ = find_pieces(str(path))
-    return list(encode_pieces(pieces, tokenizer, max_seq_len, len(tokenizer)))
+    pieces, _ = find_fragments(str(path))
+    return list(encode_fragments(pieces, tokenizer, max_seq_len, len(tokenizer)))
 
 
 def ranks_command(nproc, directory):
-    """What starts the ranks of several.py."""
+    """What starts the ranks of ranks_runner.py."""
     if DEVICE == "cpu":
         return [sys.executable, SEVERAL, directory, str(nproc)]
     # bitsandbytes asks the driver when it is imported, and that does not survive a fork
@@ -241,7 +241,7 @@ def ranks_command(nproc, directory):
 
 
 def run_once(nproc, job, directory, env=None):
-    """CompletedProcess of a launch of several.py for one job, which may end its ranks."""
+    """CompletedProcess of a launch of ranks_runner.py for one job, which may end its ranks."""
     (directory / "0.json").write_text(json.dumps([job]))
     return subprocess.run(
         ranks_command(nproc, directory), cwd=directory, env={**os.environ, **(env or {})},
@@ -250,7 +250,7 @@ def run_once(nproc, job, directory, env=None):
 
 
 class Launch:
-    """The ranks of several.py, which wait for jobs until they are ended."""
+    """The ranks of ranks_runner.py, which wait for jobs until they are ended."""
 
     def __init__(self, directory):
         self.directory, self.n_lists = directory, 0
@@ -331,16 +331,16 @@ def small_disk(directory, size):
 
 def do_here(jobs, cwd):
     """The same in this process, which is one rank as well as any; a case leaves nothing behind."""
-    import house
-    from several import do
+    import patching
+    from ranks_runner import do
 
-    out, err, before, names = io.StringIO(), io.StringIO(), Path.cwd(), house.snapshot()
+    out, err, before, names = io.StringIO(), io.StringIO(), Path.cwd(), patching.snapshot()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             codes = [do({"cwd": str(cwd), **job}, 0) for job in jobs]
     finally:
         os.chdir(before)
-        house.restore(names)
+        patching.restore(names)
         if torch.distributed.is_initialized():  # an exception that main() knows nothing of
             torch.distributed.destroy_process_group()
     return codes, out.getvalue(), err.getvalue()
@@ -348,8 +348,9 @@ def do_here(jobs, cwd):
 
 @pytest.fixture(scope="session")
 def run_jobs(launch):
-    """Function (nproc, jobs, cwd, code=0): has torchrun's `nproc` ranks do these jobs of several.py
-    there, each of which must end with that exit code on all ranks; (stdout, stderr)."""
+    """Function (nproc, jobs, cwd, code=0): has torchrun's `nproc` ranks do these jobs of
+    ranks_runner.py there, each of which must end with that exit code on all ranks; (stdout,
+    stderr)."""
 
     def run(nproc, jobs, cwd, code=0, timeout=300):
         needs_ranks(nproc)

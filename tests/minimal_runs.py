@@ -1,5 +1,5 @@
-"""minimal_fsdp_qlora.py on the ranks of several.py, for test_minimal.py: the case `minimal` of
-worker.py. The script is its own; what is put around its functions looks, or is a fault, or says
+"""minimal_fsdp_qlora.py on the ranks of ranks_runner.py, for test_minimal.py: the case `minimal` of
+rank_cases.py. The script is its own; what is put around its functions looks, or is a fault, or says
 how it is to compute."""
 
 import ast
@@ -36,7 +36,7 @@ def minimal(job, process):
             (sys, "argv", argv),
             (script.time, "sleep", lambda seconds: None),  # no torchrun ends rank 1 meanwhile
             (script, "init_distributed", lambda: device),
-            (dist, "destroy_process_group", lambda: None),  # worker.py ends it
+            (dist, "destroy_process_group", lambda: None),  # rank_cases.py ends it
             (script, "check_model", looking_at_weights(script.check_model, seen)),
             *looking_at_losses(seen),
             (script, "train", looking_at_logits(script.train, seen, device)),

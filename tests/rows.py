@@ -1,4 +1,4 @@
-"""Rows, chat templates and tokenizers of the tests of data, and what the house makes of them.
+"""Rows, chat templates and tokenizers of the tests of data, and what the package makes of them.
 
 The templates are small, each with a trait of released ones. What of a row is trained is told by
 decoding its tokens, never by what the script says of them.
@@ -13,7 +13,7 @@ from conftest import encode_file, one_process
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from fsdp_qlora.data.dataset import prepare_rows
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.ranks import RunEnd
 
 SPECIAL = ("<|im_start|> <|im_end|> <|start|> <|channel|> <|message|> <|end|> <|return|> <|call|>"
@@ -64,11 +64,11 @@ def refusal(sources, tokenizer, **settings):
 def trained_runs(document, tokenizer):
     """[(the text before, the text)] of each part that is trained in one go."""
     ids, labels = list(map(int, document["input_ids"])), list(map(int, document["labels"]))
-    assert all(label in (token, IGNORE) for token, label in zip(ids, labels, strict=True))
+    assert all(label in (token, IGNORE_INDEX) for token, label in zip(ids, labels, strict=True))
     runs, at = [], 0
     while at < len(ids):
         start = at
-        while at < len(ids) and labels[at] != IGNORE:
+        while at < len(ids) and labels[at] != IGNORE_INDEX:
             at += 1
         if at > start:
             runs.append((tokenizer.decode(ids[:start]), tokenizer.decode(ids[start:at])))

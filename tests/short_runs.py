@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_step import ALPHA, RANK, load_reference, write_uneven_rows
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 
 PEAK, STEPS = 1e-2, 4
 FLAGS = ["--model", "model", "--dataset", "rows.jsonl", "--batch_size", 4, "--max_steps", STEPS,
@@ -143,7 +143,7 @@ def reference_loss_of(base):
         for ids, labels in rows:
             logits = model(ids[None].to(DEVICE)).logits[0, :-1].float()
             total += F.cross_entropy(logits, labels[1:].to(DEVICE), reduction="sum").item()
-            n_loss_tokens += int((labels[1:] != IGNORE).sum())
+            n_loss_tokens += int((labels[1:] != IGNORE_INDEX).sum())
         return total / n_loss_tokens, n_loss_tokens
 
     return compute

@@ -388,13 +388,13 @@ def test_settings_that_no_record_can_express_are_refused(start, model, settings,
 
 
 def test_failed_check_at_start_ends_the_run_in_one_line(start, model, monkeypatch):
-    """The house's norm is wrong."""
-    standardised = elementwise.standardised
+    """The package's norm is wrong."""
+    standardized = elementwise.standardized
 
     def wrong(x, kind, eps):
-        return standardised(x + 0.1, kind, eps)
+        return standardized(x + 0.1, kind, eps)
 
-    monkeypatch.setattr(elementwise, "standardised", wrong)
+    monkeypatch.setattr(elementwise, "standardized", wrong)
     refused(MODEL, start(model), f"--model {model}", "check at start", "llama")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, encode_file, one_process
-from house import parse_config
+from patching import parse_config
 
 from fsdp_qlora.data.tokenizer import load_tokenizer
 from fsdp_qlora.layer import layer

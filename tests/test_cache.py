@@ -14,7 +14,8 @@ from rows import CHATML, chat_tokenizer, prepare, refusal, write_jsonl
 from test_files import NESTED, write_kind
 
 from fsdp_qlora.data import (
-    cache, chat, dataset, encode, forms, rows as encoded_rows, sources as files)
+    cache, chat, dataset, encode, example_formats as formats, rows as encoded_rows,
+    sources as files)
 from fsdp_qlora.files import digest
 
 
@@ -26,13 +27,13 @@ def tokenizer(demo_directory):
 @pytest.fixture
 def parsed(monkeypatch):
     """Each row that is parsed, from now on."""
-    rows, find_form = [], forms.find_form
+    rows, find_format = [], formats.find_format
 
     def counted(row):
         rows.append(row)
-        return find_form(row)
+        return find_format(row)
 
-    monkeypatch.setattr(forms, "find_form", counted)
+    monkeypatch.setattr(formats, "find_format", counted)
     monkeypatch.setattr(cache, "n_cores", lambda: 1)  # in this process
     return rows
 
@@ -84,7 +85,7 @@ def test_other_content_or_settings_are_encoded_anew(change, parsed, tokenizer, t
     assert n >= 6 and after != before
 
 
-@pytest.mark.parametrize("module", [chat, encode, files, forms, encoded_rows],
+@pytest.mark.parametrize("module", [chat, encode, files, formats, encoded_rows],
                          ids=lambda m: m.__name__)  # fmt: skip
 def test_rows_are_encoded_anew_by_other_code(module, parsed, monkeypatch, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "It is 7."}])
@@ -139,7 +140,7 @@ def test_damaged_cache_is_encoded_again(harm, parsed, tokenizer, tmp_path, monke
     find = cached(monkeypatch, tmp_path)
     path = write_jsonl(tmp_path / "data.jsonl", NESTED)
     _, first = n_parsed(parsed, [path], tokenizer)
-    part, index = find("0000.arrow"), find(cache.PARTS)
+    part, index = find("0000.arrow"), find(cache.MANIFEST)
     content = bytearray(part.read_bytes())
     content[len(content) // 3] ^= 4
     if harm in ("flipped", "torn", "empty"):
@@ -156,7 +157,7 @@ def test_damaged_cache_is_encoded_again(harm, parsed, tokenizer, tmp_path, monke
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError("no GiB")])
-@pytest.mark.parametrize("name", ["read_piece", "render_jinja_template"])
+@pytest.mark.parametrize("name", ["read_fragment", "render_jinja_template"])
 def test_passing_fault_ends_one_start_alone(error, name, tokenizer, tmp_path, monkeypatch):
     """Neither the rows are left out by it, nor is it found again."""
     from transformers import tokenization_utils_base
@@ -167,7 +168,7 @@ def test_passing_fault_ends_one_start_alone(error, name, tokenizer, tmp_path, mo
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(files if name == "read_piece" else tokenization_utils_base, name, fail)
+        patch.setattr(files if name == "read_fragment" else tokenization_utils_base, name, fail)
         assert str(error.args[-1]) in refusal([path], tokenizer)
     rows, line = prepare([path], tokenizer)
     assert "skipped" not in line and len(rows) >= len(NESTED)
@@ -195,14 +196,14 @@ def test_end_of_one_encoding_process_ends_the_start(end, tokenizer, tmp_path, mo
     monkeypatch.setattr(cache, "n_cores", lambda: 3)
     encode_batches = encode.encode_batches
 
-    def ended(pieces, **settings):
-        if pieces[0].name == str(paths[1]):
+    def ended(fragments, **settings):
+        if fragments[0].name == str(paths[1]):
             if end == "MemoryError":
                 raise MemoryError("no GiB")
             os.kill(os.getpid(), signal.SIGKILL)
-        if end == "SIGKILL" and pieces[0].name == str(paths[2]):
+        if end == "SIGKILL" and fragments[0].name == str(paths[2]):
             signal.pause()
-        return encode_batches(pieces, **settings)
+        return encode_batches(fragments, **settings)
 
     with monkeypatch.context() as patch:
         patch.setattr(dataset, "encode_batches", ended)
@@ -252,7 +253,7 @@ def test_cache_that_can_only_be_read_serves(parsed, tokenizer, tmp_path, monkeyp
     find = cached(monkeypatch, tmp_path)
     path = write_jsonl(tmp_path / "data.jsonl", NESTED)
     _, first = n_parsed(parsed, [path], tokenizer)
-    lock = find(cache.PARTS).parent.with_suffix(".lock")
+    lock = find(cache.MANIFEST).parent.with_suffix(".lock")
     lock.unlink()
     lock.mkdir()  # which cannot be opened for writing, by root neither
     assert n_parsed(parsed, [path], tokenizer) == (0, first)

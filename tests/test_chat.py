@@ -17,7 +17,7 @@ from rows import (
 from test_forms import BOS_AND_EOS, add_specials, plain
 from transformers import AddedToken, AutoTokenizer
 
-from fsdp_qlora.data import forms
+from fsdp_qlora.data import example_formats as formats
 from fsdp_qlora.data.chat import closing_tokens
 from fsdp_qlora.data.template import set_template, with_day
 
@@ -502,15 +502,15 @@ CALLS = {  # other ways to write CALL
 def test_call_of_another_framework_is_taken(name, tokenizer):
     tokenizer.chat_template = TOOLS
     asked = {"messages": [ASKED[0], {"role": "assistant", "tool_calls": [CALL]}]}
-    _, want = forms.parse_example(asked, tokenizer)
+    _, want = formats.parse_example(asked, tokenizer)
     call = CALLS[name]
     for calls in [call], json.dumps([call]), str([call]), call:
         asked["messages"][1] = {"role": "assistant", "content": None, "tool_calls": calls}
-        assert forms.parse_example(asked, tokenizer)[1] == want
+        assert formats.parse_example(asked, tokenizer)[1] == want
     for role in "function_call", "tool_call", "function-call":
         for content in json.dumps(call), json.dumps([call]):
             talk = [ASKED[0], {"from": role, "value": content}]
-            assert forms.parse_example({"conversations": talk}, tokenizer)[1] == want
+            assert formats.parse_example({"conversations": talk}, tokenizer)[1] == want
 
 
 @pytest.mark.parametrize("given", ["", " ", "{}", {}, None, "null", "None"], ids=repr)
@@ -520,7 +520,7 @@ def test_arguments_that_are_empty_are_an_empty_object(given, as_text, tokenizer)
     function = {"name": "now", "arguments": given}
     for function in {"name": "now", "arguments": given}, {"name": "now"}:
         answer = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-        _, ((part,),) = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
+        _, ((part,),) = formats.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
         assert '"arguments": {}' in part.text
 
 
@@ -541,14 +541,14 @@ def test_call_that_is_none_is_left_out_in_the_datas_words(call, why, tokenizer, 
 
 def test_tools_of_another_framework_are_taken(tokenizer):
     tokenizer.chat_template = TOOLS
-    want = forms.parse_example({"messages": ASKED, "tools": [ADD]}, tokenizer)[1]
+    want = formats.parse_example({"messages": ASKED, "tools": [ADD]}, tokenizer)[1]
     for tools in ([json.dumps(ADD)], json.dumps([json.dumps(ADD)]), json.dumps(json.dumps([ADD])),
                   str([ADD]), ADD, [ADD["function"]], json.dumps(ADD["function"]),
                   [{"function": json.dumps(ADD["function"])}]):  # fmt: skip
-        assert forms.parse_example({"messages": ASKED, "tools": tools}, tokenizer)[1] == want
+        assert formats.parse_example({"messages": ASKED, "tools": tools}, tokenizer)[1] == want
     for tools in ["add"], [{"type": "function"}], 3, [[ADD]]:
         with pytest.raises(ValueError, match="^(a tool must be an object with a n|tools is int)"):
-            forms.parse_example({"messages": ASKED, "tools": tools}, tokenizer)
+            formats.parse_example({"messages": ASKED, "tools": tools}, tokenizer)
 
 
 # DeepSeek-V3's: a string is put together
@@ -565,7 +565,7 @@ def test_template_that_wants_arguments_as_text_gets_them(template, tokenizer):
     for given in as_object, ARGUMENTS, '{"a":3,  "of": "\\u00e4"}', str(as_object):
         call = CALL | {"function": NAMED | {"arguments": given}}
         answer = {"role": "assistant", "tool_calls": [call]}
-        _, ((part,),) = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
+        _, ((part,),) = formats.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
         want = given if str(given)[:2] == '{"' else ARGUMENTS
         assert f'"arguments": {want}}}' in part.text
 
@@ -576,7 +576,7 @@ def test_empty_list_of_calls_is_no_call(tokenizer):
         "{{ m.content }}",
         "{{ m.content }}{% if 'tool_calls' in m %}{{ m.tool_calls[0].name }}{% endif %}")
     answer = ASKED[1] | {"tool_calls": []}
-    _, ((part,),) = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
+    _, ((part,),) = formats.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
     assert part.text.endswith("The answer is 7.<|im_end|>")
 
 

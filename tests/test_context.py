@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from test_numbers import of_setting
 
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.kernels.attention import Kernels, document_attention
+from fsdp_qlora.data.rows import make_rows
+from fsdp_qlora.kernels.attention import Kernels, eager_attention
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.micro_batch.context_parallel import (
     ContextGroup, KeyExchange, cut_documents, make_context_shard)
 from fsdp_qlora.micro_batch.segments import Segments
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 
 
 def random_lengths(draw, n):
@@ -64,7 +64,7 @@ def test_ranks_attend_together_as_one_does(n, window):
     arch = types.SimpleNamespace(
         n_heads=4, attention_scale=0.3, attention_softcap=None, attention_dropout=0.0)
     q, k, v = (torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2, 2))
-    want = document_attention(q, k, v, None, segments_of(lengths), arch, window, 0)
+    want = eager_attention(q, k, v, None, segments_of(lengths), arch, window, 0)
     weights, grads = torch.randn_like(want), []
     want_grads = torch.autograd.grad((want * weights).sum(), (q, k, v))
     shards = [make_context_shard(lengths, ContextGroup(n, rank, 0, 1)) for rank in range(n)]
@@ -77,9 +77,9 @@ def test_ranks_attend_together_as_one_does(n, window):
         if window:  # only what is seen is sent
             assert len(received) < len(shard.tokens) + window * 2 * len(lengths)
         at = received[exchange.key_at]
-        for kernel in document_attention, flex_document_attention:
+        for kernel in eager_attention, flex_document_attention:
             inputs = q[shard.tokens], k[at], v[at], None, exchange.segments, arch, window, 0
-            with torch.set_grad_enabled(kernel is document_attention):  # flex has no backward here
+            with torch.set_grad_enabled(kernel is eager_attention):  # flex has no backward here
                 got = kernel(*inputs)
             assert (got - want[shard.tokens]).norm() < 1e-5 * want.norm()
             if got.requires_grad:
@@ -105,7 +105,7 @@ def test_pieces_equal_plain_torch(heads, kv_heads, lengths_q, lengths_k):
     inputs = torch.randn(sum(lengths_q), heads, 16), *both.chunk(2, 1)
     grad = torch.randn(heads, sum(lengths_q), 16).transpose(0, 1)
     results = []
-    for kernel in piece_attention, document_attention:
+    for kernel in piece_attention, eager_attention:
         leaves = [t.detach().requires_grad_() for t in inputs]
         out = kernel(*leaves, None, segments, arch, None, 0)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
@@ -118,8 +118,8 @@ def kernel_of(lengths, micro_step, context):
     plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=sum(lengths))
     model = types.SimpleNamespace(device=torch.device("cpu"), plan=plan, store=None,
                                   kernels=Kernels({"full": "one by one"}, {"full": "in one call"}))
-    rows = rows_of([([1] * n, [1] * n) for n in lengths])
-    return make_micro_batch(rows, micro_step, model, context=context).kernels["full"]
+    rows = make_rows([([1] * n, [1] * n) for n in lengths])
+    return make_micro_batch(rows, micro_step, model, context=context).attention_kernels["full"]
 
 
 @pytest.mark.parametrize("shared_by, lengths, is_one_by_one", [
@@ -306,7 +306,7 @@ def latent_gradients(tmp_path_factory, tiny_model, run_jobs, request):
         write_model(base / name, config, seed=1, dtype=torch.float32)
         for path in tokenizer.glob("*token*"):
             (base / name / path.name).write_bytes(path.read_bytes())
-        write_random_adapter(base / f"{name}.adapter", base / name, describe_model(config))
+        write_random_adapter(base / f"{name}.adapter", base / name, make_architecture(config))
 
     def work(n, name):
         if n not in done:
@@ -350,7 +350,7 @@ def test_ranks_exchange_latents_alone(n, name, setting, passes, latent_gradients
     """Of each token a layer's latent and rotated key, and their gradients; and, once for a
     micro-batch, the token's seed of dropout."""
     widths = of_setting(latent_gradients(n, name), setting)["exchanged"].tolist()
-    arch = describe_model(tiny_config(name, 512))
+    arch = make_architecture(tiny_config(name, 512))
     width = arch.mla.kv_rank + arch.mla.rope_dim
     assert width < arch.n_heads * (arch.head_dim + arch.mla.value_dim)  # whole keys and values
     assert {*widths} - {1} == {width, -width} and (1 in widths) == (setting == "dropout")

@@ -25,9 +25,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data
-from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.evaluation.samples import choose_prompts
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
+from fsdp_qlora.data.rows import make_rows
+from fsdp_qlora.evaluation.generation import choose_prompts
 from fsdp_qlora.files import text_digest
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import metrics
@@ -205,14 +205,15 @@ def test_samples_are_those_of_one_document_alone(nproc, model, flags, demo_direc
 
 def test_prompts_are_those_of_different_good_answers(demo_directory):
     tokens = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 5], [1, 2, 3, 4], [7, 8, 9, 6]]
-    trained = [[*[IGNORE] * 2, 3, 4, IGNORE], [*[IGNORE] * 3, 9, 5], [*[IGNORE] * 2, 3, 4],
-               [7, 8, 9, 6]]  # fmt: skip
+    no = IGNORE_INDEX
+    trained = [[no, no, 3, 4, no], [no, no, no, 9, 5], [no, no, 3, 4], [7, 8, 9, 6]]
     pairs = list(zip(tokens, trained))
-    assert choose_prompts(rows_of(pairs), 9) == (
+    assert choose_prompts(make_rows(pairs), 9) == (
         [[1, 2], [1, 2, 3], [7, 8]], [[3, 4], [9, 5], [9, 6]])
-    assert choose_prompts(rows_of(pairs), 1) == ([[1, 2]], [[3, 4]])
-    assert choose_prompts(rows_of(pairs, "dpo"), 9) == ([[1, 2]], [[3, 4]])  # two rows, one prompt
-    assert choose_prompts(rows_of(pairs[1:], "kto"), 9) == ([[1, 2, 3], [7, 8]], [[9, 5], [9, 6]])
+    assert choose_prompts(make_rows(pairs), 1) == ([[1, 2]], [[3, 4]])
+    # two rows, one prompt
+    assert choose_prompts(make_rows(pairs, "dpo"), 9) == ([[1, 2]], [[3, 4]])
+    assert choose_prompts(make_rows(pairs[1:], "kto"), 9) == ([[1, 2, 3], [7, 8]], [[9, 5], [9, 6]])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def test_line_of_a_step_tells_how_long_the_rest_takes(tmp_path, capsys, monkeypa
     record = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0,
               "tokens_per_second_per_gpu": 1.0, "peak_memory_gib": 1.0}  # fmt: skip
     for step in range(101, 107):
-        log.step({"step": step, **record})
+        log.write_step({"step": step, **record})
     lines = capsys.readouterr().out.splitlines()
     assert all(" tok/s/process |  1.00 GiB" in line for line in lines)
     ends = [line.partition("1.00 GiB")[2] for line in lines]
@@ -376,7 +377,7 @@ def test_board_is_written_where_it_is_asked_for(runs, read_metrics):
 def test_fraction_of_the_rows_is_not_trained_on(base, runs, read_metrics):
     directory, out = runs(1, "fraction")
     rows = read_rows(base / "many.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
-    n_loss_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in rows)
+    n_loss_tokens = sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels in rows)
     assert "eval data: 4 rows held out of the training data\n" in out
     records = read_metrics(directory)
     assert [record["step"] for record in evaluations(records)] == [0, 4, 8, 9]
@@ -444,7 +445,7 @@ def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
         assert sorted(both) == sorted(whole.digests.tolist())
         for one in rows, kept_out:  # the digests are of these tokens
             for i in range(len(one)):
-                again = rows_of([one.tokens(i)])
+                again = make_rows([one.tokens(i)])
                 assert again.digests == one.digests[i] and again.lengths == one.lengths[i]
         seen.append(kept_out.sha256())
     assert seen[0] == seen[1] != seen[2]

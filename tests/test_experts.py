@@ -38,10 +38,10 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
-    plain_model, random_adapter, random_reference, read_weights)
+    plain_model, random_adapter, random_hf_model, read_weights)
 from fsdp_qlora.kernels import elementwise
 from fsdp_qlora.kernels.elementwise import (
     LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
@@ -51,19 +51,19 @@ from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_files import write_adapter
-from fsdp_qlora.lora.peft_names import expert_parts, layer_names, stack_experts, unstack_experts
+from fsdp_qlora.lora.peft_names import expert_slices, peft_slices, stack_experts, unstack_experts
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.describe import describe_model, text_config
+from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.families import FAMILIES
-from fsdp_qlora.pretrained.formats import scaled_weight
-from fsdp_qlora.pretrained.reader import Request, WeightReader, rows_in_memory, weight_files
+from fsdp_qlora.pretrained.weight_formats import scaled_weight
+from fsdp_qlora.pretrained.reader import ReadRequest, WeightReader, rows_in_memory, stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 
 BAR = 1e-5  # of a relative difference in fp32
-MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]
+MIXTURES = [name for name, make in TINY.items() if make_architecture(make(320)).moe]
 
 
 def seed(n=0):
@@ -79,7 +79,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
         for module in experts, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
-    arch, reference = describe_model(small), random_reference(small, seed())
+    arch, reference = make_architecture(small), random_hf_model(small, seed())
     tensors = reference.state_dict()
     if edit:
         edit(tensors)
@@ -89,12 +89,12 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     random_adapter(model, seed(1))
     ids = torch.randint(3, arch.vocab_size, (sum(check.LENGTHS),), generator=seed(2))
     ours = check.results(model, ids)
-    theirs = check.reference_results(reference, model, names, weights, ids)
+    theirs = check.hf_results(reference, model, names, weights, ids)
     return max(float((ours[key] - theirs[key]).norm() / theirs[key].norm()) for key in ours)
 
 
 def make_layers(model_config, arch, tensors, config):
-    """The house's model, for micro-batches of the check's two documents."""
+    """The package's model, for micro-batches of the check's two documents."""
     plan = dataclasses.replace(make_plan(arch.n_layers), micro_batch_tokens=sum(check.LENGTHS))
     return make_model_of_layers(model_config, arch, tensors, config, plan)
 
@@ -148,7 +148,7 @@ def test_extreme_routers_equal_transformers(name, edit, again, monkeypatch):
 def test_bf16_routers_round_as_transformers(name):
     """In fp32 it makes no difference what is rounded."""
     small = shrunk_config(TINY[name](320))
-    arch, reference = describe_model(small), random_reference(small, seed()).bfloat16()
+    arch, reference = make_architecture(small), random_hf_model(small, seed()).bfloat16()
     i = arch.layer_routed.index(True)
     layer = reference.model.layers[i]
     x = torch.randn(64, arch.hidden_size, generator=seed(1)).bfloat16()
@@ -178,10 +178,10 @@ def test_bf16_routers_round_as_transformers(name):
 
 
 @pytest.mark.parametrize("name", [
-    name for name in MIXTURES if describe_model(TINY[name](320)).moe.scores == "softmax"])
+    name for name in MIXTURES if make_architecture(TINY[name](320)).moe.scores == "softmax"])
 def test_softmax_of_large_logits_is_finite(name):
     """Where exp() of them is infinite."""
-    arch = describe_model(TINY[name](320))
+    arch = make_architecture(TINY[name](320))
     moe, kind = arch.moe, arch.layer_kinds[arch.layer_routed.index(True)]
     tensors = {key: torch.randn(shape, generator=seed())
                for key, shape in arch.small_tensors(kind).items()}  # fmt: skip
@@ -247,7 +247,7 @@ def test_square_matrices_of_experts_equal_transformers(name, monkeypatch):
 
 def test_token_that_no_expert_wants_gets_nothing():
     """Sigmoids of large negative logits are 0, and so is their sum."""
-    moe = describe_model(TINY["glm4_moe"](320)).moe
+    moe = make_architecture(TINY["glm4_moe"](320)).moe
     scores, chosen = torch.zeros(2, 8), torch.tensor([[0, 1, 2], [5, 6, 7]])
     weights = router.chosen_weights(scores, chosen, moe, torch.float32)[0]
     assert torch.equal(weights, torch.zeros(2, 3))
@@ -256,7 +256,7 @@ def test_token_that_no_expert_wants_gets_nothing():
 def test_corrections_are_in_all_layers_or_in_none():
     """A.X-K1's files have none, which are then 0; a damaged file may lack one."""
     config = TINY["axk1"](320)
-    arch, tensors = describe_model(config), dict(make_model(config).state_dict())
+    arch, tensors = make_architecture(config), dict(make_model(config).state_dict())
     corrections = [key for key in tensors if "correction" in key]
     assert len(corrections) == 2 and not tensor_names(arch, tensors).zeros
     del tensors[corrections[1]]
@@ -382,7 +382,7 @@ def test_slices_of_tokens_give_what_all_tokens_give(name, kind, grouped, monkeyp
         for module in experts, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
-    arch, reference = describe_model(small), random_reference(small, seed())
+    arch, reference = make_architecture(small), random_hf_model(small, seed())
     model = plain_model(
         small, dataclasses.replace(arch, residual_dropout=0.3), reference.state_dict(), 64, kind,
         recompute=True)
@@ -426,14 +426,14 @@ def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     logits, the loss and each part's gradient that ours gives."""
     config = Config(model="m", **ADAPTED | {"target_modules": targets})
     whole = (TINY | OUTER)[name](320)
-    arch, reference = describe_model(whole), make_model(whole).requires_grad_(False)
+    arch, reference = make_architecture(whole), make_model(whole).requires_grad_(False)
     tensors = {key: tensor.clone() for key, tensor in reference.state_dict().items()}
     model = make_layers(text_config(whole), arch, tensors, config)
     for key, weight in read_weights(model, tensor_names(arch, tensors)).items():
         reference.get_parameter(key).copy_(weight)
     for i, layer in enumerate(model.layers):
         layer.adapter.normal_(0, 0.1, generator=seed(i))
-    values, parts = parts_of_adapter(model, arch, "data"), expert_parts(arch, config.lora_rank)
+    values, parts = parts_of_adapter(model, arch, "data"), expert_slices(arch, config.lora_rank)
     write_adapter(
         tmp_path, stack_experts(values, parts), resolve_adapter(arch, config, "m")[0]
     )
@@ -458,7 +458,7 @@ def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     memory = dataclasses.replace(arch, moe=moe)
     their = {name.replace(".default", ""): p.grad for name, p in peft.named_parameters()
              if p.requires_grad}  # fmt: skip
-    their = unstack_experts(their, expert_parts(memory, config.lora_rank))
+    their = unstack_experts(their, expert_slices(memory, config.lora_rank))
     mine = parts_of_adapter(model, memory, "grad")
     assert mine.keys() == their.keys()
     for key, grad in mine.items():
@@ -472,25 +472,25 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     """PEFT itself trains A of both for each; here each has its own."""
     config = Config(model="m", init_adapter=str(tmp_path), **ADAPTED)
     small = shrunk_config(TINY["granitemoe"](320))
-    arch = describe_model(small)
-    model = make_layers(small, arch, random_reference(small, seed()).state_dict(), config)
+    arch = make_architecture(small)
+    model = make_layers(small, arch, random_hf_model(small, seed()).state_dict(), config)
     adapter, lora_config = (
         Adapter(model, torch.device("cpu")),
         resolve_adapter(arch, config, "m")[0],
     )
-    values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
+    values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_slices)
     write_adapter(tmp_path, values, lora_config)
-    layouts = [layer.spec for layer in adapter.layers]
+    specs = [layer.spec for layer in adapter.layers]
     own = parts_of_adapter(model, arch, "data")
-    assert read_adapter(config, arch, layouts).keys() == own.keys()
+    assert read_adapter(config, arch, specs).keys() == own.keys()
     write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
     with pytest.raises(ValueError, match="gate and up of an expert are not apart"):
-        read_adapter(config, arch, layouts)
+        read_adapter(config, arch, specs)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     del settings["alpha_pattern"]
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="alpha_pattern is {}, by this run {.*gate_up_proj': 32}"):
-        read_adapter(config, arch, layouts)
+        read_adapter(config, arch, specs)
 
 
 def parts_of_adapter(model, arch, what):
@@ -498,7 +498,7 @@ def parts_of_adapter(model, arch, what):
     found = {}
     for i, layer in enumerate(model.layers):
         whole = getattr(layer.adapter, what)
-        for name, (where, shape) in layer_names(arch, i, layer.spec).items():
+        for name, (where, shape) in peft_slices(arch, i, layer.spec).items():
             found[name] = whole[where].view(shape).clone()
     return found
 
@@ -514,13 +514,13 @@ def parts_of_adapter(model, arch, what):
 def test_adapters_that_experts_cannot_have_are_refused(name, change, words):
     config = Config(model="m", **ADAPTED | change)
     with pytest.raises(ValueError, match=words):
-        resolve_adapter(describe_model(TINY[name](320)), config, "m")
+        resolve_adapter(make_architecture(TINY[name](320)), config, "m")
 
 
 def test_adapters_are_on_attention_by_default():
     for name in "qwen3_moe", "glm4_moe", "mixtral":
         lora_config, adapted = resolve_adapter(
-            describe_model(TINY[name](320)), Config(), "m"
+            make_architecture(TINY[name](320)), Config(), "m"
         )
         assert lora_config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
         assert sorted(adapted) == [f"self_attn.{x}_proj" for x in "koqv"]
@@ -533,7 +533,7 @@ def test_adapters_are_on_attention_by_default():
      ["q_proj", "k_proj", "v_proj", "o_proj", "shared_expert.up_proj"]),
     ("llama", ["v_proj", "all-linear"], ["all-linear"])])  # fmt: skip
 def test_all_linear_stands_beside_other_words(name, words, same):
-    arch, found = describe_model(TINY[name](320)), []
+    arch, found = make_architecture(TINY[name](320)), []
     for targets in words, same:
         config = Config(lora_rank=8, target_modules=tuple(targets))
         lora_config, adapted = resolve_adapter(arch, config, "m")
@@ -553,7 +553,7 @@ def test_log_tells_where_peft_does_not_load_a_shared_experts_adapter(
     name, shared, is_loaded, tmp_path, capsys
 ):
     config, whole = Config(target_modules=("o_proj", shared)), TINY[name](320)
-    arch, reference = describe_model(whole), make_model(whole)
+    arch, reference = make_architecture(whole), make_model(whole)
     model = make_layers(text_config(whole), arch, reference.state_dict(), config)
     for layer in model.layers:
         layer.adapter.normal_(generator=seed())
@@ -589,13 +589,13 @@ def layouts_of_files(name, directory):
 def test_layouts_of_files_give_the_same_values(name, tmp_path):
     """Every tensor that is read has the same rows, whichever layout holds it."""
     config, directories = layouts_of_files(name, tmp_path)
-    arch, found = describe_model(config), {}
+    arch, found = make_architecture(config), {}
     for layout, directory in directories.items():
-        files = weight_files(directory)
+        files = stored_tensors(directory)
         names = tensor_names(arch, files)
         check_files(files, names, config, "bfloat16")
-        requests = [Request(n, (x.out_features, x.in_features), range(1, x.out_features),
-                            names.sources.get(n)) for n, x in names.linears.items()]  # fmt: skip
+        requests = [ReadRequest(n, (x.out_features, x.in_features), range(1, x.out_features),
+                                names.sources.get(n)) for n, x in names.linears.items()]
         reader = WeightReader(files, requests, torch.device("cpu"))
         found[layout] = {names.linears[r.name].name + str(i): reader.read(r.name)
                          for i, r in enumerate(requests)}  # fmt: skip
@@ -612,12 +612,12 @@ def test_layouts_of_files_give_the_same_values(name, tmp_path):
 def test_a_rank_reads_nothing_of_an_expert_that_it_has_no_part_of(tmp_path):
     """And of one whose matrix lies transposed, all, however few its rows."""
     config, directories = layouts_of_files("gpt_oss", tmp_path)
-    files = weight_files(directories["released"])
-    names = tensor_names(describe_model(config), files)
+    files = stored_tensors(directories["released"])
+    names = tensor_names(make_architecture(config), files)
     name, linear = next(x for x in names.linears.items() if ".experts.1.gate_up" in x[0])
     shape, sizes = (linear.out_features, linear.in_features), []
     for rows in range(5, 5), range(5, 8):
-        request = Request(name, shape, rows, names.sources[name])
+        request = ReadRequest(name, shape, rows, names.sources[name])
         reader = WeightReader(files, [request], torch.device("cpu"))
         sizes.append(reader._extent(request)[2])
         assert reader.read(name).numel() == len(rows) * linear.in_features
@@ -631,7 +631,7 @@ def test_an_experts_bytes_are_bitsandbytes_own(width):
     several scales of the second level."""
     small = shrunk_config(TINY["qwen3_moe"](320))
     small.moe_intermediate_size = width
-    arch, reference = describe_model(small), random_reference(small, seed())
+    arch, reference = make_architecture(small), random_hf_model(small, seed())
     tensors = dict(reference.state_dict())
     model = plain_model(small, arch, tensors, 24)
     names, layer = tensor_names(arch, tensors), model.layers[0]
@@ -651,7 +651,7 @@ def test_router_is_as_exact_as_in_the_files(monkeypatch):
     """Its correction is fp32 in them: rounded to bf16 it would send tokens elsewhere."""
     monkeypatch.setattr(check, "Plan", lambda **s: Plan(**s | {"compute_dtype": "bfloat16"}))
     small = shrunk_config(TINY["glm4_moe"](320))
-    arch, tensors = describe_model(small), random_reference(small, seed()).state_dict()
+    arch, tensors = make_architecture(small), random_hf_model(small, seed()).state_dict()
     model = plain_model(small, arch, tensors, 24)
     assert model.layers[1].vectors.dtype == torch.bfloat16
     assert len(model.layers[1].small_tensors) == 2
@@ -670,16 +670,16 @@ def test_mixture_that_cannot_be_computed_is_refused(change, words):
     for key, value in change.items():
         setattr(config, key, value)
     with pytest.raises(ValueError, match=words):
-        describe_model(config)
+        make_architecture(config)
 
 
 def test_missing_expert_is_named(tmp_path):
     config, directories = layouts_of_files("mixtral", tmp_path)
-    files = weight_files(directories["released"])
+    files = stored_tensors(directories["released"])
     lost = next(name for name in files if ".experts.2.w3." in name)
     del files[lost]
     with pytest.raises(ValueError, match="lacks 1 of .* tensors.*" + lost.replace(".", r"\.")):
-        check_files(files, tensor_names(describe_model(config), files), config, "bfloat16")
+        check_files(files, tensor_names(make_architecture(config), files), config, "bfloat16")
 
 
 # ---- FP8, further layers ----
@@ -783,11 +783,11 @@ def test_damaged_fp8_is_named(change, words, run_main, demo_directory, tmp_path)
 @pytest.mark.parametrize("declared", [True, False])
 def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_path, capsys):
     config, directories = layouts_of_files("glm4_moe", tmp_path)
-    files = weight_files(directories["released"])
+    files = stored_tensors(directories["released"])
     name = "model.layers.3.eh_proj.weight"
     files[name] = files["lm_head.weight"]
     config.num_mtp_layers = config.num_nextn_predict_layers = int(declared)
-    names = tensor_names(describe_model(config), files)
+    names = tensor_names(make_architecture(config), files)
     if declared:
         check_files(files, names, config, "bfloat16")
         assert "skipped 1 multi-token-prediction (MTP) tensors" in capsys.readouterr().out
@@ -846,9 +846,10 @@ def test_balance_of_experts_is_one_where_all_are_used_alike():
 def test_balance_of_experts_counts_no_padding(name):
     """A row alone in a micro-batch, beside a longer one of another process, and before padding."""
     small = shrunk_config(TINY[name](320))
-    arch, reference = describe_model(small), random_reference(small, seed())
+    arch, reference = make_architecture(small), random_hf_model(small, seed())
     model = plain_model(small, arch, reference.state_dict(), 64, "lora")
-    rows = rows_of([(x, x) for x in torch.randint(3, 128, (45,), generator=seed(1)).split([9, 36])])
+    ids = torch.randint(3, 128, (45,), generator=seed(1))
+    rows = make_rows([(x, x) for x in ids.split([9, 36])])
     found = []
     for packed in [[0]], [[0], [1]], [[], [1]]:
         model(make_micro_batch(rows, packed, model))

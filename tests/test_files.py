@@ -122,12 +122,12 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 100])
-def test_table_is_read_whole_whatever_its_pieces(rows, monkeypatch, tokenizer, tmp_path):
-    monkeypatch.setattr(sources, "PIECE_EXAMPLES", rows)
+def test_table_is_read_whole_whatever_its_fragments(rows, monkeypatch, tokenizer, tmp_path):
+    monkeypatch.setattr(sources, "FRAGMENT_EXAMPLES", rows)
     (source,) = write_kind("saved Dataset", tmp_path, [*FLAT, {"prompt": "x", "completion": None}])
-    pieces, _ = sources.find_pieces(str(source))
-    assert len(pieces) == -(-9 // rows)
-    read = list(sources.read_pieces(pieces))
+    fragments, _ = sources.find_fragments(str(source))
+    assert len(fragments) == -(-9 // rows)
+    read = list(sources.read_fragments(fragments))
     assert [row for _, row in read[:-1]] == FLAT and read[-1][1]["prompt"] == "x"
     named = [where for where, _ in read]
     assert named == [f"{source} example {i}" for i in range(1, 10)]
@@ -146,17 +146,17 @@ LINES = {
 
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("size", [1, 2, 7, 40, 100, 2**20])
-def test_every_line_is_read_once_and_named_whatever_the_pieces(size, name, monkeypatch, tmp_path):
-    """Lines of 11 to 130 bytes in pieces that end anywhere in them."""
+def test_every_line_is_read_once_whatever_the_fragments(size, name, monkeypatch, tmp_path):
+    """Lines of 11 to 130 bytes in fragments that end anywhere in them."""
     texts = [f"row {i} " + "x✓\u2028\x85"[i % 4] * (i * 5 % 40) for i in range(40)]
     lines = [json.dumps({"text": text}, ensure_ascii=i % 8 < 4).encode()
              for i, text in enumerate(texts)]  # fmt: skip
     path = tmp_path / "data.jsonl"
     path.write_bytes(LINES[name](lines))
-    monkeypatch.setattr(sources, "PIECE_BYTES", size)
-    pieces, _ = sources.find_pieces(str(path))
-    assert (len(pieces) > 1) == (path.stat().st_size > size)
-    read = list(sources.read_pieces(pieces))
+    monkeypatch.setattr(sources, "FRAGMENT_BYTES", size)
+    fragments, _ = sources.find_fragments(str(path))
+    assert (len(fragments) > 1) == (path.stat().st_size > size)
+    read = list(sources.read_fragments(fragments))
     assert [row for _, row in read] == [{"text": text} for text in texts]
     by_line = path.read_bytes().split(b"\n")
     for where, row in read:
@@ -167,12 +167,12 @@ def test_every_line_is_read_once_and_named_whatever_the_pieces(size, name, monke
 
 @pytest.mark.parametrize("at", [0, 1, 25, 49])
 @pytest.mark.parametrize("size", [60, 333, 2**20])
-def test_bad_line_is_named_in_a_file_of_several_pieces(at, size, monkeypatch, tokenizer, tmp_path):
+def test_bad_line_is_named_whatever_the_fragments(at, size, monkeypatch, tokenizer, tmp_path):
     lines = [json.dumps({"text": f"row {i} " + "x" * (i % 50)}) for i in range(50)]
     lines[at] = f'{{"text": "row {at}'
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(sources, "PIECE_BYTES", size)
+    monkeypatch.setattr(sources, "FRAGMENT_BYTES", size)
     monkeypatch.setattr(cache, "n_cores", lambda: 1)
     rows, line = prepare([path], tokenizer)
     assert len(rows) == 49 and "1 skipped: is not JSON" in line
@@ -184,7 +184,7 @@ def test_several_processes_encode_a_large_file_in_its_order(tokenizer, tmp_path)
     path = write_jsonl(tmp_path / "data.jsonl", ({"text": f"row {i} {filler}"} for i in range(n)))
     with path.open("a") as file:
         file.write('{"text": 5}\n')
-    assert path.stat().st_size > sources.PIECE_BYTES
+    assert path.stat().st_size > sources.FRAGMENT_BYTES
     rows, line = prepare([path], tokenizer, max_seq_len=12)
     assert f"1 skipped: text is int, expected a string ({path} line {n + 1})" in line
     texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
@@ -364,7 +364,7 @@ def test_cell_that_begins_with_a_quotation_mark_swallows_no_rows(
     path = tmp_path / f"data.{kind}"
     lines = [separator.join(cells) for cells in [("prompt", "completion"), *rows]]
     (gzip.open if kind.endswith("gz") else open)(path, "wt").write("\n".join(lines) + "\n")
-    read = [row for _, row in sources.read_pieces(sources.find_pieces(str(path))[0])]
+    read = [row for _, row in sources.read_fragments(sources.find_fragments(str(path))[0])]
     assert [(row["prompt"], row["completion"]) for row in read] == rows
 
 
@@ -376,7 +376,7 @@ def test_quotes_around_a_cell_are_no_part_of_it(cells, kind, separator, tmp_path
     path = tmp_path / f"data.{kind}"
     rows = [{"prompt": "a", "completion": "b"}, dict(zip(("prompt", "completion"), cells))]
     write_csv(path, rows, delimiter=separator, lineterminator="\n")
-    read = [row for _, row in sources.read_pieces(sources.find_pieces(str(path))[0])]
+    read = [row for _, row in sources.read_fragments(sources.find_fragments(str(path))[0])]
     assert read == rows
 
 
@@ -384,7 +384,7 @@ def test_quotes_of_a_tsv_close_in_their_line(tmp_path):
     """A mark at the end of another row's cell closes none."""
     path = tmp_path / "data.tsv"
     path.write_text('prompt\tcompletion\n"To be\tx\nthat is"\ty\n')
-    read = [row for _, row in sources.read_pieces(sources.find_pieces(str(path))[0])]
+    read = [row for _, row in sources.read_fragments(sources.find_fragments(str(path))[0])]
     assert read == [{"prompt": '"To be', "completion": "x"},
                     {"prompt": 'that is"', "completion": "y"}]  # fmt: skip
 
@@ -398,8 +398,8 @@ def test_saved_format_changes_no_row(form, tmp_path):
     table.with_format(form, columns=["input_ids"]).save_to_disk(tmp_path / "part")
     datasets.DatasetDict({"train": table.with_format(form)}).save_to_disk(tmp_path / "splits")
     for name in "whole", "part", "splits":
-        pieces, _ = sources.find_pieces(str(tmp_path / name))
-        assert [row for _, row in sources.read_pieces(pieces)] == rows
+        fragments, _ = sources.find_fragments(str(tmp_path / name))
+        assert [row for _, row in sources.read_fragments(fragments)] == rows
 
 
 def test_what_lies_aside_in_a_directory_is_no_data(tokenizer, tmp_path):
@@ -542,7 +542,7 @@ def test_rows_for_tests_in_a_directory_are_not_trained_on(name, tokenizer, tmp_p
         write_jsonl(tmp_path / file, [{"text": file}])
     if isinstance(want, str):
         with pytest.raises(ValueError, match=want):
-            sources.find_pieces(f"{tmp_path}{option}")
+            sources.find_fragments(f"{tmp_path}{option}")
         return
     rows, _ = prepare([f"{tmp_path}{option}"], tokenizer)
     texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]

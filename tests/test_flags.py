@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from conftest import ROOT, SCRIPT
-from house import parse_config
+from patching import parse_config
 from short_runs import (
     EVALUATED, FLAGS, OFFLOADED, adapter_of, assert_same, make_base, runs_of, trained)
 
@@ -20,9 +20,9 @@ from transformers import TrainingArguments
 
 from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.model.preference_loss import LOSSES
-from fsdp_qlora.run.foreign_flags import VALUES, peer_answer, read_peers
+from fsdp_qlora.run.foreign_flags import VALUES, flag_hint, read_foreign_flags
 from fsdp_qlora.run.resolve import resolve_config
-from train_fsdp_qlora import join_processes
+from train_fsdp_qlora import init_distributed
 
 
 @pytest.fixture(scope="module")
@@ -263,12 +263,12 @@ def test_value_of_a_switch_is_answered(value):
 def test_table_of_other_tools_knows_all_of_the_trainers():
     fields = {f.name for f in dataclasses.fields(Config)}
     known = [f.name for f in dataclasses.fields(TrainingArguments)]
-    assert [name for name in known if not (peer_answer(name) or name in fields)] == []
-    assert len(known) > 80 and peer_answer("no_such_word") == ""
-    for name, answer in read_peers():
+    assert [name for name in known if not (flag_hint(name) or name in fields)] == []
+    assert len(known) > 80 and flag_hint("no_such_word") == ""
+    for name, answer in read_foreign_flags():
         assert set(re.findall(r"--(\w+)", answer)) <= fields, answer
         assert name not in fields, "it is a flag"
-        assert peer_answer(name.replace("*", "x")) == answer, "an earlier name hides it"
+        assert flag_hint(name.replace("*", "x")) == answer, "an earlier name hides it"
 
 
 def test_table_of_other_tools_is_that_of_the_pages():
@@ -279,7 +279,7 @@ def test_table_of_other_tools_is_that_of_the_pages():
         for line in re.findall(r"^\| `--.*", text.partition("\n## ")[0], re.M):
             flag, *theirs = [re.findall(r"`([\w-]+)", cell) for cell in line.split("|")[1:-1]]
             for name in sum(theirs, []):
-                if (answer := peer_answer(name)) and "`DPO" not in line:
+                if (answer := flag_hint(name)) and "`DPO" not in line:
                     seen += 1
                     assert answer.startswith(f"use {flag[0]}"), (name, answer)
     assert seen > 25
@@ -325,7 +325,7 @@ def test_rank_without_a_meeting_point_is_one_line(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as e:
-        join_processes()
+        init_distributed()
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and "Start it with torchrun" in err
 

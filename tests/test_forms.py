@@ -22,9 +22,9 @@ from tokenizers.processors import ByteLevel, RobertaProcessing, Sequence, Templa
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data import forms, tokenization
+from fsdp_qlora.data import example_formats as formats, tokenization
 from fsdp_qlora.data.dataset import prepare_data
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.ranks import RunEnd
@@ -218,17 +218,18 @@ def test_form_is_trained_as_specified(name, tokenizer, tmp_path):
     assert whole(documents, tokenizer) == [text]
     assert trained(documents, tokenizer) == [parts]
     (document,) = documents
-    assert document["n_loss_tokens"] == sum(int(x) != IGNORE for x in document["labels"][1:])
+    assert document["n_loss_tokens"] == sum(int(x) != IGNORE_INDEX for x in document["labels"][1:])
     assert document["length"] == len(document["input_ids"]) and not document["cut"]
 
 
-@pytest.mark.parametrize("labels", [None, [IGNORE, IGNORE, 7, IGNORE], [9, 8, 7, 6]], ids=str)
+@pytest.mark.parametrize(
+    "labels", [None, [IGNORE_INDEX, IGNORE_INDEX, 7, IGNORE_INDEX], [9, 8, 7, 6]], ids=str)
 def test_ids_are_taken_as_they_are(labels, tokenizer, tmp_path):
     row = {"input_ids": [5, 6, 7, 8], "labels": labels}
     (document,) = encode_row(row, tokenizer, tmp_path)
     assert document["input_ids"].tolist() == [5, 6, 7, 8]
     assert document["labels"].tolist() == (labels or [5, 6, 7, 8])
-    assert document["n_loss_tokens"] == (1 if labels and IGNORE in labels else 3)
+    assert document["n_loss_tokens"] == (1 if labels and IGNORE_INDEX in labels else 3)
 
 
 BOS_AND_EOS = ("$A", "<s> $A", "$A </s>", "<s> $A </s>")
@@ -317,7 +318,7 @@ def test_completion_is_no_text_of_its_own_where_texts_begin_with_a_space(
     bos = add_specials(tokenizer, template)
     (document,) = encode_row({"prompt": prompt, "completion": completion}, tokenizer, tmp_path)
     before, joined = plain(tokenizer, prompt), plain(tokenizer, prompt + completion)
-    *answer, eos = document["labels"][document["labels"] != IGNORE].tolist()
+    *answer, eos = document["labels"][document["labels"] != IGNORE_INDEX].tolist()
     assert document["input_ids"].tolist() == [*bos, *before, *answer, eos]
     assert "".join(tokenizer.convert_ids_to_tokens(answer)) == (
         completion.removesuffix("</s>").replace(" ", "\u2581"))
@@ -336,7 +337,7 @@ def test_completion_and_one_eos_are_trained(template, prompt, completion, tokeni
     before = bos + plain(tokenizer, prompt)
     after = plain(tokenizer, completion.removesuffix("</s>")) + [tokenizer.eos_token_id]
     assert document["input_ids"].tolist() == before + after
-    assert document["labels"].tolist() == [IGNORE] * len(before) + after
+    assert document["labels"].tolist() == [IGNORE_INDEX] * len(before) + after
 
 
 @pytest.mark.parametrize("template", BOS_AND_EOS)
@@ -359,7 +360,7 @@ def test_bos_that_is_eos_too_is_not_lost_before_an_empty_prompt(template, tokeni
         row = {"prompt": prompt, "completion": completion}
         (document,) = encode_row(row, tokenizer, tmp_path)
         assert document["input_ids"].tolist() == [eos, *ids, *answer, eos]
-        assert document["labels"].tolist() == [IGNORE] * (1 + len(ids)) + [*answer, eos]
+        assert document["labels"].tolist() == [IGNORE_INDEX] * (1 + len(ids)) + [*answer, eos]
 
 
 @pytest.mark.parametrize("processor", [
@@ -377,9 +378,9 @@ def test_tokens_of_spaces_are_trained_where_offsets_are_trimmed(processor, token
     tokenizer.backend_tokenizer.post_processor = processor
     saved = tokenizer.backend_tokenizer.to_str()
     got = [encode_row(row, tokenizer, tmp_path)[0]["labels"].tolist() for row in rows]
-    assert got == want and all(labels[-1] != IGNORE for labels in got)
+    assert got == want and all(labels[-1] != IGNORE_INDEX for labels in got)
     for labels in got[1:]:  # all of an answer, in one go
-        trained = [label != IGNORE for label in labels]
+        trained = [label != IGNORE_INDEX for label in labels]
         assert sum(a < b for a, b in zip(trained, trained[1:])) == labels.count(labels[-1])
     assert tokenizer.backend_tokenizer.to_str() == saved  # the one that is saved
 
@@ -447,7 +448,7 @@ FORMED = (  # a template whose markers are in the demo's vocabulary
         {"input_ids": [[1, 2], [3]]},
         {"input_ids": [1.5, 2.5]},
         {"input_ids": [-5, 2]},
-        {"input_ids": [5, IGNORE, 7]},
+        {"input_ids": [5, IGNORE_INDEX, 7]},
         {"input_ids": [5, 2, 99999]},
         {"input_ids": [2**40, 1]},
         {"input_ids": [5, 6, 7], "labels": [5, 6]},
@@ -456,7 +457,7 @@ FORMED = (  # a template whose markers are in the demo's vocabulary
         {"input_ids": [5, 6], "labels": 6},
         {"input_ids": [5, 6], "labels": [5, 99999]},
         {"input_ids": [5, 6], "labels": [-7, -7]},
-        {"input_ids": [5, 6], "labels": [IGNORE, 2**40]},
+        {"input_ids": [5, 6], "labels": [IGNORE_INDEX, 2**40]},
     ],
     ids=json.dumps,
 )
@@ -554,7 +555,7 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
     assert prepare([path], tokenizer, max_seq_len=2)[0].lengths.tolist() == [2]
     assert "none of its 3 examples can be trained on" in refusal([path], tokenizer, max_seq_len=1)
     ids, labels = (t.tolist() for t in found.tokens(0))
-    assert tokenizer.decode(ids) == "aaaaaaaabbbb" and labels == [IGNORE] * 8 + ids[8:]
+    assert tokenizer.decode(ids) == "aaaaaaaabbbb" and labels == [IGNORE_INDEX] * 8 + ids[8:]
 
 
 @pytest.mark.parametrize(
@@ -626,11 +627,11 @@ def test_advice_on_keys_helps_when_it_is_followed(name, tokenizer):
     row, advice, form = LIKELY[name]
     words = "Use the keys of a supported form: messages; "
     with pytest.raises(RefusedExample, match=words) as caught:
-        forms.parse_example(row, tokenizer)
+        formats.parse_example(row, tokenizer)
     said = str(caught.value).partition(" --columns renames keys, for instance: --columns ")[2]
     assert said == advice
     if advice:
-        found, (document,) = forms.parse_example(row, tokenizer, shlex.split(said))
+        found, (document,) = formats.parse_example(row, tokenizer, shlex.split(said))
         assert found == form and document
 
 
@@ -646,19 +647,20 @@ ROWS_OF_FORMS = {
 def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
     """The whole table: what a form takes changes its documents, or a row is refused for it."""
     row = ROWS_OF_FORMS[form]
-    taken = next(forms.FORMS[keys] for keys in forms.FORMS if row.keys() >= set(keys))
-    for key in {*forms.REFUSED, *forms.OPTIONAL, *forms.SYNONYMS} - row.keys():
-        for value in ("x", False) if key in forms.REFUSED else ("x",):
-            if forms.SYNONYMS.get(key, key) in taken and (form, key) != ("prompt", "system"):
+    known = formats.EXAMPLE_FORMATS
+    taken = next(known[keys] for keys in known if row.keys() >= set(keys))
+    for key in {*formats.REFUSED, *formats.OPTIONAL, *formats.SYNONYMS} - row.keys():
+        for value in ("x", False) if key in formats.REFUSED else ("x",):
+            if formats.SYNONYMS.get(key, key) in taken and (form, key) != ("prompt", "system"):
                 continue  # see the forms above, and below
             with pytest.raises(RefusedExample, match=rf"^has {key}"):
-                forms.parse_example({**row, key: value}, tokenizer)
-    for key in forms.REFUSED:  # also in a message; empty it asks for nothing
+                formats.parse_example({**row, key: value}, tokenizer)
+    for key in formats.REFUSED:  # also in a message; empty it asks for nothing
         talk = [ASKED[0], {**ASKED[1], key: "x"}]
         with pytest.raises(RefusedExample, match=f"^has {key}: .*leave it out"):
-            forms.parse_example({"messages": talk}, tokenizer)
-        assert forms.parse_example({**row, key: []}, tokenizer)[1]
-        renamed, _ = forms.parse_example({**row, key: "x"}, tokenizer, [f"{key}=unused"])
+            formats.parse_example({"messages": talk}, tokenizer)
+        assert formats.parse_example({**row, key: []}, tokenizer)[1]
+        renamed, _ = formats.parse_example({**row, key: "x"}, tokenizer, [f"{key}=unused"])
         assert renamed.endswith("(ignored: unused)")
 
 
@@ -681,7 +683,7 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
 )  # fmt: skip
 def test_what_would_not_be_trained_ends_the_run(row, words, tokenizer):
     with pytest.raises(RefusedExample, match=words):
-        forms.parse_example(row, tokenizer)
+        formats.parse_example(row, tokenizer)
 
 
 def test_masks_beside_ids_are_obeyed(tokenizer, tmp_path):
@@ -690,14 +692,14 @@ def test_masks_beside_ids_are_obeyed(tokenizer, tmp_path):
         row = {"input_ids": [5, 6, 7, 8], mask: [0, 0, 1, 1], "attention_mask": [1, 1, 1, 0]}
         (one,) = encode_row(row, tokenizer, tmp_path)
         assert one["input_ids"].tolist() == [5, 6, 7]
-        assert one["labels"].tolist() == [IGNORE, IGNORE, 7]
-    _, ((_, labels),) = forms.parse_example(
+        assert one["labels"].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 7]
+    _, ((_, labels),) = formats.parse_example(
         {"input_ids": [5, 6], "labels": "[5, 6]", "completion_mask": [0, 1]}, tokenizer)
-    assert labels == [IGNORE, 6]
+    assert labels == [IGNORE_INDEX, 6]
 
 
 # rows of a padded data set: the keys of each, and the (ids, labels) that are left of it
-NO = IGNORE
+NO = IGNORE_INDEX
 PADDED = {
     "right": ({"input_ids": [5, 6, 7, 0, 0], "labels": [NO, 6, 7, NO, NO],
                "attention_mask": [1, 1, 1, 0, 0]}, ([5, 6, 7], [NO, 6, 7])),
@@ -745,13 +747,13 @@ ORDER = [  # of the table in docs/data.md
 
 
 def test_of_several_forms_the_upper_one_in_the_table_is_taken(tokenizer):
-    assert len(ORDER) == len(forms.FORMS)
+    assert len(ORDER) == len(formats.EXAMPLE_FORMATS)
     for upper, lower in itertools.combinations(ORDER, 2):
         for keys in [*upper, *lower], [*lower, *upper]:
             first = next(form for form in ORDER if {*form} <= {*keys})
-            assert forms.find_form(dict.fromkeys(keys, "x")) == tuple(first)
-    form, (document,) = forms.parse_example({"text": "x", "conversations": SHAREGPT_TALK,
-                                             "messages": ASKED, **NO_INPUT}, tokenizer)
+            assert formats.find_format(dict.fromkeys(keys, "x")) == tuple(first)
+    form, (document,) = formats.parse_example({"text": "x", "conversations": SHAREGPT_TALK,
+                                               "messages": ASKED, **NO_INPUT}, tokenizer)
     assert form == "messages (ignored: text, conversations, instruction, output)"
     assert [document[0].text[slice(*span)] for span in document[0].in_loss] == [
         "The answer is 7.<|im_end|>"]  # fmt: skip
@@ -794,9 +796,9 @@ WINS = {
 def test_what_is_empty_gives_way_in_any_order(name, tokenizer):
     row, want, columns = WINS[name]
     tokenizer.chat_template = TEMPLATES["tools"]
-    _, documents = forms.parse_example(want, tokenizer)
+    _, documents = formats.parse_example(want, tokenizer)
     for keys in row, [*row][::-1]:
-        found = forms.parse_example({key: row[key] for key in keys}, tokenizer, columns)[1]
+        found = formats.parse_example({key: row[key] for key in keys}, tokenizer, columns)[1]
         assert found == documents
 
 
@@ -811,19 +813,19 @@ def test_what_is_empty_gives_way_in_any_order(name, tokenizer):
 def test_two_values_for_one_thing_end_the_run_in_any_order(row, columns, words, tokenizer):
     for keys in row, [*row][::-1]:
         with pytest.raises(RefusedExample, match=words):
-            forms.parse_example({key: row[key] for key in keys}, tokenizer, columns)
+            formats.parse_example({key: row[key] for key in keys}, tokenizer, columns)
 
 
 def test_an_answer_is_trained_if_all_its_flags_say_so(tokenizer):
-    flags = [key for key in forms.TRAINED if key != "weight"]
+    flags = [key for key in formats.TRAINED if key != "weight"]
     for key in flags:
         for pair in {key: True, "weight": 1}, {"weight": 1, key: True}:
-            assert forms.read_message({**ASKED[1], **pair})["train"] is True
+            assert formats.read_message({**ASKED[1], **pair})["train"] is True
         for pair in ({key: True, "weight": 0}, {"weight": 0, key: True}, {key: False, "weight": 1},
                      {"weight": 1, key: False}):  # fmt: skip
-            assert forms.read_message({**ASKED[1], **pair})["train"] is False
+            assert formats.read_message({**ASKED[1], **pair})["train"] is False
     answers = [{**ASKED[1], "weight": 0}, *AGAIN]
-    _, (document,) = forms.parse_example({"prompt": ASKED[:1], "completion": answers}, tokenizer)
+    _, (document,) = formats.parse_example({"prompt": ASKED[:1], "completion": answers}, tokenizer)
     assert [document[0].text[slice(*span)] for span in document[0].in_loss] == [
         "It is 4.<|im_end|>"]  # fmt: skip
 
@@ -831,25 +833,25 @@ def test_an_answer_is_trained_if_all_its_flags_say_so(tokenizer):
 def test_other_names_in_a_message_give_way_and_are_named(tokenizer):
     talk = [{"role": "user", "from": "gpt", "value": "y", "content": "What is 3 plus 4?"},
             {"from": "human", "role": "assistant", "content": "The answer is 7."}]
-    form, documents = forms.parse_example({"messages": talk}, tokenizer)
+    form, documents = formats.parse_example({"messages": talk}, tokenizer)
     assert form == "messages (ignored in messages: from, value)"
-    assert documents == forms.parse_example({"messages": ASKED}, tokenizer)[1]
+    assert documents == formats.parse_example({"messages": ASKED}, tokenizer)[1]
 
 
 def test_reasoning_beside_reasoning_in_the_content_is_all_trained(tokenizer):
     """As a template that takes both renders it; else the row is refused."""
     answer = says("assistant", "<think>by hand</think>It is 7.", reasoning_content="so")
     tokenizer.chat_template = TEMPLATES["tools"]
-    _, (document,) = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
+    _, (document,) = formats.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
     assert [document[0].text[slice(*span)] for span in document[0].in_loss] == [
         "<think>so</think><think>by hand</think>It is 7.<|im_end|>"]  # fmt: skip
     tokenizer.chat_template = TEMPLATES["drops reasoning"]
     with pytest.raises(RefusedExample, match="leaves out reasoning_content of message 2"):
-        forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
+        formats.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
 
 
 def test_greeting_of_the_assistant_is_said_not_to_be_trained(tokenizer):
-    form, (document,) = forms.parse_example(
+    form, (document,) = formats.parse_example(
         {"messages": [says("assistant", "Hello."), *ASKED]}, tokenizer)
     assert "(not trained: the assistant's first message" in form
     (part,) = document
@@ -866,13 +868,13 @@ def test_variables_of_a_row_are_given_to_the_template(tokenizer, tmp_path):
 def test_calls_and_tools_of_other_frameworks_are_openais(tokenizer):
     call = {"name": "add", "arguments": {"a": 3}}
     tokenizer.chat_template = TEMPLATES["tools"]
-    want = forms.parse_example(
+    want = formats.parse_example(
         {"messages": [ASKED[0], {"role": "assistant", "tool_calls": [{"function": call}]}],
          "tools": [ADD]}, tokenizer)[1]
     asked = {"from": "human", "value": ASKED[0]["content"]}
     for more in {"functions": [ADD["function"]]}, {"tools": json.dumps([ADD["function"]])}:
         talk = [asked, {"from": "function_call", "value": json.dumps(call)}]
-        assert forms.parse_example({"conversations": talk, **more}, tokenizer)[1] == want
+        assert formats.parse_example({"conversations": talk, **more}, tokenizer)[1] == want
 
 
 @pytest.mark.parametrize("call", [
@@ -900,23 +902,23 @@ def test_arguments_of_a_call_that_differ_leave_the_row_out(call, tokenizer):
 @pytest.mark.parametrize("user, assistant", [
     ("Human", "Assistant"), ("USER", "AI"), (" user ", "Bot"), ("prompter", "GPT")])  # fmt: skip
 def test_roles_have_other_names(user, assistant, tokenizer):
-    want = forms.parse_example({"messages": ASKED}, tokenizer)
+    want = formats.parse_example({"messages": ASKED}, tokenizer)
     for role, content in ("role", "content"), ("from", "value"):
         talk = [{role: user, content: ASKED[0]["content"]},
                 {role: assistant, content: ASKED[1]["content"]}]  # fmt: skip
-        assert forms.parse_example({"messages": talk}, tokenizer) == want
+        assert formats.parse_example({"messages": talk}, tokenizer) == want
 
 
 def test_lists_may_be_text_as_python_prints_them(tokenizer):
     """As pandas writes them into a CSV."""
-    want = forms.parse_example({"messages": ASKED}, tokenizer)
-    assert forms.parse_example({"messages": str(ASKED), "tools": "None"}, tokenizer) == want
+    want = formats.parse_example({"messages": ASKED}, tokenizer)
+    assert formats.parse_example({"messages": str(ASKED), "tools": "None"}, tokenizer) == want
     lists = {"prompt": ASKED[:1], "completion": ASKED[1:]}
-    _, want = forms.parse_example(lists, tokenizer)
+    _, want = formats.parse_example(lists, tokenizer)
     texts = {key: str(value) for key, value in lists.items()}
-    assert forms.parse_example(texts, tokenizer)[1] == want
+    assert formats.parse_example(texts, tokenizer)[1] == want
     with pytest.raises(ValueError, match="messages is str"):
-        forms.parse_example({"messages": "[print('x')]"}, tokenizer)
+        formats.parse_example({"messages": "[print('x')]"}, tokenizer)
 
 
 def test_columns_are_renamed_before_the_form_is_found(tokenizer, tmp_path):
@@ -949,21 +951,21 @@ def test_column_that_no_row_has_ends_the_run(tokenizer, tmp_path):
 
 def test_keys_of_messages_that_the_template_does_not_name_are_told(tokenizer):
     answer = ASKED[1] | {"wieght": 0, "mood": "good", "tool_calls": [], "train": True}
-    form, _ = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
+    form, _ = formats.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
     assert form == "messages (ignored in messages: wieght, mood)"
     talk = [ASKED[0], ASKED[1] | {"loss": False, "mood": "bad"}, ASKED[0], answer]
-    _, ((part,),) = forms.parse_example({"messages": talk}, tokenizer)
+    _, ((part,),) = formats.parse_example({"messages": talk}, tokenizer)
     assert len(part.in_loss) == 1
     tokenizer.chat_template = CHATML.replace("m.role }}", "m.role }}{{ m.mood }}")
     with pytest.raises(ValueError, match="prompt for an answer has 'assistant.n', but this"):
-        forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
+        formats.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
     tokenizer.chat_template = CHATML.replace("m.content }}", "m.content }}{{ m.mood }}")
-    form, ((part,),) = forms.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
+    form, ((part,),) = formats.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
     assert form == "messages (ignored in messages: wieght)" and "7.good" in part.text
     # transformers gives it by all its names
     thought = [{"reasoning_content": "so", "train": False}]
-    assert not forms.unread_keys(thought, "{{ m.thinking }}")
-    assert forms.unread_keys(thought, "{{ m.content }}") == ["reasoning_content"]
+    assert not formats.unread_keys(thought, "{{ m.thinking }}")
+    assert formats.unread_keys(thought, "{{ m.content }}") == ["reasoning_content"]
 
 
 def test_keys_cannot_command_a_terminal(tokenizer, tmp_path):
@@ -1072,8 +1074,9 @@ def test_any_row_is_trained_or_left_out_or_refused(template, tokenizer, tmp_path
                 assert not one["left_out"] and one["form"]
                 assert len(ids) == len(labels) == one["length"] <= most
                 assert all(0 <= token < len(tokenizer) for token in ids)
-                assert all(label == IGNORE or 0 <= label < len(tokenizer) for label in labels)
-                assert one["n_loss_tokens"] == sum(label != IGNORE for label in labels[1:]) > 0
+                assert all(label == IGNORE_INDEX or 0 <= label < len(tokenizer) for label in labels)
+                n_loss_tokens = sum(label != IGNORE_INDEX for label in labels[1:])
+                assert one["n_loss_tokens"] == n_loss_tokens > 0
             else:
                 is_refused = one["refused"]
                 seen["refused" if is_refused else "skipped"] += 1

@@ -1,8 +1,8 @@
 """The decoder layer of every family against transformers and PEFT, and the check at start.
 
-A model here is the house's Model, with the linears of two small layers in NF4, and beside it
+A model here is the package's Model, with the linears of two small layers in NF4, and beside it
 transformers' own in fp32 with the same weights dequantized, in PEFT. Both get two documents, the
-house's model in one micro-batch.
+package's model in one micro-batch.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-import house
+import patching
 from families import OUTER, TINY, YARN, longrope, tiny, write_model
 from families import make_model as make_whole
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -28,12 +28,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from conftest import segments_of
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
-    compare_with_transformers, random_reference, read_weights, text_model)
+    compare_with_transformers, random_hf_model, read_weights, text_model)
 from fsdp_qlora.kernels import pieces, recurrence
-from fsdp_qlora.kernels.attention import batched_attention, document_attention
+from fsdp_qlora.kernels.attention import eager_attention, sdpa_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
@@ -54,9 +54,9 @@ from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
-from fsdp_qlora.pretrained import describe, families
+from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads, Mamba2
-from fsdp_qlora.pretrained.describe import describe_model, text_config
+from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
@@ -115,10 +115,10 @@ def uninitialized_memory_is_nan():
 
 
 def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
-    """The house's model of this process alone, from transformers' tensors; adapters are zero."""
+    """The package's model of this process alone, from transformers' tensors; adapters are zero."""
     plan = plan or make_plan(arch.n_layers)
     _, adapted = resolve_adapter(arch, config, "test")
-    kernels = (resumable_kernels if plan.n_attention_saved else check.plain_kernels)(arch)
+    kernels = (lse_kernels if plan.n_attention_saved else check.eager_kernels)(arch)
     model = Model(
         arch, make_layer_specs(arch, adapted, config), plan, kernels, torch.device("cpu"))
     names = tensor_names(arch, tensors)  # the only process reads all rows
@@ -129,13 +129,13 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     return model
 
 
-def resumable_kernels(arch):
+def lse_kernels(arch):
     """Kernels whose results layers can save, and plain torch for what these do not compute."""
-    plain = check.plain_kernels(arch)
+    plain = check.eager_kernels(arch)
     if arch.attention_softcap or arch.sinks:
         return plain
     fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "within"), kernel)
-                         for kernel in (batched_attention, piece_attention))
+                         for kernel in (sdpa_attention, piece_attention))
     return plain._replace(fixed_len=fixed_len, varlen=varlen)
 
 
@@ -151,19 +151,19 @@ def adapter_values(model, values):
 def adapter_names(model):
     """(PEFT's name, where it is in the layer's adapter, its shape, the layer's number) of all."""
     for i, layer in enumerate(model.layers):
-        for (linear, key), (where, shape) in layer.spec.adapter_parts().items():
+        for (linear, key), (where, shape) in layer.spec.adapter_slices().items():
             yield f"base_model.model.model.layers.{i}.{linear}.{key}", where, shape, i
 
 
 def micro_batch_of(documents, model):
     """A micro-batch of these documents, all of whose tokens are trained."""
-    rows = rows_of([(ids, ids) for ids in documents])
+    rows = make_rows([(ids, ids) for ids in documents])
     every = [*range(len(documents))]
     return make_micro_batch(rows, [every], model, torch.tensor(0))
 
 
 class Pair:
-    """The house's model and PEFT's of one family, with the same weights and the same adapter."""
+    """The package's model and PEFT's of one family, with the same weights and the same adapter."""
 
     def __init__(self, name, fields=(), **settings):
         """`fields`: pairs of a small config's field and its value."""
@@ -172,13 +172,13 @@ class Pair:
         for field, value in (("intermediate_size", 96), *fields):
             setattr(self.model_config, field, value)
         self.arch = dataclasses.replace(
-            describe_model(self.model_config),
+            make_architecture(self.model_config),
             attention_dropout=0.0,
             residual_dropout=0.0,
             embedding_dropout=0.0,
         )
         with torch.no_grad():
-            reference = random_reference(self.model_config, torch.Generator().manual_seed(0))
+            reference = random_hf_model(self.model_config, torch.Generator().manual_seed(0))
             self.tensors = {key: tensor.clone() for key, tensor in reference.state_dict().items()}
             model = self.make()
             for key, weight in read_weights(model, tensor_names(self.arch, self.tensors)).items():
@@ -225,7 +225,7 @@ class Pair:
         return loss.item(), get_peft_model_state_dict(self.peft, grads)
 
     def computed(self, saves, reuse_dequantized, compute_dtype="float32"):
-        """The same by the house's model."""
+        """The same by the package's model."""
         if self.arch.parallel and saves != "all" or self.arch.moe and saves == "mlp":
             saves = "input"  # see LayerFunction
         model = self.make(make_plan(self.arch.n_layers, saves, reuse_dequantized, compute_dtype))
@@ -314,7 +314,7 @@ def test_shapes_equal_transformers_and_peft(shape, kept, monkeypatch):
 def test_gate_of_attention_equals_autograd(linear, per_head, activation):
     """Also where each head's gate follows its query, as in Qwen3.5."""
     per_head = per_head and linear is not None
-    arch = dataclasses.replace(describe_model(TINY["qwen3"](VOCABULARY)), qk_norm=None,
+    arch = dataclasses.replace(make_architecture(TINY["qwen3"](VOCABULARY)), qk_norm=None,
                                attention_gate=AttentionGate(linear, per_head, activation))
     generator, (heads, kv_heads, d) = torch.Generator().manual_seed(0), (4, 2, arch.head_dim)
     n_gates = heads if per_head else heads * d
@@ -388,20 +388,20 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
             layer.save_policy, layer.adapter.grad = plan.save_policy(layer.index), None
         model.store = make_store(plan, model.device)
         for n in 9, 5, len(ids), len(ids) - 3:
-            rows = rows_of([(ids[:n], ids[:n])])
+            rows = make_rows([(ids[:n], ids[:n])])
             model(make_micro_batch(rows, [[0]], model, torch.tensor(0))).sum().backward()
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
         if on_host:
-            layouts = tuple(layer.spec for layer in model.layers)
+            specs = tuple(layer.spec for layer in model.layers)
             assert not model.store.on_device and len(model.store.buffers) == model.store.n_puts - 1
             assert (sum(buffer.nbytes for buffer in model.store.buffers.values())
-                    == predict_memory(plan, pair.arch, layouts).host_bytes > 0)
+                    == predict_memory(plan, pair.arch, specs).host_bytes > 0)
     first, *others = got.values()
     assert first.norm() > 0 and all(torch.equal(first, other) for other in others)
 
 
 def test_what_is_offloaded_may_become_more():
-    """As where an earlier micro-batch's attention kernel could not be resumed."""
+    """As where an earlier micro-batch's attention kernel could not reuse its results."""
     store = OffloadedActivations(2, 1, 8, torch.device("cpu"))
     x, more = torch.arange(8.0), torch.ones(8, 2)
     store.put(x), store.put(x), store.take(1), store.take(0)
@@ -420,7 +420,7 @@ def with_saved_attention(pair, n_saved, on_host=False):
                                offload_activations=on_host)
     model = pair.make(plan)
     adapter_values(model, pair.values)
-    model.kernels, model.store = resumable_kernels(pair.arch), make_store(plan, model.device)
+    model.kernels, model.store = lse_kernels(pair.arch), make_store(plan, model.device)
     return model
 
 
@@ -478,8 +478,8 @@ def test_attention_with_saved_results_does_not_run_again(
 def test_evaluation_saves_no_results_of_attention(monkeypatch):
     """It runs the kernel that it would run without."""
     pair, seen = pair_and_expected("llama")[0], []
-    monkeypatch.setattr(attention_mixer, "resumable_attention", lambda *args: (
-        seen.append(args), pieces.resumable_attention(*args))[1])
+    monkeypatch.setattr(attention_mixer, "attention_with_lse", lambda *args: (
+        seen.append(args), pieces.attention_with_lse(*args))[1])
     model = with_saved_attention(pair, pair.arch.n_layers)
     with torch.no_grad():
         model(micro_batch_of([pair.ids[:9]], model))
@@ -600,7 +600,7 @@ def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, saves):
     loss().backward()
     # DoRA's norm is a constant in backward, but not in the loss: only B has a gradient without it
     direction = torch.zeros_like(weights)
-    for (_, key), (where, _) in model.layers[0].spec.adapter_parts().items():
+    for (_, key), (where, _) in model.layers[0].spec.adapter_slices().items():
         if adapter == "lora" or key == "lora_magnitude_vector":
             direction[where] = weights.grad[where]
     slope, losses = direction.norm(), []
@@ -633,18 +633,18 @@ def test_each_layer_has_the_layout_of_its_kind():
     """Its own window, rotary, heads, sublayers and MLP; layers of one kind share a LayerSpec."""
     mixed = set()
     for name, make in TINY.items():
-        arch = describe_model(make(VOCABULARY))
-        kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_mixer, arch.layer_routed,
-                         arch.layer_heads, arch.layer_sublayers, strict=True))  # fmt: skip
-        layouts = make_layer_specs(arch, (), CONFIG)
+        arch = make_architecture(make(VOCABULARY))
+        kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_other_mixer,
+                         arch.layer_routed, arch.layer_heads, arch.layer_sublayers, strict=True))
+        specs = make_layer_specs(arch, (), CONFIG)
         found = []
-        for layout in layouts:
+        for spec in specs:
             # another number for each dropout, or two would drop the same values
-            sites = [fused.dropout_site for fused in layout.fused_linears]
+            sites = [fused.dropout_site for fused in spec.fused_linears]
             assert len({*sites}) == len(sites) and max(sites) < ATTENTION_SITE, name
-            of, routed = layout.mixer, isinstance(layout.mlp, MoESublayer)
+            of, routed = spec.mixer, isinstance(spec.mlp, MoESublayer)
             sublayers = {NoMixerSublayer: "mlp", NoMLPSublayer: "mixer"}
-            sublayers = sublayers.get(type(of)) or sublayers.get(type(layout.mlp)) or "both"
+            sublayers = sublayers.get(type(of)) or sublayers.get(type(spec.mlp)) or "both"
             heads = Heads(of.arch.n_heads, of.arch.n_kv_heads, of.arch.head_dim,
                           of.arch.keys_are_values)  # fmt: skip
             kind = [None, None, None, routed, heads, sublayers]
@@ -654,10 +654,10 @@ def test_each_layer_has_the_layout_of_its_kind():
                 elif isinstance(one, MLAMixer):
                     kind[1] = one.rope_index
                 else:
-                    kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is one.record]
+                    kind[2:3] = [x for x in arch.other_mixers if arch.other_mixers[x] is one.record]
             found.append(tuple(kind))
         assert found == kinds, name
-        for (one, kind), (other, its_kind) in itertools.combinations(zip(layouts, kinds), 2):
+        for (one, kind), (other, its_kind) in itertools.combinations(zip(specs, kinds), 2):
             assert (one is other) == (kind == its_kind), name
         if len(set(kinds)) > 1:
             mixed.add(arch.family)
@@ -700,7 +700,7 @@ def test_no_document_sees_another(name):
                 for i, part in enumerate(parts)
             ]
             micro_batch = make_micro_batch(
-                rows_of(rows), [[2, 0, 3, 1]], model, torch.tensor(0))
+                make_rows(rows), [[2, 0, 3, 1]], model, torch.tensor(0))
             yield model(micro_batch).sum().item()
 
     before, changed = list(losses(pair.ids)), pair.ids.clone()
@@ -717,12 +717,12 @@ def test_probe_is_in_the_order_of_the_rows():
     model, generator = pair.make(), torch.Generator().manual_seed(0)
     adapter_values(model, pair.values)
     parts = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (9, 70, 4, 33, 5)]
-    found, probe = {}, MergeCheck(rows_of([(part, part) for part in parts]))
+    found, probe = {}, MergeCheck(make_rows([(part, part) for part in parts]))
     assert probe.input_ids == [part[:64].tolist() for part in parts[:4]]
     for micro_batch_tokens in 64, 110:
         model.plan = dataclasses.replace(model.plan, micro_batch_tokens=micro_batch_tokens)
-        found[micro_batch_tokens] = probe.states(model)["with_adapter"]
-    alone = torch.cat([MergeCheck(rows_of([(part, part)])).states(model)["with_adapter"]
+        found[micro_batch_tokens] = probe.hidden_states(model)["with_adapter"]
+    alone = torch.cat([MergeCheck(make_rows([(part, part)])).hidden_states(model)["with_adapter"]
                        for part in parts[:4]])  # fmt: skip
     for states in found.values():
         torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)
@@ -780,7 +780,7 @@ def plant(monkeypatch, model_type, fields):
         monkeypatch.setitem(families.FAMILIES, model_type, wrong)
         return
     monkeypatch.setattr(
-        check, "describe_model", lambda c: dataclasses.replace(describe_model(c), **fields)
+        check, "make_architecture", lambda c: dataclasses.replace(make_architecture(c), **fields)
     )
 
 
@@ -790,7 +790,7 @@ def test_check_at_start_catches(error, monkeypatch):
     model_config = TINY[name](VOCABULARY)
     family = model_config.model_type
     # fields that no record names now
-    monkeypatch.setattr(describe, "check_model", lambda config: None)
+    monkeypatch.setattr(from_config, "check_model", lambda config: None)
     plant(monkeypatch, family, fields)
     with pytest.raises(ValueError, match=f"the check at start failed: {family} "):
         compare_with_transformers(model_config, name)
@@ -807,9 +807,9 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
         )
 
     model_config = TINY[name](VOCABULARY)
-    (kind,) = map(type, describe_model(model_config).mixers.values())
-    function = autograd_mixers.MIXERS[kind]
-    monkeypatch.setitem(autograd_mixers.MIXERS, kind, all_as_one)
+    (kind,) = map(type, make_architecture(model_config).other_mixers.values())
+    function = autograd_mixers.OTHER_MIXERS[kind]
+    monkeypatch.setitem(autograd_mixers.OTHER_MIXERS, kind, all_as_one)
     with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
         compare_with_transformers(model_config, name)
 
@@ -876,7 +876,7 @@ def test_decays_of_large_values_are_finite(function):
 def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
     """Stand-ins for its kernels, which need a GPU."""
     mixer, cpu = DeltaNet(2, 4, 16, 32, 4), torch.device("cpu")
-    plain = recurrence.document_delta_rule
+    plain = recurrence.eager_delta_rule
 
     def fails(*_):
         raise RuntimeError("not on this GPU\nfor a long reason")
@@ -981,12 +981,12 @@ def forget_readers(backward):
 WRONG_CODE = {
     "windows on other layers": (
         "gemma2",
-        "describe_positions",
+        "make_positions",
         lambda f: lambda *a: f(*a) | {"layer_window": [5] * a[0].num_hidden_layers},
     ),
     "rotary on layers without": (
         "smollm3",
-        "describe_positions",
+        "make_positions",
         lambda f: lambda *a: f(*a) | {"layer_rope": [0] * a[0].num_hidden_layers},
     ),
     "long factors for short documents": ("phi3_longrope", "rope_frequencies", always_long),
@@ -1022,11 +1022,11 @@ def test_check_at_start_catches_wrong_code(error, monkeypatch):
     name, function, around = WRONG_CODE[error]
     if "." in function:
         owner, _, method = function.partition(".")
-        owner = house.get(owner)
+        owner = patching.get(owner)
         monkeypatch.setattr(owner, method, around(getattr(owner, method)))
     else:
-        wrong = around(house.get(function))
-        for module in house.owners(function):
+        wrong = around(patching.get(function))
+        for module in patching.owners(function):
             monkeypatch.setattr(module, function, wrong)
     with pytest.raises(ValueError, match="the check at start failed: "):
         compare_with_transformers(TINY[name](VOCABULARY), name)
@@ -1096,14 +1096,14 @@ def test_check_at_start_names_the_model_whatever_goes_wrong(what):
 def test_field_that_no_record_knows_is_refused():
     config = tiny("gemma3_text", use_bidirectional_attention=True)(VOCABULARY)
     with pytest.raises(ValueError, match="use_bidirectional_attention"):
-        describe_model(config)
+        make_architecture(config)
 
 
 @pytest.mark.parametrize("outer, inner", [*itertools.product((True, False), repeat=2)])
 def test_multimodal_model_is_tied_if_both_configs_say_so(outer, inner):
     config = TINY["mistral3"](VOCABULARY)
     config.tie_word_embeddings, config.text_config.tie_word_embeddings = outer, inner
-    assert describe_model(config).tied == (outer and inner)
+    assert make_architecture(config).tied == (outer and inner)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -1111,8 +1111,8 @@ def test_text_config_without_that_flag_is_tied_as_the_outer_one_says(tied):
     config = TINY["qwen3_vl"](VOCABULARY)
     del config.text_config.tie_word_embeddings
     config.tie_word_embeddings = tied
-    assert describe_model(config).tied == tied
-    assert describe_model(shrunk_config(config)).tied == tied
+    assert make_architecture(config).tied == tied
+    assert make_architecture(shrunk_config(config)).tied == tied
 
 
 WRAPPED = [name for name, make in TINY.items() if make.model_type in families.MULTIMODAL]
@@ -1122,7 +1122,7 @@ WRAPPED = [name for name, make in TINY.items() if make.model_type in families.MU
 def test_multimodal_model_gives_the_logits_of_its_text_model(name):
     """The check at start builds the text model alone; the outer one must not scale or cap."""
     config = (TINY | OUTER)[name](VOCABULARY)
-    outer, prefix = make_whole(config), describe_model(config).module_prefix
+    outer, prefix = make_whole(config), make_architecture(config).module_prefix
     text = text_model(config.text_config, dtype=torch.float32).eval()
     tensors = {key.replace(prefix, "model.").removeprefix("language_model."): value
                for key, value in outer.state_dict().items()}  # fmt: skip
@@ -1136,7 +1136,7 @@ def test_multimodal_model_gives_the_logits_of_its_text_model(name):
 def test_bf16_norms_and_embeddings_round_as_transformers(name):
     """In fp32 it makes no difference what is rounded first."""
     config = shrunk_config(TINY[name](VOCABULARY))
-    arch, seen = describe_model(config), []
+    arch, seen = make_architecture(config), []
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().model
     reference.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -1160,7 +1160,7 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
 def test_angles_of_far_positions_are_exact(name):
     """Dynamic's base is that of the longest row that there may be."""
     config = TINY[name](VOCABULARY)
-    arch = describe_model(config)
+    arch = make_architecture(config)
     at = torch.tensor([255, 257, 1001, 131071])
     rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
     want = rotary(torch.zeros(1, dtype=torch.float32), at[None])
@@ -1173,7 +1173,7 @@ def test_angles_of_far_positions_are_exact(name):
 @pytest.mark.parametrize("name", ["phi3_longrope", "phi4_mini"])
 def test_document_as_long_as_longropes_limit_is_short(name):
     config = TINY[name](VOCABULARY)
-    arch, n = describe_model(config), 16
+    arch, n = make_architecture(config), 16
     assert arch.ropes[0]["original_max_position_embeddings"] == n
     rotary, lengths = AutoModelForCausalLM.from_config(config).model.rotary_emb, (n + 1, n, n - 1)
     positions = [torch.arange(length) for length in lengths]
@@ -1200,7 +1200,7 @@ def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
 
 @pytest.mark.parametrize("n, windowed", [(7, False), (8, True)])
 def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
-    arch, kernels = describe_model(TINY["mistral"](VOCABULARY)), {}
+    arch, kernels = make_architecture(TINY["mistral"](VOCABULARY)), {}
     for attention_type in "window", "within":
         kernels[attention_type] = lambda *args, attention_type=attention_type: (
             attention_type,
@@ -1208,7 +1208,8 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
         )
     segments = segments_of((n,))
     micro_batch = types.SimpleNamespace(
-        longest=n, segments=segments, context_shard=None, kernels=kernels)  # fmt: skip
+        longest=n, segments=segments, context_shard=None,
+        attention_kernels=kernels)  # fmt: skip
     mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(batch=micro_batch, layer=layer, saves_attention=False)
@@ -1216,7 +1217,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (
-        document_attention(q, k, v, None, segments, arch, window, 0) for window in (7, None)
+        eager_attention(q, k, v, None, segments, arch, window, 0) for window in (7, None)
     )
     assert torch.equal(got[:7], full[:7]) or torch.allclose(got[:7], full[:7], atol=1e-5)
     assert torch.allclose(got, full, atol=1e-5) == (not windowed)

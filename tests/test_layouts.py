@@ -31,7 +31,7 @@ from test_step import FLAGS, SMALL, load_reference, rows_of_step, write_uneven_r
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from fsdp_qlora.lora.targets import adapted_linears
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 
 BAR = 1e-5  # of relative differences of a first step in fp32
 FUSED = "fused"  # all experts' in one tensor [experts, out, in], as transformers 5 has in memory
@@ -78,7 +78,7 @@ def layouts(name):
 
 
 MIXTURES = [name for name, make in MODELS.items()
-            if name not in OUTER and describe_model(make(320)).moe]  # fmt: skip
+            if name not in OUTER and make_architecture(make(320)).moe]  # fmt: skip
 OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
     "lfm2", "lfm3", "granite_swa", "exaone", "olmo", "nanochat", "phi", "qwen3_5", "granite4_h",
@@ -182,7 +182,7 @@ def make_reference(directory, name, layout, **settings):
     the file has them so: transformers 5 loads them whole, 4 saved them as linears."""
     whole = directory if layout == "NF4 of transformers 5" else directory / "whole"
     skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg", "router.proj"]
-    arch = describe_model(AutoConfig.from_pretrained(whole if whole.exists() else directory))
+    arch = make_architecture(AutoConfig.from_pretrained(whole if whole.exists() else directory))
     linears = adapted_linears(arch, ["all-linear"])
     adapted = sorted({linear.rsplit(".", 1)[-1] for linear in linears})
     model = load_reference(whole, adapted, skipped, layout == "DoRA", **settings)

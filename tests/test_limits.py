@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import one_process
 from families import TINY
-from house import parse_config
+from patching import parse_config
 from rows import CHATML, chat_tokenizer, write_jsonl
 from safetensors.torch import save_file
 from test_layer import VOCABULARY
@@ -38,7 +38,7 @@ from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
-    DoesNotFit, Search, Workload, check_host, pick_plan, use_graphs)
+    DoesNotFit, SearchInputs, Workload, check_host, pick_plan, use_cuda_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
 from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
@@ -66,13 +66,13 @@ def test_results_may_differ_by_rounding_alone(by, passes, monkeypatch):
 @pytest.mark.parametrize("by, passes", [(0.19, True), (0.21, False), (NAN, False)])
 def test_weights_may_differ_by_nf4s_rounding_alone(by, passes, monkeypatch):
     """Relative to the weights as read; what is computed with them does not tell here."""
-    seen, make = [], check.random_reference
-    monkeypatch.setattr(check, "random_reference", lambda *args: seen.append(make(*args))
+    seen, make = [], check.random_hf_model
+    monkeypatch.setattr(check, "random_hf_model", lambda *args: seen.append(make(*args))
                         or seen[0])  # fmt: skip
     read = check.read_weights
     monkeypatch.setattr(check, "read_weights", lambda *args: {
         name: seen[0].get_parameter(name) / (1 - by) for name in read(*args)})  # fmt: skip
-    monkeypatch.setattr(check, "reference_results", lambda *args: dict(seen[1:]))
+    monkeypatch.setattr(check, "hf_results", lambda *args: dict(seen[1:]))
     monkeypatch.setattr(check, "results", lambda *args: dict(seen[1:]))
     check_is(passes, "weights as read by")
 
@@ -115,7 +115,7 @@ def picked(plans, limit, monkeypatch):
     """The one that is run of plans whose time is known."""
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: plan)
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    return pick_plan(plans, Search(None, None, (), workload, limit, H200))
+    return pick_plan(plans, SearchInputs(None, None, (), workload, limit, H200))
 
 
 @pytest.mark.parametrize("size, fits", [(9600, True), (9601, False)])
@@ -154,8 +154,8 @@ def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypat
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: dataclasses.replace(
         plan, token_seconds=seconds))  # fmt: skip
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    search = Search(None, None, (), workload, 10_000, H200)
-    assert use_graphs(plan_of(100), search, False).graphs == is_graphed
+    search = SearchInputs(None, None, (), workload, 10_000, H200)
+    assert use_cuda_graphs(plan_of(100), search, False).graphs == is_graphed
 
 
 GIB = 2**30
@@ -169,7 +169,7 @@ def test_host_memory_is_pinned_for_speed_up_to_a_bound(host_gib, allowed, monkey
     monkeypatch.setattr(planner, "possible_plans", lambda *_: plans)
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cpu"))
     machine = dataclasses.replace(H200, free_host_bytes=host_gib * GIB)
-    found = planner.affordable_plans(Search(Config(), None, (), workload, 100, machine), 1)
+    found = planner.affordable_plans(SearchInputs(Config(), None, (), workload, 100, machine), 1)
     assert [plan.host_bytes // GIB for plan in found] == allowed
 
 
@@ -267,7 +267,7 @@ def test_table_is_whole_if_each_of_its_files_is(harmed, tmp_path):
     for file in files:
         file.write_bytes(file.name.encode())
     digests = {file.name: digest(file) for file in files}
-    (tmp_path / cache.PARTS).write_text(json.dumps(digests))
+    (tmp_path / cache.MANIFEST).write_text(json.dumps(digests))
     if harmed is not None:
         files[harmed].write_bytes(b"other")
     assert cache.has_table(tmp_path) == (harmed is None)

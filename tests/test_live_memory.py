@@ -18,12 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_qlora.kernels import pieces
-from fsdp_qlora.kernels.attention import (
-    ATTENTION_TYPES, batched_attention, document_attention)
+from fsdp_qlora.kernels.attention import ATTENTION_TYPES, eager_attention, sdpa_attention
 from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.pieces import piece_attention
-from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import make_layer_specs
@@ -175,23 +174,23 @@ def state_of(value, key):
 
 
 def counted_kernels(arch, plan):
-    """The fields kernels and recurrence of a micro-batch."""
+    """The fields attention_kernels and recurrence of a micro-batch."""
     recurrence, kernels = None, dict.fromkeys(
         ATTENTION_TYPES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
     if plan.plain_attention:
-        kernels = dict.fromkeys(ATTENTION_TYPES, document_attention)
+        kernels = dict.fromkeys(ATTENTION_TYPES, eager_attention)
     if plan.n_attention_saved:
-        kernels = dict.fromkeys(ATTENTION_TYPES, batched_attention)
+        kernels = dict.fromkeys(ATTENTION_TYPES, sdpa_attention)
     if plan.context_parallel_size > 1 and not plan.varlen_attention:
         kernels = dict.fromkeys(ATTENTION_TYPES, piece_attention)
-    if mixer := mixer_with_state(arch):
+    if mixer := recurrent_mixer(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         def recurrence(*args):
             return counted.apply(*args[:5])
 
         if plan.plain_recurrence:
-            recurrence = RECURRENCES[type(mixer)].plain
-    return {"kernels": kernels, "recurrence": recurrence}
+            recurrence = RECURRENCES[type(mixer)].eager
+    return {"attention_kernels": kernels, "recurrence": recurrence}
 
 
 def only_shape(layer, fused, adapter):
@@ -230,15 +229,15 @@ def kernels_make_shapes_alone(monkeypatch):
 # ---- a layer of these ----
 
 
-def fake_layer(arch, layout, index, plan):
+def fake_layer(arch, spec, index, plan):
     """A DecoderLayer whose tensors have shapes alone, and a gradient of its adapter."""
     with torch.device("meta"):
-        layer = DecoderLayer(arch, layout, index, plan)
+        layer = DecoderLayer(arch, spec, index, plan)
     dtype = plan.dtype
-    layer.vectors = torch.nn.Parameter(torch.empty(layout.n_vectors, dtype=dtype), False)
-    layer.adapter = torch.nn.Parameter(torch.empty(layout.n_adapter))
+    layer.vectors = torch.nn.Parameter(torch.empty(spec.n_vectors, dtype=dtype), False)
+    layer.adapter = torch.nn.Parameter(torch.empty(spec.n_adapter))
     layer.small_tensors = {
-        name: torch.empty(shape, dtype=dtype) for name, shape in layout.small_tensors.items()}
+        name: torch.empty(shape, dtype=dtype) for name, shape in spec.small_tensors.items()}
     return layer
 
 
@@ -268,16 +267,16 @@ def shapes_alone(plan):
     return FakeTensorMode() if plan.plain_attention else torch.device("meta")
 
 
-def measure(arch, layout, index, plan, with_backward=True):
+def measure(arch, spec, index, plan, with_backward=True):
     """(kept, most): the bytes that are there after a layer's forward, and those at the peak of
     forward and backward; with x and, at the peak, the gradient of what the layer returns."""
     n, hidden = plan.micro_batch_tokens, arch.hidden_size
     dtype = plan.dtype
-    # one long document needs more than two, if its attention is resumed
+    # one long document needs more than two, if the results of attention are reused
     lengths = (n,) if plan.n_attention_saved else (n // 2, n // 2)
     with shapes_alone(plan):
         layer, micro_batch = (
-            fake_layer(arch, layout, index, plan), fake_micro_batch(arch, plan, lengths))
+            fake_layer(arch, spec, index, plan), fake_micro_batch(arch, plan, lengths))
         with Storages() as storages:
             x = torch.empty(n, hidden, dtype=dtype).requires_grad_()
             out, *_ = layer(x, micro_batch)
@@ -291,13 +290,13 @@ def measure(arch, layout, index, plan, with_backward=True):
     return kept, storages.most
 
 
-def planned(layout, plan):
+def planned(spec, plan):
     """The same by the plan."""
     item, saves = plan.dtype.itemsize, plan.save_policy(0)
-    costs = LayerCosts(layout)
+    costs = LayerCosts(spec)
     kept = costs.saved_values(saves) * plan.micro_batch_tokens * item
     # the adapter's gradient, and the adapter in the compute dtype
-    return kept, kept + costs.live_bytes(plan, saves) + (4 + item) * layout.n_adapter
+    return kept, kept + costs.live_bytes(plan, saves) + (4 + item) * spec.n_adapter
 
 
 def plan_of(arch, saves, **settings):
@@ -320,13 +319,13 @@ def layers_of(name, monkeypatch, **flags):
     if name == "gemma-4-e4b-narrow":  # what follows its MLP takes most
         monkeypatch.setitem(bench.BUILTIN_CONFIGS, name, (2560, 256, 42, 1, 1, 262144))
         monkeypatch.setitem(bench.MIXERS, name, bench.GEMMAS_4["gemma-4-e4b"])
-    config, arch, layouts = shapes_of(name.replace("h1-plain", "h1-7b"), **flags)
+    config, arch, specs = shapes_of(name.replace("h1-plain", "h1-7b"), **flags)
     if name == "falcon-h1-plain":  # without its factors
-        (kind, mixer), = arch.mixers.items()
+        (kind, mixer), = arch.other_mixers.items()
         mixer = dataclasses.replace(mixer, in_multiplier=1.0, multipliers=1.0)
-        arch = dataclasses.replace(arch, mixers={kind: mixer})
-        layouts = make_layer_specs(arch, (), config)
-    return arch, {layouts.index(layout): layout for layout in dict.fromkeys(layouts)}
+        arch = dataclasses.replace(arch, other_mixers={kind: mixer})
+        specs = make_layer_specs(arch, (), config)
+    return arch, {specs.index(spec): spec for spec in dict.fromkeys(specs)}
 
 
 KINDS = [
@@ -353,12 +352,12 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     name, flags, kernels_make_shapes_alone, kernels_can_be_resumed, monkeypatch
 ):
     """To the byte for each token; beside these a layer keeps some numbers of each expert."""
-    arch, layouts = layers_of(name, monkeypatch, **flags)
-    for (i, layout), saves in itertools.product(layouts.items(), ("all", "input", "attention")):
+    arch, specs = layers_of(name, monkeypatch, **flags)
+    for (i, spec), saves in itertools.product(specs.items(), ("all", "input", "attention")):
         if arch.kv_sources[i] is None:  # else it reads what another layer has
             plan = plan_of(arch, saves)
             got, want = (x[0] for x in (
-                measure(arch, layout, i, plan, with_backward=False), planned(layout, plan)))
+                measure(arch, spec, i, plan, with_backward=False), planned(spec, plan)))
             print(f"{name}, layer {i}, {saves}: {got / 2048} bytes a token, {want / 2048} planned")
             assert 0 <= got - want < 2 * 2048, (i, saves)  # less than one value a token
 
@@ -434,10 +433,10 @@ def test_plan_is_no_less_than_a_layers_peak(
     most that a kernel may need, or counts tensors that are not there at the same time."""
     settings = dict(settings)
     flags = {key: settings.pop(key) for key in ("target_modules", "lora_rank") if key in settings}
-    arch, layouts = layers_of(name, monkeypatch, **flags)
+    arch, specs = layers_of(name, monkeypatch, **flags)
     plan = plan_of(arch, saves, **settings)
-    got = measure(arch, layouts[index], index, plan)[1]
-    want = planned(layouts[index], plan)[1]
+    got = measure(arch, specs[index], index, plan)[1]
+    want = planned(specs[index], plan)[1]
     print(f"{got / 2**20:.1f} MiB at the peak, {want / 2**20:.1f} planned: {got / want:.4f}")
     assert got <= want and got / want == pytest.approx(share, abs=0.002)
 
@@ -452,7 +451,7 @@ def test_plan_knows_the_heads_peak(
 ):
     """Where nothing is fused, as on a CPU, the logits as a loss in plain torch has them. Rows of
     --trainable_tokens need x in backward, when the logits are gone."""
-    _, arch, layouts = shapes_of(name)
+    _, arch, specs = shapes_of(name)
     n, dtype = 4096, torch.bfloat16
     plan = plan_of(arch, "all", micro_batch_tokens=n, fused=fused)
     if fused:  # a GPU's product makes no copies of what it reads
@@ -478,7 +477,7 @@ def test_plan_knows_the_heads_peak(
             LinearCrossEntropy.apply(x, model, micro_batch, head_rows).sum().backward()
     # with graphs the plan says the head's alone
     got = storages.most
-    want = predict_memory(dataclasses.replace(plan, graphs=True), arch, layouts).memory[
+    want = predict_memory(dataclasses.replace(plan, graphs=True), arch, specs).memory[
         "live layer or head"]
     print(f"{got / 2**20:.1f} MiB at the peak, {want / 2**20:.1f} planned: {got / want:.4f}")
     assert got / want == pytest.approx(share, abs=0.002)
@@ -497,15 +496,15 @@ def test_plan_counts_what_a_model_has_to_the_byte(family):
         got += sum(part.nbytes for part in (blocks.packed, blocks.scales))
         got += sum(part.nbytes for part in vars(layer.nested).values())
         got += sum(part.nbytes for part in (layer.vectors, *layer.small_tensors.values()))
-    layouts = tuple(layer.spec for layer in model.layers)
-    memory = predict_memory(plan_of(arch, "all", compute_dtype="float32"), arch, layouts).memory
+    specs = tuple(layer.spec for layer in model.layers)
+    memory = predict_memory(plan_of(arch, "all", compute_dtype="float32"), arch, specs).memory
     assert memory["4-bit weights"] + memory["embedding, head, norms"] == got
 
 
 def test_plan_counts_what_layers_have_in_common():
     """The inputs of all layers; keys and values that a layer shares, their gradient, and that of
     one layer that reads them; and the optimizer's state."""
-    _, arch, layouts = shapes_of("gemma-4-e4b")
+    _, arch, specs = shapes_of("gemma-4-e4b")
     plan = plan_of(arch, "all", state_bytes=2)
     with shapes_alone(plan):
         micro_batch = fake_micro_batch(arch, plan, (1024, 1024))
@@ -513,41 +512,41 @@ def test_plan_counts_what_layers_have_in_common():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(call, "dequantize", only_shape)
             for i in {*arch.kv_sources} - {None}:
-                _, *parts = fake_layer(arch, layouts[i], i, plan)(x, micro_batch)
+                _, *parts = fake_layer(arch, specs[i], i, plan)(x, micro_batch)
                 kv_to_share += sum(part.nbytes for part in parts)
-    memory = predict_memory(plan, arch, layouts).memory
+    memory = predict_memory(plan, arch, specs).memory
     assert (
         memory["inputs of all layers"]
         == micro_batch.layer_inputs.nbytes + 3 * kv_to_share > 3 * kv_to_share > 0
     )
-    n_adapter = sum(layout.n_adapter for layout in layouts)
+    n_adapter = sum(spec.n_adapter for spec in specs)
     assert memory["optimizer's state"] == 2 * n_adapter
     one = "one layer's adapter gradient"
-    sharded = predict_memory(dataclasses.replace(plan, shard_group_size=2), arch, layouts).memory
-    assert memory[one] == 4 * layouts[0].n_adapter and sharded[one] == 3 * memory[one]
+    sharded = predict_memory(dataclasses.replace(plan, shard_group_size=2), arch, specs).memory
+    assert memory[one] == 4 * specs[0].n_adapter and sharded[one] == 3 * memory[one]
 
 
 def test_plan_counts_what_fsdp_gathers_to_the_byte():
     """All parameters of two layers, each as large as the largest; with those kept until backward
     all and one more. The adapters are in the compute dtype."""
-    _, arch, layouts = shapes_of("qwen3.5-9b")
+    _, arch, specs = shapes_of("qwen3.5-9b")
     plan = plan_of(arch, "all", shard_group_size=2)
     sizes = []
-    for i, layout in enumerate(layouts):
-        layer = DecoderLayer(arch, layout, i, plan)  # its parameters are on the meta device
+    for i, spec in enumerate(specs):
+        layer = DecoderLayer(arch, spec, i, plan)  # its parameters are on the meta device
         weights = layer.packed_weights.packed.nbytes + layer.packed_weights.scales.nbytes
         sizes.append((weights, layer.vectors.nbytes, layer.adapter.nbytes // 2))
     one, every = (sum(map(of_all, zip(*sizes))) for of_all in (max, sum))
     freed, kept = (predict_memory(dataclasses.replace(plan, reshard_after_forward=frees), arch,
-                                  layouts).memory["gathered weights"] for frees in (True, False))
+                                  specs).memory["gathered weights"] for frees in (True, False))
     assert freed == 2 * one and kept == every + one
 
 
 def test_plan_counts_doras_norms_to_the_byte():
     """Of the rows of q, k, v, o, gate, up and down, fp32; and outputs that backward makes again."""
-    _, arch, layouts = shapes_of("llama-2-70b", adapter="dora")
+    _, arch, specs = shapes_of("llama-2-70b", adapter="dora")
     rows = 80 * (8192 + 2 * 1024 + 8192 + 2 * 28672 + 8192)
-    memory = predict_memory(plan_of(arch, "all"), arch, layouts).memory
+    memory = predict_memory(plan_of(arch, "all"), arch, specs).memory
     assert memory["DoRA"] == 4 * rows + (2 + 4 + 4) * 2048 * 2 * 28672
 
 
@@ -574,7 +573,7 @@ def test_plan_is_no_less_than_what_shared_latents_take(
     monkeypatch
 ):
     """With context parallelism, and so that what a kernel saves of keys and values is freed."""
-    arch, layouts = layers_of(name, monkeypatch)
+    arch, specs = layers_of(name, monkeypatch)
     plan = plan_of(arch, saves, **{"context_parallel_size": 2} | settings)
     n, size = plan.micro_batch_tokens, plan.context_parallel_size
     shard = make_context_shard([n * size], ContextGroup(size))
@@ -587,10 +586,10 @@ def test_plan_is_no_less_than_what_shared_latents_take(
         return micro_batch
 
     monkeypatch.setattr(sys.modules[__name__], "fake_micro_batch", shared_micro_batch)
-    layout, one_layer = layouts[index], dataclasses.replace(plan, n_layers=1)
-    kept, most = measure(arch, layout, index, plan)
-    more = exchanged_bytes(one_layer, arch, [layout], n * plan.dtype.itemsize)
-    want_kept, want = planned(layout, plan)
+    spec, one_layer = specs[index], dataclasses.replace(plan, n_layers=1)
+    kept, most = measure(arch, spec, index, plan)
+    more = exchanged_bytes(one_layer, arch, [spec], n * plan.dtype.itemsize)
+    want_kept, want = planned(spec, plan)
     print(f"{most / 2**20:.1f} MiB at the peak, {(want + more) / 2**20:.1f} planned: "
           f"{most / (want + more):.4f}")
     if saves == "all":

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 import merge_adapters
-from fsdp_qlora.hashing import content_sum
-from fsdp_qlora.pretrained.formats import NF4_STATE
+from fsdp_qlora.hashing import tensor_checksum
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.pretrained.reader import (
-    DTYPES, RandomWeights, Request, WeightReader, tensors_of, weight_files)
+    DTYPES, RandomWeights, ReadRequest, WeightReader, stored_tensors, tensors_of)
+from fsdp_qlora.pretrained.weight_formats import NF4_STATE
 from fsdp_qlora.run import open_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ STORAGES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.f
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
     """Tensors of all dtypes in four files, to be read in small pieces: {name: tensor}, {name:
-    Stored} and Requests of whole and partial tensors and of no rows."""
+    StoredTensor} and ReadRequests of whole and partial tensors and of no rows."""
     monkeypatch.setattr("fsdp_qlora.pretrained.reader.READ_CHUNK", 1000)  # no whole rows, weights
     monkeypatch.setattr("fsdp_qlora.pretrained.reader.READ_AHEAD", 20_000)  # less than the largest
     generator = torch.Generator().manual_seed(0)
@@ -52,7 +52,7 @@ def stored(tmp_path, monkeypatch):
                 name = f"{dtype}-{len(shape)}-{shape[0]}-{len(rows)}"
                 tensors[name] = (torch.randn(shape, generator=generator) * 100).abs().to(dtype)
                 files[name] = tmp_path / f"{len(files) % 4}.safetensors"
-                requests.append(Request(name, shape, rows))
+                requests.append(ReadRequest(name, shape, rows))
     for file in set(files.values()):
         save_file({n: t for n, t in tensors.items() if files[n] == file}, file)
     return tensors, {n: tensors_of(file)[n] for n, file in files.items()}, requests
@@ -112,7 +112,7 @@ def test_after_a_failed_read_there_are_zeros_and_an_error_at_the_end(stored):
 
 def test_random_weights_follow_from_names(stored):
     _, _, requests = stored
-    whole = [Request(r.name, r.shape, range(r.shape[0])) for r in requests]
+    whole = [ReadRequest(r.name, r.shape, range(r.shape[0])) for r in requests]
     readers = [RandomWeights(r, 7, torch.float32, HERE) for r in (requests, whole, whole[::-1])]
     for request in requests:
         part, *wholes = (reader.read(request.name) for reader in readers)
@@ -122,7 +122,7 @@ def test_random_weights_follow_from_names(stored):
     # what 60 layers multiply with must not be 0.02 each
     factors = ("layer_scalar", 1), ("router.scale", 1), ("norm.weight", 1), ("q_proj.bias", 0)
     for name, value in factors:
-        reader = RandomWeights([Request(name, (3,), range(3))], 7, torch.float32, HERE)
+        reader = RandomWeights([ReadRequest(name, (3,), range(3))], 7, torch.float32, HERE)
         assert reader.read(name).tolist() == [value] * 3
     other = RandomWeights(requests, 8, torch.float32, HERE).read(requests[0].name)
     assert not torch.equal(other, readers[1].read(requests[0].name))
@@ -158,13 +158,13 @@ def test_sums_of_parts_add_up_to_that_of_the_whole(dtype, monkeypatch):
     monkeypatch.setattr("fsdp_qlora.hashing.SUM_CHUNK", {"cpu": 50})
     whole = torch.randint(1, 200, (9, 24)).to(dtype)
     parts = [(range(4), 0), (range(3, 7), 4), (range(7), 7), (range(2, 9), 7), (range(9), 9)]
-    sums = [content_sum(whole[rows.start : rows.stop], rows, n) for rows, n in parts]
-    total = content_sum(whole)
+    sums = [tensor_checksum(whole[rows.start : rows.stop], rows, n) for rows, n in parts]
+    total = tensor_checksum(whole)
     assert torch.equal(sum(sums), total) and total.dtype == torch.int64
     changed = whole.clone()
     changed[8, 23] += 1
     for other in whole.flip(0), whole.flip(1), whole.neg(), changed:
-        assert not torch.equal(content_sum(other), total)
+        assert not torch.equal(tensor_checksum(other), total)
 
 
 @pytest.mark.parametrize("place", range(16))
@@ -188,7 +188,7 @@ def test_whole_file_beside_an_index_is_the_model(tmp_path):
             tmp_path / size, max_shard_size=size)  # fmt: skip
     shutil.copytree(tmp_path / "1GB", tmp_path / "1KB", dirs_exist_ok=True)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "1KB").state_dict()
-    path = weight_files(tmp_path / "1KB")["model.norm.weight"].path
+    path = stored_tensors(tmp_path / "1KB")["model.norm.weight"].path
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(load_file(path)[name], theirs[name])
 
@@ -257,7 +257,7 @@ def save_4bit(base, directory, storage, dtype=torch.bfloat16, skip=None):
     return directory
 
 
-def stored_tensors(directory):
+def saved_tensors(directory):
     return {k: v for f in sorted(directory.glob("*.safetensors")) for k, v in load_file(f).items()}
 
 
@@ -301,7 +301,7 @@ def test_stored_bytes_are_those_computed_with(run_jobs, tiny_model, tmp_path):
     run_jobs(2, [job], cwd=tmp_path)
     seen = load_file(out)
     for directory in models:
-        tensors = stored_tensors(directory)
+        tensors = saved_tensors(directory)
         assert len(list(directory.glob("*.safetensors"))) > 2 or directory == moe
         layers = [k.removesuffix(".weight") for k in tensors if k.endswith("_proj.weight")]
         in_4bit = sum(k.endswith("weight.absmax") for k in tensors)
@@ -344,7 +344,7 @@ def run_and_merge(run_main, model, directory, capsys):
     merged = directory / "merged"
     merge_adapters.main(["--adapter_dir", str(directory), "--output_dir", str(merged)])
     assert "quantization_config" not in json.loads((merged / "config.json").read_text())
-    return losses, out + capsys.readouterr().out, stored_tensors(merged)
+    return losses, out + capsys.readouterr().out, saved_tensors(merged)
 
 
 def test_training_and_merging_equal_those_of_the_original(
@@ -369,7 +369,7 @@ def test_model_in_4bit_from_another_dtype(run_main, in_4bit, tmp_path, capsys):
     assert "quantized from float16" in out and "dequantized to bfloat16" in out
     # the merge's own check, against a model that dequantizes to bfloat16 as well
     assert float(re.search(r"differ by ([\d.]+) % of", out)[1]) < 10
-    tensors, adapter = stored_tensors(model), load_file(tmp_path / "run/adapter_model.safetensors")
+    tensors, adapter = saved_tensors(model), load_file(tmp_path / "run/adapter_model.safetensors")
     state = {k: v for k, v in tensors.items() if k.startswith(f"{LAYER}.")}
     state = bnb.functional.QuantState.from_dict(state, DEVICE)
     assert state.dtype == torch.float16
@@ -465,7 +465,7 @@ def refused(run_main, in_4bit, tmp_path):
         config["quantization_config"].update(settings)
         (directory / "config.json").write_text(json.dumps(config))
         if change:
-            tensors = stored_tensors(directory)
+            tensors = saved_tensors(directory)
             for path in directory.glob("model*.safetensors*"):
                 path.unlink()
             change(tensors)

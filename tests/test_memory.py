@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.data.sampling import ShuffledRows
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
+from fsdp_qlora.data.rows import make_rows
+from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.evaluation.compare_with_transformers import plain_model
-from fsdp_qlora.kernels.attention import (
-    ATTENTION_TYPES, Kernels, batched_attention, document_attention)
+from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention, sdpa_attention
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
@@ -31,13 +30,13 @@ from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner import search
 from fsdp_qlora.planner.costs import (
-    FIT, count_layers, layer_seconds, predict_memory, predict_time, saved_bytes)
+    CONSTANTS, count_layers, layer_seconds, predict_memory, predict_time, saved_bytes)
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
-    DoesNotFit, Search, Workload, agree_on_plan, can_save_attention, choose_plan, possible_plans,
-    use_graphs, why_no_capture)
-from fsdp_qlora.pretrained.describe import describe_model
+    DoesNotFit, SearchInputs, Workload, agree_on_plan, can_save_attention, choose_plan,
+    possible_plans, use_cuda_graphs, why_no_capture)
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.run.resolve import resolve_max_seq_len
@@ -193,23 +192,23 @@ def shapes_of(name, layers=None, **flags):
     return config, arch, make_layer_specs(arch, adapted, config)
 
 
-def predicted(arch, layouts, **settings):
-    return predict_memory(Plan(**{**PLAN, "n_layers": arch.n_layers, **settings}), arch, layouts)
+def predicted(arch, specs, **settings):
+    return predict_memory(Plan(**{**PLAN, "n_layers": arch.n_layers, **settings}), arch, specs)
 
 
 def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, longest=2048,
            shortest=None, tied=False, uneven_lengths=True, uneven_labels=False, device="cuda",
-           host_gib=64, resumable_attention=False,
+           host_gib=64, can_reuse_lse=False,
            **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
-    config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
+    config, arch, specs = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     workload = Workload(
         tokens=gpus * rows * longest, longest=longest, longest_row=longest,
         mean_document_tokens=longest, uneven_lengths=uneven_lengths,
         uneven_labels=uneven_labels, shortest=shortest or longest,
         world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture,
-        resumable_attention=resumable_attention)  # fmt: skip
-    return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
+        can_reuse_lse=can_reuse_lse)  # fmt: skip
+    return choose_plan(config, dataclasses.replace(arch, tied=tied), specs, workload,
                        int(limit_gib * GIB),
                        dataclasses.replace(machine, free_host_bytes=host_gib * GIB))  # fmt: skip
 
@@ -223,12 +222,12 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
     *((*row, 4e12) for row in MEASURED), *((*row, 3e12) for row in ON_H100)])  # fmt: skip
 def test_prediction_is_near_what_was_measured(name, layers, peak, speed, settings, bandwidth):
     is_long = LONG_ROW.items() <= settings.items()
-    _, arch, layouts = shapes_of(name, layers, **({"lora_rank": 32} if is_long else {}))
-    plan = predicted(arch, layouts, **settings)
+    _, arch, specs = shapes_of(name, layers, **({"lora_rank": 32} if is_long else {}))
+    plan = predicted(arch, specs, **settings)
     got = plan.bytes / GIB
     measured_on = dataclasses.replace(H200, flops=8e14, bandwidth=bandwidth)
     document = settings["micro_batch_tokens"] if is_long else 2048
-    faster = 1 / predict_time(plan, arch, layouts, measured_on, document).token_seconds / speed
+    faster = 1 / predict_time(plan, arch, specs, measured_on, document).token_seconds / speed
     print(f"predicted {got:.2f}, measured {peak:.2f}: {got / peak - 1:+.1%}; {faster:.2f} x speed")
     assert abs(got - peak) <= 0.05 * peak
     assert 0.9 < faster < 1.2
@@ -260,7 +259,7 @@ class CountedAttention(torch.autograd.Function):
 def tiny_plain_model(family):
     model_config = TINY[family](128)
     tensors = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).state_dict()
-    arch = describe_model(model_config)
+    arch = make_architecture(model_config)
     return arch, plain_model(model_config, arch, tensors, 64)
 
 
@@ -276,7 +275,7 @@ def held_bytes(arch, model, n_layers, n_tokens):
     kernel = {kind: lambda q, k, v, *_: CountedAttention.apply(q, k, v)
               for kind in ATTENTION_TYPES}  # fmt: skip
     model.kernels = Kernels(kernel, kernel)
-    micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], model, torch.tensor(0))
+    micro_batch = make_micro_batch(make_rows([(ids, ids)]), [[0]], model, torch.tensor(0))
 
     def storages():
         # not FourBitBlocks, whose inner tensors are found, nor what an earlier test's tracing has
@@ -333,8 +332,8 @@ def test_plan_counts_what_a_layer_keeps_to_the_byte(family, saves):
 
 
 def test_sharding_offloading_and_recomputing_take_what_they_say():
-    _, arch, layouts = shapes_of("llama-2-70b")
-    base = dict(predicted(arch, layouts).memory)
+    _, arch, specs = shapes_of("llama-2-70b")
+    base = dict(predicted(arch, specs).memory)
     for settings, kind, part in (
         ({"shard_group_size": 4}, "4-bit weights", 1 / 4),
         ({"shard_group_size": 2}, "adapter and gradients", 1 / 2),
@@ -342,15 +341,15 @@ def test_sharding_offloading_and_recomputing_take_what_they_say():
         ({"recomputed": 40}, "kept by other layers", 1 / 2),
         ({"micro_batch_tokens": 2048}, "kept by other layers", 1 / 2),
     ):
-        got = dict(predicted(arch, layouts, **settings).memory).get(kind, 0)
+        got = dict(predicted(arch, specs, **settings).memory).get(kind, 0)
         assert got == pytest.approx(part * base[kind], rel=1e-3), settings
-    offloaded = predicted(arch, layouts, recomputed=80, offload_activations=True)
+    offloaded = predicted(arch, specs, recomputed=80, offload_activations=True)
     assert offloaded.host_bytes == 79 * 4096 * 8192 * 2  # the last one's input stays
-    assert offloaded.bytes < predicted(arch, layouts, recomputed=80).bytes - 4 * GIB
-    whole = predicted(arch, layouts, offload_params=True).host_bytes
-    assert predicted(arch, layouts, offload_params=True, shard_group_size=2).host_bytes * 2 == whole
+    assert offloaded.bytes < predicted(arch, specs, recomputed=80).bytes - 4 * GIB
+    whole = predicted(arch, specs, offload_params=True).host_bytes
+    assert predicted(arch, specs, offload_params=True, shard_group_size=2).host_bytes * 2 == whole
     dora = shapes_of("llama-2-70b", adapter="dora")[1:]
-    assert predicted(*dora).bytes > predicted(arch, layouts).bytes
+    assert predicted(*dora).bytes > predicted(arch, specs).bytes
     # its outputs that backward computes again: of all tokens, or of a slice of them
     kept, kept_of_more = (
         predicted(*dora, micro_batch_tokens=n).memory["DoRA"] for n in (4096, 16384)
@@ -363,29 +362,29 @@ def test_sharding_offloading_and_recomputing_take_what_they_say():
 
 def test_adapter_and_its_gradient_are_counted_to_the_byte():
     """In fp32, of rank 16 on all linears of Llama 3 8B: q and o, k and v, and the MLP's three."""
-    _, arch, layouts = shapes_of("llama-3-8b")
+    _, arch, specs = shapes_of("llama-3-8b")
     n = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
-    assert predicted(arch, layouts).memory["adapter and gradients"] == 2 * 4 * n
+    assert predicted(arch, specs).memory["adapter and gradients"] == 2 * 4 * n
 
 
 def test_rows_of_the_evaluation_fit_into_the_bins():
-    config, arch, layouts = shapes_of("llama-3-8b", 1)
-    rows, eval_rows = (rows_of([(list(range(n)),) * 2] * 2) for n in (10, 300))
+    config, arch, specs = shapes_of("llama-3-8b", 1)
+    rows, eval_rows = (make_rows([(list(range(n)),) * 2] * 2) for n in (10, 300))
     config = dataclasses.replace(config, max_steps=2, batch_size=2)
     with one_process():
-        source = ShuffledRows(rows, config)
+        sampler = ShuffledSampler(rows, config)
         plan = agree_on_plan(
-            config, arch, layouts, source, eval_rows, 0, torch.device("cpu"), Kernels({}, {}))
+            config, arch, specs, sampler, eval_rows, 0, torch.device("cpu"), Kernels({}, {}))
     assert plan.micro_batch_tokens >= 300
 
 
 def test_mean_document_is_that_of_a_token():
     """Attention of one long document takes more time than that of many short ones beside it."""
     config, _, _ = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
-    rows = rows_of([(list(range(n)),) * 2 for n in (10, 30)])
+    rows = make_rows([(list(range(n)),) * 2 for n in (10, 30)])
     with one_process():
-        workload = search.describe_workload(
-            config, ShuffledRows(rows, config), None, 1, torch.device("cpu"), "")
+        workload = search.make_workload(
+            config, ShuffledSampler(rows, config), None, 1, torch.device("cpu"), "")
     assert workload.mean_document_tokens == (10 * 10 + 30 * 30) / 40
 
 
@@ -393,16 +392,16 @@ def test_mean_document_is_that_of_a_token():
     ((30, 30), (1, 1)), ((30, 30), (5, 20)), ((30, 20), (1, 1)), ((30, 20), (11, 1))])
 def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
     """Chats that are all cut have one length, whatever number of their tokens is in the loss."""
-    config, arch, layouts = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
-    rows = rows_of([(list(range(n)), [IGNORE] * masked + list(range(masked, n)))
-                    for n, masked in zip(lengths, n_masked)])
+    config, arch, specs = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
+    rows = make_rows([(list(range(n)), [IGNORE_INDEX] * masked + list(range(masked, n)))
+                      for n, masked in zip(lengths, n_masked)])
     cpu = torch.device("cpu")
     with one_process():
-        workload = search.describe_workload(config, ShuffledRows(rows, config), None, 1, cpu, "")
-    plan = choose_plan(config, arch, layouts, workload, 0, H200)
+        workload = search.make_workload(config, ShuffledSampler(rows, config), None, 1, cpu, "")
+    plan = choose_plan(config, arch, specs, workload, 0, H200)
     model = types.SimpleNamespace(device=cpu, plan=plan, store=None,
                                   kernels=Kernels({"full": "fixed_len"}, {"full": "varlen"}))
-    kernel = make_micro_batch(rows, [[0, 1]], model).kernels["full"]
+    kernel = make_micro_batch(rows, [[0, 1]], model).attention_kernels["full"]
     assert plan.varlen_attention == (kernel == "varlen") == (lengths != (30, 30))
     assert workload.uneven_labels == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
 
@@ -417,8 +416,8 @@ def test_layers_of_different_sizes_add_up():
         down=[dataclasses.replace(x, in_features=half) for x in arch.down])  # fmt: skip
     wide, narrow = (make_layer_specs(each, (), config) for each in (arch, narrow_arch))
 
-    def memory(*layouts, **settings):
-        return predicted(arch, layouts, **settings).memory
+    def memory(*specs, **settings):
+        return predicted(arch, specs, **settings).memory
 
     wides, narrows, mixed = (memory(*x) for x in (wide, narrow, wide[:4] + narrow[4:]))
     for kind in "4-bit weights", "kept by other layers":
@@ -442,13 +441,13 @@ def test_auto_recomputes_as_few_layers_as_fit():
         plan = choose("llama-3-8b", limit_gib, **flags)
         assert plan.fits(limit_gib * GIB) and plan.bytes <= (1 - FRAGMENTATION) * limit_gib * GIB
         if plan.recomputed:
-            _, arch, layouts = shapes_of("llama-3-8b", **flags)
+            _, arch, specs = shapes_of("llama-3-8b", **flags)
             same = {
                 "save_mid_residual": plan.save_mid_residual,
                 "reuse_dequantized": plan.reuse_dequantized,
             }
             n = plan.recomputed - 1
-            fewer = predicted(arch, layouts, shard_group_size=2, recomputed=n, **same)
+            fewer = predicted(arch, specs, shard_group_size=2, recomputed=n, **same)
             assert fewer.bytes > 0.9 * limit_gib * GIB  # where that can be, a tenth stays free
         chosen.append(plan.recomputed)
     assert chosen == sorted(chosen, reverse=True)
@@ -476,12 +475,12 @@ def test_recomputed_layers_keep_more_where_memory_allows():
     assert not plan.save_mid_residual and not plan.reuse_dequantized
 
 
-LONG_ROWS = {"gpus": 1, "rows": 1, "uneven_lengths": False, "resumable_attention": True}
+LONG_ROWS = {"gpus": 1, "rows": 1, "uneven_lengths": False, "can_reuse_lse": True}
 
 
 @pytest.mark.parametrize("name, longest, settings, saves", [
     ("llama-3-8b", 131_072, {}, "attention"),
-    ("llama-3-8b", 131_072, {"resumable_attention": False}, "mid_residual"),
+    ("llama-3-8b", 131_072, {"can_reuse_lse": False}, "mid_residual"),
     ("llama-3-8b", 131_072, {"uneven_lengths": True}, "mid_residual"),  # another kernel
     ("llama-3-8b", 131_072, {"uneven_labels": True}, "attention"),  # chats, all of them cut
     ("llama-3-8b", 131_072, {"host_gib": 40}, "input"),  # which pins no more than x
@@ -511,54 +510,54 @@ def test_results_of_attention_are_saved_as_far_as_host_memory_allows():
 
 
 def test_parallel_layers_and_short_rows_save_no_results_of_attention():
-    config, arch, layouts = shapes_of("llama-3-8b")
+    config, arch, specs = shapes_of("llama-3-8b")
     workload = Workload(8192, 8192, 8192, 8192.0, False, 1, torch.device("cuda"),
-                        resumable_attention=True)  # fmt: skip
+                        can_reuse_lse=True)  # fmt: skip
     for parallel in False, True:
         changed = dataclasses.replace(arch, parallel=parallel)
         assert can_save_attention(
-            Search(config, changed, layouts, workload, 80 * GIB, H200)) != parallel
+            SearchInputs(config, changed, specs, workload, 80 * GIB, H200)) != parallel
     shorter = dataclasses.replace(workload, mean_document_tokens=8191)
-    assert not can_save_attention(Search(config, arch, layouts, shorter, 80 * GIB, H200))
+    assert not can_save_attention(SearchInputs(config, arch, specs, shorter, 80 * GIB, H200))
 
 
 @pytest.mark.parametrize("n, kernel, tried", [
-    (8192, batched_attention, True), (8191, batched_attention, False),
-    (8192, document_attention, False)])  # fmt: skip
+    (8192, sdpa_attention, True), (8191, sdpa_attention, False),
+    (8192, eager_attention, False)])  # fmt: skip
 def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkeypatch):
-    config, arch, layouts = shapes_of("llama-3-8b", 1, max_steps=2, batch_size=2)
-    rows, workloads = rows_of([(list(range(n)),) * 2] * 2), []
+    config, arch, specs = shapes_of("llama-3-8b", 1, max_steps=2, batch_size=2)
+    rows, workloads = make_rows([(list(range(n)),) * 2] * 2), []
     monkeypatch.setattr(search, "choose_plan", lambda *args: (
-        workloads.append(args[3]), predicted(arch, layouts))[1])
+        workloads.append(args[3]), predicted(arch, specs))[1])
     with one_process():
-        agree_on_plan(config, arch, layouts, ShuffledRows(rows, config), None, 0,
+        agree_on_plan(config, arch, specs, ShuffledSampler(rows, config), None, 0,
                       torch.device("cpu"), Kernels({"full": kernel}, {"full": kernel}))
-    assert [workload.resumable_attention for workload in workloads] == [tried]
+    assert [workload.can_reuse_lse for workload in workloads] == [tried]
 
 
 def test_offloaded_results_of_attention_are_on_the_gpu_for_two_layers():
     """For the one that is recomputed, and for the one before it, which is fetched."""
-    _, arch, layouts = shapes_of("llama-3-8b")
-    plan = predicted(arch, layouts, recomputed=32, n_attention_saved=32, offload_activations=True)
+    _, arch, specs = shapes_of("llama-3-8b")
+    plan = predicted(arch, specs, recomputed=32, n_attention_saved=32, offload_activations=True)
     of_layer = 4096 * (2 * 4096 * 2 + 32 * 4)  # x, attention's output, and logsumexps in fp32
     assert plan.memory["kept by recomputed layers"] == 2 * of_layer
     assert plan.host_bytes == 31 * of_layer
-    first = predicted(arch, layouts, recomputed=32, n_attention_saved=8, offload_activations=True)
+    first = predicted(arch, specs, recomputed=32, n_attention_saved=8, offload_activations=True)
     assert first.memory["kept by recomputed layers"] == 2 * of_layer
     assert first.host_bytes == 31 * 4096 * 4096 * 2 + 7 * (of_layer - 4096 * 4096 * 2)
 
 
 def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
     """Instead of the kernel's forward, 2 of 9 parts of its work, it computes the out projection."""
-    _, arch, layouts = shapes_of("llama-3-8b")
+    _, arch, specs = shapes_of("llama-3-8b")
     seconds = {}
     for saved in ({}, {"save_mid_residual": True}, {"n_attention_saved": 32}):
-        plan = predicted(arch, layouts, recomputed=32, micro_batch_tokens=65_536, **saved)
+        plan = predicted(arch, specs, recomputed=32, micro_batch_tokens=65_536, **saved)
         seconds[tuple(saved)] = layer_seconds(
-            plan, arch, count_layers(layouts), H200, 65_536).compute
+            plan, arch, count_layers(specs), H200, 65_536).compute
     of_input, of_sum, of_attention = seconds.values()
-    kernel = 2 * 65_536**2 * 4096 / min(FIT.fixed_len_flops, FIT.sustained * H200.flops)
-    projection = 2 * 65_536 * 4096**2 / (FIT.sustained * H200.flops)
+    kernel = 2 * 65_536**2 * 4096 / min(CONSTANTS.fixed_len_flops, CONSTANTS.sustained * H200.flops)
+    projection = 2 * 65_536 * 4096**2 / (CONSTANTS.sustained * H200.flops)
     assert of_input - of_attention == pytest.approx(kernel)
     assert of_sum - of_attention == pytest.approx(kernel - projection)
 
@@ -605,12 +604,12 @@ def test_choice_does_not_depend_on_the_order_of_plans(monkeypatch):
 
 
 def test_experts_are_in_no_more_ranges_than_there_are_experts():
-    config, arch, layouts = shapes_of("qwen3-30b-a3b", 4)
+    config, arch, specs = shapes_of("qwen3-30b-a3b", 4)
     arch = dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, n_experts=8))
     workload = Workload(tokens=4096, longest=2048, longest_row=2048,
                         mean_document_tokens=2048, uneven_lengths=False,
                         world_size=1, device=torch.device("cuda"))  # fmt: skip
-    plans = possible_plans(Search(config, arch, layouts, workload, 0, H200), 1)
+    plans = possible_plans(SearchInputs(config, arch, specs, workload, 0, H200), 1)
     assert {plan.expert_ranges for plan in plans} == {1, 4, 8}
 
 
@@ -637,9 +636,9 @@ def test_gathered_weights_stay_until_backward_where_that_is_faster_and_fits():
     ):
         plan = choose("llama-3-8b", limit_gib, machine=machine, **{**flags, **more})
         assert plan.reshard_after_forward == frees, (limit_gib, more)
-    _, arch, layouts = shapes_of("llama-3-8b")
+    _, arch, specs = shapes_of("llama-3-8b")
     kept, freed = (
-        predicted(arch, layouts, shard_group_size=2, reshard_after_forward=frees).bytes
+        predicted(arch, specs, shard_group_size=2, reshard_after_forward=frees).bytes
         for frees in (False, True)
     )
     assert kept > freed + GIB
@@ -661,7 +660,7 @@ def test_bins_hold_the_longest_row_and_no_more_than_a_step_has():
     (12, 8, False),
 ])  # fmt: skip
 def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processes, works):
-    config, arch, layouts = shapes_of("llama-3-8b", shard_group_size=processes)
+    config, arch, specs = shapes_of("llama-3-8b", shard_group_size=processes)
     arch = dataclasses.replace(arch, vocab_size=vocab_size)
 
     def size_of_group(config):
@@ -669,7 +668,7 @@ def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processe
             tokens=4096, longest=2048, longest_row=2048,
                         mean_document_tokens=2048, uneven_lengths=False,
             world_size=processes, device=torch.device("cuda"))  # fmt: skip
-        return choose_plan(config, arch, layouts, workload, 0, H200).shard_group_size
+        return choose_plan(config, arch, specs, workload, 0, H200).shard_group_size
 
     if works:
         assert size_of_group(config) == processes
@@ -703,12 +702,12 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     short = {"longest": 200, "rows": 2}
     plan = choose("llama-3-8b", 140, **short)
     assert plan.graphs and plan.shard_group_size == 1
-    _, arch, layouts = shapes_of("llama-3-8b")
+    _, arch, specs = shapes_of("llama-3-8b")
     for ranges, graphs in ((1, True), (4, False)):  # ends of experts' rows are read by the host
         of_ranges = dataclasses.replace(plan, graphs=False, token_seconds=1, expert_ranges=ranges)
         workload = Workload(400, 200, 200, 200, True, 1, torch.device("cuda"))
-        search = Search(None, arch, layouts, workload, 140 * GIB, H200)
-        assert use_graphs(of_ranges, search, True).graphs == graphs
+        search = SearchInputs(None, arch, specs, workload, 140 * GIB, H200)
+        assert use_cuda_graphs(of_ranges, search, True).graphs == graphs
     assert sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS)) > 0
     assert choose("llama-3-8b", 140, gpus=1, **short).graphs
     assert not choose("llama-3-8b", 140).graphs  # 4,096 tokens and more keep the GPU busy
@@ -735,8 +734,8 @@ def test_graphs_of_mixers():
 
 def test_memory_of_graphs_by_how_many_shapes_the_bins_have():
     """Where they differ, graphs reserve two more micro-batches than where all have one shape."""
-    _, arch, layouts = shapes_of("llama-3.2-1b", 16)
-    one, several = (predicted(arch, layouts, graphs=True, graph_room=n) for n in (0, 2))
+    _, arch, specs = shapes_of("llama-3.2-1b", 16)
+    one, several = (predicted(arch, specs, graphs=True, graph_room=n) for n in (0, 2))
     of_a_bin = one.memory["kept by other layers"] + one.memory["live layer or head"]
     assert 1.8 * of_a_bin < several.bytes - one.bytes <= 2 * of_a_bin
     short = {"longest": 200, "rows": 4}
@@ -849,24 +848,25 @@ def test_as_much_host_memory_as_the_gpu_needs_may_be_pinned():
 
 def test_offloaded_weights_take_their_time_on_the_bus():
     """All of them twice a micro-batch, where the bus is what a step waits for."""
-    _, arch, layouts = shapes_of("llama-2-70b")
-    plan, bus = predicted(arch, layouts, offload_params=True), 1e9
-    slow = predict_time(plan, arch, layouts, dataclasses.replace(H200, host_bandwidth=bus), 2048)
+    _, arch, specs = shapes_of("llama-2-70b")
+    plan, bus = predicted(arch, specs, offload_params=True), 1e9
+    slow = predict_time(plan, arch, specs, dataclasses.replace(H200, host_bandwidth=bus), 2048)
     assert 1 < slow.token_seconds * 4096 / (2 * plan.host_bytes / bus) < 1.1
 
 
 def test_every_launch_of_a_layer_counts():
     """Of one with experts in 4 ranges that is recomputed and sharded, on a card where torch
     multiplies 128 experts one by one: 4 products each, and 2 more."""
-    _, arch, layouts = shapes_of("qwen3-30b-a3b")
+    _, arch, specs = shapes_of("qwen3-30b-a3b")
     plan = Plan(**{**PLAN, "n_layers": 48, "recomputed": 48, "expert_ranges": 4,
                    "shard_group_size": 2})  # fmt: skip
     machine = dataclasses.replace(H200, why_no_grouped="another card")
-    found = layer_seconds(plan, arch, count_layers(layouts), machine, 2048)
+    found = layer_seconds(plan, arch, count_layers(specs), machine, 2048)
     got = found.launches / machine.launch_seconds
-    of_layer = FIT.launches + FIT.recomputed_launches + FIT.fsdp_launches + FIT.routed_launches
-    of_ranges = 4 * (FIT.range_launches + FIT.recomputed_range_launches)
-    assert got == pytest.approx(of_layer + of_ranges + FIT.expert_launches * (4 + 2) * 128)
+    of_layer = (CONSTANTS.launches + CONSTANTS.recomputed_launches + CONSTANTS.fsdp_launches
+                + CONSTANTS.routed_launches)
+    of_ranges = 4 * (CONSTANTS.range_launches + CONSTANTS.recomputed_range_launches)
+    assert got == pytest.approx(of_layer + of_ranges + CONSTANTS.expert_launches * (4 + 2) * 128)
 
 
 def test_plan_for_a_cpu_counts_what_the_host_has():
@@ -944,32 +944,32 @@ def test_long_pieces_are_planned_with_the_speed_of_whole_rows(longest, shortest,
 
 def test_exchanged_keys_take_what_was_measured():
     """Four layers of an 8B, offloaded, a row of 131,072 tokens on two H200, Flash Attention 2."""
-    _, arch, layouts = shapes_of("llama-3-8b", 4)
-    plan = predicted(arch, layouts, micro_batch_tokens=65_536, context_parallel_size=2,
+    _, arch, specs = shapes_of("llama-3-8b", 4)
+    plan = predicted(arch, specs, micro_batch_tokens=65_536, context_parallel_size=2,
                      recomputed=4, offload_activations=True, varlen_attention=True)  # fmt: skip
     assert 8.17 < plan.bytes / GIB < 1.02 * 8.17
-    pieces = predict_memory(dataclasses.replace(plan, varlen_attention=False), arch, layouts)
+    pieces = predict_memory(dataclasses.replace(plan, varlen_attention=False), arch, specs)
     kind = "keys and values of other ranks"
     assert pieces.memory[kind] < plan.memory[kind]  # for two ranks; no call has all keys
 
 
 def test_latents_are_planned_as_what_ranks_exchange():
     """A link of a tenth of the speed hardly matters; kv_b runs for all keys that a rank sees."""
-    _, arch, layouts = shapes_of("deepseek-v3", 4)
-    shared = predicted(arch, layouts, micro_batch_tokens=16_384, recomputed=4,
+    _, arch, specs = shapes_of("deepseek-v3", 4)
+    shared = predicted(arch, specs, micro_batch_tokens=16_384, recomputed=4,
                        context_parallel_size=8)  # fmt: skip
     alone = dataclasses.replace(shared, context_parallel_size=1)
 
     def seconds(plan, **speeds):
         machine = dataclasses.replace(H200, **speeds)
-        return predict_time(plan, arch, layouts, machine, 16_384).token_seconds
+        return predict_time(plan, arch, specs, machine, 16_384).token_seconds
 
     assert 1 < seconds(shared, link_bandwidth=H200.link_bandwidth / 10) / seconds(shared) < 1.05
     products = {"link_bandwidth": math.inf, "bandwidth": math.inf}  # they alone take time
-    kv_b = layouts[0].mixer.token_mixer.kv_b
+    kv_b = specs[0].mixer.token_mixer.kv_b
     flops = 4 * 3 * 2 * 7.5 * kv_b.n_weights  # layers, passes, a product and a sum, more keys
     assert seconds(shared, **products) - seconds(alone, **products) == pytest.approx(
-        flops / (FIT.sustained * H200.flops), rel=1e-6)
+        flops / (CONSTANTS.sustained * H200.flops), rel=1e-6)
 
 
 def test_recurrent_layers_share_no_micro_batches():
@@ -980,14 +980,14 @@ def test_recurrent_layers_share_no_micro_batches():
 
 def test_attention_counts_for_what_it_takes():
     """On long rows: once more where a layer is recomputed, and slower for variable lengths."""
-    config, arch, layouts = shapes_of("llama-3-8b")
+    config, arch, specs = shapes_of("llama-3-8b")
 
     def seconds(document=131_072, **fields):
         plan = Plan(**{**PLAN, "n_layers": 32, "micro_batch_tokens": 131_072, **fields})
-        return predict_time(plan, arch, layouts, H200, document).token_seconds
+        return predict_time(plan, arch, specs, H200, document).token_seconds
 
-    one_pass = 2 * (131_072 - 2048) * 4096 * 32 / (FIT.sustained * H200.flops)
+    one_pass = 2 * (131_072 - 2048) * 4096 * 32 / (CONSTANTS.sustained * H200.flops)
     of_short = seconds(2048, recomputed=32) - seconds(2048)
     assert seconds(recomputed=32) - seconds() - of_short == pytest.approx(one_pass, rel=0.01)
     slower = seconds(varlen_attention=True) / seconds()
-    assert 1.2 < slower < FIT.sustained * H200.flops / FIT.varlen_flops
+    assert 1.2 < slower < CONSTANTS.sustained * H200.flops / CONSTANTS.varlen_flops

@@ -45,8 +45,8 @@ from transformers import (
 import merge_adapters
 from fsdp_qlora.data.tokenizer import generation_settings
 from fsdp_qlora.files import digest, text_digest
-from fsdp_qlora.pretrained.formats import NF4_STATE
 from fsdp_qlora.pretrained.hub import base_digest, copy_small_files
+from fsdp_qlora.pretrained.weight_formats import NF4_STATE
 from fsdp_qlora.run.directory import RESULTS
 
 STEPS = 15
@@ -202,7 +202,7 @@ def merger():
 @pytest.fixture(scope="module")
 def merged(trained):
     """The merged model's directory and what the merge printed, by the flags of the command that
-    training ended with, from the folder that it was started in. By itself: test_house.py."""
+    training ended with, from the folder that it was started in. By itself: test_package.py."""
     _, script, *argv = shlex.split((trained.parent / "stdout").read_text().splitlines()[-1])
     assert script.endswith("merge_adapters.py")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(

@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4C
 
 import merge_adapters
 from fsdp_qlora.files import digest
-from fsdp_qlora.lora.peft_names import expert_parts, unstack_experts
-from fsdp_qlora.pretrained.describe import describe_model
-from fsdp_qlora.pretrained.formats import NF4_STATE
+from fsdp_qlora.lora.peft_names import expert_slices, unstack_experts
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.tensor_names import tensor_names
+from fsdp_qlora.pretrained.weight_formats import NF4_STATE
 from fsdp_qlora.run import open_run
 from fsdp_qlora.run.peft_run import linears_in_4bit
 
@@ -104,8 +104,8 @@ def watch_sums(monkeypatch):
 
     def read(*args):
         base = read_base(*args)
-        base.sums = Sums(base.sums)
-        found.append(base.sums)
+        base.checksums = Sums(base.checksums)
+        found.append(base.checksums)
         return base
 
     monkeypatch.setattr(open_run, "read_base", read)
@@ -312,7 +312,7 @@ def test_adapters_of_experts_in_the_form_of_earlier_versions_are_read(
 
     adapter = train(run, "--learning_rate", 0.01)
     shutil.copytree(run, old)
-    parts = expert_parts(describe_model(AutoConfig.from_pretrained(base)), 8)
+    parts = expert_slices(make_architecture(AutoConfig.from_pretrained(base)), 8)
     save_file({key: tensor.contiguous() for key, tensor in unstack_experts(adapter, parts).items()},
               old / "adapter_model.safetensors")
     settings = json.loads((run / "adapter_config.json").read_text())
@@ -378,7 +378,7 @@ def test_merged_model_that_is_another_is_noticed(
 def test_change_of_one_experts_slice_is_named(
     name, stored, row, part, trained, run_main, tmp_path, capsys
 ):
-    """content_sum() of each expert's matrix, though the file has all in one tensor."""
+    """tensor_checksum() of each expert's matrix, though the file has all in one tensor."""
     run = trained(name, run_main)
     path = run.parent / "base" / "model.safetensors"
     before, tensors = path.read_bytes(), load_file(path)
@@ -396,7 +396,7 @@ def test_change_of_one_experts_slice_is_named(
 # the first model of each family, of mixtures three; by `make test-slow` all
 TYPES = {TINY[name](96).model_type: name for name in reversed(TINY)}
 IN_4BIT = {"qwen3_moe", "gpt_oss", "deepseek_v3"} | {
-    name for name in TYPES.values() if not describe_model(TINY[name](96)).moe}  # fmt: skip
+    name for name in TYPES.values() if not make_architecture(TINY[name](96)).moe}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [
@@ -407,7 +407,7 @@ def test_what_load_in_4bit_quantizes_is_what_training_does(name):
     config = TINY[name](96)
     with torch.device("meta"):
         files = dict(auto_class(config).from_config(config).named_parameters())
-    arch = describe_model(config)
+    arch = make_architecture(config)
     wanted = tensor_names(arch, files).linears
     if arch.moe:
         with pytest.raises(ValueError, match="has experts: .* depending on the version"):

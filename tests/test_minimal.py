@@ -1,5 +1,5 @@
-"""minimal_fsdp_qlora.py, by torchrun and on the ranks of several.py, against transformers, PEFT,
-bitsandbytes and train_fsdp_qlora.py; and merge_adapters.py on what it and PEFT save."""
+"""minimal_fsdp_qlora.py, by torchrun and on the ranks of ranks_runner.py, against transformers,
+PEFT, bitsandbytes and train_fsdp_qlora.py; and merge_adapters.py on what it and PEFT save."""
 
 import argparse
 import ast

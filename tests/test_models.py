@@ -15,18 +15,18 @@ from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.evaluation.compare_with_transformers import plain_kernels
+from fsdp_qlora.evaluation.compare_with_transformers import eager_kernels
 from fsdp_qlora.kernels import attention, pieces
 from fsdp_qlora.kernels.attention import (
-    Kernels, architectures_by_attention_type, batched_attention, can_resume, document_attention,
-    kernel_matches, varlen_attention)
+    Kernels, architectures_by_attention_type, can_reuse_lse, eager_attention, kernel_matches,
+    sdpa_attention, varlen_attention)
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.describe import describe_model
-from fsdp_qlora.pretrained.reader import weight_files
+from fsdp_qlora.pretrained.from_config import make_architecture
+from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from train_fsdp_qlora import choose_attention
 
@@ -104,11 +104,11 @@ def test_models_own_dropout_is_there_and_does_not_depend_on_bins(kind, train, mo
 
 
 def test_dropout_of_the_embedding_has_its_probability():
-    arch = dataclasses.replace(describe_model(DROPOUT["embedding"](8)), ropes=[])
+    arch = dataclasses.replace(make_architecture(DROPOUT["embedding"](8)), ropes=[])
     plan = Plan(compute_dtype="float32", n_layers=0, shard_group_size=1, reshard_after_forward=True,
                 micro_batch_tokens=800, recomputed=0, save_mid_residual=False,
                 reuse_dequantized=False, offload_activations=False, offload_params=False)
-    model = Model(arch, (), plan, plain_kernels(arch), torch.device("cpu"))
+    model = Model(arch, (), plan, eager_kernels(arch), torch.device("cpu"))
     ids = torch.arange(800) % 8
     model.embedding = torch.ones(8, arch.hidden_size)
     for keys, values in (None, [1]), (torch.arange(800) << 20, [0, 2]):
@@ -155,7 +155,7 @@ def test_tied_model_whose_file_has_another_head_is_refused(change, works, tmp_pa
     head[-1, -1] += change
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
     model_config = transformers.AutoConfig.from_pretrained(tmp_path)
-    arch, files = describe_model(model_config), weight_files(tmp_path)
+    arch, files = make_architecture(model_config), stored_tensors(tmp_path)
     names = tensor_names(arch, files)
     if works:
         assert check_files(files, names, model_config, "bfloat16") == {}
@@ -169,10 +169,10 @@ def test_tied_model_whose_file_has_another_head_is_refused(change, works, tmp_pa
                                          ("gpt_oss", "full"), ("gpt_oss", "window")])  # fmt: skip
 def test_kernel_that_computes_something_else_is_found_out(kind, attention_type, monkeypatch):
     """One without soft caps, windows or sinks, or with a wrong backward."""
-    arch, cpu = describe_model(TINY[kind](320)), torch.device("cpu")
+    arch, cpu = make_architecture(TINY[kind](320)), torch.device("cpu")
     if arch.attention_softcap:
         arch = dataclasses.replace(arch, attention_softcap=50.0)  # Gemma 2's, far from most scores
-    plain = document_attention
+    plain = eager_attention
 
     def uncapped(q, k, v, sinks, segments, arch, *rest):
         return plain(
@@ -203,15 +203,15 @@ def test_kernel_that_computes_something_else_is_found_out(kind, attention_type, 
 
 def test_kernels_are_tried_with_the_heads_of_the_layers_that_use_them():
     """Gemma 4's layers without a window have wider heads, and fewer of keys."""
-    found = architectures_by_attention_type(describe_model(TINY["gemma4_text"](320)))
+    found = architectures_by_attention_type(make_architecture(TINY["gemma4_text"](320)))
     heads = {attention_type: (arch.n_kv_heads, arch.head_dim, arch.keys_are_values)
              for attention_type, arch in found.items()}  # fmt: skip
     assert heads == {"window": (2, 24, False), "within": (2, 24, False), "full": (1, 32, True)}
-    assert architectures_by_attention_type(describe_model(TINY["mistral"](320))).keys() == {
+    assert architectures_by_attention_type(make_architecture(TINY["mistral"](320))).keys() == {
         "window",
         "within",
     }
-    assert architectures_by_attention_type(describe_model(TINY["llama"](320))).keys() == {"full"}
+    assert architectures_by_attention_type(make_architecture(TINY["llama"](320))).keys() == {"full"}
 
 
 @pytest.mark.parametrize("kind, flex", [
@@ -224,7 +224,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
     monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(attention, "kernel_matches", lambda kernel, arch, *_: (
         kernel is flex_document_attention or not arch.attention_softcap))
-    arch = describe_model(TINY[kind](320))
+    arch = make_architecture(TINY[kind](320))
 
     def kernels(arch=arch, **flags):
         chosen = choose_attention(Config(**flags), arch, torch.device("cuda"))
@@ -234,7 +234,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
         }
 
     found = kernels()
-    assert document_attention not in set.union(*found.values())
+    assert eager_attention not in set.union(*found.values())
     assert {
         attention_type
         for attention_type, used in found.items()
@@ -242,7 +242,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
     } == flex
     for plain in (kernels(compute_dtype="float32"),
                   kernels(dataclasses.replace(arch, attention_dropout=0.1))):  # fmt: skip
-        assert set.union(*plain.values()) == {document_attention}
+        assert set.union(*plain.values()) == {eager_attention}
 
 
 @pytest.mark.parametrize("capability, attn, want", [
@@ -254,7 +254,7 @@ def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(attention, "kernel_matches", lambda *_: True)
-    arch = describe_model(TINY["mistral"](320))
+    arch = make_architecture(TINY["mistral"](320))
     chosen = choose_attention(Config(attn=attn), arch, torch.device("cuda"), whole_documents=False)
     assert chosen.fixed_len == {"window": varlen_attention, "within": want}
     assert set(chosen.varlen.values()) == {varlen_attention}
@@ -262,45 +262,45 @@ def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
 
 @pytest.mark.parametrize("kind, right", [("granite", True), ("gpt_oss", False), ("gemma2", False)])
 def test_pieces_have_no_sinks_and_no_caps(kind, right):
-    arch = describe_model(TINY[kind](320))
+    arch = make_architecture(TINY[kind](320))
     matches = [kernel_matches(kernel, arch, "full", torch.device("cpu"), whole_documents=False)
-               for kernel in (piece_attention, batched_attention)]  # fmt: skip
-    assert matches == [right, False]  # batched_attention needs as many keys as queries
+               for kernel in (piece_attention, sdpa_attention)]  # fmt: skip
+    assert matches == [right, False]  # sdpa_attention needs as many keys as queries
 
 
 def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
-    arch = describe_model(TINY["llama"](320))
+    arch = make_architecture(TINY["llama"](320))
     for head_dim, works in (256, True), (512, False):
         wide = dataclasses.replace(arch, head_dim=head_dim)
-        for kernel in batched_attention, piece_attention:
+        for kernel in sdpa_attention, piece_attention:
             assert kernel_matches(kernel, wide, "full", torch.device("cpu")) == works
 
 
 def test_no_results_are_saved_where_attention_cannot_be_resumed(monkeypatch, capsys):
     """Wherever it fails, as with a torch that has no such kernel; and where it is only wrong."""
-    arch, cpu = describe_model(TINY["granite"](320)), torch.device("cpu")
-    windowed = describe_model(TINY["mistral"](320))
+    arch, cpu = make_architecture(TINY["granite"](320)), torch.device("cpu")
+    windowed = make_architecture(TINY["mistral"](320))
 
-    def can_be_resumed(kernel=batched_attention, arch=arch):
+    def can_be_reused(kernel=sdpa_attention, arch=arch):
         by_type = dict.fromkeys(attention.ATTENTION_TYPES, kernel)
-        return can_resume(Kernels(by_type, by_type), arch, cpu)
+        return can_reuse_lse(Kernels(by_type, by_type), arch, cpu)
 
-    assert can_be_resumed() and can_be_resumed(piece_attention)
-    assert not can_be_resumed(document_attention) and not can_be_resumed(arch=windowed)
+    assert can_be_reused() and can_be_reused(piece_attention)
+    assert not can_be_reused(eager_attention) and not can_be_reused(arch=windowed)
     assert not capsys.readouterr().out
     backward = pieces.attend_backward
     for fails in (lambda *_: torch.ops.aten.no_such_kernel(), lambda *_: torch.ops.aten.mm(1),
                   lambda q, *_: torch.empty(2) @ torch.empty(3),
                   lambda *args: [2 * grad for grad in backward(*args)]):  # fmt: skip
         monkeypatch.setattr(pieces, "attend_backward", fails)
-        assert not can_be_resumed()
+        assert not can_be_reused()
         assert "warning: slow path, recomputed layers run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("length", [13, 64, 256])
 def test_batched_attention_reads_gradients_of_any_strides(length):
     """torch 2.11 keeps cuDNN's plans without them: the second layout's gradient was wrong."""
-    arch = describe_model(TINY["granite"](320))
+    arch = make_architecture(TINY["granite"](320))
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     generator = torch.Generator(DEVICE).manual_seed(0)
     segments = segments_of((length,) * 3)
@@ -312,7 +312,7 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
         qkv = torch.cat([q, k, v], 1)  # the strides of q, k and v are those of every time
         grad = grad.clone()[:, : arch.n_heads]
         results = []
-        for function in (batched_attention, document_attention):
+        for function in (sdpa_attention, eager_attention):
             inputs = [t.detach().requires_grad_() for t in qkv.split(heads, 1)]
             out = function(*inputs, None, segments, arch, None, 0)
             results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
@@ -325,14 +325,14 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
     ("gpt_oss", (128, 128, 7), None), ("gpt_oss", (129, 127, 1), 1), ("llama", (400, 112), 200)])
 def test_flex_attention_sees_what_plain_torch_sees(kind, lengths, window):
     """On a CPU torch has no backward for it: there is one on GPUs: kernel_matches() compares it."""
-    arch, n = describe_model(TINY[kind](320)), sum(lengths)
+    arch, n = make_architecture(TINY[kind](320)), sum(lengths)
     generator = torch.Generator().manual_seed(0)
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     qkv = 3 * torch.randn(n, sum(heads), arch.head_dim, generator=generator)
     sinks = 2 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
     segments = segments_of(lengths)
     want, got = (kernel(*qkv.split(heads, 1), sinks, segments, arch, window, 0)
-                 for kernel in (document_attention, flex_document_attention))
+                 for kernel in (eager_attention, flex_document_attention))
     assert (got - want).norm() < 1e-5 * want.norm()
 
 
@@ -367,7 +367,7 @@ def test_blocks_that_are_computed_are_those_that_a_query_sees(lengths, window):
                                           ("mistral", 7), ("llama", None)])  # fmt: skip
 def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch):
     """Also its gradients and its dropout; and it keeps for backward what it was given alone."""
-    arch = describe_model(TINY[kind](320))
+    arch = make_architecture(TINY[kind](320))
     arch = dataclasses.replace(arch, attention_dropout=0.2 * (kind == "llama"))
     lengths, heads = (40, 1, 23), (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads)
     generator = torch.Generator().manual_seed(0)
@@ -380,7 +380,7 @@ def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch)
         inputs, kept = [t.detach().requires_grad_() for t in qkv.split(heads, 1)], []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: kept.append(t.untyped_storage().data_ptr()) or t, lambda t: t):  # fmt: skip
-            out = document_attention(*inputs, sinks, segments, arch, window, 0)
+            out = eager_attention(*inputs, sinks, segments, arch, window, 0)
         given = [t for t in (qkv, sinks, segments.dropout_seeds) if t is not None]
         assert {*kept} <= {t.untyped_storage().data_ptr() for t in given}
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
@@ -394,14 +394,14 @@ def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch)
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "llama"])
 def test_large_scores_do_not_overflow(kind):
     """Capped, beside sinks as large, and by torch's kernel."""
-    arch, n = describe_model(TINY[kind](320)), 30
+    arch, n = make_architecture(TINY[kind](320)), 30
     heads, generator = (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads), torch.Generator()
     q, k, v = torch.randn(n, sum(heads), arch.head_dim, generator=generator.manual_seed(0)).split(
         heads, 1)
     sinks = 1000 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
     inputs = [x.detach().requires_grad_() for x in (100 * q, 10 * k, v)]
     segments = segments_of((n,))
-    got = document_attention(*inputs, sinks, segments, arch, None, 0)
+    got = eager_attention(*inputs, sinks, segments, arch, None, 0)
     assert all(x.isfinite().all() for x in torch.autograd.grad(got.sum(), inputs))
     q, k, v = (x.double().repeat_interleave(arch.n_heads // x.shape[1], 1) for x in inputs)
     scores = torch.einsum("qhd,khd->hqk", q, k) * arch.attention_scale
@@ -445,7 +445,7 @@ def cpu_flash(mask, groups, scale):
 def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, size, bar):
     """Because its backward gets out and lse of attention with sinks; also where exp() of scores and
     of sinks is infinite."""
-    n, arch = 50, describe_model(TINY["gpt_oss"](320))
+    n, arch = 50, make_architecture(TINY["gpt_oss"](320))
     shapes = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads, arch.n_heads
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(n, heads, arch.head_dim, generator=generator) for heads in shapes)
@@ -461,6 +461,6 @@ def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, si
 
     kernels = cpu_flash(mask, arch.n_heads // arch.n_kv_heads, arch.attention_scale)
     got = both(lambda *inputs: SinkAttention.apply(*inputs, *kernels))
-    want = both(lambda *inputs: document_attention(*inputs, segments, arch, window, 0))
+    want = both(lambda *inputs: eager_attention(*inputs, segments, arch, window, 0))
     for one, other in zip(got, want):
         assert (one - other).norm() < bar * other.norm()

@@ -19,8 +19,8 @@ from test_step import FLAGS, SMALL, read_rows, rows_of_step, write_uneven_rows
 
 import merge_adapters
 from fsdp_qlora.pretrained import families
-from fsdp_qlora.pretrained.describe import describe_model
-from fsdp_qlora.pretrained.reader import weight_files
+from fsdp_qlora.pretrained.from_config import make_architecture
+from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 
 # {model: pair for re.sub()} where transformers saves other names than released files have: 5.24 of
@@ -94,14 +94,15 @@ def test_multimodal_model_is_trained_and_merged(
     error = (logits_of(loaded, rows) - trained).norm() / (trained - plain).norm()
     print(f"| {name} | {off[0]:.1e} | {off[1]:.1e} | {error:.1e} |")
     # of mixtures a router may choose other experts after rounding to bf16
-    assert describe_model(loaded.config).moe or error < 0.02
+    assert make_architecture(loaded.config).moe or error < 0.02
     weights = loaded.get_decoder().state_dict()
     for key, weight in exact.get_decoder().state_dict().items():
         assert (weights[key] - weight).norm() <= 2**-8 * weight.norm(), key
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == tensors.keys()
     changed = {key for key in found if not torch.equal(found[key], tensors[key])}
-    assert changed == tensor_names(describe_model(loaded.config), tensors).parts().keys()
+    names = tensor_names(make_architecture(loaded.config), tensors)
+    assert changed == names.linears_by_tensor().keys()
 
 
 def test_head_tied_by_the_outer_flag_alone_is_refused(tmp_path):
@@ -114,7 +115,7 @@ def test_head_tied_by_the_outer_flag_alone_is_refused(tmp_path):
 
     def check():
         model_config = transformers.AutoConfig.from_pretrained(tmp_path)
-        names = tensor_names(describe_model(model_config), files := weight_files(tmp_path))
+        names = tensor_names(make_architecture(model_config), files := stored_tensors(tmp_path))
         return check_files(files, names, model_config, "bfloat16")
 
     with pytest.raises(ValueError, match="lacks 1 of .* set tie_word_embeddings to true in"):

@@ -16,14 +16,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from fsdp_qlora.config import Config
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation.compare_with_transformers import (
-    plain_model, random_adapter, random_reference, read_weights)
+    plain_model, random_adapter, random_hf_model, read_weights)
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.model.shards import OwnBlocks
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
-from fsdp_qlora.pretrained.reader import weight_files
+from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, FourBitBlocks
 from fsdp_qlora.quant.nf4 import mxfp4_values
@@ -53,14 +53,14 @@ def small_model(kind=None, again=False, inner=None):
     None: as wide as hidden states."""
     small = shrunk_config(TINY["gpt_oss"](320))
     small.intermediate_size = inner or small.hidden_size
-    reference = random_reference(small, torch.Generator().manual_seed(0))
+    reference = random_hf_model(small, torch.Generator().manual_seed(0))
     tensors, packed = dict(reference.state_dict()), mxfp4_experts(small)
     for name in {name.rpartition("_")[0] for name in packed}:
         values = convert_moe_packed_tensors(
             packed[f"{name}_blocks"], packed[f"{name}_scales"], dtype=torch.float32)
         tensors.pop(name).copy_(values)
-    plain, small.quantization_config = describe_model(small), IN_MXFP4
-    arch = describe_model(small)
+    plain, small.quantization_config = make_architecture(small), IN_MXFP4
+    arch = make_architecture(small)
     model = plain_model(small, arch, tensors | packed, 24, kind, again)
     return model, reference, tensor_names(plain, reference.state_dict())
 
@@ -103,7 +103,7 @@ def test_model_equals_transformers(again, inner):
     random_adapter(model, torch.Generator().manual_seed(1))
     ids = torch.randint(3, 128, (sum(check.LENGTHS),), generator=torch.Generator().manual_seed(2))
     ours = check.results(model, ids)
-    theirs = check.reference_results(reference, model, names, weights, ids)
+    theirs = check.hf_results(reference, model, names, weights, ids)
     for key, value in ours.items():
         assert (value - theirs[key]).norm() < 1e-5 * theirs[key].norm(), key
 
@@ -115,7 +115,7 @@ def read_config(directory):
 def checked(directory):
     """What check_files() returns of a model; raises what it raises."""
     model_config, arch = read_config(directory)
-    files = weight_files(directory)
+    files = stored_tensors(directory)
     return check_files(files, tensor_names(arch, files), model_config, "bfloat16")
 
 
@@ -125,8 +125,8 @@ def test_parameters_are_counted_as_weights_and_loading_says_what_stays(released,
     assert says in capsys.readouterr().out
     plain = AutoConfig.from_pretrained(released)
     del plain.quantization_config
-    want = tensor_names(describe_model(plain), {}).n_parameters
-    assert tensor_names(read_config(released)[1], weight_files(released)).n_parameters == want
+    want = tensor_names(make_architecture(plain), {}).n_parameters
+    assert tensor_names(read_config(released)[1], stored_tensors(released)).n_parameters == want
 
 
 def larger_blocks(tensors):

@@ -17,7 +17,7 @@ from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, needs_ranks
 from safetensors.torch import load_file
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.hashing import as_hex, content_sum
+from fsdp_qlora.hashing import as_hex, tensor_checksum
 
 FLAGS = ["--max_steps", "3", "--save_every", "2", "--batch_size", "8", "--micro_batch_tokens", "16",
          "--compute_dtype", "float32", "--learning_rate", "1e-3"]  # fmt: skip
@@ -155,7 +155,7 @@ def test_each_tensors_sum_is_that_of_the_file(nodes, run):
     """Whoever reads which rows of it: of norms all ranks read all."""
     described = json.loads((nodes[0] / run / "train_config.json").read_text())
     tensors = load_file(Path(described["base_model"]) / "model.safetensors")
-    sums = {name: as_hex(content_sum(tensor).item()) for name, tensor in tensors.items()}
+    sums = {name: as_hex(tensor_checksum(tensor).item()) for name, tensor in tensors.items()}
     assert described["quantization"]["tensor_sums"] == sums
 
 

@@ -2,10 +2,10 @@
 had happened, once the same command has been given often enough.
 
 The runs are the script's own, of two processes on a CPU, and start within a moment by the server of
-forks.py. Ten steps, with dropout, evaluations and a checkpoint at every other step, are compared
-with the same command left alone: adapter and last checkpoint byte by byte, metrics.jsonl in all but
-its times. A few kills and a sample of the rest are in `make test`; `make chaos` has hundreds.
-What one process can show is further below, by main() in this process.
+fork_server.py. Ten steps, with dropout, evaluations and a checkpoint at every other step, are
+compared with the same command left alone: adapter and last checkpoint byte by byte, metrics.jsonl
+in all but its times. A few kills and a sample of the rest are in `make test`; `make chaos` has
+hundreds. What one process can show is further below, by main() in this process.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, one_process, small_disk, write_rows
-from forks import Forks
-from house import parse_config
+from fork_server import Forks
+from patching import parse_config
 from safetensors.torch import load_file, save_file
 from test_preferences import write_preferences
 
@@ -87,7 +87,7 @@ def flags(tiny_model, data):
 
 @pytest.fixture(scope="module")
 def start(forks, flags):
-    """Function (directory, *more flags, **faults of forks.py): a Run with its output in
+    """Function (directory, *more flags, **faults of fork_server.py): a Run with its output in
     directory/run."""
     return lambda cwd, *more, **faults: forks.start([*flags, *more], cwd, **faults)
 
@@ -170,12 +170,12 @@ def differences(cwd, expected, has_last=True, steps=STEPS):
 
 
 def has_traceback(err):
-    """Of the house's own functions; those of torch or of an exit may have one."""
+    """Of the package's own functions; those of torch or of an exit may have one."""
     return any(f'File "{path}' in err for path in (SCRIPT, ROOT / "fsdp_qlora"))
 
 
 def last_words(run):
-    """The lines that say why a run ended; there is no traceback of the house beside them."""
+    """The lines that say why a run ended; there is no traceback of the package beside them."""
     assert not has_traceback(run.err), run.err
     return [line for line in run.err.splitlines() if line.startswith(("error: ", "stopped: "))]
 
@@ -318,7 +318,7 @@ def test_faults_of_writing_the_reference(how, start, preferred, tmp_path):
     whole = preferred("kto")
     again = lambda *args, **faults: start(*args, *whole.more, **IN_PARTS, **faults)  # noqa: E731
     numbers = [i for i, (*_, function) in enumerate(whole.operations[0])
-               if function == "write_reference"]  # fmt: skip
+               if function == "write_ref_logps"]  # fmt: skip
     found = []
     for i in numbers:
         (tmp_path / str(i)).mkdir()
@@ -359,7 +359,7 @@ def lost_by_fault(start, copy, rank, operation, how, expected):
         return [f"{what}: not reached"]
     if how in ("kill", "torn"):
         is_right = codes[rank] == -signal.SIGKILL and codes[1 - rank] in ENDS
-    elif done[operation][2] in ("save_checkpoint", "write_reference", "Log.write"):
+    elif done[operation][2] in ("save_checkpoint", "write_ref_logps", "Log.write"):
         is_right = codes == [0, 0] and last_words(run) == []  # training goes on
     else:
         is_right = codes[0] == codes[1] and len(last_words(run)) == bool(codes[0])
@@ -477,7 +477,7 @@ def test_lost_process_does_not_hide_why_a_run_has_ended(state, tmp_path):
 @pytest.mark.chaos
 @pytest.mark.parametrize("number", [*SIGNALS, signal.SIGKILL])
 def test_torchrun_itself(number, flags, tmp_path):
-    """Does to its ranks what the launcher of forks.py does."""
+    """Does to its ranks what the launcher of fork_server.py does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [SCRIPT, *flags, "--max_steps", 100_000]
     with (tmp_path / "err").open("w") as err:
@@ -498,8 +498,8 @@ def test_torchrun_itself(number, flags, tmp_path):
 
 
 def start_torchrun(flags, cwd):
-    """torchrun of the command on two ranks, on the only GPU of a machine on one, by several.py for
-    torch's deterministic algorithms on GPUs; and the directory of its output."""
+    """torchrun of the command on two ranks, on the only GPU of a machine on one, by ranks_runner.py
+    for torch's deterministic algorithms on GPUs; and the directory of its output."""
     n_ranks = 1 if torch.cuda.device_count() == 1 else 2
     log = cwd / f"log-{len(list(cwd.iterdir()))}"
     log.mkdir()
@@ -1046,10 +1046,10 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", close_and_fail)
-        log.record({"step": 1})
+        log.write_record({"step": 1})
     assert "metrics.jsonl (No space left on device). Training continues" in capsys.readouterr().out
     path.write_text("")  # what was written is gone
-    log.record({"step": 2})
+    log.write_record({"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert capsys.readouterr().out == ""
 

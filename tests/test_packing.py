@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch, round_up
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
-from fsdp_qlora.data.rows import random_rows, rows_of
-from fsdp_qlora.data.sampling import ShuffledRows, epoch_order, step_rows
+from fsdp_qlora.data.rows import make_rows, random_rows
+from fsdp_qlora.data.sampling import ShuffledSampler, epoch_order, step_rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
@@ -33,14 +33,14 @@ from train_fsdp_qlora import next_step
 CPU = torch.device("cpu")
 
 
-def make_rows(lengths, seed=0, vocabulary=320):
+def make_pairs(lengths, seed=0, vocabulary=320):
     """Rows of random tokens, each with a random part of them trained, the last one always."""
     generator, rows = torch.Generator().manual_seed(seed), []
     for n in lengths:
         ids = torch.randint(3, vocabulary, (n,), generator=generator)
         trained = torch.rand(n, generator=generator) < torch.rand((), generator=generator)
         trained[-1] = True
-        rows.append((ids, torch.where(trained, ids, IGNORE)))
+        rows.append((ids, torch.where(trained, ids, IGNORE_INDEX)))
     return rows
 
 
@@ -238,7 +238,7 @@ def naive_micro_batch(rows, packed, rank):
         for i in mine:
             row_ids, row_labels = (t.tolist() for t in rows[i])
             for t, token in enumerate(row_ids):
-                if t + 1 < len(row_ids) and row_labels[t + 1] != IGNORE:
+                if t + 1 < len(row_ids) and row_labels[t + 1] != IGNORE_INDEX:
                     trained.append(len(ids))
                     labels.append(row_labels[t + 1])
                 ids.append(token)
@@ -254,21 +254,22 @@ def naive_micro_batch(rows, packed, rank):
         position_ids += range(lengths[-1])
     padding = most - len(trained)
     bounds = [0, *itertools.accumulate(lengths)]
-    return ids, position_ids, bounds, trained + [0] * padding, labels + [IGNORE] * padding, lengths
+    return (ids, position_ids, bounds, trained + [0] * padding, labels + [IGNORE_INDEX] * padding,
+            lengths)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_bin_equals_one_token_at_a_time(processes):
     draw, checked = random.Random(0), 0
     for seed in range(10):
-        rows = make_rows([draw.randint(2, 20) for _ in range(draw.randint(1, 24))], seed)
+        rows = make_pairs([draw.randint(2, 20) for _ in range(draw.randint(1, 24))], seed)
         for most in (20, 45, 400):
             dealt = pack_rows([len(ids) for ids, _ in rows], processes, most)
             for packed in dealt:
                 for rank in range(processes):
-                    batch, model = rows_of(rows), make_model(most)
+                    batch, model = make_rows(rows), make_model(most)
                     got = make_micro_batch(
-                        batch, packed, model, torch.tensor(7), ContextGroup(index=rank))
+                        batch, packed, model, torch.tensor(7), ContextGroup(group_index=rank))
                     ids, position_ids, bounds, trained, labels, lengths = naive_micro_batch(
                         rows, packed, rank
                     )
@@ -280,7 +281,8 @@ def test_bin_equals_one_token_at_a_time(processes):
                     assert got.input_ids.dtype == got.position_ids.dtype == torch.int64
                     assert got.cu_seqlens.dtype == torch.int32
                     # torch's batched kernel, where all documents have one length
-                    assert got.kernels["full"] == ("same" if len(set(lengths)) == 1 else "any")
+                    kernel = got.attention_kernels["full"]
+                    assert kernel == ("same" if len(set(lengths)) == 1 else "any")
                     checked += len(ids)
     assert checked > 4000
 
@@ -301,32 +303,33 @@ def test_chunks_for_flash_linear_attention():
     model, tables = make_model(200), []
     model.kernels = model.kernels._replace(recurrence=lambda *args: None)
     for lengths in [70, 1, 64, 65], [100, 100], [64, 64, 72]:
-        batch = rows_of(make_rows(lengths))
+        batch = make_rows(make_pairs(lengths))
         for model.plan.graphs in False, True:
             micro_batch = make_micro_batch(
                 batch, [list(range(len(lengths)))], model, torch.tensor(0)
             )
             real = [[i, k] for i, n in enumerate(lengths) for k in range(-(-n // 64))]
             assert (
-                micro_batch.chunks.dtype == torch.int32
-                and micro_batch.chunks[: len(real)].tolist() == real
+                micro_batch.recurrence_chunks.dtype == torch.int32
+                and micro_batch.recurrence_chunks[: len(real)].tolist() == real
             )
-            spare = micro_batch.chunks[len(real) :]
+            spare = micro_batch.recurrence_chunks[len(real) :]
             if model.plan.graphs and len(lengths) > 2:
-                tables.append(len(micro_batch.chunks))
+                tables.append(len(micro_batch.recurrence_chunks))
                 assert tables[-1] == 200 // 64 + len(micro_batch.cu_seqlens) - 1
                 assert (
                     not spare[:, 1].any() and not micro_batch.cu_seqlens.diff()[spare[:, 0]].any()
                 )
             else:
                 assert not len(spare)
-    assert make_micro_batch(batch, [[0]], make_model(200), torch.tensor(0)).chunks is None
+    micro_batch = make_micro_batch(batch, [[0]], make_model(200), torch.tensor(0))
+    assert micro_batch.recurrence_chunks is None
     assert len(tables) == 2
 
 
 def test_first_token_is_never_trained():
-    rows = [(ids, ids) for ids, _ in make_rows([5, 3])]
-    batch = rows_of(rows)
+    rows = [(ids, ids) for ids, _ in make_pairs([5, 3])]
+    batch = make_rows(rows)
     got = make_micro_batch(batch, [[0, 1]], make_model(8), torch.tensor(0))
     assert got.label_positions.tolist() == [0, 1, 2, 3, 5, 6]
     assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
@@ -335,22 +338,22 @@ def test_first_token_is_never_trained():
 
 def test_padding_is_no_longer_than_the_longest_document():
     """However much another process has: kernels are told how long a document may be."""
-    batch = rows_of(make_rows([7, 7, 7, 4]))
+    batch = make_rows(make_pairs([7, 7, 7, 4]))
     micro_step = [[0, 1, 2, 3], [], [3]]
-    got = make_micro_batch(batch, micro_step, make_model(25), context=ContextGroup(index=1))
+    got = make_micro_batch(batch, micro_step, make_model(25), context=ContextGroup(group_index=1))
     assert got.lengths == (7, 7, 7, 4) and got.longest == 7
-    got = make_micro_batch(batch, micro_step, make_model(25), context=ContextGroup(index=2))
+    got = make_micro_batch(batch, micro_step, make_model(25), context=ContextGroup(group_index=2))
     assert got.lengths == (4, 7, 7, 7) and got.cu_seqlens.tolist() == [0, 4, 11, 18, 25]
 
 
 def keys_of_rows(rows, most, processes, step):
     """{row: the dropout seeds of its tokens}, however the rows are dealt."""
-    keys, batch = {}, rows_of(rows)
+    keys, batch = {}, make_rows(rows)
     for packed in pack_rows(batch.lengths.tolist(), processes, most):
         for rank, mine in enumerate(packed):
             key = hash_ints(torch.tensor(step))
             micro_batch = make_micro_batch(
-                batch, packed, make_model(most), key, ContextGroup(index=rank))
+                batch, packed, make_model(most), key, ContextGroup(group_index=rank))
             parts = micro_batch.dropout_seeds.split(micro_batch.lengths)
             keys.update({i: part.tolist() for i, part in zip(mine, parts)})
     return keys
@@ -361,11 +364,11 @@ def test_seed_decides_order_and_dropout():
     orders = {tuple(epoch_order(epoch, 50, seed).tolist()) for seed in range(4)
               for epoch in range(4)}  # fmt: skip
     assert len(orders) == 16
-    rows, keys = rows_of(make_rows([5])), []
+    rows, keys = make_rows(make_pairs([5])), []
     for seed in 0, 0, 1:
         run = types.SimpleNamespace(
             model=make_model(8), config=Config(batch_size=1, seed=seed))
-        run.source, run.rows = ShuffledRows(rows, run.config), rows
+        run.sampler, run.rows = ShuffledSampler(rows, run.config), rows
         run.plan = run.model.plan
         with one_process():
             _, (micro_batch,) = next_step(run, 1)
@@ -374,7 +377,7 @@ def test_seed_decides_order_and_dropout():
 
 
 def test_dropout_of_a_token_does_not_depend_on_its_bin():
-    rows = make_rows([9, 4, 12, 7, 3, 11])
+    rows = make_pairs([9, 4, 12, 7, 3, 11])
     first = keys_of_rows(rows, 12, 1, 1)
     assert len(first) == 6
     for most, processes in (100, 1), (12, 2), (30, 3), (20, 4):
@@ -417,13 +420,13 @@ def test_dropout_differs_between_rows_tokens_layers_places_and_steps():
 
 def test_digest_tells_tokens_labels_and_where_rows_end():
     def digest(*rows):
-        return rows_of(rows).sha256()
+        return make_rows(rows).sha256()
 
     same = digest(([1, 2, 3, 4], [1, 2, 3, 4]))
     assert digest(([1, 2, 3, 4], [1, 2, 3, 4])) == same
     others = {
-        digest(([1, 2, 3, 4], [IGNORE, 2, 3, 4])),
-        digest(([1, 2, 3, 4], [IGNORE, IGNORE, 3, 4])),
+        digest(([1, 2, 3, 4], [IGNORE_INDEX, 2, 3, 4])),
+        digest(([1, 2, 3, 4], [IGNORE_INDEX, IGNORE_INDEX, 3, 4])),
         digest(([1, 2, 4, 3], [1, 2, 3, 4])),
         digest(([1, 2], [1, 2]), ([3, 4], [3, 4])),
         digest(([1], [1]), ([2, 3, 4], [2, 3, 4])),

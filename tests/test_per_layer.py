@@ -31,7 +31,7 @@ from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 
 NAMES = "gemma4_e", "gemma4_wide"
 FLAGS = ["--lora_rank", "4", "--batch_size", "16", "--max_seq_len", "64", "--compute_dtype",
@@ -55,7 +55,7 @@ def base(tmp_path_factory, demo_directory):
         config, generator = TINY[name](len(tokenizer)), torch.Generator().manual_seed(1)
         write_model(directory / name, config)
         tokenizer.save_pretrained(directory / name)
-        arch, adapter = describe_model(config), {}
+        arch, adapter = make_architecture(config), {}
         for i, kind in enumerate(arch.layer_kinds):
             for linear in arch.linears(kind):
                 stem = f"base_model.model.model.layers.{i}.{linear.name}"
@@ -188,20 +188,20 @@ def test_run_evaluates_resumes_and_merges_to_what_peft_gives(
     ("Gemma 4 E4B", 42 * 256, 2560, 4 * 256 + 4 * 512)])  # fmt: skip
 def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, kv_to_share, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    arch = describe_model(AutoConfig.from_pretrained(tmp_path))
-    layouts = make_layer_specs(arch, adapted_linears(arch, ["all-linear"]), Config(model=name))
+    arch = make_architecture(AutoConfig.from_pretrained(tmp_path))
+    specs = make_layer_specs(arch, adapted_linears(arch, ["all-linear"]), Config(model=name))
     plan = Plan(
         compute_dtype="bfloat16", n_layers=arch.n_layers, shard_group_size=2,
         reshard_after_forward=True, micro_batch_tokens=1024, recomputed=0, save_mid_residual=False,
         reuse_dequantized=False, offload_activations=False, offload_params=False)  # fmt: skip
     on_gpu, on_host = (
-        predict_memory(dataclasses.replace(plan, embedding_on_host=flag), arch, layouts)
+        predict_memory(dataclasses.replace(plan, embedding_on_host=flag), arch, specs)
         for flag in (False, True))
     assert on_gpu.memory["inputs of all layers"] == (width + 3 * kv_to_share) * 1024 * 2
     kind, table = "embedding, head, norms", 262144 * width * 2 // 2  # bf16, on two processes
-    norms = sum(layout.n_vectors for layout in layouts) * 2 // 2
-    every_rank = sum(4 * layout.n_nested + 2 * sum(map(math.prod, layout.small_tensors.values()))
-                     for layout in layouts)  # scales of scales, small tensors
+    norms = sum(spec.n_vectors for spec in specs) * 2 // 2
+    every_rank = sum(4 * spec.n_nested + 2 * sum(map(math.prod, spec.small_tensors.values()))
+                     for spec in specs)  # scales of scales, small tensors
     whole = table + 262144 * hidden * 2 // 2 + norms + width * hidden * 2 + every_rank
     assert on_gpu.memory[kind] == whole and on_gpu.host_bytes == 0
     assert on_host.memory[kind] == whole - table and on_host.host_bytes == table  # the head stays
@@ -228,7 +228,7 @@ def test_bf16_inputs_of_layers_round_as_transformers():
         of_table = text.get_per_layer_inputs(ids[None], *more)
         want = text.project_per_layer_inputs(embeddings, of_table)[0]
         model = types.SimpleNamespace(
-            group_size=1, arch=describe_model(config), own_rows=range(320),
+            group_size=1, arch=make_architecture(config), own_rows=range(320),
             per_layer_table=text.embed_tokens_per_layer.weight,
             per_layer_projection=text.per_layer_model_projection.weight,
             per_layer_norm=text.per_layer_projection_norm.weight)

@@ -89,14 +89,14 @@ def test_plan_is_that_of_a_run_there(directory):
         _, plan, limit = plan_elsewhere(config)
     config = dataclasses.replace(config, random_weights=True)
     _, arch = read_model_config(path, config)
-    layouts = make_layer_specs(arch, resolve_adapter(arch, config, "")[1], config)
+    specs = make_layer_specs(arch, resolve_adapter(arch, config, "")[1], config)
     workload = Workload(
         tokens=32 * 1024, longest=1024, longest_row=1024, mean_document_tokens=1024,
         uneven_lengths=False, world_size=4,
         device=torch.device("cuda"), why_no_capture=plan.why_no_graphs)  # fmt: skip
     machine = gpu_machine(GPU_SPECS["4090"])
     assert limit == int(22.5 * GIB)
-    assert plan == choose_plan(config, arch, layouts, workload, limit, machine)
+    assert plan == choose_plan(config, arch, specs, workload, limit, machine)
     assert "one by one" in plan.why_no_graphs
 
 
@@ -153,12 +153,12 @@ def test_card_measures_as_it_did():
 
 
 def test_experts_one_by_one_take_the_host_longer(directory):
-    """On cards for which torch has no grouped products; a dense model is as fast as it was."""
+    """On cards for which torch has no grouped matmuls; a dense model is as fast as it was."""
     for name, is_slower in ("qwen3-30b-a3b", True), ("llama-3-8b", False):
         speeds = []
         for grouped in (True, False):
             config = Config(model=str(directory(name, 4)), plan_for="H100", max_seq_len=512)
-            card = GPU_SPECS["H100"]._replace(groups=grouped)
+            card = GPU_SPECS["H100"]._replace(has_grouped_mm=grouped)
             with pytest.MonkeyPatch.context() as patch, one_process():
                 patch.setitem(GPU_SPECS, "H100", card)
                 speeds.append(1 / plan_elsewhere(config)[1].token_seconds)

@@ -29,18 +29,18 @@ from transformers import PreTrainedTokenizerFast
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data, prepare_rows
-from fsdp_qlora.data.encode import encode_pieces
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.encode import encode_fragments
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.data.sampling import ShuffledRows
-from fsdp_qlora.data.sources import RefusedExample, find_pieces
+from fsdp_qlora.data.rows import make_rows
+from fsdp_qlora.data.sampling import ShuffledSampler
+from fsdp_qlora.data.sources import RefusedExample, find_fragments
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
-from fsdp_qlora.evaluation import eval_loss, reference
-from fsdp_qlora.evaluation.reference import read_reference, tensor_digest, write_reference
+from fsdp_qlora.evaluation import eval_loss, ref_logps
+from fsdp_qlora.evaluation.ref_logps import read_ref_logps, tensor_digest, write_ref_logps
 from fsdp_qlora.micro_batch.micro_batch import Answers
-from fsdp_qlora.model.preference_loss import LOSSES, Loss, preference_loss
+from fsdp_qlora.model.preference_loss import LOSSES, LossRecord, preference_loss
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.status import Status
 
@@ -119,7 +119,7 @@ def data_flags(loss):
 
 @pytest.fixture(scope="module")
 def results(base, run_jobs, request):
-    """results(processes): {setting/name: tensor} of the worker's `preferences`."""
+    """results(processes): {setting/name: tensor} of rank_cases.py's `preferences`."""
     done, selected = {}, {params.get("name") for params in selected_params(request)}
 
     def work(nproc):
@@ -322,9 +322,9 @@ def test_answers_of_a_pair_may_be_in_bins_of_two_ranks():
 @pytest.mark.parametrize("losses, value", [([7.0, 7, 0, 0], 0.0), ([0.0] * 4, 1.0)])
 def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypatch):
     """Not of the few of an evaluation that are computed together: some may be below 0."""
-    rows = rows_of([([5, 6 + i], [IGNORE, 6 + i]) for i in range(4)], "kto")
+    rows = make_rows([([5, 6 + i], [IGNORE_INDEX, 6 + i]) for i in range(4)], "kto")
     before = dataclasses.replace(
-        rows.mismatch(seed=0, max_tokens=9), reference=torch.full((4,), -1.0, dtype=torch.float64)
+        rows.mismatch(seed=0, max_tokens=9), ref_logps=torch.full((4,), -1.0, dtype=torch.float64)
     )
     rows = dataclasses.replace(rows, mismatched=before)
     found = iter(torch.tensor(losses, dtype=torch.float64).split(2))
@@ -525,7 +525,7 @@ def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
         config=types.SimpleNamespace(init_adapter=None))  # fmt: skip
     run.status.check_lock = lambda: None
     values = torch.arange(4 if name == "longer" else 3, dtype=torch.float64)
-    write_reference(run, {"train": values})
+    write_ref_logps(run, {"train": values})
     if name == "truncated":
         path.write_bytes(path.read_bytes()[:-9])
     if name == "without metadata":
@@ -539,7 +539,7 @@ def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
         run.config.init_adapter = tmp_path
     run.saved_step = 2 if "resumed" in name else 0
     with one_process():
-        read_reference(run, found)
+        read_ref_logps(run, found)
     is_read = name in ("as it is", "of another start, resumed")
     assert torch.equal(found["train"].isnan(), torch.full((3,), not is_read))
 
@@ -562,7 +562,7 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
         base, trained, run_jobs, monkeypatch):
     """Each start is stopped after one part; none begins anew."""
     argv = [*TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--output_dir", "in parts"]
-    computed, statuses, measured = [], [], reference.document_losses
+    computed, statuses, measured = [], [], ref_logps.document_losses
 
     def stopped(model, batch):
         computed.append(len(batch))
@@ -580,8 +580,8 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
 
     monkeypatch.chdir(base)
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "document_losses", stopped)
-        patch.setattr(reference, "evaluation_batches", few)
+        patch.setattr(ref_logps, "document_losses", stopped)
+        patch.setattr(ref_logps, "evaluation_batches", few)
         while sum(computed) < 15:
             assert train_fsdp_qlora.main([str(x) for x in argv]) == 75
     assert computed == [4, 4, 2, 4, 1]
@@ -592,7 +592,7 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
         torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
 
 
-class FirstRows(ShuffledRows):
+class FirstRows(ShuffledSampler):
     """The same rows in each step."""
 
     def indices(self, step):
@@ -601,7 +601,7 @@ class FirstRows(ShuffledRows):
 
 def test_rows_may_come_from_another_source(base, run_main, tmp_path, monkeypatch):
     """One class alone: the loop, the plan and the reference ask it."""
-    monkeypatch.setattr(train_fsdp_qlora, "ShuffledRows", FirstRows)
+    monkeypatch.setattr(train_fsdp_qlora, "ShuffledSampler", FirstRows)
     monkeypatch.chdir(base)
     code, _, err = run_main(*TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--max_steps", 2,
                             "--batch_size", 2, "--output_dir", tmp_path / "run")
@@ -655,13 +655,13 @@ def test_a_kto_evaluation_that_is_stopped_before_its_first_rows_is_no_bug(
 
 def hinge(answers, config):
     """The loss of SLiC: the chosen answer's reward is to be 1 above that of the rejected one."""
-    rewards = config.beta * (answers.logps - answers.reference)
+    rewards = config.beta * (answers.logps - answers.ref_logps)
     return F.relu(1 - (rewards[:, 0] - rewards[:, 1])), rewards
 
 
 def test_a_new_loss_is_one_function_and_its_record(
         base, trained, run_main, read_metrics, monkeypatch):
-    monkeypatch.setitem(LOSSES, "hinge", Loss(hinge))
+    monkeypatch.setitem(LOSSES, "hinge", LossRecord(hinge))
     monkeypatch.chdir(base)
     argv = [*TRAIN, *data_flags("hinge"), "--loss", "hinge", "--output_dir", "hinge"]
     code, out, err = run_main(*argv, "--beta", 0.5)
@@ -903,7 +903,7 @@ def tokenizer(demo_directory):
 def decoded(document, tokenizer):
     """(what is read, what is trained) of a document."""
     (((ids, labels),),) = tokenize([document], both_tokenizers(tokenizer))
-    trained = [label for label in labels if label != IGNORE]
+    trained = [label for label in labels if label != IGNORE_INDEX]
     assert ids[len(ids) - len(trained) :] == trained
     read = tokenizer.decode(ids[: len(ids) - len(trained)]).removeprefix("<s>")
     return read, tokenizer.decode(trained)
@@ -940,8 +940,8 @@ def test_rows_of_pairs(tokenizer, tmp_path):
         {"prompt": "", "chosen": "1 2 3 4 5 6 7 8 9", "rejected": "9 8"},
         {"prompt": "1 2 3 4 5 6 7 8 9 1 2 3 4 5 6", "chosen": "1", "rejected": "2"},
         {"prompt": "3 plus 4 is ", "chosen": "7", "rejected": "8"}])  # fmt: skip
-    pieces, _ = find_pieces(str(path))
-    found = list(encode_pieces(pieces, tokenizer, 8, len(tokenizer), loss="dpo"))
+    pieces, _ = find_fragments(str(path))
+    found = list(encode_fragments(pieces, tokenizer, 8, len(tokenizer), loss="dpo"))
     assert [row["kept"] for row in found] == [True, True, False, True, True]
     assert found[0]["cut"] and found[0]["length"] == 8 and not found[1]["cut"]
     assert [row["desirable"] for row in found if row["kept"]] == [True, False] * 2
@@ -961,8 +961,8 @@ def test_answers_with_the_same_tokens_are_left_out(tokenizer, tmp_path):
         {"prompt": "3", "chosen": f"{long} yes", "rejected": f"{long} no"},
         {"prompt": "3", "chosen": "4", "rejected": "4</s>"},
         {"prompt": "3", "chosen": "4", "rejected": "5"}])  # fmt: skip
-    pieces, _ = find_pieces(str(path))
-    found = list(encode_pieces(pieces, tokenizer, 16, len(tokenizer), loss="dpo"))
+    pieces, _ = find_fragments(str(path))
+    found = list(encode_fragments(pieces, tokenizer, 16, len(tokenizer), loss="dpo"))
     assert [row["kept"] for row in found] == [False, False, True, True]
     assert found[0]["left_out"].endswith("the same tokens within the first 16")
 
@@ -1028,22 +1028,23 @@ def test_earlier_answers_of_a_pair_count_in_neither(where, tokenizer):
 
 def test_an_answer_without_a_prompt_has_room_after_another_one():
     """Nothing predicts the first token of a row, but after a prompt it counts."""
-    rows = rows_of([([5, 6, 7], [5, 6, 7]), ([1, 2, 8], [IGNORE, IGNORE, 8])], "kto")
+    rows = make_rows([([5, 6, 7], [5, 6, 7]), ([1, 2, 8], [IGNORE_INDEX, IGNORE_INDEX, 8])], "kto")
     other = rows.mismatch(seed=0, max_tokens=9)
     for i in range(2):
         ids, labels = other.tokens(i)
-        assert (labels[1:] != IGNORE).sum() <= other.n_loss_tokens[i]
-    assert other.tokens(1)[1].tolist() == [IGNORE, IGNORE, 5, 6, 7]
+        assert (labels[1:] != IGNORE_INDEX).sum() <= other.n_loss_tokens[i]
+    assert other.tokens(1)[1].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 5, 6, 7]
 
 
 def test_mismatched_rows_have_each_answer_once(tokenizer):
     prompts, answers = ([[k] * (i % 3 + k) for i in range(9)] for k in (1, 5))
-    rows = rows_of([(p + a, [IGNORE] * len(p) + a) for p, a in zip(prompts, answers)], "kto")
+    rows = make_rows(
+        [(p + a, [IGNORE_INDEX] * len(p) + a) for p, a in zip(prompts, answers)], "kto")
     other = rows.mismatch(seed=3, max_tokens=8)
     found = [tuple(t.tolist() for t in other.tokens(i)) for i in range(9)]
     for (ids, labels), prompt, length in zip(found, prompts, other.lengths.tolist()):
         assert ids[: len(prompt)] == prompt and len(ids) == length <= 8
-        assert labels == [IGNORE] * len(prompt) + ids[len(prompt) :]
+        assert labels == [IGNORE_INDEX] * len(prompt) + ids[len(prompt) :]
     longer = rows.mismatch(seed=3, max_tokens=99)
     found = [longer.tokens(i)[0].tolist()[len(prompts[i]) :] for i in range(9)]
     assert sorted(found) == sorted(answers)

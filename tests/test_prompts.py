@@ -17,7 +17,7 @@ from transformers import (
     AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 
 import merge_adapters
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.template import template_traits
 from fsdp_qlora.data.tokenization import tokenize_batch
 
@@ -91,7 +91,7 @@ def test_tokens_before_each_answer_are_those_of_the_prompt(name, thinking, qwen,
         for document in documents:
             ids, labels = document["input_ids"].tolist(), document["labels"].tolist()
             for k in range(1, len(ids)):
-                if labels[k] != IGNORE and (labels[k - 1] == IGNORE):
+                if labels[k] != IGNORE_INDEX and (labels[k - 1] == IGNORE_INDEX):
                     (found_here,) = {i for i, _, prompt in wanted if prompt == tuple(ids[:k])}
                     found.add(found_here)
         assert found == {i for i, _, _ in wanted}

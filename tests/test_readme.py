@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import transformers
 from conftest import do_here
-from house import parse_config
 from packaging.version import Version
+from patching import parse_config
 from rows import CHATML, chat_tokenizer
 from torch.distributed.run import get_args_parser
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
@@ -25,13 +25,13 @@ import merge_adapters
 from fsdp_qlora import exit_codes
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.encode import try_example
-from fsdp_qlora.data.forms import FORMS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
+from fsdp_qlora.data.example_formats import EXAMPLE_FORMATS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
 from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.layer.router import BALANCE
 from fsdp_qlora.model.preference_loss import LOSSES, METRICS
 from fsdp_qlora.pretrained import architecture
-from fsdp_qlora.pretrained.describe import check_model
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
+from fsdp_qlora.pretrained.from_config import check_model
 from fsdp_qlora.run.resolve import resolve_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -240,7 +240,7 @@ def defined(tree):
 
 def named(words):
     """Functions with their (), CamelCase and UPPER_CASE names."""
-    shapes = (r"(\w+)\(\)|((?:[A-Z]\w*[a-z]\w*){2,}|[A-Z]+_[A-Z_]+|FAMILIES|FORMS|QUESTIONS"
+    shapes = (r"(\w+)\(\)|((?:[A-Z]\w*[a-z]\w*){2,}|[A-Z]+_[A-Z_]+|FAMILIES|QUESTIONS"
               r"|SCHEDULES|Config|Rows)")
     return {m[1] or m[2] for m in (re.fullmatch(shapes, word) for word in words) if m}
 
@@ -256,7 +256,7 @@ def test_named_functions_exist():
 
 def test_what_people_change_is_where_the_pages_say():
     """In the tables of what to change each name is followed by the file that has it; README.md
-    shortens fsdp_qlora/data/forms.py to data/forms.py."""
+    shortens fsdp_qlora/data/example_formats.py to data/example_formats.py."""
     all_tables = tables("| to change |")
     for table in all_tables:
         waiting, found = [], 0
@@ -350,7 +350,8 @@ def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
     (table,) = tables("| keys of an example or a message | what to do |")
     refused = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
     assert sorted(refused) == sorted(REFUSED)
-    keys = {*TRAINED, *OPTIONAL, *SYNONYMS, *(key for form in FORMS for key in form), *LABELS,
+    keys = {*TRAINED, *OPTIONAL, *SYNONYMS, *LABELS,
+            *(key for form in EXAMPLE_FORMATS for key in form),
             *(key for pair in PAIRS for key in pair)}  # fmt: skip
     assert [key for key in sorted(keys) if f"`{key}`" not in PAGES["data.md"]] == []
 
@@ -382,7 +383,7 @@ def test_example_rows_are_trained(name, row, is_preference, demo_directory):
 
 def test_each_form_and_each_way_to_give_preferences_has_an_example():
     rows = [(row, is_preference) for _, row, is_preference in example_rows()]
-    for form in FORMS:
+    for form in EXAMPLE_FORMATS:
         assert any(row.keys() >= {*form} for row, is_preference in rows if not is_preference), form
     for keys in (*PAIRS, *((label,) for label in LABELS)):
         assert any(row.keys() >= {*keys} for row, is_preference in rows if is_preference), keys
@@ -400,10 +401,10 @@ def kind_of(model_type):
         word = "multimodal" if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else "audio"
         return f"{word}: {', '.join(f'`{text}`' for text in texts)}"
     record = FAMILIES[model_type]
-    is_dense = not (record.moe or record.mixers or record.mla)
+    is_dense = not (record.moe or record.other_mixers or record.mla)
     if record.moe and str(record.moe.used).startswith("config."):  # only some have experts
         is_dense = True
-    words = {"dense": is_dense, "MoE": record.moe, "hybrid": record.mixers,
+    words = {"dense": is_dense, "MoE": record.moe, "hybrid": record.other_mixers,
              "latent attention": record.mla}  # fmt: skip
     return ", ".join(word for word, holds in words.items() if holds)
 
@@ -450,7 +451,7 @@ def test_records_of_a_family_have_the_fields_shown():
         assert {word for word in words if word.islower()} <= fields.keys(), row
         for *records, field in re.findall(r"((?:`[A-Z]\w+`,? ?)+): `(\w+)`", row):
             for record in re.findall(r"\w+", records[0]):
-                annotation = fields[field].replace("Mixer]", "ShortConv | DeltaNet | Mamba2]")
+                annotation = fields[field].replace("OtherMixer]", "ShortConv | DeltaNet | Mamba2]")
                 assert hasattr(architecture, record) and record in annotation, row
                 seen += 1
     assert seen >= 7

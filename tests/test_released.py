@@ -13,7 +13,7 @@ from families import TINY
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.run.resolve import resolve_max_seq_len
@@ -611,4 +611,4 @@ def test_config_as_released_passes_the_check_at_start(name, tmp_path):
 @pytest.mark.parametrize("name", [x for x in ("laguna", "step3p7") if x in CONFIG_MAPPING])
 def test_check_at_start_has_layers_of_both_numbers_of_heads(name):
     small = shrunk_config(TINY[name](320))
-    assert len({heads.n for heads in describe_model(small).layer_heads}) == 2
+    assert len({heads.n for heads in make_architecture(small).layer_heads}) == 2

@@ -22,8 +22,8 @@ from test_layer import Pair, adapter_values, make_model, make_plan
 import fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.evaluation.compare_with_transformers import random_reference
+from fsdp_qlora.data.rows import make_rows
+from fsdp_qlora.evaluation.compare_with_transformers import random_hf_model
 from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.kernels.sinks import SinkAttention
@@ -33,11 +33,11 @@ from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.small_config import shrunk_config
 
 N, WIDTH, HEADS = 96, 128, 4
-MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]
+MIXTURES = [name for name, make in TINY.items() if make_architecture(make(320)).moe]
 
 
 def draw(*shape, seed=0):
@@ -99,7 +99,7 @@ SIGNS = torch.ones_like(X).where(X > 0, -1)  # their norm rounds nothing either,
 
 
 def arch_of(name, **fields):
-    return dataclasses.replace(describe_model(TINY[name](320)), norm_eps=0.0, **fields)
+    return dataclasses.replace(make_architecture(TINY[name](320)), norm_eps=0.0, **fields)
 
 
 def heads_of(arch, of=draw, kv_heads=None):
@@ -376,7 +376,7 @@ def test_softmax_of_plain_attention_is_fp32(name):
     q, k, v = heads_of(arch)
     q = 3 * q
     sinks = draw(arch.n_heads).float() / 3 if arch.sinks else None
-    got = attention.explicit_attention(q, k, v, sinks, arch, None, None, 0)
+    got = attention.masked_eager_attention(q, k, v, sinks, arch, None, None, 0)
     k, v = (x.float().repeat_interleave(arch.n_heads // arch.n_kv_heads, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k).bfloat16().float()
     scores = scores * arch.attention_scale
@@ -464,9 +464,9 @@ def test_doras_norms_and_magnitudes_are_fp32():
 
 
 @pytest.mark.parametrize("name", [
-    name for name in MIXTURES if not describe_model(TINY[name](320)).moe.rounded_scores])
+    name for name in MIXTURES if not make_architecture(TINY[name](320)).moe.rounded_scores])
 def test_gradient_through_a_router_is_rounded_for_its_product(name):
-    arch = describe_model(TINY[name](320))
+    arch = make_architecture(TINY[name](320))
     moe, kind = arch.moe, arch.layer_kinds[arch.layer_routed.index(True)]
     tensors = {key: draw(*shape) for key, shape in arch.small_tensors(kind).items()}
     call = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
@@ -489,7 +489,7 @@ def test_gradient_through_a_router_is_rounded_for_its_product(name):
 
 def test_correction_of_scores_is_as_exact_as_in_the_files():
     """Scores are the same for all experts here, and what is added has but one value in bf16."""
-    arch = describe_model(TINY["minimax_m2"](320))
+    arch = make_architecture(TINY["minimax_m2"](320))
     moe, kind = arch.moe, arch.layer_kinds[0]
     tensors = {key: 0 * draw(*shape) for key, shape in arch.small_tensors(kind).items()}
     tensors[moe.correction] = torch.linspace(1, 1.001, moe.n_experts)
@@ -510,8 +510,8 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
     monkeypatch.setattr(experts, "route_backward", lambda call, routing, grad, x: (
         seen.append(grad) or true(call, routing, grad, x)))
     small = shrunk_config(TINY[name](320))
-    arch = describe_model(small)
-    tensors = random_reference(small, torch.Generator().manual_seed(0)).state_dict()
+    arch = make_architecture(small)
+    tensors = random_hf_model(small, torch.Generator().manual_seed(0)).state_dict()
     config = Config(model="m", lora_rank=8, target_modules=("experts", "o_proj"))
     plan = make_plan(arch.n_layers, compute_dtype="bfloat16")
     model = make_model(small, arch, tensors, config, plan)
@@ -519,12 +519,12 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
         layer.adapter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     ids = torch.arange(3, 48)
     micro_batch = make_micro_batch(
-        rows_of([(ids, ids)]), [[0]], model, torch.tensor(0)
+        make_rows([(ids, ids)]), [[0]], model, torch.tensor(0)
     )
     model(micro_batch).sum().backward()
     assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))
     for layer in model.layers:
-        for (linear, key), (where, _) in layer.spec.adapter_parts().items():
+        for (linear, key), (where, _) in layer.spec.adapter_slices().items():
             grad = layer.adapter.grad[where]
             assert has_fp32_values(grad) or not grad.any(), (linear, key)
 
@@ -532,8 +532,8 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
 def test_slope_of_a_shared_experts_gate_is_rounded_once():
     """Where the shared expert itself is 0, and its gate reads one value, it alone is left."""
     small = shrunk_config(TINY["qwen2_moe"](320))
-    arch = describe_model(small)
-    tensors = random_reference(small, torch.Generator().manual_seed(0)).state_dict()
+    arch = make_architecture(small)
+    tensors = random_hf_model(small, torch.Generator().manual_seed(0)).state_dict()
     for key, tensor in tensors.items():
         if ".shared_expert." in key:
             tensor.zero_()
@@ -555,7 +555,7 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
 
 def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     """From the logits on, which a product rounds."""
-    arch, weight = describe_model(TINY["llama"](320)), draw(320, 64)
+    arch, weight = make_architecture(TINY["llama"](320)), draw(320, 64)
     x, labels = draw(N, 64), torch.arange(3, 3 + N)
     model = types.SimpleNamespace(
         arch=arch, head=weight, head_bias=None, norm=torch.ones(64).bfloat16(), norm_bias=None,

@@ -25,7 +25,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.layer.spec import make_layer_specs
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.run.resolve import resolve_steps
 from train_fsdp_qlora import learning_rate, make_optimizer
 
@@ -216,14 +216,14 @@ class Vector:
 
     def __init__(self, base, kind, model):
         targets = ("q_proj", "v_proj", "down_proj") if kind == "some" else ("all-linear",)
-        arch = describe_model(AutoConfig.from_pretrained(base / "model"))
+        arch = make_architecture(AutoConfig.from_pretrained(base / "model"))
         config = Config(lora_rank=RANK, lora_alpha=ALPHA, target_modules=targets,
                         adapter="dora" if kind == "dora" else "lora")  # fmt: skip
         adapted = [
             x.name for x in arch.all_linears()
             if targets == ("all-linear",) or x.name.split(".")[-1] in targets
         ]  # fmt: skip
-        layout = make_layer_specs(arch, adapted, config)[0]  # those of all layers are alike
+        spec = make_layer_specs(arch, adapted, config)[0]  # those of all layers are alike
         self.params = {
             n.replace(".default", "").replace("vector.weight", "vector"): p
             for n, p in model.named_parameters() if p.requires_grad
@@ -231,12 +231,12 @@ class Vector:
         assert self.params.keys() == get_peft_model_state_dict(model).keys()
         self.places = {}
         for i in range(arch.n_layers):
-            for (linear, key), (where, shape) in layout.adapter_parts().items():
+            for (linear, key), (where, shape) in spec.adapter_slices().items():
                 name = f"base_model.model.model.layers.{i}.{linear}.{key}"
-                start = i * layout.n_adapter
+                start = i * spec.n_adapter
                 self.places[name] = slice(start + where.start, start + where.stop), shape
         assert self.places.keys() == self.params.keys()
-        self.weights = torch.nn.Parameter(torch.zeros(arch.n_layers * layout.n_adapter,
+        self.weights = torch.nn.Parameter(torch.zeros(arch.n_layers * spec.n_adapter,
                                                       device=DEVICE))  # fmt: skip
         self.weights.grad = torch.zeros_like(self.weights)
         self.optimizer = make_optimizer(self.weights, config)

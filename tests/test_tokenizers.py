@@ -24,7 +24,7 @@ from transformers.models.auto import tokenization_auto
 
 import merge_adapters
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.tokenizer import (
     check_tokenizer, complete_tokenizer, load_tokenizer, name_class, read_sentencepiece,
     write_tokenizer)
@@ -178,7 +178,7 @@ def config_of(directory, **settings):
 
 def some_rows(tokenizer, lines=LINES):
     rows = [tokenizer(line)["input_ids"] for line in lines]
-    return rows_of([(row, row) for row in rows])
+    return make_rows([(row, row) for row in rows])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,7 +274,7 @@ def test_rows_of_the_run_are_compared(tmp_path):
     own = Tokenizer.from_file(str(base / "tokenizer.json"))
     rows = [own.encode(line).ids for line in [*LINES, "a <|reserved_90|> b"]]
     with pytest.raises(ValueError, match=r"in '.*a <\|reserved_90\|> b' token"):
-        check_tokenizer(base, tokenizer, rows_of([(row, row) for row in rows]))
+        check_tokenizer(base, tokenizer, make_rows([(row, row) for row in rows]))
 
 
 def test_tokens_that_only_the_settings_add_are_no_difference(tmp_path):
@@ -495,7 +495,7 @@ def test_bos_that_the_settings_want_otherwise_is_said(
     base = write_base(tmp_path / "base", kind, add_bos_token=wanted, **bos)
     tokenizer = load_tokenizer(base, config_of(base))
     rows = [([first, 6, 7], [first, 6, 7]) for first in first_ids * 40]
-    check_tokenizer(base, tokenizer, rows_of(rows))
+    check_tokenizer(base, tokenizer, make_rows(rows))
     said = capsys.readouterr().out
     assert said.count("BOS: tokenizer.json ") == (words != "") and words in said
 

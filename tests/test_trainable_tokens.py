@@ -29,7 +29,7 @@ from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_token
 from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.token_rows import EmbeddingRows
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.run.merge_check import logits_of, trained_logits
 
 BAR = 1e-5
@@ -67,8 +67,8 @@ def known(rows_file, tokenizer):
 
 @pytest.fixture(scope="module")
 def gradients(request, rows_file, tokenizer, known, tmp_path_factory, run_jobs):
-    """gradients(name, processes): the directory of the family's model, and what worker.gradients()
-    has seen there. All wanted families are done together."""
+    """gradients(name, processes): the directory of the family's model, and what is seen there by
+    rank_cases.gradients(). All wanted families are done together."""
     base, done = tmp_path_factory.mktemp("gradients"), {}
     wanted = [(x["name"], x["nproc"]) for x in selected_params(request) if "name" in x]
 
@@ -152,7 +152,7 @@ def test_gradients_equal_pefts(name, nproc, gradients, rows_file, known, tokeniz
 def test_model_whose_tables_peft_computes_wrongly_is_refused(family):
     config = Config(model="m", trainable_tokens=("x",))
     with pytest.raises(ValueError, match=rf"--trainable_tokens: .* \({family}\): drop the flag"):
-        resolve_adapter(describe_model(TINY[family](320)), config, "m")
+        resolve_adapter(make_architecture(TINY[family](320)), config, "m")
 
 
 def test_gradients_of_long_micro_batches_are_summed():
@@ -295,8 +295,8 @@ def test_base_learns_to_stop(
     config = json.loads((run / "train_config.json").read_text())
     head = load_file(base / "model.safetensors")
     head = head["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    _, trained = trained_logits(run / "probe.safetensors", head, None, describe_model(model.config),
-                                config["trainable_token_ids"])
+    _, trained = trained_logits(run / "probe.safetensors", head, None,
+                                make_architecture(model.config), config["trainable_token_ids"])
     logits = logits_of(peft, config["probe_input_ids"])
     assert (logits - trained).norm() <= BAR * trained.norm()
     rows = read_rows(base / "rows.jsonl", PreTrainedTokenizerFast.from_pretrained(run))
@@ -345,7 +345,7 @@ def runs(chat_tokenizer, tmp_path_factory, run_jobs):
     return directory
 
 
-def rows_of(run):
+def make_rows(run):
     return {key: value for key, value in load_file(run / "adapter_model.safetensors").items()
             if "trainable_tokens" in key}
 
@@ -359,9 +359,9 @@ def test_two_processes_train_the_same_rows(how, runs, read_metrics):
         for key in "loss", "grad_norm":
             assert abs(row[key] - other[key]) <= bar * row[key]
     begin = load_file(runs / "one" / "probe.safetensors")["rows_without_adapter"]
-    for key, rows in rows_of(runs / "one").items():
+    for key, rows in make_rows(runs / "one").items():
         assert len(rows) == 2 and ("head" not in key or (rows - begin).abs().mean() > 1e-3)
-        assert (rows - rows_of(runs / how)[key]).abs().max() <= 1e-3 * rows.abs().max()
+        assert (rows - make_rows(runs / how)[key]).abs().max() <= 1e-3 * rows.abs().max()
 
 
 def test_resumed_run_equals_the_whole_one(runs):

@@ -23,14 +23,14 @@ from typing import Any
 import huggingface_hub
 import pyarrow
 
-from fsdp_qlora.data.sources import Piece
+from fsdp_qlora.data.sources import Fragment
 from fsdp_qlora.files import digest, read_json
 from fsdp_qlora.log import log
 from fsdp_qlora.ranks import n_cores
 
 
 TOLD = ValueError, OSError, MemoryError  # errors that a child process passes on to its parent
-PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last
+MANIFEST = "parts.json"  # the SHA-256 of each file of a table in order; written last
 PROGRESS_SECONDS = 5  # between two log lines about how many documents are encoded
 MakeBatches = Callable[..., Iterator[pyarrow.RecordBatch]]  # see write_table()
 
@@ -52,7 +52,7 @@ def open_cache(key: str) -> Iterator[Path]:
 def has_table(directory: Path) -> bool:
     """Return True if the directory contains a complete, undamaged table. Logs a line if it contains
     only a part of one."""
-    digests = read_json(directory / PARTS, {})
+    digests = read_json(directory / MANIFEST, {})
     with contextlib.suppress(OSError):
         if digests and all(digest(directory / name) == sha for name, sha in digests.items()):
             return True
@@ -64,31 +64,32 @@ def has_table(directory: Path) -> bool:
 
 def read_table(directory: Path) -> pyarrow.Table:
     """Return the pyarrow Table in a directory, mapped into memory."""
-    files = [pyarrow.memory_map(str(directory / name)) for name in read_json(directory / PARTS)]
+    files = [pyarrow.memory_map(str(directory / name)) for name in read_json(directory / MANIFEST)]
     return pyarrow.concat_tables([pyarrow.ipc.open_file(file).read_all() for file in files])
 
 
-def write_table(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
+def write_table(directory: Path, fragments: list[Fragment], make_batches: MakeBatches,
                 **settings: Any) -> dict[str, str]:
-    """Write the pyarrow RecordBatches of make_batches(pieces, **settings), at least one. The pieces
-    are divided among all cores, each of which writes a file. Returns {file: SHA-256}, for PARTS."""
+    """Write the pyarrow RecordBatches of make_batches(fragments, **settings), at least one. The
+    fragments are divided among all cores, each of which writes a file. Returns {file: SHA-256}, for
+    MANIFEST."""
     shutil.rmtree(directory, ignore_errors=True)  # not overwritten: a run may have mapped it
     try:
         directory.mkdir(parents=True)
-        return write_files(directory, pieces, make_batches, settings)
+        return write_files(directory, fragments, make_batches, settings)
     except OSError as e:
         shutil.rmtree(directory, ignore_errors=True)  # to free the space, which may be missing
         raise OSError(f"{directory}: cannot write the data cache: {e}. Free disk space, or set"
                       " HF_DATASETS_CACHE to another place")
 
 
-def write_files(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
+def write_files(directory: Path, fragments: list[Fragment], make_batches: MakeBatches,
                 settings: dict[str, Any]) -> dict[str, str]:
     """Write the files of a table. Returns {file: SHA-256}."""
-    n = min(n_cores(), len(pieces))
+    n = min(n_cores(), len(fragments))
     works = {}
     for i in range(n):
-        share = pieces[i * len(pieces) // n : (i + 1) * len(pieces) // n]
+        share = fragments[i * len(fragments) // n : (i + 1) * len(fragments) // n]
         works[directory / f"{i:04}.arrow"] = make_batches, share, settings
     count = log_progress()
     if n == 1:
@@ -115,10 +116,10 @@ def log_progress() -> Callable[[int], None]:
     return count
 
 
-def write_part(path: Path, make_batches: MakeBatches, pieces: list[Piece], settings: dict[str, Any],
-               count: Callable[[int], object]) -> str:
+def write_part(path: Path, make_batches: MakeBatches, fragments: list[Fragment],
+               settings: dict[str, Any], count: Callable[[int], object]) -> str:
     """Write one file; calls count(n) after n more documents. Returns its SHA-256."""
-    batches = make_batches(pieces, **settings)
+    batches = make_batches(fragments, **settings)
     first = next(batches)
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, first.schema) as out:
         while first is not None:
@@ -168,7 +169,7 @@ def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dic
     return digests
 
 
-def tell_of_part(pipe: Connection, path: Path, make_batches: MakeBatches, pieces: list[Piece],
+def tell_of_part(pipe: Connection, path: Path, make_batches: MakeBatches, fragments: list[Fragment],
                  settings: dict[str, Any]) -> None:
     """Run write_part() in a process of its own. Sends its parent ("written", n more documents) and
     at the end ("done", SHA-256), or (kind, text) of an error."""
@@ -179,7 +180,7 @@ def tell_of_part(pipe: Connection, path: Path, make_batches: MakeBatches, pieces
         pipe.send_bytes(json.dumps(message).encode())
 
     try:
-        sha = write_part(path, make_batches, pieces, settings, lambda n: tell("written", n))
+        sha = write_part(path, make_batches, fragments, settings, lambda n: tell("written", n))
         message = "done", sha
     except Exception as e:
         kind = next((k for k in TOLD if isinstance(e, k)), None)

@@ -1,6 +1,6 @@
 """Render a conversation with the chat template, and mark the spans of it that are in the loss.
 
-It uses template.py and tools.py; other forms of examples are in forms.py, tokens in
+It uses template.py and tools.py; other forms of examples are in example_formats.py, tokens in
 tokenization.py.
 """
 

@@ -1,8 +1,8 @@
 """Collate the documents of a micro-batch: its tensors, padded to the sizes of all ranks.
 
     make_micro_batch()     the MicroBatch of this rank in a micro-step of packing.py
-      padded_shape()       the sizes that the micro-batches of all ranks have
-      lay_out()            documents end to end, and then those of the padding
+      padded_sizes()       the sizes that the micro-batches of all ranks have
+      pad_documents()      documents end to end, and then those of the padding
       token_tensors()      tokens, positions and labels
       dropout_seeds()      each token's own, whatever micro-batch it is in
       own_tensors()        with context parallelism: this rank's part of them
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import MicroStep
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
@@ -39,37 +39,37 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
     `rows`: those of the step. `step_seed`: of dropout; None: an evaluation. `context`: this rank's
     group; by default every rank gets all of the first micro-batch.
     """
-    documents = micro_step[context.index]
-    shape = padded_shape(rows, micro_step, model, context.size)
-    layout = lay_out(rows.lengths[documents].tolist(), shape, model.plan.graphs)
-    tensors = token_tensors(rows, documents, layout, shape)
+    documents = micro_step[context.group_index]
+    sizes = padded_sizes(rows, micro_step, model, context.size)
+    padded = pad_documents(rows.lengths[documents].tolist(), sizes, model.plan.graphs)
+    tensors = token_tensors(rows, documents, padded, sizes)
     if step_seed is not None:
         tensors["dropout_seeds"] = dropout_seeds(
-            step_seed, documents, layout.lengths, tensors["position_ids"])
+            step_seed, documents, padded.lengths, tensors["position_ids"])
     if model.kernels.recurrence:
-        of_any_lengths = model.plan.graphs and not layout.is_fixed_len
-        tensors["chunks"] = chunk_table(layout.starts, of_any_lengths)
+        of_any_lengths = model.plan.graphs and not padded.is_fixed_len
+        tensors["recurrence_chunks"] = chunk_table(padded.starts, of_any_lengths)
     shard = None
-    is_fixed_len = layout.is_fixed_len
+    is_fixed_len = padded.is_fixed_len
     if context.size > 1:
-        shard = make_context_shard(layout.lengths, context)
+        shard = make_context_shard(padded.lengths, context)
         tensors |= own_tensors(tensors, shard.tokens)
         # the kernels for one length also run long pieces of any lengths, one after the other
-        is_fixed_len = has_only_long_pieces(layout.lengths, len(documents), context)
-    tensors |= pad_labels(tensors, shape.n_labels)
+        is_fixed_len = has_only_long_pieces(padded.lengths, len(documents), context)
+    tensors |= pad_labels(tensors, sizes.n_labels)
     tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
     if shard:
         shard = shard.to(model.device, tensors["dropout_seeds"])
     return MicroBatch(
-        **tensors, lengths=tuple(layout.lengths), longest=layout.longest, context_shard=shard,
-        answers=None if rows.loss == "sft" else make_answers(rows, micro_step, shape, model),
-        kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen,
+        **tensors, lengths=tuple(padded.lengths), longest=padded.longest, context_shard=shard,
+        answers=None if rows.loss == "sft" else make_answers(rows, micro_step, sizes, model),
+        attention_kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen,
         recurrence=model.kernels.recurrence,
         # an evaluation has no backward
         store=DeviceActivations() if step_seed is None else model.store)
 
 
-class Shape(NamedTuple):
+class PaddedSizes(NamedTuple):
     """The sizes to which all ranks pad their micro-batches of a micro-step."""
 
     n_tokens: int  # of a whole micro-batch, which several ranks may share
@@ -78,8 +78,10 @@ class Shape(NamedTuple):
     longest: int  # tokens of the longest document
 
 
-def padded_shape(rows: Rows, micro_step: MicroStep, model: Model, context_size: int = 1) -> Shape:
-    """Return the Shape of a micro-step: that of its largest micro-batches, rounded up."""
+def padded_sizes(
+    rows: Rows, micro_step: MicroStep, model: Model, context_size: int = 1
+) -> PaddedSizes:
+    """Return the PaddedSizes of a micro-step: those of its largest micro-batches, rounded up."""
     lengths = [rows.lengths[documents].tolist() for documents in micro_step]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
@@ -93,7 +95,7 @@ def padded_shape(rows: Rows, micro_step: MicroStep, model: Model, context_size: 
     n_documents = max(map(len, micro_step))
     if model.plan.graphs:
         n_documents = power_of_2(n_documents)
-    return Shape(n_tokens, round_up(n_labels, model.device), n_documents, max(all_lengths))
+    return PaddedSizes(n_tokens, round_up(n_labels, model.device), n_documents, max(all_lengths))
 
 
 def round_up(n: int, device: torch.device) -> int:
@@ -110,7 +112,7 @@ def power_of_2(n: int) -> int:
     return 2 ** (n - 1).bit_length()
 
 
-class Layout(NamedTuple):
+class PaddedDocuments(NamedTuple):
     """The documents of a micro-batch end to end, and after them the documents of its padding."""
 
     lengths: list[int]  # in tokens
@@ -119,35 +121,35 @@ class Layout(NamedTuple):
     is_fixed_len: bool  # True if all have one length
 
 
-def lay_out(lengths: list[int], shape: Shape, graphs: bool) -> Layout:
-    """Return the Layout of documents of these lengths. The padding's are not longer than the
-    longest, `shape.longest`."""
-    n_full, rest = divmod(shape.n_tokens - sum(lengths), shape.longest)
-    lengths = lengths + [shape.longest] * n_full + [rest] * (rest > 0)
+def pad_documents(lengths: list[int], sizes: PaddedSizes, graphs: bool) -> PaddedDocuments:
+    """Return the PaddedDocuments of documents of these lengths. The padding's are not longer than
+    the longest, `sizes.longest`."""
+    n_full, rest = divmod(sizes.n_tokens - sum(lengths), sizes.longest)
+    lengths = lengths + [sizes.longest] * n_full + [rest] * (rest > 0)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     if len(set(lengths)) == 1:
-        return Layout(lengths, starts, shape.longest, is_fixed_len=True)
-    longest = shape.longest
+        return PaddedDocuments(lengths, starts, sizes.longest, is_fixed_len=True)
+    longest = sizes.longest
     if graphs:  # one graph serves micro-batches of other numbers of documents, too
         longest = power_of_2(longest)
         n_empty = power_of_2(len(lengths) + 1) - len(lengths)  # at least one, for chunk_table()
-        starts = F.pad(starts, (0, n_empty), value=shape.n_tokens)
-    return Layout(lengths, starts, longest, is_fixed_len=False)
+        starts = F.pad(starts, (0, n_empty), value=sizes.n_tokens)
+    return PaddedDocuments(lengths, starts, longest, is_fixed_len=False)
 
 
-def token_tensors(rows: Rows, documents: list[int], layout: Layout,
-                  shape: Shape) -> dict[str, Any]:
+def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,
+                  sizes: PaddedSizes) -> dict[str, Any]:
     """Return the tensors of a MicroBatch by name: its labels without padding, and no dropout seeds
     and chunks yet."""
-    ids = torch.zeros(shape.n_tokens, dtype=torch.int64)
-    targets = torch.full_like(ids, IGNORE)  # the token that each position predicts
+    ids = torch.zeros(sizes.n_tokens, dtype=torch.int64)
+    targets = torch.full_like(ids, IGNORE_INDEX)  # the token that each position predicts
     # a loss that reads prompts has two sums of token losses for each document, its answer's and its
     # prompt's; any other has one
     n_sums = 2 if rows.loss_record.trains_prompt else 1
     sum_numbers = torch.zeros_like(ids)  # the sum that each position belongs to
     for number, i in enumerate(documents):
         document_ids, labels = rows.tokens(i)
-        start = int(layout.starts[number])
+        start = int(padded.starts[number])
         stop = start + len(document_ids)
         before_last = slice(start, stop - 1)  # the last position predicts nothing
         ids[start:stop] = document_ids
@@ -155,18 +157,18 @@ def token_tensors(rows: Rows, documents: list[int], layout: Layout,
         sum_numbers[start:stop] = n_sums * number
         if rows.loss_record.trains_prompt and rows.desirable[i]:
             targets[before_last] = document_ids[1:]
-            sum_numbers[before_last] += labels[1:] == IGNORE
-    label_positions = (targets != IGNORE).nonzero().view(-1)
+            sum_numbers[before_last] += labels[1:] == IGNORE_INDEX
+    label_positions = (targets != IGNORE_INDEX).nonzero().view(-1)
     label_positions = label_positions[sum_numbers[label_positions].argsort(stable=True)]
     sum_bounds = torch.searchsorted(
-        sum_numbers[label_positions], torch.arange(n_sums * shape.n_documents + 1))
-    starts = layout.starts
+        sum_numbers[label_positions], torch.arange(n_sums * sizes.n_documents + 1))
+    starts = padded.starts
     first_positions = starts[:-1].repeat_interleave(starts.diff())  # of each token's document
     return {"input_ids": ids, "n_unpadded": rows.lengths[documents].sum()[None],
-            "position_ids": torch.arange(shape.n_tokens) - first_positions,
+            "position_ids": torch.arange(sizes.n_tokens) - first_positions,
             "cu_seqlens": starts.int(), "label_positions": label_positions,
             "labels": targets[label_positions], "loss_bounds": sum_bounds,
-            "dropout_seeds": None, "chunks": None}
+            "dropout_seeds": None, "recurrence_chunks": None}
 
 
 def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[int],
@@ -210,24 +212,24 @@ def pad_labels(tensors: dict[str, Any], n_labels: int) -> dict[str, torch.Tensor
     labels, positions = tensors["labels"], tensors["label_positions"]
     assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
     padding = (0, n_labels - len(labels))
-    return {"labels": F.pad(labels, padding, value=IGNORE),
+    return {"labels": F.pad(labels, padding, value=IGNORE_INDEX),
             "label_positions": F.pad(positions, padding)}
 
 
-def make_answers(rows: Rows, micro_step: MicroStep, shape: Shape, model: Model) -> Answers:
+def make_answers(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes, model: Model) -> Answers:
     """Return the Answers of all ranks in a micro-step."""
     # {document: its index among the documents of all ranks, each of which has n_documents}
-    index_of = {document: rank * shape.n_documents + i
+    index_of = {document: rank * sizes.n_documents + i
                 for rank, documents in enumerate(micro_step)
                 for i, document in enumerate(documents)}
     documents = torch.tensor(sorted(index_of)).view(-1, rows.documents_per_row)  # [rows, answers]
     n_loss_tokens = rows.n_loss_tokens[documents].double()
-    reference = torch.zeros_like(n_loss_tokens)
-    if rows.reference is not None:
-        reference = rows.reference[documents]
+    ref_logps = torch.zeros_like(n_loss_tokens)
+    if rows.ref_logps is not None:
+        ref_logps = rows.ref_logps[documents]
     tensors = {
         "documents": torch.tensor([[index_of[i] for i in row] for row in documents.tolist()]),
-        "n_loss_tokens": n_loss_tokens, "reference": reference,
+        "n_loss_tokens": n_loss_tokens, "ref_logps": ref_logps,
         "desirable": rows.desirable[documents]}
     n_spare = power_of_2(len(documents)) - len(documents) if model.plan.graphs else 0
     return Answers(**{name: to_device(F.pad(tensor, (0, 0, 0, n_spare)), model.device)

@@ -2,7 +2,7 @@
 say what became of them.
 
     prepare_data()       all Rows, with what the log says of them
-      prepare_rows()     the Rows of one flag: finds pieces of files (sources.py), encodes them
+      prepare_rows()     the Rows of one flag: finds fragments of files (sources.py), encodes them
                          (encode.py) once into a table (cache.py), makes Rows of it (rows.py)
       hold_out()         a fraction of them for the evaluation
 
@@ -35,13 +35,13 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
+from fsdp_qlora.data.cache import MANIFEST, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat
-from fsdp_qlora.data.encode import encode_batches, encode_pieces
-from fsdp_qlora.data.forms import parse_example
+from fsdp_qlora.data.encode import encode_batches, encode_fragments
+from fsdp_qlora.data.example_formats import parse_example
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import NUMBER_COLUMNS, Rows, encode_document, random_rows
-from fsdp_qlora.data.sources import Piece, find_pieces
+from fsdp_qlora.data.sources import Fragment, find_fragments
 from fsdp_qlora.data.template import how_to_prompt, with_day
 from fsdp_qlora.data.tokenization import tokenize
 from fsdp_qlora.data.tools import openai_calls
@@ -132,7 +132,7 @@ def with_mismatched(rows: Rows, config: Config) -> Rows:
 def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     """Split the rows into those to train on and a fraction to evaluate on. Rows that were made from
     one example, or that are equal token for token, stay together."""
-    groups = rows.groups()
+    groups = rows.duplicate_groups()
     ids = groups.unique()
     n = round(fraction * len(ids)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()
@@ -168,19 +168,19 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
             "tokenizer": with_day(tokenizer, template_date), "max_seq_len": max_seq_len,
             "vocab_size": vocab_size, "renames": renames, "loss": loss}
         try:
-            pieces, contents = pieces_of_all(sources)
+            fragments, contents = fragments_of_all(sources)
         except ValueError as e:
             raise ValueError(f"{flag} {e}")
         key = cache_key(sources, contents, **settings)
     # one process of each machine writes the table; the others wait at the end of the block
     with raise_on_all_ranks(), open_cache(key) as directory:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not has_table(directory):
-            if not pieces:
+            if not fragments:
                 raise ValueError(f"{flag} {name}: has no examples")
-            parts = write_table(directory, pieces, encode_batches, **settings)
-            if contents != pieces_of_all(sources, is_silent=True)[1]:
+            parts = write_table(directory, fragments, encode_batches, **settings)
+            if contents != fragments_of_all(sources, is_silent=True)[1]:
                 raise ValueError(f"{flag} {name}: has changed while it was read. Start again")
-            write_whole(directory / PARTS, json.dumps(parts))
+            write_whole(directory / MANIFEST, json.dumps(parts))
     with raise_on_all_ranks():
         table = read_table(directory)
         if not len(table):
@@ -197,12 +197,13 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
         return ReadRows(rows, describe_rows(rows, table, max_seq_len, name), renamed)
 
 
-def pieces_of_all(sources: Sequence[str],
-                  is_silent: bool = False) -> tuple[list[Piece], list[list[str]]]:
-    """Return the pieces of all sources end to end, and the digests of each source, see
-    find_pieces()."""
-    results = [find_pieces(source, is_silent) for source in sources]
-    return [piece for pieces, _ in results for piece in pieces], [digests for _, digests in results]
+def fragments_of_all(sources: Sequence[str],
+                     is_silent: bool = False) -> tuple[list[Fragment], list[list[str]]]:
+    """Return the fragments of all sources end to end, and the digests of each source, see
+    find_fragments()."""
+    results = [find_fragments(source, is_silent) for source in sources]
+    return ([fragment for fragments, _ in results for fragment in fragments],
+            [digests for _, digests in results])
 
 
 def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str) -> str:
@@ -251,8 +252,8 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
     """Return a digest of everything that determines the encoded data, including this code and the
     version of transformers."""
     code = {str(inspect.getsourcefile(f)) for f in
-            (find_pieces, parse_example, parse_preference, parse_chat, with_day, openai_calls,
-             encode_pieces, tokenize, encode_document)}
+            (find_fragments, parse_example, parse_preference, parse_chat, with_day, openai_calls,
+             encode_fragments, tokenize, encode_document)}
     kind = LOSSES[loss]
     forms = "pairs" if kind.documents_per_row == 2 else "judged" if kind.is_unpaired else "text"
     return text_digest([

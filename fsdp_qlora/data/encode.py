@@ -1,7 +1,8 @@
 """Encode examples: parse and tokenize each, and say which cannot be used, as rows of a table.
 
-    encode_pieces()      of files, a batch of examples at a time
-      try_example()      parse_example() in forms.py; with a preference --loss parse_preference() in
+    encode_fragments()      of files, a batch of examples at a time
+      try_example()      parse_example() in example_formats.py; with a preference --loss
+      parse_preference() in
                          preferences.py. A conversation goes on to parse_chat() in chat.py
       tokenize()         in tokenization.py
       check_tokens(), check_pair()
@@ -18,15 +19,15 @@ import numpy as np
 import pyarrow
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.forms import Document, Part, parse_example, printable
+from fsdp_qlora.data.example_formats import Document, TextPart, parse_example, printable
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import encode_document
-from fsdp_qlora.data.sources import Piece, RefusedExample, read_pieces
+from fsdp_qlora.data.sources import Fragment, RefusedExample, read_fragments
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.model.preference_loss import LOSSES
 
 BATCH = 256  # examples that are parsed at once, and documents of one RecordBatch
-ENCODED = {  # {column that encode_pieces() yields for each document: its type}
+ENCODED = {  # {column that encode_fragments() yields for each document: its type}
     # of encode_document()
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
     "n_loss_tokens": "int32", "desirable": "bool", "digest": "int64", "cut": "bool",
@@ -42,10 +43,10 @@ ENCODED = {  # {column that encode_pieces() yields for each document: its type}
     "left_out": "string", "where": "string"}  # why, and which example; "" if it is kept
 
 
-def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.RecordBatch]:
+def encode_batches(fragments: list[Fragment], **settings: Any) -> Iterator[pyarrow.RecordBatch]:
     """Yield pyarrow RecordBatches of the columns ENCODED, of BATCH documents each. The last one is
     empty, so that there is at least one."""
-    documents = encode_pieces(pieces, **settings)
+    documents = encode_fragments(fragments, **settings)
     is_last = False
     while not is_last:
         batch = list(itertools.islice(documents, BATCH))
@@ -62,12 +63,12 @@ def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.Rec
         yield pyarrow.record_batch(columns)
 
 
-def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
-                  vocab_size: int, renames: Sequence[str] = (),
-                  loss: str = "sft") -> Iterator[dict[str, Any]]:
+def encode_fragments(fragments: list[Fragment], tokenizer: PreTrainedTokenizerFast,
+                     max_seq_len: int, vocab_size: int, renames: Sequence[str] = (),
+                     loss: str = "sft") -> Iterator[dict[str, Any]]:
     """Yield {name: value}, see ENCODED, for each document of each example. An example that cannot
     be used yields one document, and so does a pair with an unusable answer."""
-    examples, old_names = read_pieces(pieces), {rename.split("=")[0] for rename in renames}
+    examples, old_names = read_fragments(fragments), {rename.split("=")[0] for rename in renames}
     tokenizers = both_tokenizers(tokenizer)
     while batch := list(itertools.islice(examples, BATCH)):
         parsed_examples = [try_example(example, tokenizer, renames, loss) for _, example in batch]
@@ -113,9 +114,10 @@ class ParsedExample(NamedTuple):
     desirable: list[bool]  # of each document: is it a good answer?
 
     @property
-    def parts(self) -> list[Part]:
-        """All Parts; none of an example that was tokens already."""
-        return [part for document in self.documents for part in document if isinstance(part, Part)]
+    def parts(self) -> list[TextPart]:
+        """All TextParts; none of an example that was tokens already."""
+        return [part for document in self.documents for part in document
+                if isinstance(part, TextPart)]
 
     @property
     def is_plain(self) -> bool:

@@ -1,6 +1,6 @@
 """Parse preference data: pairs of answers, and unpaired answers with a label.
 
-The question with one of the answers is an example of forms.py.
+The question with one of the answers is an example of example_formats.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.forms import (
-    ANSWERS, COMPLETION, Document, as_object, find_form, is_empty, parse_object, read_list_text,
+from fsdp_qlora.data.example_formats import (
+    ANSWERS, COMPLETION, Document, as_object, find_format, is_empty, parse_object, read_list_text,
     read_message)
 from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.model.preference_loss import LOSSES
@@ -102,7 +102,7 @@ def parse_labeled(example: dict[str, Any], label: str,
         messages = list_of_messages(example, conversation)  # the label is for the last one
         (example,), form, _ = examples_of_answers(example, [messages])
     else:
-        form = find_form(given)
+        form = find_format(given)
     name, documents = parse_object(example, tokenizer, form, trains_history=False)
     if len(documents) > 1:
         raise ValueError("this chat template makes several rows of an answer of several"
@@ -113,8 +113,8 @@ def parse_labeled(example: dict[str, Any], label: str,
 def examples_of_answers(
     example: dict[str, Any], answers: list[Any]
 ) -> tuple[list[dict[str, Any]], tuple[str, ...], bool]:
-    """Return an example of forms.py for each of the one or two `answers` to what the rest of the
-    example asks; their form; and whether the common beginning of two texts was used as their
+    """Return an example of example_formats.py for each of the one or two `answers` to what the rest
+    of the example asks; their form; and whether the common beginning of two texts was used as their
     prompt.
 
     The question is in a key of ANSWERS or CONVERSATIONS, or the answers contain it.

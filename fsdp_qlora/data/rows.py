@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.model.preference_loss import LOSSES, Loss
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
+from fsdp_qlora.model.preference_loss import LOSSES, LossRecord
 
 
 NUMBER_COLUMNS = "prompt_length", "n_loss_tokens", "desirable", "digest"  # in the order of Rows
@@ -29,8 +29,8 @@ class Rows:
     The tokens lie end to end in a few int32 arrays, views of a memory-mapped file that all ranks of
     a node share.
 
-    `labels` are the tokens in the loss, and IGNORE elsewhere. n_loss_tokens counts them, but for a
-    document's first token, which nothing predicts. n_labels() counts the tokens whose loss is
+    `labels` are the tokens in the loss, and IGNORE_INDEX elsewhere. n_loss_tokens counts them, but
+    for a document's first token, which nothing predicts. n_labels() counts the tokens whose loss is
     computed: the same ones and, for ORPO, the prompts of good answers."""
 
     loss: str  # the loss that these rows are for, a key of LOSSES
@@ -49,14 +49,14 @@ class Rows:
     # them}, "{}": no variables. To get such an answer, a prompt must set the same variables.
     template_kwargs: dict[str, int] = dataclasses.field(default_factory=dict)
     # fp64 [documents], the log-probability of each answer before the first step
-    reference: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
     # the same prompts with answers of other rows, for KTO, see mismatch()
     mismatched: Rows | None = None
     # int64 [documents], positions of the answers; only in mismatched Rows
     answer_starts: torch.Tensor | None = None
 
     @property
-    def loss_record(self) -> Loss:
+    def loss_record(self) -> LossRecord:
         return LOSSES[self.loss]
 
     @property
@@ -74,8 +74,8 @@ class Rows:
         return int(self.n_loss_tokens.sum()) if self.loss == "sft" else len(self)
 
     def tokens(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (input_ids, labels) of document i, int64 [tokens]; labels are IGNORE outside the
-        loss."""
+        """Return (input_ids, labels) of document i, int64 [tokens]; labels are IGNORE_INDEX outside
+        the loss."""
         start, n_tokens = int(self.starts[i]), int(self.lengths[i])
         if self.answer_starts is None:
             return self.read(start, n_tokens)
@@ -138,7 +138,7 @@ class Rows:
         """Return the number of rows that repeat an earlier row, token for token."""
         return len(self) - len(self.digests.view(-1, self.documents_per_row).unique(dim=0))
 
-    def groups(self) -> torch.Tensor:
+    def duplicate_groups(self) -> torch.Tensor:
         """Return int64 [documents], with one number for documents that were made from one example
         or that are equal, token for token."""
         _, same = self.digests.unique(return_inverse=True)
@@ -157,7 +157,7 @@ class Rows:
         return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
 
 
-def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str = "sft") -> Rows:
+def make_rows(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str = "sft") -> Rows:
     """Return Rows in memory from [(input_ids, labels)]. A row has one or two of these documents.
     The first of two is the better answer; in rows of one, every other document is a good answer."""
     encoded = [encode_document(ids, labels, len(ids), loss == "sft" or i % 2 == 0)
@@ -182,7 +182,7 @@ def random_rows(vocab_size: int, config: Config) -> Rows:
     n_documents = config.batch_size * LOSSES[config.loss].documents_per_row
     ids = torch.randint(vocab_size, (n_documents, config.max_seq_len), generator=generator,
                         dtype=torch.int32)
-    return rows_of([(document, document) for document in ids], config.loss)
+    return make_rows([(document, document) for document in ids], config.loss)
 
 
 def encode_document(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
@@ -193,7 +193,7 @@ def encode_document(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
     ids, labels = (np.asarray(values[:max_tokens], np.int32) for values in (ids, labels))
     content = ids.tobytes() + labels.tobytes() + b"bad" * (not desirable)
     sha = hashlib.blake2b(content, digest_size=8).digest()
-    is_trained = labels != IGNORE
+    is_trained = labels != IGNORE_INDEX
     return {"input_ids": ids, "labels": labels, "length": len(ids),
             "prompt_length": int(is_trained.argmax()) if len(ids) else 0,
             "n_loss_tokens": int(is_trained[1:].sum()),  # nothing predicts the first token

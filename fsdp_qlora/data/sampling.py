@@ -12,9 +12,9 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
 
 
-class RowSource(Protocol):
-    """Source of the rows of a step, for the training loop, the planner and DPO's reference. To draw
-    rows another way, write a class like ShuffledRows, and name it in finetune() of
+class RowSampler(Protocol):
+    """Which rows a step draws, for the training loop, the planner and DPO's reference. To draw
+    rows another way, write a class like ShuffledSampler, and name it in finetune() of
     train_fsdp_qlora.py and, for --plan_for, in plan_elsewhere() of run/plan_for.py."""
 
     rows: Rows  # all of them
@@ -24,7 +24,7 @@ class RowSource(Protocol):
 
 
 @dataclasses.dataclass
-class ShuffledRows:
+class ShuffledSampler:
     """--batch_size rows for each step; every epoch is a new shuffle."""
 
     rows: Rows

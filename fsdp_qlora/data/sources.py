@@ -1,7 +1,7 @@
-"""Find the data of --dataset and split it into pieces: files, directories, save_to_disk() output,
-data sets of the Hub.
+"""Find the data of --dataset and split it into fragments: files, directories, save_to_disk()
+output, data sets of the Hub.
 
-`datasets` reads everything but JSON; forms.py knows what an example means.
+`datasets` reads everything but JSON; example_formats.py knows what an example means.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 from fsdp_qlora.files import digest, text_digest
 from fsdp_qlora.log import log
 
-JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # .txt: each line is an example
-TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # {suffix: name in `datasets`}
-KINDS = (*JSON_KINDS, *TABLE_KINDS)
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # .txt: each line is an example
+# {suffix: name in `datasets`}
+TABLE_SUFFIXES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}  # of cells
 PACKED = {  # {first bytes of a file that is not text, whatever its name: what it is}
     b"\x1f\x8b": "gzip: name it {}.gz", b"PK\3\4": "a zip archive: unpack it",
@@ -49,7 +50,7 @@ NO_DATA = re.compile("|".join((  # names of files in a data directory that are n
     # files that libraries write
     r"(dataset_dict|(\w+_)?state|(\w+_)?config|package(-lock)?|special_tokens_map|.*\.index)\.json",
 )), re.I)
-PIECE_BYTES, PIECE_EXAMPLES = 2**20, 5000  # size of a piece: lines of JSON; of a table
+FRAGMENT_BYTES, FRAGMENT_EXAMPLES = 2**20, 5000  # size of a fragment: lines of JSON; of a table
 HEAD_BYTES = 4096  # bytes that are read to recognize the encoding of a file
 
 
@@ -58,25 +59,25 @@ class RefusedExample(ValueError):
     """
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """Rows of a --dataset that one process reads at once."""
 
     name: str  # name of the file, the directory or the data set on the Hub
     table: Any = None  # a datasets.Dataset, which is imported late; None: a file of lines or JSON
     start: int = 0  # number of an example in the table, or of a byte in the file
     stop: int | None = None  # None: read to the end
-    lines_before: int = 0  # lines of the file before this piece
+    lines_before: int = 0  # lines of the file before this fragment
 
 
-def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list[str]]:
-    """Return the pieces of one --dataset, and a list of digests that identifies its content. Logs
-    which files are left out, unless it is silent."""
+def find_fragments(source: str, is_silent: bool = False) -> tuple[list[Fragment], list[str]]:
+    """Return the fragments of one --dataset, and a list of digests that identifies its content.
+    Logs which files are left out, unless it is silent."""
     name, options = split_options(source)
     is_pattern = glob.has_magic(name) and not Path(name).exists()
     paths = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
     if not paths:
         raise ValueError(f"{name}: no file matches")
-    pieces, digests = [], []
+    fragments, digests = [], []
     for path in map(Path, paths):
         is_whole = not path.is_dir() or saved_kind(path) == "Dataset"
         allowed = set() if is_whole else {"split"}
@@ -84,43 +85,45 @@ def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list
             raise ValueError(f"{source}: options after a comma are for Hub ids, and split= for"
                              " directories. Name the files you want")
         for file in find_files(path, options.get("split"), is_silent):
-            if file.is_file() and file_kind(file) in KINDS and file_kind(file) != ".parquet":
+            if file.is_file() and file_suffix(file) in SUFFIXES and file_suffix(file) != ".parquet":
                 check_text(file)
-            if file.is_file() and file_kind(file) in JSON_KINDS:
-                more, content = json_pieces(file)
+            if file.is_file() and file_suffix(file) in JSON_SUFFIXES:
+                more, file_digest = json_fragments(file)
             else:
-                content = path_digest(file) if file.exists() else None
-                table = open_table(source, file, options, content)
-                more = [Piece(str(file), table, start, min(start + PIECE_EXAMPLES, len(table)))
-                        for start in range(0, len(table), PIECE_EXAMPLES)]
-                content = content or table._fingerprint  # identifies the version on the Hub
-            pieces += more
-            digests.append(content)
-    return pieces, digests
+                file_digest = path_digest(file) if file.exists() else None
+                table = open_table(source, file, options, file_digest)
+                n = len(table)
+                more = [Fragment(str(file), table, start, min(start + FRAGMENT_EXAMPLES, n))
+                        for start in range(0, len(table), FRAGMENT_EXAMPLES)]
+                file_digest = file_digest or table._fingerprint  # identifies the version on the Hub
+            fragments += more
+            digests.append(file_digest)
+    return fragments, digests
 
 
-def read_pieces(pieces: list[Piece]) -> Iterator[tuple[str, Any]]:
+def read_fragments(fragments: list[Fragment]) -> Iterator[tuple[str, Any]]:
     """Yield (where, example) for each example: its place in words; and the example, or an exception
     that explains why it cannot be read. Raises ValueError if a file cannot be read any further,
     which another start may be able to do."""
-    for piece in pieces:
-        where = piece.name
+    for fragment in fragments:
+        where = fragment.name
         try:
-            for where, example in read_piece(piece):
+            for where, example in read_fragment(fragment):
                 yield where, example
         except (OSError, EOFError, zlib.error) as e:
             raise ValueError(f"{where}: cannot be read any further: {e}")
 
 
-def read_piece(piece: Piece) -> Iterator[tuple[str, Any]]:
-    """Yield the same as read_pieces(), for one piece."""
-    if piece.table is not None:
-        stop = len(piece.table) if piece.stop is None else piece.stop
-        examples = piece.table.select(range(piece.start, stop))
-        for number, example in enumerate(examples, 1 + piece.start):
-            yield f"{piece.name} example {number}", {k: without_none(v) for k, v in example.items()}
-    elif piece.start == 0 and is_array(Path(piece.name)):
-        with open_file(piece.name) as file:
+def read_fragment(fragment: Fragment) -> Iterator[tuple[str, Any]]:
+    """Yield the same as read_fragments(), for one fragment."""
+    if fragment.table is not None:
+        stop = len(fragment.table) if fragment.stop is None else fragment.stop
+        examples = fragment.table.select(range(fragment.start, stop))
+        for number, example in enumerate(examples, 1 + fragment.start):
+            values = {k: without_none(v) for k, v in example.items()}
+            yield f"{fragment.name} example {number}", values
+    elif fragment.start == 0 and is_array(Path(fragment.name)):
+        with open_file(fragment.name) as file:
             try:
                 examples = json.loads(file.read().decode("utf-8-sig"))
             except UnicodeDecodeError:
@@ -128,20 +131,20 @@ def read_piece(piece: Piece) -> Iterator[tuple[str, Any]]:
             except (ValueError, RecursionError) as e:
                 examples = [RefusedExample(f"is not JSON: {e}")]
         for number, example in enumerate(examples, 1):
-            yield f"{piece.name} example {number}", example
+            yield f"{fragment.name} example {number}", example
     else:
-        yield from read_lines(piece)
+        yield from read_lines(fragment)
 
 
-def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
-    """Yield the same as read_pieces(), for each line that is not blank."""
-    is_text = file_kind(Path(piece.name)) == ".txt"
-    with open_file(piece.name) as file:
+def read_lines(fragment: Fragment) -> Iterator[tuple[str, Any]]:
+    """Yield the same as read_fragments(), for each line that is not blank."""
+    is_text = file_suffix(Path(fragment.name)) == ".txt"
+    with open_file(fragment.name) as file:
         lines = file
-        if piece.stop is not None:
-            file.seek(piece.start)
-            lines = io.BytesIO(file.read(piece.stop - piece.start))
-        for number, line in enumerate(lines, 1 + piece.lines_before):
+        if fragment.stop is not None:
+            file.seek(fragment.start)
+            lines = io.BytesIO(file.read(fragment.stop - fragment.start))
+        for number, line in enumerate(lines, 1 + fragment.lines_before):
             if not line.strip():
                 continue
             try:
@@ -152,7 +155,7 @@ def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
             except (ValueError, RecursionError) as e:
                 # without the position, so that equal errors are counted together
                 example = ValueError(f"is not JSON: {getattr(e, 'msg', e)}")
-            yield f"{piece.name} line {number}", example
+            yield f"{fragment.name} line {number}", example
 
 
 def split_options(source: str) -> tuple[str, dict[str, str]]:
@@ -174,17 +177,17 @@ def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
         return [path]
     files, aside = [], []
     for file in sorted(path.rglob("*")):
-        if file_kind(file) in KINDS and file.is_file():
+        if file_suffix(file) in SUFFIXES and file.is_file():
             below = file.relative_to(path)
             is_hidden = any(part.startswith(".") for part in below.parts)
             if not is_hidden and not any((path / p / ".lock").exists() for p in below.parents):
                 (aside if any(map(NO_DATA.fullmatch, below.parts)) else files).append(file)
-    kinds = {file_kind(file) for file in files}
+    kinds = {file_suffix(file) for file in files}
     if kinds - {".txt"}:  # next to data of another kind, text files describe the data
-        aside += [file for file in files if file_kind(file) == ".txt"]
-        files = [file for file in files if file_kind(file) != ".txt"]
+        aside += [file for file in files if file_suffix(file) == ".txt"]
+        files = [file for file in files if file_suffix(file) != ".txt"]
     if not files:
-        raise ValueError(f"{path}: no file in it ends in {', '.join(KINDS)}"
+        raise ValueError(f"{path}: no file in it ends in {', '.join(SUFFIXES)}"
                          + f", except {name_some(path, aside)}, which does not look like data"
                          * bool(aside))
     if aside and not is_silent:
@@ -239,24 +242,24 @@ def saved_kind(path: Path) -> str | None:
     return next((kind for file, kind in files.items() if (path / file).is_file()), None)
 
 
-def file_kind(path: Path) -> str:
+def file_suffix(path: Path) -> str:
     """Return the suffix, without .gz."""
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def json_pieces(path: Path) -> tuple[list[Piece], str]:
-    """Return the pieces of a file of lines or JSON, and its SHA-256. Lines are divided into pieces;
-    an array or a .gz is one piece, because it can only be read from its beginning."""
+def json_fragments(path: Path) -> tuple[list[Fragment], str]:
+    """Return the fragments of a file of lines or JSON, and its SHA-256. Lines are divided into
+    fragments; an array or a .gz is one fragment, because it can only be read from its beginning."""
     if path.suffix == ".gz" or is_array(path):
-        return [Piece(str(path))], digest(path)
-    pieces, sha, start, lines_before = [], hashlib.sha256(), 0, 0
+        return [Fragment(str(path))], digest(path)
+    fragments, sha, start, lines_before = [], hashlib.sha256(), 0, 0
     with open(path, "rb") as file:
-        while lines := file.read(PIECE_BYTES) + file.readline():  # to the end of a line
+        while lines := file.read(FRAGMENT_BYTES) + file.readline():  # to the end of a line
             stop = start + len(lines)
-            pieces.append(Piece(str(path), None, start, stop, lines_before))
+            fragments.append(Fragment(str(path), None, start, stop, lines_before))
             sha.update(lines)
             start, lines_before = stop, lines_before + lines.count(b"\n")
-    return pieces, sha.hexdigest()
+    return fragments, sha.hexdigest()
 
 
 def check_text(path: Path) -> None:
@@ -303,7 +306,7 @@ def is_array(path: Path) -> bool:
     with open_file(path) as file:
         while line := file.readline(2**16):
             if text := line.removeprefix(b"\xef\xbb\xbf").lstrip():
-                return text[:1] == b"[" and file_kind(path) != ".txt"
+                return text[:1] == b"[" and file_suffix(path) != ".txt"
     return False
 
 
@@ -315,9 +318,9 @@ def path_digest(path: Path) -> str:
     return text_digest([[str(file.relative_to(path)), digest(file)] for file in files])
 
 
-def open_table(source: str, path: Path, options: dict[str, str], content: str | None) -> Any:
+def open_table(source: str, path: Path, options: dict[str, str], file_digest: str | None) -> Any:
     """Return the datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk() or a Hub
-    id. `content`: the digest of a file or directory; None for a Hub id."""
+    id. `file_digest`: the digest of a file or directory; None for a Hub id."""
     import datasets
 
     split = options.get("split", "train")
@@ -332,12 +335,12 @@ def open_table(source: str, path: Path, options: dict[str, str], content: str | 
                 raise ValueError(f"has no split {split}, only {', '.join(table)}. Choose with"
                                  " ,split=NAME")
             return table[split]
-        if content and path.is_file() and file_kind(path) in TABLE_KINDS:
-            return load_table_file(path, content)
-        looks_like_file = source[0] in "./~" or file_kind(path) in KINDS
+        if file_digest and path.is_file() and file_suffix(path) in TABLE_SUFFIXES:
+            return load_table_file(path, file_digest)
+        looks_like_file = source[0] in "./~" or file_suffix(path) in SUFFIXES
         if path.exists() or looks_like_file or str(path).count("/") != 1:
             raise ValueError("neither a Hub id (owner/name) nor a file, pattern or directory; files"
-                             f" end in {', '.join(KINDS)}, or that and .gz")
+                             f" end in {', '.join(SUFFIXES)}, or that and .gz")
         is_from_hub = True
         return datasets.load_dataset(str(path), **{"split": "train", **options})
     except Exception as e:  # the Hub client has a dozen kinds of errors, all of them user errors
@@ -350,16 +353,16 @@ def open_table(source: str, path: Path, options: dict[str, str], content: str | 
         raise ValueError(f"{path if path.is_file() else source}: {what}{error}{where}")
 
 
-def load_table_file(path: Path, content: str) -> Any:
-    """Return the datasets.Dataset of a file whose digest is `content`, under which `datasets`
+def load_table_file(path: Path, file_digest: str) -> Any:
+    """Return the datasets.Dataset of a file whose digest is `file_digest`, under which `datasets`
     caches its copy. By itself it identifies files by name and time, which `cp -p` copies. All cells
     of a CSV are text: "12" and "null" stay unchanged, and the first column is not an index."""
     import datasets
     import pandas
 
-    kind = TABLE_KINDS[file_kind(path)]
+    kind = TABLE_SUFFIXES[file_suffix(path)]
     options = csv_options(path) if kind == "csv" else {}
-    cache = Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", content)
+    cache = Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", file_digest)
     try:
         with warnings.catch_warnings(), only_errors_of_datasets():
             # for a line with more cells than the header has names
@@ -398,7 +401,7 @@ def csv_options(path: Path) -> dict[str, Any]:
     import datasets
     import pandas
 
-    separator = "\t" if file_kind(path) == ".tsv" else ","
+    separator = "\t" if file_suffix(path) == ".tsv" else ","
     with open_text(path) as file:
         header = next((line for line in file if line.strip()), "")
     used = max(SEPARATORS, key=header.count)

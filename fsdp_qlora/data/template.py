@@ -20,7 +20,7 @@ import jinja2.meta
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.tools import openai_calls
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 
 PROBE_CALL: dict[str, Any] = {  # satisfies strict templates: Mistral's require an id like this one
     "id": "probe0001", "type": "function",
@@ -55,10 +55,10 @@ def set_template(tokenizer: PreTrainedTokenizerFast, directory: Path, file: str 
     processors only."""
     own = directory / "chat_template.json"
     if file:
-        with explain(f"--chat_template {file}: cannot be read"):
+        with errors_about(f"--chat_template {file}: cannot be read"):
             tokenizer.chat_template = read_template(Path(file))
     elif not tokenizer.chat_template and own.is_file():
-        with explain(f"{own}: cannot be read"):
+        with errors_about(f"{own}: cannot be read"):
             tokenizer.chat_template = read_template(own)
 
 

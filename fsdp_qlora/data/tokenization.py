@@ -1,8 +1,8 @@
-"""Tokenize documents: from Parts of text to token ids and labels.
+"""Tokenize documents: from TextParts to token ids and labels.
 
     tokenize()                a bounded number of characters at a time
       split_single_answer()   into a prompt and its answer
-      tokenize_texts()        all Parts at once
+      tokenize_texts()        all TextParts at once
       answers_apart()         answers that begin inside a token
       part_labels()           which tokens are in the loss
 """
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import Spans
-from fsdp_qlora.data.forms import IGNORE, Document, Ids, Part
+from fsdp_qlora.data.example_formats import IGNORE_INDEX, Document, Ids, TextPart
 
 # characters that the tokenizer gets at once; its result for them needs about 100 MB
 BATCH_CHARACTERS = 2**19
@@ -82,11 +82,13 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
     return encoded_documents
 
 
-def tokenize_texts(parts: list[Part], tokenizers: Tokenizers) -> list[tuple[list[int], Offsets]]:
-    """Return the token ids of each Part, and their Offsets."""
+def tokenize_texts(
+    parts: list[TextPart], tokenizers: Tokenizers
+) -> list[tuple[list[int], Offsets]]:
+    """Return the token ids of each TextPart, and their Offsets."""
     results: list[Any] = [None] * len(parts)
     kinds = [(part.add_bos, part.add_prefix_space) for part in parts]
-    for add_bos, add_prefix_space in set(kinds):  # one call for all Parts of a kind
+    for add_bos, add_prefix_space in set(kinds):  # one call for all TextParts of a kind
         chosen = [i for i, kind in enumerate(kinds) if kind == (add_bos, add_prefix_space)]
         tokenizer = tokenizers.with_prefix if add_prefix_space else tokenizers.without_prefix
         batch = tokenizer(
@@ -106,15 +108,15 @@ def split_single_answer(document: Document) -> Document:
     return document
 
 
-def split_at_answer(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
+def split_at_answer(part: TextPart, start: int, spans: Spans, end: int) -> list[TextPart]:
     """Return a conversation up to the end of one of its answers as two parts: its prompt, and the
     answer, of which these spans are in the loss."""
-    return [Part(part.text[:start], in_loss=False, add_bos=False),
-            Part(part.text[start:end], [(a - start, b - start) for a, b in spans], add_bos=False,
-                 add_prefix_space=False)]
+    return [TextPart(part.text[:start], in_loss=False, add_bos=False),
+            TextPart(part.text[start:end], [(a - start, b - start) for a, b in spans],
+                     add_bos=False, add_prefix_space=False)]
 
 
-def answers_apart(part: Part, offsets: Offsets) -> tuple[Part, list[Document]]:
+def answers_apart(part: TextPart, offsets: Offsets) -> tuple[TextPart, list[Document]]:
     """Return a conversation, of which only those answers are in the loss that begin with a token;
     and for each of the others a document, up to its end."""
     starts = sorted(answer.at for answer in part.answers)
@@ -172,9 +174,9 @@ def n_put_in_front(tokenizer: PreTrainedTokenizerFast) -> int:
     return next((i for i, (_, end) in enumerate(offsets) if end), 0)
 
 
-def part_labels(part: Part, ids: list[int], offsets: Offsets,
+def part_labels(part: TextPart, ids: list[int], offsets: Offsets,
                 tokenizer: PreTrainedTokenizerFast) -> Ids:
-    """Return (input_ids, labels) of a Part from its tokens."""
+    """Return (input_ids, labels) of a TextPart from its tokens."""
     n_front = n_put_in_front(tokenizer) if part.add_bos else 0
     if ids[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0) < offsets[1]:
         ids, offsets, n_front = ids[1:], offsets[1:], n_front - 1  # the text itself has BOS
@@ -182,8 +184,8 @@ def part_labels(part: Part, ids: list[int], offsets: Offsets,
            and offsets[len(ids) - 1] == (0, 0)):
         ids = ids[:-1]  # EOS was not in the text: some tokenizers append it to every text
     if isinstance(part.in_loss, bool):
-        return ids, ids if part.in_loss else [IGNORE] * len(ids)
-    labels, offsets = [IGNORE] * len(ids), offsets[: len(ids)]
+        return ids, ids if part.in_loss else [IGNORE_INDEX] * len(ids)
+    labels, offsets = [IGNORE_INDEX] * len(ids), offsets[: len(ids)]
     for start, end in part.in_loss:  # all tokens that overlap the span
         chosen = slice(bisect.bisect_right(offsets, start, key=lambda token: token[1]),
                        bisect.bisect_left(offsets, end, key=lambda token: token[0]))

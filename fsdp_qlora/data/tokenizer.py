@@ -25,7 +25,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.chat import closing_tokens
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.template import read_template, set_template
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import read_json, remove
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.hub import copy_small_files
@@ -51,7 +51,7 @@ def load_tokenizer(directory: Path, config: Config) -> PreTrainedTokenizerFast |
     if config.random_weights and not config.dataset:
         return None
     if (directory / "tokenizer.json").is_file():
-        with explain(f"{directory}: its tokenizer cannot be loaded"):
+        with errors_about(f"{directory}: its tokenizer cannot be loaded"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     else:
         tokenizer = make_tokenizer(directory, config.model or str(directory))
@@ -71,7 +71,7 @@ def make_tokenizer(directory: Path, model: str) -> PreTrainedTokenizerFast:
         raise ValueError(f"{directory}: has a tokenizer.model and no tokenizer.json, which needs a"
                          " package: pip install sentencepiece")
     where = {} if Path(model).is_dir() else {"revision": directory.name, "local_files_only": True}
-    with explain(f"{directory}: its tokenizer cannot be loaded"):
+    with errors_about(f"{directory}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
             model if where else directory, **where, mistral_format=False, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -107,7 +107,7 @@ def like_sentencepiece(directory: Path, tokenizer: PreTrainedTokenizerFast,
     """
     if other_than_sentencepiece(tokenizer, model_file) is None:
         return tokenizer
-    with explain(f"{directory}: its tokenizer cannot be loaded"):
+    with errors_about(f"{directory}: its tokenizer cannot be loaded"):
         general = PreTrainedTokenizerFast.from_pretrained(directory)
     if (text := other_than_sentencepiece(general, model_file)) is None:
         return general

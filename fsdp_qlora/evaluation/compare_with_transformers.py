@@ -20,21 +20,21 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.errors import explain
-from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, document_attention
-from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.data.rows import make_rows
+from fsdp_qlora.errors import errors_about
+from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention
+from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
-from fsdp_qlora.model.lm_head import logits_of_states, reference_losses, scaled_logits
+from fsdp_qlora.model.lm_head import eager_losses, logits_of_hidden, scaled_logits
 from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
@@ -53,11 +53,11 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
     """Compare weights, logits, loss and the adapter's gradient of a shrunk model, in fp32 on the
     CPU, with transformers'. Raises ValueError if they differ, or if transformers cannot compute the
     model. Rank 0 only."""
-    with explain(f"--model {name}: the check at start failed"):
+    with errors_about(f"--model {name}: the check at start failed"):
         small = shrunk_config(model_config)
-        arch = describe_model(small)
+        arch = make_architecture(small)
         generator = torch.Generator().manual_seed(0)
-        reference = random_reference(small, generator)
+        reference = random_hf_model(small, generator)
         ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
         tensors = dict(reference.state_dict())
         names = tensor_names(arch, tensors)
@@ -66,7 +66,7 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
             weights = read_weights(model, names)
             random_adapter(model, generator)
             ours = results(model, ids)
-            theirs = reference_results(reference, model, names, weights, ids)
+            theirs = hf_results(reference, model, names, weights, ids)
             differences = {
                 what: float(((value - theirs[what]).norm() / theirs[what].norm()).detach())
                 for what, value in ours.items()}
@@ -85,7 +85,7 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
 
 
 @torch.no_grad()
-def random_reference(model_config: PreTrainedConfig, generator: torch.Generator) -> nn.Module:
+def random_hf_model(model_config: PreTrainedConfig, generator: torch.Generator) -> nn.Module:
     """Return transformers' model in fp32. Its norms and biases are random, because 1 and 0 would
     hide mistakes."""
     with torch.random.fork_rng([]):
@@ -94,7 +94,7 @@ def random_reference(model_config: PreTrainedConfig, generator: torch.Generator)
         reference = text_model(model_config, **settings).eval()
     # Nemotron's norms multiply by 1 + weight, but transformers initializes weights to 1, not 0.
     # That would make attention so sharp that fp32's rounding shows (3e-5)
-    too_large = describe_model(model_config).norm == "layer_plus_one"
+    too_large = make_architecture(model_config).norm == "layer_plus_one"
     corrections = {n: p for n, p in reference.state_dict().items()
                    if "correction" in n or n.endswith(("expert_bias", "layer_scalar"))}
     for name, p in {**dict(reference.named_parameters()), **corrections}.items():
@@ -185,7 +185,7 @@ def plain_model(
     if recompute:
         specs = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
                  if isinstance(x.mlp, (MLPSublayer, MoESublayer)) else x for x in specs]
-    model = Model(arch, specs, plan, plain_kernels(arch), torch.device("cpu"))
+    model = Model(arch, specs, plan, eager_kernels(arch), torch.device("cpu"))
     names = tensor_names(arch, tensors)
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
     for layer in model.layers:
@@ -194,13 +194,13 @@ def plain_model(
     return model
 
 
-def plain_kernels(arch: Architecture) -> Kernels:
+def eager_kernels(arch: Architecture) -> Kernels:
     """Return attention in plain torch; and for mixers with a state, plain torch with chunks so
     small that each document has several."""
-    by_type: dict[str, Callable] = dict.fromkeys(ATTENTION_TYPES, document_attention)
+    by_type: dict[str, Callable] = dict.fromkeys(ATTENTION_TYPES, eager_attention)
     recurrence = None
-    if mixer := mixer_with_state(arch):
-        recurrence = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
+    if mixer := recurrent_mixer(arch):
+        recurrence = functools.partial(RECURRENCES[type(mixer)].eager, chunk=8)
     return Kernels(by_type, by_type, recurrence)
 
 
@@ -241,10 +241,10 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
 
 def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return {name of a compared result: tensor} for the two documents in one micro-batch."""
-    rows = rows_of([(x, x) for x in ids.split(LENGTHS)])
+    rows = make_rows([(x, x) for x in ids.split(LENGTHS)])
     micro_batch = make_micro_batch(rows, [[0, 1]], model)
     with torch.no_grad():
-        logits = logits_of_states(model, model(micro_batch, wants_loss=False))
+        logits = logits_of_hidden(model, model(micro_batch, wants_loss=False))
     loss = model(micro_batch).sum()
     loss.backward()
     gradients = {f"gradient of adapter {i}": layer.adapter.grad
@@ -252,7 +252,7 @@ def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"logits": logits, "loss": loss.detach().float(), **gradients}
 
 
-def reference_results(
+def hf_results(
     reference: nn.Module, model: Model, names: TensorNames, weights: Mapping[str, torch.Tensor],
     ids: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
@@ -283,7 +283,7 @@ def reference_results(
         torch.func.functional_call(reference, {**weights, **adapted}, x[None]).logits[0].float()
         for x in documents]
     loss: torch.Tensor = sum(
-        reference_losses(rows[:-1], x[1:]).sum() for rows, x in zip(logits, documents))
+        eager_losses(rows[:-1], x[1:]).sum() for rows, x in zip(logits, documents))
     gradients = torch.autograd.grad(loss, adapters)
     return {"logits": torch.cat(logits).detach(), "loss": loss.detach(),
             **{f"gradient of adapter {i}": grad for i, grad in enumerate(gradients)}}

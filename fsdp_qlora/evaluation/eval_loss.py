@@ -81,8 +81,8 @@ def estimate_kl(model: Model, batches: Iterable[Rows], n_rows: int) -> torch.Ten
     ratios = []
     for other in (batch.mismatched for batch in batches):
         if other:
-            assert other.reference is not None, "ensure_reference() has set it"
+            assert other.ref_logps is not None, "ensure_ref_logps() has set it"
             logps = -document_losses(model, other)
-            ratios.append((logps - other.reference.to(model.device)).sum())
+            ratios.append((logps - other.ref_logps.to(model.device)).sum())
     reshard_all(model)
     return (torch.stack(ratios).sum() / n_rows).clamp(min=0) if ratios else None

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.kernels.elementwise import N_SITES, WEIGHTS_SITE, drop_eager
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention
-from fsdp_qlora.kernels.pieces import piece_attention, resumable_attention
+from fsdp_qlora.kernels.pieces import attention_with_lse, piece_attention
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention
 from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.segments import Segments, document_segments
@@ -70,7 +70,7 @@ class AttentionKernel(Protocol):
         """
 
 
-def batched_attention(
+def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
@@ -114,7 +114,7 @@ def varlen_attention(
     return out
 
 
-def document_attention(
+def eager_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
@@ -141,7 +141,7 @@ def document_attention(
             low = max(0, before + first - window + 1) if window and seeds is None else 0
             some, seen = slice(first, first + rows), slice(low, before + first + rows)
             outs.append(recomputed(
-                explicit_attention, q[some], k[seen], v[seen], sinks, arch, window,
+                masked_eager_attention, q[some], k[seen], v[seen], sinks, arch, window,
                 None if seeds is None else seeds[some], site))
     return torch.cat(outs)
 
@@ -169,7 +169,7 @@ def with_equal_heads(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     return [t.transpose(0, 1)[None] for t in tensors]
 
 
-def explicit_attention(
+def masked_eager_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arch: Architecture, window: int | None,
     dropout_seeds: Tensor | None, site: int
 ) -> Tensor:
@@ -199,7 +199,7 @@ def explicit_attention(
 
 
 def explicit_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int:
-    """Return the peak bytes of scores and other intermediate values in document_attention(),
+    """Return the peak bytes of scores and other intermediate values in eager_attention(),
     forward or backward, with micro-batches of n_tokens."""
     scores = min(SCORES_BYTES, 4 * arch.n_heads * n_tokens**2)
     if arch.attention_dropout:
@@ -217,32 +217,32 @@ def architectures_by_attention_type(arch: Architecture) -> dict[str, Architectur
     return architectures
 
 
-# the kernels that are cuDNN's from Hopper on, as resumable_attention() is
-RESUMABLE = batched_attention, piece_attention
+# kernels that are cuDNN's from Hopper on, as attention_with_lse() is
+LSE_KERNELS = sdpa_attention, piece_attention
 
 
-def can_resume(kernels: Kernels, arch: Architecture, device: torch.device) -> bool:
-    """Return True if layers can save the results of attention, from which backward resumes it: if
-    all attention is full and by a kernel that is RESUMABLE, and if a trial gives what
-    document_attention() gives."""
+def can_reuse_lse(kernels: Kernels, arch: Architecture, device: torch.device) -> bool:
+    """Return True if layers can save the results of attention, for backward to reuse: if
+    all attention is full and by one of LSE_KERNELS, and if a trial gives what
+    eager_attention() gives."""
     if [*architectures_by_attention_type(arch)] != ["full"] \
-            or kernels.fixed_len["full"] not in RESUMABLE \
+            or kernels.fixed_len["full"] not in LSE_KERNELS \
             or device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         return False
 
-    def resumed(
+    def with_reused_lse(
         query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
         arch: Architecture, window: int | None, index: int
     ) -> Tensor:
         inputs = query, key, value, segments, arch.attention_scale
         with torch.no_grad():
-            results = resumable_attention(*inputs)
-        return resumable_attention(*inputs, results)[0]
+            results = attention_with_lse(*inputs)
+        return attention_with_lse(*inputs, results)[0]
 
-    if kernel_matches(resumed, arch, "full", device):
+    if kernel_matches(with_reused_lse, arch, "full", device):
         return True
-    log("warning: slow path, recomputed layers run attention's forward again: a trial to resume it"
-        " from saved results failed on this GPU")
+    log("warning: slow path, recomputed layers run attention's forward again: a trial to reuse"
+        " its saved results failed on this GPU")
     return False
 
 
@@ -250,12 +250,12 @@ def kernel_matches(
     kernel: AttentionKernel, arch: Architecture, attention_type: str, device: torch.device,
     whole_documents: bool = True
 ) -> bool:
-    """Return True if the kernel's results match document_attention()'s, forward and backward, for
+    """Return True if the kernel's results match eager_attention()'s, forward and backward, for
     two documents or, without whole_documents, for the ends of two. `arch` is that of layers with
     this attention type, see architectures_by_attention_type()."""
     if arch.attention_softcap and kernel not in (flash_attention, flex_document_attention):
         return False
-    if kernel in (batched_attention, piece_attention) and arch.head_dim > 256:
+    if kernel in (sdpa_attention, piece_attention) and arch.head_dim > 256:
         return False  # SDPA would have all scores in memory
     if kernel is flex_document_attention and why_no_triton():
         return False
@@ -284,7 +284,7 @@ def kernel_matches(
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     try:
-        pairs = list(zip(both(kernel), both(document_attention)))
+        pairs = list(zip(both(kernel), both(eager_attention)))
     except (AttributeError, ImportError, RuntimeError, TypeError, ValueError):
         return False  # AttributeError: this torch has no such kernel
     return all(bool((got - want).norm() < MAX_ERROR * want.norm()) for got, want in pairs)

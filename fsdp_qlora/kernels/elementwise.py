@@ -32,8 +32,8 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
     own kernel, in which only the number of rows may vary. Evaluations have their own kernels, too,
     because their lengths must not change training's kernels, nor the last bit of its results. (One
     kernel for all lengths from the start cost 2 % of a step of Llama-3-8B on an H200.) With
-    `any_rows` it is one kernel from the start, for tensors whose lengths vary in any case. See also
-    compile_for_any_rows().
+    `dynamic` it is one kernel from the start, for tensors whose lengths vary in any case. See also
+    compile_dynamic().
     """
     numbers = itertools.count()
 
@@ -42,31 +42,31 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
         return compiled_copy(function, f"{function.__name__}_{next(numbers)}")
 
     @functools.wraps(function)
-    def call(*args: Any, is_evaluation: bool = False, any_rows: bool = False) -> Result:
+    def call(*args: Any, is_evaluation: bool = False, dynamic: bool = False) -> Result:
         if not args[0].is_cuda or why_no_triton():
             return function(*args)
         tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
         for tensor in tensors:
-            if (any_rows or _all_for_any_rows) and len(tensor) == len(args[0]):
+            if (dynamic or _all_dynamic) and len(tensor) == len(args[0]):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         widths = ((x.shape[1:], x.stride(0)) for x in tensors)
         # each limit has a kernel of its own: if the limit varies, glu_backward_() compiled by torch
         # 2.13 returns wrong values
         limits = (x for x in args if isinstance(x, LimitedActivation))
-        return compiled(is_evaluation, any_rows, *limits, *widths)(*args)
+        return compiled(is_evaluation, dynamic, *limits, *widths)(*args)
 
     return call
 
 
-_all_for_any_rows = False  # set only by compile_for_any_rows()
+_all_dynamic = False  # set only by compile_dynamic()
 
 
-def compile_for_any_rows() -> None:
+def compile_dynamic() -> None:
     """Compile all kernels from now on for any number of rows, for a run whose rows differ in
     length. Otherwise each would be compiled twice, for its first micro-batch and for any; that took
     Qwen3.5-9B's first step from 34 to 51 s (H100)."""
-    global _all_for_any_rows
-    _all_for_any_rows = True
+    global _all_dynamic
+    _all_dynamic = True
 
 
 def compiled_copy(function: Callable[..., Result], name: str) -> Callable[..., Result]:
@@ -77,7 +77,7 @@ def compiled_copy(function: Callable[..., Result], name: str) -> Callable[..., R
         function.__defaults__, function.__closure__))
 
 
-def standardised(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
+def standardized(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
     """Return x / rms(x) and 1 / rms(x), fp32; kind "layer" subtracts the mean of x first."""
     x = x.float()
     if kind.startswith("layer"):
@@ -96,10 +96,10 @@ def norm_of(
     (Nemotron: rounds 1 + weight). The last two may have a bias.
     """
     if weight is None:
-        return standardised(x, kind, eps)[0].to(x.dtype)
+        return standardized(x, kind, eps)[0].to(x.dtype)
     if bias is not None:  # the same function as in transformers, to be equal to the bit in bf16
         return F.layer_norm(x, weight.shape, norm_factor(weight, kind).to(x.dtype), bias, eps)
-    standard, _ = standardised(x, kind, eps)
+    standard, _ = standardized(x, kind, eps)
     if kind == "rms":
         return weight * standard.to(x.dtype)
     return (norm_factor(weight, kind) * standard).to(x.dtype)
@@ -114,7 +114,7 @@ def norm_factor(weight: Tensor, kind: str) -> Tensor:
 
 def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor | None, kind: str, eps: float) -> Tensor:
     """Return the gradient of x, fp32, from the gradient of norm_of(x)."""
-    standard, scale = standardised(x, kind, eps)
+    standard, scale = standardized(x, kind, eps)
     grad = grad.float() if weight is None else grad.float() * norm_factor(weight, kind)
     inner = grad - standard * (grad * standard).mean(-1, keepdim=True)
     if kind.startswith("layer"):

@@ -25,10 +25,10 @@ def piece_attention(
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Attention of a few long segments, one after the other, without windows and sinks."""
-    return resumable_attention(query, key, value, segments, arch.attention_scale)[0]
+    return attention_with_lse(query, key, value, segments, arch.attention_scale)[0]
 
 
-def resumable_attention(
+def attention_with_lse(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None,
     known: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
@@ -59,14 +59,14 @@ class PieceAttention(torch.autograd.Function):
         the term that is subtracted from the weights' gradients. Here it gets the lse and the out of
         attention to all keys, so its results are parts of the gradients of that attention."""
         query, key, value, out, lse = ctx.saved_tensors
-        grad = grad.contiguous()  # like `out`, see batched_attention()
+        grad = grad.contiguous()  # like `out`, see sdpa_attention()
 
         def gradients(queries: slice, keys: slice, causal: bool) -> list[Tensor]:
             return attend_backward(
                 grad[queries], query[queries], key[keys], value[keys], out[queries],
                 lse[:, :, queries].contiguous(), causal, ctx.scale)
 
-        calls = [(queries, *part) for queries, parts in parts_of(ctx.segments) for part in parts]
+        calls = [(queries, *one) for queries, each in kernel_calls(ctx.segments) for one in each]
         if len(calls) == 1:  # of a whole document: nothing to add up
             return *gradients(*calls[0]), None, None, None
         grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (query, key, value))
@@ -79,25 +79,25 @@ class PieceAttention(torch.autograd.Function):
 def attend_to_pieces(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return resumable_attention()'s results."""
+    """Return attention_with_lse()'s results."""
     out = query.new_empty(*query.shape[:2], value.shape[2])
     lse = query.new_empty(1, query.shape[1], len(query), 1, dtype=torch.float32)
-    for queries, parts in parts_of(segments):
+    for queries, calls in kernel_calls(segments):
         results = [attend_forward(query[queries], key[keys], value[keys], causal, scale)
-                   for keys, causal in parts]
+                   for keys, causal in calls]
         out[queries], lse[:, :, queries] = join(*results) if len(results) > 1 else results[0]
         del results  # before the next piece
     return out, lse
 
 
-def parts_of(segments: Segments) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+def kernel_calls(segments: Segments) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
     """Yield, for each segment, its queries, and (keys, whether attention to them is causal) of the
     square and, if there are keys before, of the rectangle."""
     q = k = 0
     for n_queries, n_keys in zip(segments.lengths_q, segments.lengths_k, strict=True):
         own, stop = k + n_keys - n_queries, k + n_keys
-        parts = [(slice(own, stop), True), (slice(k, own), False)]
-        yield slice(q, q + n_queries), parts if own > k else parts[:1]
+        calls = [(slice(own, stop), True), (slice(k, own), False)]
+        yield slice(q, q + n_queries), calls if own > k else calls[:1]
         q, k = q + n_queries, stop
 
 

@@ -26,18 +26,18 @@ from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
 from fsdp_qlora.ranks import n_cores
 
 
-STATE_CHUNK = 64  # tokens of a document that are computed at once; chunks pass on the state
+RECURRENCE_CHUNK = 64  # tokens of a document that are computed at once; chunks pass on the state
 
 # ---- the gated delta rule ----
 
-# document_delta_rule() and fla_delta_rule() take (query, key, value, g, beta, micro-batch), see
+# eager_delta_rule() and fla_delta_rule() take (query, key, value, g, beta, micro-batch), see
 # DeltaNet, and return q S [n, value heads, value_dim]. Query and key are [n, key heads, key_dim],
 # not normalized; value is [n, value heads, value_dim]; g, fp32, and beta are [n, value heads].
 
 
-def document_delta_rule(
+def eager_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch,
-    chunk: int = STATE_CHUNK
+    chunk: int = RECURRENCE_CHUNK
 ) -> Tensor:
     """The gated delta rule in plain torch, in fp32. Only the inputs are saved for backward."""
     return recomputed(chunked_delta_rule, query, key, value, g, beta, batch.lengths, chunk)
@@ -47,7 +47,7 @@ def chunked_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int],
     chunk: int
 ) -> Tensor:
-    """document_delta_rule() for documents of these lengths.
+    """eager_delta_rule() for documents of these lengths.
 
     What a chunk's tokens add to the state depends on what the tokens before them have added. These
     equations are triangular. They are solved for values, which yields what is added to a state of
@@ -151,12 +151,12 @@ def chunk_table(starts: Tensor, of_any_lengths: bool = False) -> Tensor:
     `starts`, int32 [chunks, 2]. fla needs it because it would wait for the GPU to read the lengths
     there. With `of_any_lengths` the table is as long as this many documents of this many tokens can
     need; the spare chunks belong to the last document, which must be empty."""
-    counts = (starts.diff() + STATE_CHUNK - 1) // STATE_CHUNK
+    counts = (starts.diff() + RECURRENCE_CHUNK - 1) // RECURRENCE_CHUNK
     documents = torch.arange(len(counts)).repeat_interleave(counts)
     first = (counts.cumsum(0) - counts)[documents]
     table = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
     if of_any_lengths:
-        n_spare = int(starts[-1]) // STATE_CHUNK + len(counts) - len(table)
+        n_spare = int(starts[-1]) // RECURRENCE_CHUNK + len(counts) - len(table)
         table = torch.cat([table, table.new_tensor([len(counts) - 1, 0]).expand(n_spare, 2)])
     return table
 
@@ -170,30 +170,30 @@ def fla_delta_rule(
 
     out, _ = chunk_gated_delta_rule(
         *(x[None] for x in (query, key, value, g, beta)), use_qk_l2norm_in_kernel=True,
-        cu_seqlens=batch.cu_seqlens, chunk_indices=batch.chunks)
+        cu_seqlens=batch.cu_seqlens, chunk_indices=batch.recurrence_chunks)
     return out[0]
 
 
-def plain_rule_bytes(mixer: DeltaNet) -> int:
-    """Return the bytes per token that are alive at once in document_delta_rule()'s backward: fp32
+def eager_delta_rule_bytes(mixer: DeltaNet) -> int:
+    """Return the bytes per token that are alive at once in eager_delta_rule()'s backward: fp32
     values of each value head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice the
     projected values."""
     key, value = mixer.key_dim, mixer.value_dim
-    head_values = 13 * key + 11 * value + 8 * STATE_CHUNK + 2 * key * value // STATE_CHUNK
+    head_values = 13 * key + 11 * value + 8 * RECURRENCE_CHUNK + 2 * key * value // RECURRENCE_CHUNK
     return 4 * mixer.value_heads * head_values + 8 * sum(mixer.widths.values())
 
 
 # ---- the scan of Mamba-2 ----
 
 
-# document_scan() and fla_scan() take (b, c, x, decay, step, micro-batch), see Mamba2, and return
+# eager_scan() and fla_scan() take (b, c, x, decay, step, micro-batch), see Mamba2, and return
 # C S [n, heads, head_dim]. b and c are [n, groups, state], x is [n, heads, head_dim]; decay, the
 # log of the factor on the state, and step, both fp32, are [n, heads].
 
 
-def document_scan(
+def eager_scan(
     b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, batch: MicroBatch,
-    chunk: int = STATE_CHUNK
+    chunk: int = RECURRENCE_CHUNK
 ) -> Tensor:
     """Mamba-2's scan in plain torch, in fp32. Only the inputs are saved for backward."""
     return recomputed(chunked_scan, b, c, x, decay, step, batch.lengths, chunk)
@@ -202,7 +202,7 @@ def document_scan(
 def chunked_scan(
     b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int], chunk: int
 ) -> Tensor:
-    """document_scan() for documents of these lengths. Within a chunk each token's C meets the B of
+    """eager_scan() for documents of these lengths. Within a chunk each token's C meets the B of
     all tokens before it, like queries and keys, times the decay in between; so the variables are
     named after these."""
     chunked, slots, firsts = chunks_of(lengths, chunk, x.device)
@@ -230,7 +230,7 @@ def fla_scan(
     """Mamba-2's scan by the Triton kernels of flash-linear-attention (fla-core), in bf16. It is
     attention with a decay per head, of queries C, keys B and values step x."""
     use_few_configurations()
-    return FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.chunks)
+    return FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.recurrence_chunks)
 
 
 class FlaScan(torch.autograd.Function):
@@ -260,7 +260,7 @@ class FlaScan(torch.autograd.Function):
         dc, db, dv, dg, _ = chunk_simple_gla_bwd(
             **arguments, g_gamma=None, initial_state=None, do=grad[None].contiguous(), dht=None)
         dg = chunk_local_cumsum(
-            dg, chunk_size=STATE_CHUNK, reverse=True, cu_seqlens=bounds, chunk_indices=chunks)
+            dg, chunk_size=RECURRENCE_CHUNK, reverse=True, cu_seqlens=bounds, chunk_indices=chunks)
         db, dc = (part[0].unflatten(1, (b.shape[1], -1)).sum(2, dtype=torch.float32).to(b.dtype)
                   for part in (db, dc))
         dv = dv[0].float()
@@ -275,17 +275,17 @@ class FlaScan(torch.autograd.Function):
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
 
-        where = dict(cu_seqlens=bounds, chunk_size=STATE_CHUNK, chunk_indices=chunks)
+        where = dict(cu_seqlens=bounds, chunk_size=RECURRENCE_CHUNK, chunk_indices=chunks)
         by_head = [part.repeat_interleave(x.shape[1] // b.shape[1], 1)[None] for part in (c, b)]
         value = (x * step[..., None]).to(x.dtype)[None]
         total = chunk_local_cumsum(decay[None], scale=RCP_LN2, **where)  # fla's kernels use exp2()
         return dict(q=by_head[0], k=by_head[1], v=value, g=total, scale=1.0, **where)
 
 
-def plain_scan_bytes(mixer: Mamba2) -> int:
-    """Return the bytes per token that are alive at once in document_scan()'s backward: fp32 values
+def eager_scan_bytes(mixer: Mamba2) -> int:
+    """Return the bytes per token that are alive at once in eager_scan()'s backward: fp32 values
     of each head, measured to 6 % with states of 128 and 256; and twice the projected values."""
-    head_values = 8 * mixer.state + 8 * mixer.head_dim + 6 * STATE_CHUNK
+    head_values = 8 * mixer.state + 8 * mixer.head_dim + 6 * RECURRENCE_CHUNK
     return 4 * mixer.heads * head_values + 8 * sum(mixer.widths.values())
 
 
@@ -296,26 +296,26 @@ def plain_scan_bytes(mixer: Mamba2) -> int:
 class Recurrence:
     """The functions of one kind of mixer with a state, see above."""
 
-    plain: Callable[..., Tensor]  # in plain torch
+    eager: Callable[..., Tensor]  # in plain torch
     fla: Callable[..., Tensor]  # by flash-linear-attention's kernels
-    plain_bytes_per_token: Callable[[Any], int]  # mixer -> alive at once in plain's backward
+    eager_bytes_per_token: Callable[[Any], int]  # mixer -> alive at once in eager's backward
 
 
 RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
-    DeltaNet: Recurrence(document_delta_rule, fla_delta_rule, plain_rule_bytes),
-    Mamba2: Recurrence(document_scan, fla_scan, plain_scan_bytes)}
+    DeltaNet: Recurrence(eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
+    Mamba2: Recurrence(eager_scan, fla_scan, eager_scan_bytes)}
 
 
-def mixer_with_state(arch: Architecture) -> DeltaNet | Mamba2 | None:
+def recurrent_mixer(arch: Architecture) -> DeltaNet | Mamba2 | None:
     """Return the mixer of a model's layers that has a state, one of RECURRENCES, or None."""
-    return next((x for x in arch.mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
+    return next((x for x in arch.other_mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
 
 
 def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
     """Return why flash-linear-attention cannot be used; "" if its results match plain torch's,
     forward and backward, for two documents."""
     recurrence = RECURRENCES[type(mixer)]
-    length = 3 * STATE_CHUNK // 2
+    length = 3 * RECURRENCE_CHUNK // 2
     generator = torch.Generator(device).manual_seed(0)
     n = 2 * length
     if isinstance(mixer, DeltaNet):
@@ -329,7 +329,7 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
     bounds = torch.tensor([0, length, n], dtype=torch.int32)
     trial: Any = types.SimpleNamespace(
         lengths=(length, length), cu_seqlens=bounds.to(device),
-        chunks=chunk_table(bounds).to(device))
+        recurrence_chunks=chunk_table(bounds).to(device))
 
     def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         inputs = [t.detach().requires_grad_() for t in (
@@ -338,7 +338,7 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     try:
-        pairs = list(zip(both(recurrence.fla), both(recurrence.plain)))
+        pairs = list(zip(both(recurrence.fla), both(recurrence.eager)))
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"
     except Exception as e:  # Triton's and fla's errors have no common class
@@ -352,14 +352,14 @@ def choose_recurrence(
 ) -> Callable[..., Tensor] | None:
     """Return the function that computes the model's gated delta net or Mamba-2, None if it has
     neither. On a GPU it is flash-linear-attention's, if its results match plain torch's."""
-    mixer = mixer_with_state(arch)
+    mixer = recurrent_mixer(arch)
     if mixer is None:
         return None
     recurrence = RECURRENCES[type(mixer)]
     if device.type != "cuda" or compute_dtype != "bfloat16":
-        return recurrence.plain
+        return recurrence.eager
     if why := why_no_fla(mixer, device):
         log(f"warning: slow path for {type(mixer).__name__}: plain PyTorch instead of"
             f" flash-linear-attention ({why}). Try: pip install fla-core einops")
-        return recurrence.plain
+        return recurrence.eager
     return recurrence.fla

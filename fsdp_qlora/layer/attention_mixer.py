@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.attention import RESUMABLE
+from fsdp_qlora.kernels.attention import LSE_KERNELS
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rotate_backward, rotate_forward, split_heads, split_projected)
-from fsdp_qlora.kernels.pieces import resumable_attention
+from fsdp_qlora.kernels.pieces import attention_with_lse
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import HeadGroup, SavedAttention
 from fsdp_qlora.micro_batch.segments import Segments
@@ -175,7 +175,7 @@ def attend(
     attention_type = "window" if window else "full"
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"
-    kernel = batch.kernels[attention_type]
+    kernel = batch.attention_kernels[attention_type]
     segments = batch.segments
     if key_source:
         key, value, segments = key_source(key, value)
@@ -188,6 +188,6 @@ def attend(
     if sinks is not None:
         sinks = sinks.chunk(group[1])[group[0]]
     assert segments, "of the micro-batch or of the keys gathered for it"
-    if call.saves_attention and kernel in RESUMABLE:
-        return resumable_attention(query, key, value, segments, arch.attention_scale, known)
+    if call.saves_attention and kernel in LSE_KERNELS:
+        return attention_with_lse(query, key, value, segments, arch.attention_scale, known)
     return kernel(query, key, value, sinks, segments, arch, window, call.layer.index), None

@@ -18,21 +18,21 @@ from torch.autograd.graph import get_gradient_edge
 from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import SavedGraph
-from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, Mixer, ShortConv
+from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, OtherMixer, ShortConv
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AutogradMixer:
-    """A TokenMixer that runs a function of MIXERS, whose backward is autograd's."""
+    """A TokenMixer that runs a function of OTHER_MIXERS, whose backward is autograd's."""
 
-    record: Mixer
+    record: OtherMixer
     arch: Architecture
 
     saved_type = SavedGraph
     fused_linears = ()
 
     def forward(self, call: LayerCall, saved: SavedGraph) -> Tensor:
-        function = MIXERS[type(self.record)]
+        function = OTHER_MIXERS[type(self.record)]
         projected, saved.projected = saved.projected, None
         with torch.set_grad_enabled(call.saves_graph):
             if call.saves_graph:
@@ -258,5 +258,5 @@ def delta_parts(projected: Tensor, record: DeltaNet) -> dict[str, Tensor]:
 
 # {kind of mixer: function (call, projected [n, widths], record) -> inputs of the output projection
 # [n, width], recorded by autograd}
-MIXERS: dict[type, Callable[[LayerCall, Tensor, Any], Tensor]] = {
+OTHER_MIXERS: dict[type, Callable[[LayerCall, Tensor, Any], Tensor]] = {
     ShortConv: short_conv, DeltaNet: delta_net, Mamba2: mamba2}

@@ -38,8 +38,8 @@ class LayerCall:
         self.grad_kv_out: tuple[Tensor, ...] = ()  # from those layers
         self.grad_kv_in: tuple[Tensor, ...] = ()  # for the kv_source
         self.saves_attention = layer.save_policy == "attention" and not is_evaluation
-        # for each group of heads the two results of resumable_attention(): in forward to be saved,
-        # in backward those saved; none if the micro-batch's kernel is not RESUMABLE
+        # for each group of heads the two results of attention_with_lse(): in forward to be saved,
+        # in backward those saved; none if the micro-batch's kernel is none of LSE_KERNELS
         self.attention_results: list[Tensor] = []
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         # weights to use twice: a recomputed layer's backward first runs forward() again
@@ -49,7 +49,7 @@ class LayerCall:
         if is_backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
-    def of_keys(self) -> LayerCall:
+    def for_seen_keys(self) -> LayerCall:
         """Return the call for the tokens whose keys this rank's queries see: with context
         parallelism and dropout a copy that has their dropout seeds and adds to the same gradient,
         otherwise this call. All ranks must call this."""

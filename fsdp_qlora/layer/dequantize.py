@@ -44,7 +44,7 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: Tensor) -> T
     weights, lora_b = weight.split([fused.in_features, fused.padded_lora], 1)
     lora_b.zero_()
     for linear in fused.linears:
-        outputs = fused.local_outputs(linear)
+        outputs = fused.relative_outputs(linear)
         first = fused.blocks.start
         part = slice(linear.blocks.start - first, linear.blocks.stop - first)
         if in_mxfp4:
@@ -79,7 +79,7 @@ def linears_table(fused: FusedLinear, device: torch.device) -> Tensor:
     quant/nf4.py."""
     table = []
     for linear in fused.linears:
-        outputs = fused.local_outputs(linear)
+        outputs = fused.relative_outputs(linear)
         b_start = linear.lora_b.start if linear.lora_b else 0
         column = linear.d_columns.start if linear.d_columns else -1
         table.append([linear.blocks.start - fused.blocks.start, outputs.start, linear.nested.start,

@@ -64,7 +64,8 @@ class MoESublayer:
 
     arch: Architecture
     shared: SharedExpert | None
-    latent: ExpertLatent | None  # None: experts read the same inputs as router and shared expert
+    # None: experts read the same inputs as router and shared expert
+    expert_latent: ExpertLatent | None
     expert_gate_up: FusedLinear  # all experts, one after the other
     expert_down: FusedLinear
     limit: float | None  # see LimitedActivation
@@ -84,7 +85,7 @@ class MoESublayer:
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         shared = self.shared.fused_linears if self.shared else ()
-        latent = self.latent.fused_linears if self.latent else ()
+        latent = self.expert_latent.fused_linears if self.expert_latent else ()
         return *shared, *latent, self.expert_gate_up, self.expert_down
 
     @property
@@ -124,16 +125,16 @@ class MoESublayer:
             why_no_grouped_mm(x.dtype, x.device))
         saved.routing = route(call, mlp_input if norms else x, routing_choice, wants_bounds)
         needs_branch = wants_sum or arch.mlp_post_norm is not None
-        if self.latent:
-            self.latent.enter(call, saved, x)
+        if self.expert_latent:
+            self.expert_latent.enter(call, saved, x)
         runs_experts = needs_branch or (  # the exit's A gradient reads their sum
-            self.latent is not None and self.latent.exit.n_lora > 0)
+            self.expert_latent is not None and self.expert_latent.exit.n_lora > 0)
         if runs_experts:
             expert_inputs = self._expert_inputs(call, saved, x)
             branch, saved.gate_ups = self._experts_forward(
                 call, saved.routing, expert_inputs, save_gate_ups)
-            if self.latent:
-                branch = self.latent.leave(call, saved, branch, needs_branch)
+            if self.expert_latent:
+                branch = self.expert_latent.leave(call, saved, branch, needs_branch)
         shared_output = self.shared.forward(call, saved, inputs) if self.shared else None
         if norms:
             assert branch is not None, "the norm after the experts needs it"
@@ -158,10 +159,13 @@ class MoESublayer:
             upstream = upstream * self.sum_factor
         if norms:
             return self._backward_with_expert_norms(call, saved, upstream, grad, norms)
-        grad_out = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
+        grad_out = upstream
+        if self.expert_latent:
+            grad_out = self.expert_latent.leave_backward(call, saved, upstream)
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
-        if self.latent:
-            grad_x = self.latent.enter_backward(call, saved, grad_x, self._inputs(call, saved))
+        if self.expert_latent:
+            grad_x = self.expert_latent.enter_backward(
+                call, saved, grad_x, self._inputs(call, saved))
         grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
         if self.shared:
             grad_x += self.shared.backward(call, saved, upstream)
@@ -231,8 +235,8 @@ class MoESublayer:
     ) -> Tensor:
         """Return the inputs of the routed experts. `x`: the normed inputs [n, hidden] in forward();
         None: they are saved or computed again."""
-        if self.latent:
-            return saved.latent
+        if self.expert_latent:
+            return saved.expert_latent
         if norms := self.moe.norms:
             return apply_norm(call, norms.before, saved.mlp_input)
         return self._inputs(call, saved) if x is None else x

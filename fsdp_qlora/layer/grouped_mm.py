@@ -31,7 +31,7 @@ def cut_experts(
         parts = []
         for fused in (gate_up, down):
             each = len(fused.linears) // n
-            parts.append(fused.part(fused.linears[experts.start * each : experts.stop * each]))
+            parts.append(fused.subset(fused.linears[experts.start * each : experts.stop * each]))
         if experts:
             ranges.append((experts, parts[0], parts[1]))
     return ranges
@@ -176,6 +176,6 @@ def _why_no_kernel(device: torch.device) -> str:
     try:
         got = F.grouped_mm(rows, weights, offs=ends).float()
     except (AttributeError, RuntimeError) as e:
-        return f"the grouped product fails: {type(e).__name__}: {str(e)[:200]}"
+        return f"the grouped matmul fails: {type(e).__name__}: {str(e)[:200]}"
     close = bool((got - want).norm() < 0.01 * want.norm())
-    return "" if close else "the grouped product is wrong on this GPU"
+    return "" if close else "the grouped matmul is wrong on this GPU"

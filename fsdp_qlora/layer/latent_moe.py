@@ -29,9 +29,11 @@ class ExpertLatent:
         return self.entry, self.exit
 
     def enter(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> None:
-        """Project x [n, hidden] to the experts' inputs [n, latent], and set saved.latent to them.
+        """Project x [n, hidden] to the experts' inputs [n, latent], and set saved.expert_latent to
+        them.
         """
-        saved.latent, saved.entry_lora_hidden = lora_matmul(call, self.entry, widen(x, self.entry))
+        saved.expert_latent, saved.entry_lora_hidden = lora_matmul(
+            call, self.entry, widen(x, self.entry))
 
     def leave(
         self, call: LayerCall, saved: SavedMoE, summed: Tensor, wants_output: bool
@@ -57,6 +59,6 @@ class ExpertLatent:
     def enter_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor, x: Tensor
     ) -> Tensor:
-        """Return the gradient of x, from the gradient of saved.latent."""
-        saved.latent = None
+        """Return the gradient of x, from the gradient of saved.expert_latent."""
+        saved.expert_latent = None
         return lora_matmul_backward(call, self.entry, saved.entry_lora_hidden, grad, x)

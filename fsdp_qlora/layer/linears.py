@@ -26,7 +26,7 @@ from fsdp_qlora.quant.nf4 import LORA_COLUMNS
 
 
 LARGE_WEIGHT = 2**28  # weights; a fused linear with more is dequantized one linear at a time
-STATE_BLOCK = 256  # values of the adapter that share one scale in bitsandbytes' 8-bit AdamW
+OPTIM_BLOCKSIZE = 256  # values of the adapter that share one scale in bitsandbytes' 8-bit AdamW
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,13 +74,13 @@ class FusedLinear:
         """Slice into the layer's `packed_weights`, with all its blocks."""
         return slice(self.linears[0].blocks.start, self.linears[-1].blocks.stop)
 
-    def local_outputs(self, linear: LinearSlices) -> slice:
+    def relative_outputs(self, linear: LinearSlices) -> slice:
         """Return the slice of a linear's outputs, counted from the first output of this
         FusedLinear."""
         start = self.outputs.start
         return slice(linear.outputs.start - start, linear.outputs.stop - start)
 
-    def part(self, linears: Sequence[LinearSlices]) -> FusedLinear:
+    def subset(self, linears: Sequence[LinearSlices]) -> FusedLinear:
         """Return a FusedLinear of some of the linears; width, n_lora, lora_a and bias stay those
         of the whole one."""
         n_out = sum(linear.out_features for linear in linears)
@@ -92,7 +92,7 @@ class FusedLinear:
         one per linear."""
         if self.out_features * self.in_features <= LARGE_WEIGHT:
             return (self,)
-        return tuple(self.part([linear]) for linear in self.linears)
+        return tuple(self.subset([linear]) for linear in self.linears)
 
     @property
     def width(self) -> int:
@@ -136,10 +136,11 @@ def fuse_linears(
     with_adapter = [linear for linear in linears if linear.name in adapted]
     n_lora = rank * len(with_adapter) // max(1, n_experts)
     n_adapted = sum(linear.out_features for linear in with_adapter)
-    # each begins at a multiple of STATE_BLOCK: no block of the optimizer's state has both A and B
+    # each begins at a multiple of OPTIM_BLOCKSIZE: no block of the optimizer's state has both A and
+    # B
     sizes = (rank * len(with_adapter) * n_in, n_adapted * rank,
              n_adapted * (config.adapter == "dora"))
-    lora_a, lora_b, magnitude = (allocator.reserve("adapter", n, STATE_BLOCK) for n in sizes)
+    lora_a, lora_b, magnitude = (allocator.reserve("adapter", n, OPTIM_BLOCKSIZE) for n in sizes)
 
     placed: list[LinearSlices] = []
     outputs = column = b_row = 0

@@ -110,7 +110,7 @@ def input_gradients(
             u = torch.addmm(x @ weight[:, :n_in].t(), lora_hidden, weight[:, n_in:].t())
             sums = (part.float() * u.float()).sum(0) / norm
             for linear in split.adapted:
-                call.grad_adapter[linear.magnitude] += sums[split.local_outputs(linear)]
+                call.grad_adapter[linear.magnitude] += sums[split.relative_outputs(linear)]
             part = scale_columns(part, factor, None)
         used = weight if wants_grad_x else weight[:, n_in:]
         if grad_inputs is not None:
@@ -122,7 +122,7 @@ def input_gradients(
         del weight, used
         for linear in split.adapted:
             grad_b = call.grad_adapter[linear.lora_b].view(-1, fused.lora_rank)
-            outputs = split.local_outputs(linear)
+            outputs = split.relative_outputs(linear)
             grad_b += fp32_matmul(part[:, outputs].t(), lora_hidden[:, linear.d_columns])
     assert grad_inputs is not None, "there is a split"
     grad_x, grad_d = grad_inputs.split([n_in * wants_grad_x, fused.width - n_in], 1)
@@ -160,7 +160,7 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
     factor = norm.clone()
     for linear in fused.adapted:
         a_linear = a[linear.d_columns]
-        outputs = fused.local_outputs(linear)
+        outputs = fused.relative_outputs(linear)
         b_linear = call.adapter[linear.lora_b].view(-1, fused.lora_rank).float()
         cross = (b_linear * w_a[outputs, linear.d_columns]).sum(1)
         square = (b_linear @ (a_linear @ a_linear.t()) * b_linear).sum(1)

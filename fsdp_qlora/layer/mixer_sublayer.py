@@ -59,7 +59,7 @@ class MixerSublayer:
     out: FusedLinear
     token_mixer: TokenMixer
     # a second (out, token_mixer), which reads the remaining outputs of in_proj; both results are
-    # added, see Family.parallel_mixers
+    # added, see Family.parallel_other_mixers
     second_path: tuple[FusedLinear, TokenMixer] | None = None
 
     @property

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.attention import document_attention
+from fsdp_qlora.kernels.attention import eager_attention
 from fsdp_qlora.kernels.elementwise import norm_backward
 from fsdp_qlora.layer.attention_mixer import (
     all_heads, attend_by_groups, groups_backward)
@@ -72,7 +72,7 @@ class MLAMixer:
         # without q_b, a view would keep the tensor alive that also contains the queries
         saved.kv_latent = kv_latent if self.q_b or shard else kv_latent.clone()
         key_value, saved.kv_lora_hidden = self._heads(
-            call.of_keys(), self.kv_b, self.mla.kv_norm, kv_latent)
+            call.for_seen_keys(), self.kv_b, self.mla.kv_norm, kv_latent)
         value_width = kernel_value_width(call.batch, self.arch)
         if shard:
             saved.key_value = key_value.unflatten(1, (self.arch.n_heads, -1))
@@ -110,8 +110,8 @@ class MLAMixer:
             grad_query = self._heads_backward(
                 call, self.q_b, self.mla.q_norm, saved.q_latent, saved.q_lora_hidden, grad_query)
         grad_kv_latent = self._heads_backward(
-            call.of_keys(), self.kv_b, self.mla.kv_norm, saved.kv_latent, saved.kv_lora_hidden,
-            grad_key_value)
+            call.for_seen_keys(), self.kv_b, self.mla.kv_norm, saved.kv_latent,
+            saved.kv_lora_hidden, grad_key_value)
         if shard:
             grad_kv_latent, grad_k_pe = exchange_latents_backward(
                 shard, grad_kv_latent, grad_k_pe, ropes[0], ropes[1], self.arch)
@@ -147,6 +147,6 @@ class MLAMixer:
 def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
     """Return the width of a head's value for the kernel: plain torch accepts any width, the other
     kernels need the query's."""
-    is_plain = batch.kernels["full"] is document_attention
+    is_eager = batch.attention_kernels["full"] is eager_attention
     assert arch.mla, "the layer has latent attention"
-    return arch.mla.value_dim if is_plain else arch.head_dim
+    return arch.mla.value_dim if is_eager else arch.head_dim

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fsdp_qlora.layer.linears import STATE_BLOCK, FusedLinear, LinearSlices
+from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE, FusedLinear, LinearSlices
 from fsdp_qlora.plan import Plan, SavePolicy
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import FourBitBlocks, NestedScales
@@ -30,7 +30,7 @@ class ParameterLayout:
     small_tensors: dict[str, tuple[int, ...]]
     n_blocks: int  # blocks of `packed_weights`
     n_vectors: int  # values of `vectors`
-    n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
+    n_adapter: int  # values of `adapter`, a multiple of OPTIM_BLOCKSIZE
     scaling: float  # factor of B @ A
     dropout: float  # probability, for the adapters' inputs
     dora: bool
@@ -52,7 +52,7 @@ class ParameterLayout:
         absmax_counts = [linear.nested.stop - linear.nested.start for linear in self.linears]
         return sum(n + (1 + 256) * (n > 0) for n in absmax_counts)
 
-    def adapter_parts(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
+    def adapter_slices(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
         """Return {(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
         parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}
         for linear in self.linears:
@@ -96,4 +96,4 @@ class LayerParameters(nn.Module):
         self.packed_weights = parameter(spec.n_blocks, 1, functools.partial(
             FourBitBlocks.zeros, n_scales=spec.n_scales))
         self.vectors = parameter(spec.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
-        self.adapter = parameter(spec.n_adapter, STATE_BLOCK, torch.empty, trained=True)
+        self.adapter = parameter(spec.n_adapter, OPTIM_BLOCKSIZE, torch.empty, trained=True)

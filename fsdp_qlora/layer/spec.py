@@ -132,10 +132,10 @@ def _make_mixer(
     second_path = None
     if arch.mla:
         token_mixer = MLAMixer(arch, kind.rope_index, fused.get("q_b"), fused["kv_b"])
-    elif kind.mixer_name and arch.parallel_mixers:
-        second_path = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer_name], arch)
-    elif kind.mixer_name:
-        token_mixer = AutogradMixer(arch.mixers[kind.mixer_name], arch)
+    elif kind.other_mixer and arch.parallel_other_mixers:
+        second_path = fused["mixer_out"], AutogradMixer(arch.other_mixers[kind.other_mixer], arch)
+    elif kind.other_mixer:
+        token_mixer = AutogradMixer(arch.other_mixers[kind.other_mixer], arch)
     return MixerSublayer(arch, fused["in_proj"], fused["out"], token_mixer, second_path)
 
 

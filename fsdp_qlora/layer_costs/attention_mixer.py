@@ -16,7 +16,7 @@ class AttentionCosts:
 
     mixer: AttentionMixer
 
-    elementwise_values = 0  # MixerCosts counts norms
+    elementwise_values = 0  # MixerSublayerCosts counts norms
 
     @property
     def arch(self) -> Architecture:

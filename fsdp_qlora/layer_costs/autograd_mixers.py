@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_qlora.kernels.recurrence import RECURRENCES, STATE_CHUNK
+from fsdp_qlora.kernels.recurrence import RECURRENCES, RECURRENCE_CHUNK
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2, ShortConv
@@ -39,7 +39,7 @@ class AutogradCosts:
         n, record = plan.micro_batch_tokens, self.mixer.record
         itemsize = plan.dtype.itemsize
         if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(record))):
-            return recurrence.plain_bytes_per_token(record) * n
+            return recurrence.eager_bytes_per_token(record) * n
         return self._costs.live_values(record, self.mixer.arch.hidden_size) * n * itemsize
 
     @property
@@ -49,7 +49,8 @@ class AutogradCosts:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionCosts:
-    """The costs of a function of MIXERS, as functions (record, hidden) -> values per token."""
+    """The costs of a function of OTHER_MIXERS, as functions (record, hidden) -> values per
+    token."""
 
     saved_values: Callable[[Any, int], int]  # saved for backward
     live_values: Callable[[Any, int], int]  # alive at once in backward in addition
@@ -64,12 +65,12 @@ def delta_saved_values(record: DeltaNet, hidden: int) -> int:
     widths = record.widths
     copied = 2 * record.value_heads * record.by_key_head
     return (sum(widths.values()) - copied + sum(widths[x] for x in "qkv") + 2 * widths["v"]
-            + (STATE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
+            + (RECURRENCE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
 
 
 def delta_live_values(record: DeltaNet, hidden: int) -> int:
     """Gradients of the saved values, and fla's states. Counted, not measured."""
-    states = record.value_heads * record.key_dim * record.value_dim // STATE_CHUNK
+    states = record.value_heads * record.key_dim * record.value_dim // RECURRENCE_CHUNK
     head_values = record.value_heads * record.key_dim
     return 2 * sum(record.widths.values()) + 4 * head_values + 3 * record.widths["v"] + 2 * states
 
@@ -95,7 +96,7 @@ def mamba2_live_values(record: Mamba2, hidden: int) -> int:
     """Gradients of the saved values; B and C and their gradients for each head; fla's states, fp32.
     Counted, not measured."""
     widths = record.widths
-    states = record.heads * record.state * record.head_dim // STATE_CHUNK
+    states = record.heads * record.state * record.head_dim // RECURRENCE_CHUNK
     return (2 * sum(widths.values()) + 4 * record.heads * record.state + 3 * widths["x"]
             + 4 * states)
 

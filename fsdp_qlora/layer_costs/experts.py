@@ -47,8 +47,8 @@ class MoECosts:
         return SharedExpertCosts(self.experts.shared) if self.experts.shared else None
 
     @functools.cached_property
-    def latent(self) -> LatentCosts | None:
-        return LatentCosts(self.experts.latent) if self.experts.latent else None
+    def expert_latent(self) -> ExpertLatentCosts | None:
+        return ExpertLatentCosts(self.experts.expert_latent) if self.experts.expert_latent else None
 
     @property
     def _dense_weights(self) -> int:
@@ -74,8 +74,8 @@ class MoECosts:
             values += self.shared.saved_values
         if moe.norms:  # the experts' output
             values += arch.hidden_size
-        if self.latent:
-            values += self.latent.saved_values
+        if self.expert_latent:
+            values += self.expert_latent.saved_values
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
@@ -91,10 +91,11 @@ class MoECosts:
             values += n * hidden * (2 + 2 * recomputed + (self.up.n_lora > 0))
         if self.experts.sum_factor != 1:  # the gradient of the sum before its factor
             values += n * hidden
-        if self.latent:
-            values += n * (self.latent.live_values + recomputed * self.latent.saved_values)
+        if self.expert_latent:
+            values += n * (self.expert_latent.live_values
+                           + recomputed * self.expert_latent.saved_values)
             values += max(fused.out_features * fused.width
-                          for fused in self.latent.projections.fused_linears)
+                          for fused in self.expert_latent.projections.fused_linears)
         # the router, in fp32: five values per row, three tensors as large as its scores, and each
         # expert's rows, counted twice
         router = 5 * n * moe.top_k + 3 * n * moe.n_experts + 2 * moe.n_experts
@@ -193,7 +194,7 @@ class SharedExpertCosts:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LatentCosts:
+class ExpertLatentCosts:
     """The costs of an ExpertLatent. The properties count values per token."""
 
     projections: ExpertLatent

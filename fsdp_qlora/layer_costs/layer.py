@@ -3,7 +3,7 @@
 The files of this folder have the names of those of layer/ whose sublayers they count:
 
     LayerCosts
-      MixerCosts                 mixer_sublayer.py
+      MixerSublayerCosts                 mixer_sublayer.py
         AttentionCosts           attention_mixer.py
         MLACosts                 mla.py
         AutogradCosts            autograd_mixers.py
@@ -27,7 +27,7 @@ from fsdp_qlora.layer.mixer_sublayer import MixerSublayer
 from fsdp_qlora.layer.mlp import MLPSublayer
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.experts import MoECosts
-from fsdp_qlora.layer_costs.mixer_sublayer import MixerCosts
+from fsdp_qlora.layer_costs.mixer_sublayer import MixerSublayerCosts
 from fsdp_qlora.layer_costs.mlp import MLPCosts
 from fsdp_qlora.plan import Plan, SavePolicy
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -44,9 +44,11 @@ class LayerCosts:
         return self.spec.mixer.arch
 
     @functools.cached_property
-    def mixer(self) -> MixerCosts | NoMixerCosts:
+    def mixer(self) -> MixerSublayerCosts | NoMixerSublayerCosts:
         mixer = self.spec.mixer
-        return MixerCosts(mixer) if isinstance(mixer, MixerSublayer) else NoMixerCosts(mixer)
+        if isinstance(mixer, MixerSublayer):
+            return MixerSublayerCosts(mixer)
+        return NoMixerSublayerCosts(mixer)
 
     @functools.cached_property
     def mlp(self) -> FeedForwardCosts:
@@ -140,8 +142,8 @@ class _NoCosts:
         return 0
 
 
-class NoMixerCosts(_NoCosts):
-    """The interface of MixerCosts."""
+class NoMixerSublayerCosts(_NoCosts):
+    """The interface of MixerSublayerCosts."""
 
     def recomputed_weights(self, wants_sum: bool) -> int:
         return 0

@@ -55,7 +55,7 @@ TOKEN_MIXER_COSTS: dict[type, Callable[[Any], TokenMixerCosts]] = {
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MixerCosts:
+class MixerSublayerCosts:
     """The costs of a MixerSublayer. The properties count values per token."""
 
     sublayer: MixerSublayer

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.layer.layer import DecoderLayer
-from fsdp_qlora.layer.linears import STATE_BLOCK
+from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_names import (
-    expert_parts, layer_names, peft_name, stack_experts, token_row_names)
+    expert_slices, peft_name, peft_slices, stack_experts, token_row_names)
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.token_rows import TokenRows
@@ -47,10 +47,10 @@ class Adapter:
         self.arch, self.layers, self.group = model.arch, model.layers, model.group
         self.group_rank, self.group_size = model.group_rank, model.group_size
         lora_rank = model.layers[0].spec.fused_linears[0].lora_rank
-        self.expert_parts = expert_parts(self.arch, lora_rank)  # the ones that PEFT's files stack
+        self.expert_slices = expert_slices(self.arch, lora_rank)  # the ones that PEFT's files stack
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         n_rows = initial_rows.numel()
-        self.n_row_weights = math.ceil(n_rows / STATE_BLOCK) * STATE_BLOCK  # padded
+        self.n_row_weights = math.ceil(n_rows / OPTIM_BLOCKSIZE) * OPTIM_BLOCKSIZE  # padded
         n_weights = len(self.layers) * self.n_own + self.n_row_weights
         self.weights = nn.Parameter(torch.zeros(n_weights, device=device))
         self.weights.grad = self.grad = torch.zeros_like(self.weights)
@@ -62,7 +62,7 @@ class Adapter:
             p = layer.adapter
             p.grad = DTensor(grad, p._spec, requires_grad=False) if isinstance(p, DTensor) else grad
         self.n_trainable = sum(math.prod(shape) for i in range(len(self.layers))
-                               for _, shape in self.names(i).values()) + n_rows
+                               for _, shape in self.peft_slices(i).values()) + n_rows
         if n_rows:
             rows, grad = (self.token_part(x)[:n_rows].view_as(initial_rows)
                           for x in (self.weights.data, self.grad))
@@ -75,17 +75,17 @@ class Adapter:
 
     def token_part(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the part of such a vector that is for the rows of --trainable_tokens."""
-        # by ratio, because absmax has one value per STATE_BLOCK weights
+        # by ratio, because absmax has one value per OPTIM_BLOCKSIZE weights
         return vector[len(vector) - len(vector) * self.n_row_weights // len(self.weights) :]
 
-    def names(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    def peft_slices(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """Return {PEFT's name: (slice of layer i's adapter, shape)}."""
-        return layer_names(self.arch, i, self.layers[i].spec)
+        return peft_slices(self.arch, i, self.layers[i].spec)
 
     def set_layer(self, i: int, values: dict[str, torch.Tensor]) -> None:
         """Set the adapter of layer i from {PEFT's name: whole tensor}."""
         whole = torch.zeros(self.group_size, self.n_own)
-        for name, (where, _) in self.names(i).items():
+        for name, (where, _) in self.peft_slices(i).items():
             whole.view(-1)[where] = values[name].reshape(-1)
         self.by_layer(self.weights.data)[i] = whole[self.group_rank]
 
@@ -116,7 +116,7 @@ class Adapter:
     def initial_values(self, i: int, layer: DecoderLayer, seed: int) -> dict[str, torch.Tensor]:
         """Return the initial {PEFT's name: tensor} of layer i."""
         values = {}
-        for (linear, key), (_, shape) in layer.spec.adapter_parts().items():
+        for (linear, key), (_, shape) in layer.spec.adapter_slices().items():
             name = peft_name(self.arch, i, linear, key)
             values[name] = torch.zeros(shape)
             if key == "lora_magnitude_vector":
@@ -140,8 +140,9 @@ class Adapter:
         weights = {}
         for i, whole in enumerate(self.gather(self.weights.data)):
             if is_rank_0():
-                views = {name: whole[x].view(shape) for name, (x, shape) in self.names(i).items()}
-                weights |= stack_experts(views, self.expert_parts)
+                views = {name: whole[x].view(shape)
+                         for name, (x, shape) in self.peft_slices(i).items()}
+                weights |= stack_experts(views, self.expert_slices)
         if self.model.token_rows and is_rank_0():
             tables = self.model.token_rows.rows.detach().cpu()
             weights |= {name: rows.clone()
@@ -199,7 +200,7 @@ def optimizer_state_bytes(make_optimizer: MakeOptimizer, config: Config) -> floa
 
 def probe_optimizer(make_optimizer: MakeOptimizer, config: Config) -> tuple[float, bool]:
     """Return the bytes of optimizer state per weight, and whether that is paged."""
-    weights = nn.Parameter(torch.zeros(4 * STATE_BLOCK))
+    weights = nn.Parameter(torch.zeros(4 * OPTIM_BLOCKSIZE))
     weights.grad = torch.zeros_like(weights)
     optimizer = make_optimizer(weights, config)
     if not optimizer.state:

@@ -10,13 +10,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_CONFIG, ADAPTER_FILES, read_json
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_files import open_adapter
 from fsdp_qlora.lora.peft_names import (
-    as_saved, expert_parts, layer_names, lora_settings, stack_experts, token_row_names,
+    as_saved, expert_slices, lora_settings, peft_slices, stack_experts, token_row_names,
     token_row_settings, unstack_experts)
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -33,7 +33,7 @@ def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
     """Return {PEFT's name: fp32 tensor} of --init_adapter. Raises ValueError unless it has the form
     of this run's adapter, whose layers have these `specs`, with rows of these tokens."""
     directory = Path(str(config.init_adapter))
-    with explain(f"--init_adapter {directory}"):
+    with errors_about(f"--init_adapter {directory}"):
         path, file = (directory / name for name in ADAPTER_FILES)
         try:
             own_arch, arch = arch, as_saved(arch, read_json(path), tensors_of(file))
@@ -44,16 +44,16 @@ def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
             adapted_linears(arch, config.target_modules),
             trainable_token_indices=token_row_settings(arch, token_ids))
         shapes = {name: shape for i, spec in enumerate(specs)
-                  for name, (_, shape) in layer_names(own_arch, i, spec).items()}
-        parts = expert_parts(arch, config.lora_rank)
-        shapes = {parts[name].name if name in parts else name:
-                  parts[name].shape if name in parts else shape for name, shape in shapes.items()}
+                  for name, (_, shape) in peft_slices(own_arch, i, spec).items()}
+        slices = expert_slices(arch, config.lora_rank)
+        shapes = {slices[name].name if name in slices else name:
+                  slices[name].shape if name in slices else shape for name, shape in shapes.items()}
         rows = dict.fromkeys(token_row_names(arch), (len(token_ids), arch.hidden_size))
         shapes |= rows if token_ids else {}
         stored = open_adapter(directory, wanted, shapes, "this run", SETTING_FLAGS)
         values = {name: read_tensor(tensor, name) for name, tensor in stored.items()}
-        own = unstack_experts(values, parts)
-        for name, value in stack_experts(own, parts).items():
+        own = unstack_experts(values, slices)
+        for name, value in stack_experts(own, slices).items():
             if not torch.equal(value, values[name]):
                 raise ValueError(f"in its {name} gate and up of an expert are not apart, as they"
                                  " are here")

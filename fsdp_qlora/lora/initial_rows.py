@@ -35,7 +35,7 @@ def initial_rows(model: ModelParameters, tokens: Sequence[TrainableToken],
             rows.append(look_up_sharded(model, torch.tensor(ids, device=model.device), table)
                         .double().mean(0) if ids else mean)
         tables.append(torch.stack(rows).float())
-    describe(tokens, untrained)
+    log_trainable_tokens(tokens, untrained)
     return torch.stack(tables)
 
 
@@ -54,7 +54,7 @@ def fill_added_rows(model: ModelParameters, table: Tensor) -> Tensor:
     return mean
 
 
-def describe(tokens: Sequence[TrainableToken], untrained: Collection[int]) -> None:
+def log_trainable_tokens(tokens: Sequence[TrainableToken], untrained: Collection[int]) -> None:
     """Log which tokens are trained, and how the rows of tokens unknown to the model begin."""
     new = [token.text for token in tokens if token.old_ids]
     blank = [token.text for token in tokens

@@ -18,8 +18,8 @@ from peft import LoraConfig
 from fsdp_qlora.files import (
     ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, write_whole)
 from fsdp_qlora.layer.lora_matmul import lora_scaling
-from fsdp_qlora.lora.peft_names import FilePart
-from fsdp_qlora.pretrained.reader import FLOATS, Stored, read_tensor, tensors_of
+from fsdp_qlora.lora.peft_names import TensorSlice
+from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_tensor, tensors_of
 
 IGNORED = set("""lora_dropout target_modules exclude_modules peft_version task_type revision
     base_model_name_or_path inference_mode auto_mapping layers_pattern megatron_core
@@ -31,8 +31,8 @@ PLAIN_INITS = True, False, None, "gaussian", "eva", "orthogonal"
 def open_adapter(
     directory: Path, wanted: LoraConfig, shapes: Mapping[str, tuple[int, ...]], source: str,
     flags: Mapping[str, str] | None = None,
-) -> dict[str, Stored]:
-    """Return {name: Stored} of the tensors of an adapter.
+) -> dict[str, StoredTensor]:
+    """Return {name: StoredTensor} of the tensors of an adapter.
 
     Raises ValueError unless its settings match `wanted`, and its tensors have these names and
     shapes and only finite numbers. `source` names what requires that, for errors; `flags` is
@@ -79,26 +79,26 @@ class LinearAdapter:
     """The adapter of one linear in PEFT's files."""
 
     read: Callable[[str, str], torch.Tensor]  # (name, device) -> a tensor of the file
-    parts: list[FilePart]  # A, B and, with DoRA, magnitudes
+    slices: list[TensorSlice]  # A, B and, with DoRA, magnitudes
     scaling: float  # factor of B @ A
 
     def tensors(self, device: str) -> list[torch.Tensor]:
-        return [self.read(part.name, device)[part.index] for part in self.parts]
+        return [self.read(part.name, device)[part.index] for part in self.slices]
 
 
 def open_linear_adapters(
-    directory: Path, lora: LoraConfig, parts: Mapping[str, list[FilePart]], source: str
+    directory: Path, lora: LoraConfig, slices: Mapping[str, list[TensorSlice]], source: str
 ) -> dict[str, LinearAdapter]:
-    """Return {name of a linear: its LinearAdapter} for a merge, from the FileParts of each linear.
-    Raises ValueError as open_adapter() does, and for an untrained adapter."""
-    shapes = {part.name: part.shape for file_parts in parts.values() for part in file_parts}
+    """Return {name of a linear: its LinearAdapter} for a merge, from the TensorSlices of each
+    linear. Raises ValueError as open_adapter() does, and for an untrained adapter."""
+    shapes = {part.name: part.shape for file_slices in slices.values() for part in file_slices}
     stored = open_adapter(directory, lora, shapes, source)
     if not any(read_tensor(x, name).any() for name, x in stored.items() if "lora_B" in name):
         raise ValueError(f"{directory / ADAPTER_WEIGHTS}: is empty or untrained: lora_B is all 0")
     # cached, because one tensor may contain all experts
     read = functools.lru_cache(4)(lambda name, device: read_tensor(stored[name], name, device))
     scaling = lora_scaling(lora.lora_alpha, lora.r, lora.use_rslora)
-    return {name: LinearAdapter(read, file_parts, scaling) for name, file_parts in parts.items()}
+    return {name: LinearAdapter(read, file_slices, scaling) for name, file_slices in slices.items()}
 
 
 def write_adapter(directory: Path, weights: dict[str, torch.Tensor],

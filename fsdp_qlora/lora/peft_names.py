@@ -19,7 +19,7 @@ from fsdp_qlora.pretrained.tensor_names import renamed
 Index = EllipsisType | slice | tuple[Any, ...]  # selects a part of a tensor
 
 
-class FilePart(NamedTuple):
+class TensorSlice(NamedTuple):
     """A part of an adapter in PEFT's files."""
 
     name: str  # name of the tensor in the file
@@ -27,7 +27,7 @@ class FilePart(NamedTuple):
     index: Index = ...  # selects the part of that tensor
 
 
-Parts = dict[str, FilePart]  # see expert_parts()
+TensorSlices = dict[str, TensorSlice]  # see expert_slices()
 
 
 def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
@@ -38,23 +38,23 @@ def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
     return f"{stem}.{renamed(linear, renames)}.{key}"
 
 
-def layer_names(
+def peft_slices(
     arch: Architecture, i: int, spec: ParameterLayout,
 ) -> dict[str, tuple[slice, tuple[int, ...]]]:
     """Return {PEFT's name: (slice of layer i's adapter, shape)}."""
-    return {peft_name(arch, i, *part): where for part, where in spec.adapter_parts().items()}
+    return {peft_name(arch, i, *part): where for part, where in spec.adapter_slices().items()}
 
 
-def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, adapter_type: str,
-               parts_of_experts: Parts) -> list[FilePart]:
-    """Return the FileParts of A, B and DoRA's magnitudes of a Linear's adapter. `parts_of_experts`:
-    the result of expert_parts()."""
+def file_slices(arch: Architecture, layer: int, linear: Linear, rank: int, adapter_type: str,
+                slices_of_experts: TensorSlices) -> list[TensorSlice]:
+    """Return the TensorSlices of A, B and DoRA's magnitudes of a Linear's adapter.
+    `slices_of_experts`: the result of expert_slices()."""
     n_out, n_in = linear.out_features, linear.in_features
     shapes: dict[str, tuple[int, ...]] = {
         "lora_A.weight": (rank, n_in), "lora_B.weight": (n_out, rank)}
     shapes |= {"lora_magnitude_vector": (n_out,)} if adapter_type == "dora" else {}
     names = {peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
-    return [parts_of_experts.get(name, FilePart(name, shape)) for name, shape in names.items()]
+    return [slices_of_experts.get(name, TensorSlice(name, shape)) for name, shape in names.items()]
 
 
 def as_saved(arch: Architecture, settings: Mapping[str, Any],
@@ -110,9 +110,9 @@ def expert_settings(arch: Architecture, rank: int, alpha: int,
     return settings
 
 
-def expert_parts(arch: Architecture, rank: int) -> Parts:
-    """Return {peft_name() of A or B of an expert's linear: its FilePart}, if PEFT's files have one
-    A and one B for all experts; `index` then selects this expert's part.
+def expert_slices(arch: Architecture, rank: int) -> TensorSlices:
+    """Return {peft_name() of A or B of an expert's linear: its TensorSlice}, if PEFT's files have
+    one A and one B for all experts; `index` then selects this expert's part.
 
     In A an expert has consecutive rows, in B every n-th column. In A and B of gate and up together,
     gate has the first half of an expert's ranks and up the second; B is 0 where the outputs of one
@@ -123,7 +123,7 @@ def expert_parts(arch: Architecture, rank: int) -> Parts:
                        gate's out  g g g g | 0 0 0 0
                        up's out    0 0 0 0 | u u u u
     """
-    parts: Parts = {}
+    slices: TensorSlices = {}
     for layer, routed in enumerate(arch.layer_routed):
         if not (routed and arch.moe) or arch.moe.adapters != "stacked":
             continue
@@ -139,27 +139,31 @@ def expert_parts(arch: Architecture, rank: int) -> Parts:
                      slice(rank * i, rank * (i + 1))),
                     ("lora_B.weight", (n_out * len(linears) // n, n_columns),
                      (slice(n_out * k, n_out * (k + 1)), columns))):
-                    parts[peft_name(arch, layer, linear.name, key)] = FilePart(
+                    slices[peft_name(arch, layer, linear.name, key)] = TensorSlice(
                         peft_name(arch, layer, whole, key), shape, index)
-    return parts
+    return slices
 
 
-def stack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, torch.Tensor]:
-    """Return {name in PEFT's files: tensor} from {peft_name(): tensor}; `parts`: see
-    expert_parts()."""
+def stack_experts(
+    tensors: dict[str, torch.Tensor], slices: TensorSlices
+) -> dict[str, torch.Tensor]:
+    """Return {name in PEFT's files: tensor} from {peft_name(): tensor}; `slices`: see
+    expert_slices()."""
     stacked = {}
     for name, tensor in tensors.items():
-        stored, shape, index = parts.get(name, FilePart(name, tensor.shape))
+        stored, shape, index = slices.get(name, TensorSlice(name, tensor.shape))
         if stored not in stacked:
             stacked[stored] = tensor.new_zeros(shape)
         stacked[stored][index] = tensor
     return stacked
 
 
-def unstack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, torch.Tensor]:
+def unstack_experts(
+    tensors: dict[str, torch.Tensor], slices: TensorSlices
+) -> dict[str, torch.Tensor]:
     """Return {peft_name(): tensor} from {name in PEFT's files: tensor}, the inverse of
     stack_experts()."""
-    own = {name: tensors[stored][index] for name, (stored, _, index) in parts.items()
+    own = {name: tensors[stored][index] for name, (stored, _, index) in slices.items()
            if stored in tensors}
-    stacked = {stored for stored, *_ in parts.values()}
+    stacked = {stored for stored, *_ in slices.values()}
     return own | {name: tensor for name, tensor in tensors.items() if name not in stacked}

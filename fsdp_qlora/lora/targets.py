@@ -14,7 +14,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.tensor_names import renamed
 
 
-KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the log
+ADAPTER_NAMES = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the log
 
 
 def adaptable_linears(arch: Architecture) -> list[str]:
@@ -55,8 +55,8 @@ def resolve_adapter(
         raise ValueError("--trainable_tokens: PEFT 0.21 ignores the bias of an lm_head with trained"
                          f" rows ({arch.family}): drop the flag")
     words = requested_words(arch, config)
-    log(f"adapter: {KINDS[config.adapter]}, rank {config.lora_rank}, alpha {config.lora_alpha}, on"
-        f" {' '.join(words)}")
+    log(f"adapter: {ADAPTER_NAMES[config.adapter]}, rank {config.lora_rank}, alpha"
+        f" {config.lora_alpha}, on {' '.join(words)}")
     adapted = adapted_linears(arch, config.target_modules)
     check_rank(arch, config.lora_rank, adapted)
     lora_config = lora_settings(
@@ -136,7 +136,7 @@ def refuse_expert_adapters(arch: Architecture, config: Config) -> None:
                          " here as in PEFT")
     if config.lora_rank % 8:
         raise ValueError(f"--lora_rank {config.lora_rank}: adapters of experts need a multiple of"
-                         " 8: torch's grouped products need rows of a multiple of 16 bytes")
+                         " 8: torch's grouped matmuls need rows of a multiple of 16 bytes")
     if config.adapter == "rslora" and not (arch.moe and arch.moe.one_gate_up):
         raise ValueError("--target_modules experts: with --adapter rslora PEFT 0.21 would count"
                          " gate and up 1.41 times: use lora")

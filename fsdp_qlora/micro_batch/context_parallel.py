@@ -34,7 +34,7 @@ class ContextGroup:
 
     size: int = 1
     rank: int = 0  # this process's rank in its group
-    index: int = 0  # number of this group
+    group_index: int = 0  # number of this group
     n_groups: int = 1
     group: dist.ProcessGroup | None = None  # None: all processes
 

@@ -25,7 +25,7 @@ class MicroBatch:
     n_unpadded: torch.Tensor  # int64 [1], number of tokens from rows; the rest is padding
     position_ids: torch.Tensor  # int64 [tokens], 0 at the first token of each document
     cu_seqlens: torch.Tensor  # int32 [documents + 1], where documents begin and end
-    labels: torch.Tensor  # int64 [n], tokens whose loss is computed, padded with IGNORE
+    labels: torch.Tensor  # int64 [n], tokens whose loss is computed, padded with IGNORE_INDEX
     label_positions: torch.Tensor  # int64 [n], the token before each of `labels`, padded with 0
     # int64 [sums + 1]: where in `labels` the tokens of each document begin and end. If the loss
     # also reads prompts: first the tokens of its answer, then the tokens of its prompt. All ranks
@@ -35,13 +35,13 @@ class MicroBatch:
     answers: Answers | None  # answers of all ranks in this micro-step; None: --loss sft
     lengths: tuple[int, ...]  # lengths of the documents, in tokens
     longest: int  # upper bound of `lengths`
-    kernels: dict[str, Callable]  # of attention, {one of ATTENTION_TYPES: kernel}
+    attention_kernels: dict[str, Callable]  # of attention, {one of ATTENTION_TYPES: kernel}
     store: ActivationStore  # where layers put what they save
     ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
     layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
     segments: Segments | None = None  # the keys that attention reads; None: see context_shard
     recurrence: Callable | None = None  # kernel of a mixer with a state; None: there is none
-    chunks: torch.Tensor | None = None  # for that kernel, see chunk_table()
+    recurrence_chunks: torch.Tensor | None = None  # for that kernel, see chunk_table()
     context_shard: ContextShard | None = None  # this rank's part; None: it has all
 
 
@@ -52,7 +52,7 @@ class Answers:
 
     documents: torch.Tensor  # int64 [rows, answers], index among the documents of all ranks
     n_loss_tokens: torch.Tensor  # fp64 [rows, answers], labels of the answer; 0: padding
-    reference: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
+    ref_logps: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
     desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
     # the next two: fp64 [], of the whole step or evaluation, see global_loss_values()
     kl: torch.Tensor | None = None  # KTO's estimate of the KL divergence

@@ -1,7 +1,7 @@
 """Vocabulary-parallel, chunked linear cross-entropy (as Megatron's and Liger's): the logits never
 exist as a whole.
 
-To train another loss of a token, change reference_losses(), and logits_statistics(),
+To train another loss of a token, change eager_losses(), and logits_statistics(),
 logits_gradient() and LinearCrossEntropy.forward(), which are compared with it at every start.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
 from fsdp_qlora.layer.lora_matmul import fp32_matmul
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.model.embedding import CHUNK_BYTES
+from fsdp_qlora.model.embedding import LOGITS_CHUNK_BYTES
 from fsdp_qlora.model.parameters import ModelParameters
 
 
@@ -27,16 +27,17 @@ def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tenso
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def logits_of_states(model: ModelParameters, states: Tensor) -> Tensor:
-    """Return the logits, fp32 [n, tokens of this rank's rows], of normed `states` [n, hidden]."""
-    logits = F.linear(states, model.head, model.head_bias)
+def logits_of_hidden(model: ModelParameters, hidden_states: Tensor) -> Tensor:
+    """Return the logits, fp32 [n, tokens of this rank's rows], of normed `hidden_states` [n,
+    hidden]."""
+    logits = F.linear(hidden_states, model.head, model.head_bias)
     return scaled_logits(logits, model.arch.logits_multiplier, model.arch.logits_softcap)
 
 
-def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
-    """Return the most probable next token after each of the normed `states` [n, hidden], int64 [n].
-    All ranks of the group must call this, with the same states."""
-    top, best = logits_of_states(model, states).max(-1)
+def greedy_tokens(model: ModelParameters, hidden_states: Tensor) -> Tensor:
+    """Return the most probable next token after each of the normed `hidden_states` [n, hidden],
+    int64 [n]. All ranks of the group must call this, with the same hidden_states."""
+    top, best = logits_of_hidden(model, hidden_states).max(-1)
     top, best = model.gather(top), model.gather(best + model.own_rows.start)
     return best.gather(0, top.argmax(0)[None])[0]
 
@@ -46,11 +47,11 @@ def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -
     out = torch.empty_like(x)
     arch = model.arch
     normalize(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
-              is_evaluation=is_evaluation, any_rows=not is_evaluation)
+              is_evaluation=is_evaluation, dynamic=not is_evaluation)
     return out
 
 
-def reference_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def eager_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the losses [n] that LinearCrossEntropy must equal, in plain PyTorch, for whole logits
     [n, vocabulary] and labels [n]."""
     return F.cross_entropy(logits, labels, reduction="none")
@@ -123,7 +124,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         trained = None if is_evaluation or head_rows is None else model.token_rows
         if trained:  # the gradients of the logits of trained rows
             ctx.grad_logits = x.new_empty(len(batch.labels), len(trained.ids))
-        size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
+        size = max(1, LOGITS_CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
             part = x[batch.label_positions[chunk]]
             logits = F.linear(
@@ -133,7 +134,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             own_labels = labels - model.own_rows.start
             is_own = (own_labels >= 0) & (own_labels < len(weight)) & ~absent
             own_labels = own_labels.where(is_own, -1)
-            statistics = logits_statistics(logits, own_labels, *logits_args, any_rows=True)
+            statistics = logits_statistics(logits, own_labels, *logits_args, dynamic=True)
             statistics = model.gather(statistics)
             top, total, label_logit = statistics.unbind(1)  # each [shards, n]
             global_top = top.amax(0)
@@ -143,14 +144,14 @@ class LinearCrossEntropy(torch.autograd.Function):
             if is_evaluation:
                 continue
             grad = logits_gradient(
-                logits, log_sum, own_labels, absent, *logits_args, any_rows=True)
+                logits, log_sum, own_labels, absent, *logits_args, dynamic=True)
             if trained:
                 whole = grad.new_zeros(len(grad), len(trained.ids))
                 whole[:, trained.own] = grad[:, trained.table_rows]
                 ctx.grad_logits[chunk] = reduce_scatter(whole)
             grad = reduce_scatter(fp32_matmul(grad, weight))
             grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
-                                 any_rows=True)
+                                 dynamic=True)
             grad_x.index_add_(0, batch.label_positions[chunk], grad)  # padding: adds 0 to token 0
         ctx.grad_x, ctx.batch, ctx.model, ctx.chunk_size = grad_x, batch, model, size
         ctx.x = x.detach() if trained else None

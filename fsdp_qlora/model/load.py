@@ -21,7 +21,7 @@ import transformers
 from tqdm import tqdm
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.hashing import as_hex, content_sum
+from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.log import log, log_each_rank
 from fsdp_qlora.memory import host_memory, log_memory
@@ -30,11 +30,11 @@ from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
-from fsdp_qlora.pretrained.formats import (
-    NF4_PARTS, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.pretrained.reader import (
-    RandomWeights, WeightReader, all_finite, rows_before, weight_files)
+    RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
+from fsdp_qlora.pretrained.weight_formats import (
+    NF4_SUFFIXES, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
 from fsdp_qlora.quant.nf4 import dynamic_map
@@ -48,16 +48,17 @@ OwnLinears = list[tuple[OwnBlocks, str]]  # this rank's part of each linear, and
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """The facts about the loaded weights that train_config.json records."""
 
-    sums: dict[str, str]  # {name in files: content_sum() as hex}, to tell one base from another
+    # {name in files: tensor_checksum() as hex}, to tell one base from another
+    checksums: dict[str, str]
     prequantized: bool  # True if the files are in 4 bits
     n_parameters: int
 
 
 def load_model(model: Model, weights_dir: Path, model_config: transformers.PretrainedConfig,
-               config: Config) -> Loaded:
+               config: Config) -> LoadResult:
     """Load this rank's part of all frozen weights from the files in weights_dir. Raises ValueError
     if one is not finite. All ranks must call this."""
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
@@ -69,9 +70,9 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
         names = tensor_names(arch, {})
     else:
         with raise_on_all_ranks():
-            files = weight_files(weights_dir)
-            names = tensor_names(arch, files)
-            nf4_states = check_files(files, names, model_config, config.compute_dtype)
+            stored = stored_tensors(weights_dir)
+            names = tensor_names(arch, stored)
+            nf4_states = check_files(stored, names, model_config, config.compute_dtype)
     requests = weight_requests(model, names, nf4_states)
     n_before = rows_before(requests)
     shares = {r.name: (r.rows, n_before[r.name]) for r in requests}
@@ -79,15 +80,15 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     resident_before = host_memory().now
     started = time.monotonic()
     finite = {}
-    sums = {}
+    checksums = {}
     reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
-              else WeightReader(files, requests, device))
+              else WeightReader(stored, requests, device))
 
     def read_checked(name: str) -> torch.Tensor:
         nonlocal n_bytes
         value = reader.read(name)
         n_bytes += value.nbytes
-        sums[name] = content_sum(value, *shares[name])
+        checksums[name] = tensor_checksum(value, *shares[name])
         if name not in nf4_states:
             finite[name] = all_finite(value, name)
         return value
@@ -100,7 +101,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
             damaged = list(finite)[are_finite.index(False)]
             raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
                              " damaged? Fetch it again")
-    dist.all_reduce(totals := torch.stack(list(sums.values())))
+    dist.all_reduce(totals := torch.stack(list(checksums.values())))
     model.set_frequencies(model_config, config.max_seq_len)
     torch.cuda.empty_cache()  # training needs blocks of other sizes than loading
     seconds = time.monotonic() - started
@@ -110,8 +111,8 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     log_each_rank("base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f}"
                   f" {unit}/s with at most {grown:.2f} GiB more host memory")
     log_memory("after loading", device)
-    return Loaded(dict(zip(sums, map(as_hex, totals.tolist()))), bool(nf4_states),
-                  names.n_parameters)
+    return LoadResult(dict(zip(checksums, map(as_hex, totals.tolist()))), bool(nf4_states),
+                      names.n_parameters)
 
 
 def fill_model(
@@ -291,5 +292,5 @@ def whole_tensor(
     if name not in nf4_states:
         return read(name)
     codes = read(name)
-    parts = {f"{name}.{part}": read(f"{name}.{part}") for part in NF4_PARTS}
+    parts = {f"{name}.{part}": read(f"{name}.{part}") for part in NF4_SUFFIXES}
     return dequantize_stored(codes, parts, dtype).flatten()

@@ -2,7 +2,7 @@
 answers.
 
 The loss of supervised fine-tuning is compute_loss() in the script. Both start from the token losses
-of LinearCrossEntropy in lm_head.py, and autograd does the rest. evaluation/reference.py has what a
+of LinearCrossEntropy in lm_head.py, and autograd does the rest. evaluation/ref_logps.py has what a
 loss compares with, the model before the first step.
 
 To add a preference loss, write a function like dpo() and its record in LOSSES: --loss takes its
@@ -31,7 +31,7 @@ from fsdp_qlora.ranks import all_gather
 def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Direct preference optimization; with --label_smoothing it is cDPO, which assumes that this
     fraction of the pairs has swapped labels."""
-    rewards: torch.Tensor = config.beta * (answers.logps - answers.reference)
+    rewards: torch.Tensor = config.beta * (answers.logps - answers.ref_logps)
     margins = rewards[:, 0] - rewards[:, 1]
     wrong = config.label_smoothing
     return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins), rewards
@@ -39,7 +39,7 @@ def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 
 def ipo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Identity preference optimization: the target of the margin per token is 1 / (2 beta)."""
-    scores = answers.logps - answers.reference
+    scores = answers.logps - answers.ref_logps
     margins = (scores / answers.n_loss_tokens).diff(dim=1)[:, 0].neg()
     return (margins - 1 / (2 * config.beta)) ** 2, config.beta * scores
 
@@ -53,7 +53,7 @@ def simpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]
 def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """ORPO: the cross-entropy of the chosen documents, prompts included, averaged over the tokens
     of the step, minus beta times the log-sigmoid of the log odds ratio of chosen to rejected."""
-    assert answers.logps is not None, "read_answers() has set it"
+    assert answers.logps is not None, "with_logps() has set it"
     logps = answers.logps.clamp(max=-1e-12)  # the odds of a certain answer would be infinite
     odds = logps - torch.log(-torch.expm1(logps))
     ratio = F.logsigmoid(odds[:, 0] - odds[:, 1])
@@ -67,7 +67,7 @@ def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 def kto(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """KTO: the rewards of good answers should be above the step's estimate of the KL divergence,
     those of bad answers below it."""
-    rewards: torch.Tensor = config.beta * (answers.logps - answers.reference)
+    rewards: torch.Tensor = config.beta * (answers.logps - answers.ref_logps)
     above = rewards - config.beta * answers.kl
     losses = torch.where(answers.desirable, config.desirable_weight * above.neg().sigmoid(),
                          config.undesirable_weight * above.sigmoid())
@@ -75,13 +75,13 @@ def kto(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class LossRecord:
     """The record of one --loss."""
 
     function: Callable | None  # one of the above; None: the mean over the tokens in the loss
     flags: tuple[str, ...] = ("beta",)  # the loss-specific flags that it reads
     documents_per_row: int = 2  # 2: a pair of answers
-    has_reference: bool = True  # reads Answers.reference
+    has_reference: bool = True  # reads Answers.ref_logps
     per_token: bool = False  # reads mean log-probabilities
     trains_prompt: bool = False  # reads Answers.prompt_losses of chosen answers, rows_per_token
 
@@ -92,12 +92,13 @@ class Loss:
 
 
 LOSSES = {
-    "sft": Loss(None, flags=(), documents_per_row=1, has_reference=False),
-    "dpo": Loss(dpo, flags=("beta", "label_smoothing")),
-    "ipo": Loss(ipo),
-    "simpo": Loss(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
-    "orpo": Loss(orpo, has_reference=False, per_token=True, trains_prompt=True),
-    "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), documents_per_row=1)}
+    "sft": LossRecord(None, flags=(), documents_per_row=1, has_reference=False),
+    "dpo": LossRecord(dpo, flags=("beta", "label_smoothing")),
+    "ipo": LossRecord(ipo),
+    "simpo": LossRecord(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
+    "orpo": LossRecord(orpo, has_reference=False, per_token=True, trains_prompt=True),
+    "kto": LossRecord(kto, flags=("beta", "desirable_weight", "undesirable_weight"),
+                      documents_per_row=1)}
 # {name in metrics.jsonl, which is TRL's: the answers that it averages over}. The sums have this
 # order: --loss sft has the first only, pairs have all but the last. mean_metrics()
 # divides them, in evaluation/step_stats.py
@@ -141,11 +142,11 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Confi
     # every rank computes all rows of the micro-batch; autograd stops at the documents of others
     loss_record = LOSSES[config.loss]
     document_losses = gather_documents(sum_documents(token_losses, batch), context_size)
-    answers = read_answers(batch.answers, document_losses, loss_record)
+    answers = with_logps(batch.answers, document_losses, loss_record)
     losses, rewards = loss_record.function(answers, config)
     is_row = batch.answers.n_loss_tokens[:, 0] > 0  # else padding
     losses = losses.where(is_row, 0)
-    assert answers.logps is not None, "read_answers() has set it"
+    assert answers.logps is not None, "with_logps() has set it"
     rewards, logps = rewards.detach(), answers.logps.detach()
     good, bad = (which & is_row[:, None] for which in (answers.desirable, ~answers.desirable))
     if loss_record.is_unpaired:
@@ -161,7 +162,7 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Confi
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 
-def read_answers(answers: Answers, sums: torch.Tensor, loss_record: Loss) -> Answers:
+def with_logps(answers: Answers, sums: torch.Tensor, loss_record: LossRecord) -> Answers:
     """Return the Answers with the log-probabilities of all ranks' documents, from the losses that
     gather_documents() returned."""
     if loss_record.trains_prompt:

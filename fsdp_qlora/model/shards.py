@@ -13,9 +13,9 @@ from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.linears import LinearSlices
 from fsdp_qlora.model.fsdp import local_part
 from fsdp_qlora.model.parameters import ModelParameters
-from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block
-from fsdp_qlora.pretrained.reader import Request, Source
+from fsdp_qlora.pretrained.reader import ReadRequest, StackedSlice
 from fsdp_qlora.pretrained.tensor_names import TensorNames
+from fsdp_qlora.pretrained.weight_formats import NF4_SUFFIXES, scale_block
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
 
@@ -62,19 +62,19 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
 
 def weight_requests(
     model: ModelParameters, names: TensorNames, nf4_states: Collection[str]
-) -> list[Request]:
+) -> list[ReadRequest]:
     """Return the Requests for all that this rank reads, in the order of use. `nf4_states`: the
     names of the weights that are in NF4 in the files, see check_files()."""
     arch = model.arch
     table = (arch.vocab_size - arch.added_rows, arch.hidden_size)
     stored_rows = range(*(min(i, table[0]) for i in (model.own_rows.start, model.own_rows.stop)))
-    requests = [Request(names.embedding, table, stored_rows)]
+    requests = [ReadRequest(names.embedding, table, stored_rows)]
     if arch.per_layer:
         linear = arch.per_layer.projection_linear(arch.hidden_size, arch.n_layers)
         name = names.of_model(linear.name)
         shape = (linear.out_features, linear.in_features)
-        requests.append(Request(names.of_model(arch.per_layer.table),
-                                (arch.vocab_size, linear.out_features), model.own_rows))
+        requests.append(ReadRequest(names.of_model(arch.per_layer.table),
+                                    (arch.vocab_size, linear.out_features), model.own_rows))
         requests += whole_requests(name, shape, name in nf4_states)
         requests += whole_requests(
             names.of_model(arch.per_layer.projection_norm), (arch.per_layer.size,))
@@ -91,13 +91,15 @@ def weight_requests(
     for name in filter(None, (names.norm, names.norm_bias)):
         requests += whole_requests(name, table[1:])
     if not arch.tied:
-        requests.append(Request(names.head, table, stored_rows))
+        requests.append(ReadRequest(names.head, table, stored_rows))
     if names.head_bias:
-        requests.append(Request(names.head_bias, table[:1], stored_rows))
+        requests.append(ReadRequest(names.head_bias, table[:1], stored_rows))
     return requests
 
 
-def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool) -> list[Request]:
+def linear_requests(
+    own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool
+) -> list[ReadRequest]:
     """Return the Requests for this rank's blocks of a linear: whole rows, in FP8, INT4 and MXFP4
     with their scales; in NF4 the packed codes, their scales, and the whole second level of these
     scales."""
@@ -105,7 +107,7 @@ def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool)
     n_out, n_in = linear.out_features, linear.in_features
     if linear.mxfp4:
         widths = {f"{name}_blocks": n_in // 2, f"{name}_scales": n_in // MX_BLOCK}  # bytes
-        return [Request(key, (n_out, width), own.rows, names.sources.get(key))
+        return [ReadRequest(key, (n_out, width), own.rows, names.sources.get(key))
                 for key, width in widths.items()]
     if in_nf4:
         n_bytes = n_out * n_in // 2
@@ -113,23 +115,23 @@ def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool)
         packed = range(blocks.start * half, min(blocks.stop * half, n_bytes))
         n_blocks = own.linear.blocks.stop - own.linear.blocks.start
         return [
-            Request(name, (n_bytes,), packed),
-            Request(f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
-            *(Request(f"{name}.{part}", (1,), range(1))
+            ReadRequest(name, (n_bytes,), packed),
+            ReadRequest(f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
+            *(ReadRequest(f"{name}.{part}", (1,), range(1))
               for part in ("nested_absmax", "nested_quant_map"))]
-    requests = [Request(name, (n_out, n_in), own.rows, names.sources.get(name))]
+    requests = [ReadRequest(name, (n_out, n_in), own.rows, names.sources.get(name))]
     if scales := names.scaled.get(name):
         n, _ = scale_block(name)
         rows = range(own.rows.start // n, math.ceil(own.rows.stop / n))
-        requests.append(Request(scales, names.shapes[scales], rows))
+        requests.append(ReadRequest(scales, names.shapes[scales], rows))
     return requests
 
 
 def whole_requests(
-    name: str, shape: tuple[int, ...], in_nf4: bool = False, source: Source | None = None,
-) -> list[Request]:
+    name: str, shape: tuple[int, ...], in_nf4: bool = False, source: StackedSlice | None = None,
+) -> list[ReadRequest]:
     """Return the Requests for a tensor that each rank reads whole."""
     if in_nf4:
-        keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
-        return [Request(key, (1,), range(1)) for key in keys]
-    return [Request(name, shape or (1,), range(*shape[:1] or (1,)), source)]
+        keys = name, *(f"{name}.{part}" for part in NF4_SUFFIXES)
+        return [ReadRequest(key, (1,), range(1)) for key in keys]
+    return [ReadRequest(name, shape or (1,), range(*shape[:1] or (1,)), source)]

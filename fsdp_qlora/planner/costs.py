@@ -17,14 +17,14 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from fsdp_qlora.kernels.recurrence import mixer_with_state
+from fsdp_qlora.kernels.recurrence import recurrent_mixer
 from fsdp_qlora.layer.attention_mixer import n_head_groups
 from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
-from fsdp_qlora.layer_costs.mixer_sublayer import MixerCosts
+from fsdp_qlora.layer_costs.mixer_sublayer import MixerSublayerCosts
 from fsdp_qlora.layer_costs.mla import MLACosts
-from fsdp_qlora.model.embedding import CHUNK_BYTES
+from fsdp_qlora.model.embedding import LOGITS_CHUNK_BYTES
 from fsdp_qlora.plan import SAVE_POLICIES, Plan, SavePolicy
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -57,7 +57,7 @@ class LayerTotals:
     # weights that one token is multiplied by; those of slow matmuls count more, see LayerCosts
     active_weights: float
     # {SavePolicy: weights that backward multiplies by once more, if all layers save that}; here the
-    # weights of slow matmuls do not count more, because Fit was fitted without that
+    # weights of slow matmuls do not count more, because TimeConstants were fitted without that
     recomputed_weights: dict[SavePolicy, float]
     mlp_values: int  # values per token that the MLP of a layer saves, at most
     attention_values: int  # values per token of a layer's results of attention, at most
@@ -69,11 +69,11 @@ class LayerTotals:
 @functools.lru_cache(8)
 def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     """Return the LayerTotals of a model's layers."""
-    kinds = {spec: LayerCosts(spec) for spec in dict.fromkeys(specs)}
-    costs = [kinds[spec] for spec in specs]
+    by_spec = {spec: LayerCosts(spec) for spec in dict.fromkeys(specs)}
+    costs = [by_spec[spec] for spec in specs]
 
     def running_sum(policy: SavePolicy) -> list[int]:
-        values = {kind: kind.saved_values(policy) for kind in kinds.values()}
+        values = {kind: kind.saved_values(policy) for kind in by_spec.values()}
         return list(itertools.accumulate((values[x] for x in costs), initial=0))
 
     def last_indices(kind: LayerCosts) -> list[int]:
@@ -83,7 +83,7 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
     vectors_each = [spec.n_vectors for spec in specs]
     return LayerTotals(
-        last_index={kind: last_indices(kind) for kind in kinds.values()},
+        last_index={kind: last_indices(kind) for kind in by_spec.values()},
         saved_values={policy: running_sum(policy) for policy in SAVE_POLICIES},
         packed_bytes=sum(bytes_each), largest_packed=max(bytes_each),
         n_small=sum(math.prod(shape) for spec in specs
@@ -99,7 +99,7 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         mlp_values=max(layer.mlp.saved_values for layer in costs),
         attention_values=max(layer.mixer.attention_values for layer in costs),
         mean_query_width=sum(
-            layer.mixer.query_width * (FIT.wide_heads if layer.arch.head_dim > 256 else 1)
+            layer.mixer.query_width * (CONSTANTS.wide_heads if layer.arch.head_dim > 256 else 1)
             for layer in costs) / len(costs),
         elementwise_values=sum(sublayer.elementwise_values for layer in costs
                                for sublayer in (layer.mixer, layer.mlp)))
@@ -162,7 +162,7 @@ def head_bytes(plan: Plan, arch: Architecture, table_bytes: float) -> float:
     this rank's rows of the lm_head."""
     itemsize = plan.dtype.itemsize
     inputs = 2 * arch.hidden_size * plan.micro_batch_tokens * itemsize  # x and its gradient
-    n_rows = min(plan.micro_batch_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
+    n_rows = min(plan.micro_batch_tokens, LOGITS_CHUNK_BYTES // (4 * arch.vocab_size))
     n_logits = n_rows * arch.vocab_size
     if plan.fused:  # a chunk of logits, its gradient, and a quarter more
         return inputs + 2.5 * itemsize * n_logits
@@ -232,10 +232,10 @@ def activation_peak(
     return max(peaks, key=sum)
 
 
-def latent_costs(layer: LayerCosts) -> MLACosts | None:
+def mla_costs(layer: LayerCosts) -> MLACosts | None:
     """Return the costs of a layer's latent attention, None if its model has none."""
-    latent = layer.mixer.mixers[0] if isinstance(layer.mixer, MixerCosts) else None
-    return latent if isinstance(latent, MLACosts) else None
+    mla = layer.mixer.mixers[0] if isinstance(layer.mixer, MixerSublayerCosts) else None
+    return mla if isinstance(mla, MLACosts) else None
 
 
 def exchanged_bytes(
@@ -246,10 +246,10 @@ def exchanged_bytes(
     n = plan.context_parallel_size
     if n == 1:
         return 0
-    if latent := latent_costs(LayerCosts(specs[0])):
+    if mla := mla_costs(LayerCosts(specs[0])):
         # its live_bytes() counts what else backward needs
         n_saved = max(1, plan.n_layers - plan.recomputed)
-        return n_saved * latent.values_more_saved(plan) * value_bytes
+        return n_saved * mla.values_more_saved(plan) * value_bytes
     kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
     is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)
@@ -295,10 +295,10 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
     size = 4 * sum(widths) + (itemsize + 8) * n * max(widths)
-    if plan.context_parallel_size > 1 and (latent := latent_costs(LayerCosts(specs[0]))):
+    if plan.context_parallel_size > 1 and (mla := mla_costs(LayerCosts(specs[0]))):
         # kv_b also computes for the keys of other ranks
         size += int((itemsize + 8) * plan.seen_keys * plan.micro_batch_tokens
-                    * latent.kv_b.out_features)
+                    * mla.kv_b.out_features)
     return size
 
 
@@ -313,8 +313,8 @@ def predict_time(
 ) -> Plan:
     """Return the plan with its `token_seconds`, the predicted time of one GPU per token.
 
-    For the rows to which Fit was fitted, those of tests/test_memory.py, the predicted tokens/s are
-    0.94 to 1.18 times the measured ones; for hybrids and Gemma 4 up to 1.43 times, see
+    For the rows to which TimeConstants were fitted, those of tests/test_memory.py, the predicted
+    tokens/s are 0.94 to 1.18 times the measured ones; for hybrids and Gemma 4 up to 1.43 times, see
     benchmarks/RESULTS.md. That is good enough to compare plans on H100s and H200s; other GPUs were
     not compared.
     """
@@ -324,7 +324,7 @@ def predict_time(
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class TimeConstants:
     """Constants of predict_time(), fitted to the tokens/s of the rows of benchmarks/RESULTS.md that
     tests/test_memory.py compares, on H100s and H200s. Not fitted are the constants marked
     "counted", which follow from what is computed, or "measured", each by itself. "Launches" are in
@@ -370,7 +370,7 @@ class Fit:
     logits_passes: float = 5  # times that a logit is read or written
 
 
-FIT = Fit()
+CONSTANTS = TimeConstants()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,7 +390,8 @@ class LayerSeconds:
         layer = sum(max(work + self.gathers / 2, self.copies)
                     for work in (self.forward, self.compute - self.forward))
         layer = max(layer, 0 if graphs else self.launches)
-        return layer + (FIT.copy_disturbance * min(self.compute, 2 * self.copies) + self.waits)
+        return layer + (
+            CONSTANTS.copy_disturbance * min(self.compute, 2 * self.copies) + self.waits)
 
 
 def layer_seconds(
@@ -438,18 +439,19 @@ def compute_seconds(
     n, n_layers = plan.micro_batch_tokens, arch.n_layers
     active_weights = layers.active_weights / n_layers
     flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, layers))
-    if plan.context_parallel_size > 1 and (latent := latent_costs(next(iter(layers.last_index)))):
+    if plan.context_parallel_size > 1 and (mla := mla_costs(next(iter(layers.last_index)))):
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
-        flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * latent.kv_b.n_weights
+        flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * mla.kv_b.n_weights
     attended_tokens = min(n * plan.context_parallel_size, mean_document_tokens)
-    # a recomputed layer's forward, unless it is resumed
-    passes = FIT.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
+    # a recomputed layer's forward, unless its results are reused
+    passes = CONSTANTS.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
     attention_flops = 2 * n * passes * attended_tokens * layers.mean_query_width
-    attention_speed = min(FIT.sustained * machine.flops,
-                          FIT.varlen_flops if plan.varlen_attention else FIT.fixed_len_flops)
+    attention_speed = min(
+        CONSTANTS.sustained * machine.flops,
+        CONSTANTS.varlen_flops if plan.varlen_attention else CONSTANTS.fixed_len_flops)
     moved = moved_bytes(plan, arch, layers, attended_tokens)
-    return (flops / (FIT.sustained * machine.flops) + attention_flops / attention_speed
+    return (flops / (CONSTANTS.sustained * machine.flops) + attention_flops / attention_speed
             + moved / machine.bandwidth)
 
 
@@ -461,21 +463,23 @@ def moved_bytes(
     n, n_layers, itemsize = plan.micro_batch_tokens, arch.n_layers, plan.dtype.itemsize
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
-    share = FIT.held_dequantized_again if plan.reuse_dequantized else FIT.dequantized_again
+    share = (CONSTANTS.held_dequantized_again if plan.reuse_dequantized
+             else CONSTANTS.dequantized_again)
     uses = 2 * (layers.n_weights / n_layers) + (
         fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
-    moved = (uses * (0.5 + itemsize) / FIT.dequantizing
+    moved = (uses * (0.5 + itemsize) / CONSTANTS.dequantizing
              + n * layers.elementwise_values / n_layers * itemsize)
-    if plan.context_parallel_size > 1 and (latent := latent_costs(next(iter(layers.last_index)))):
+    if plan.context_parallel_size > 1 and (mla := mla_costs(next(iter(layers.last_index)))):
         # made in forward, and twice in backward; and their gradients
-        moved += n * plan.seen_keys * 4 * latent.key_values * itemsize
+        moved += n * plan.seen_keys * 4 * mla.key_values * itemsize
     if plan.plain_attention:
-        score_bytes = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
+        score_bytes = (CONSTANTS.dropped_score_bytes if arch.attention_dropout
+                       else CONSTANTS.score_bytes)
         moved += n * attended_tokens * arch.n_heads * score_bytes
     if arch.moe and plan.expert_ranges > 1:  # the experts' rows are copied
         routed = sum(arch.layer_routed) / n_layers
         width = arch.expert_gate_up[0].in_features
-        moved += routed * FIT.range_copies * n * arch.moe.top_k * width * itemsize
+        moved += routed * CONSTANTS.range_copies * n * arch.moe.top_k * width * itemsize
     return moved
 
 
@@ -486,11 +490,11 @@ def wait_seconds(
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     waits = 0.0
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
-        waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch_seconds
+        waits = routed * (1 + again) * CONSTANTS.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
-    if latent := latent_costs(next(iter(layers.last_index))):
-        kv_values = latent.exchanged_values
+    if mla := mla_costs(next(iter(layers.last_index))):
+        kv_values = mla.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
     times = (2 + again) * (plan.context_parallel_size - 1)
     return waits + times * exchanged / machine.link_bandwidth
@@ -499,20 +503,22 @@ def wait_seconds(
 def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return the CPU's time for the kernels of a mean layer, in units of Machine.launch_seconds."""
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
-    range_launches = FIT.range_launches + FIT.recomputed_range_launches * again
-    launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp
-                + routed * (FIT.routed_launches + range_launches * plan.expert_ranges))
-    if mixer := mixer_with_state(arch):
-        n_mixers = sum(arch.mixers.get(name or "") is mixer for name in arch.layer_mixer)
-        launches += FIT.recurrence_launches * (n_mixers / arch.n_layers)
+    range_launches = CONSTANTS.range_launches + CONSTANTS.recomputed_range_launches * again
+    launches = (CONSTANTS.launches + CONSTANTS.recomputed_launches * again
+                + CONSTANTS.fsdp_launches * plan.uses_fsdp
+                + routed * (CONSTANTS.routed_launches + range_launches * plan.expert_ranges))
+    if mixer := recurrent_mixer(arch):
+        n_mixers = sum(
+            arch.other_mixers.get(name or "") is mixer for name in arch.layer_other_mixer)
+        launches += CONSTANTS.recurrence_launches * (n_mixers / arch.n_layers)
     if arch.moe and machine.why_no_grouped:  # 2 matmuls in forward, 2 in backward
-        launches += routed * FIT.expert_launches * (4 + 2 * again) * arch.moe.n_experts
+        launches += routed * CONSTANTS.expert_launches * (4 + 2 * again) * arch.moe.n_experts
     return launches
 
 
 def head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return the predicted time of the lm_head and the loss for one micro-batch."""
     logits = plan.micro_batch_tokens * arch.vocab_size
-    speed = FIT.sustained * machine.flops
-    return (FIT.head_flops * logits * arch.hidden_size / speed
-            + FIT.logits_passes * logits * plan.dtype.itemsize / machine.bandwidth)
+    speed = CONSTANTS.sustained * machine.flops
+    return (CONSTANTS.head_flops * logits * arch.hidden_size / speed
+            + CONSTANTS.logits_passes * logits * plan.dtype.itemsize / machine.bandwidth)

@@ -19,7 +19,8 @@ class GPUSpec(NamedTuple):
     bandwidth: float  # GB/s of its memory
     link: float  # GB/s received from the other GPUs: by NVLink, else by its bus
     bus: float  # GB/s between GPU and host memory, each way: PCIe 4.0 or 5.0, x8 or x16
-    groups: bool = False  # True if torch has grouped matmuls for it, see why_no_grouped_mm()
+    # True if torch has grouped matmuls for it, see why_no_grouped_mm()
+    has_grouped_mm: bool = False
     cudnn: bool = False  # True if torch's SDPA is cuDNN's
 
 
@@ -34,9 +35,9 @@ GPU_SPECS = {  # among GPUs of one size, the slowest comes first
     "A6000": GPUSpec(48, 45, 155, 768, 32, 32),
     "L40S": GPUSpec(48, 43, 362, 864, 32, 32),
     "A100": GPUSpec(80, 77.5, 312, 2039, 300, 32),
-    "H100": GPUSpec(80, 77.5, 989, 3350, 450, 64, groups=True, cudnn=True),
-    "H200": GPUSpec(141, 138, 989, 4800, 450, 64, groups=True, cudnn=True),
-    "B200": GPUSpec(180, 176, 2250, 7700, 900, 64, groups=True, cudnn=True)}
+    "H100": GPUSpec(80, 77.5, 989, 3350, 450, 64, has_grouped_mm=True, cudnn=True),
+    "H200": GPUSpec(141, 138, 989, 4800, 450, 64, has_grouped_mm=True, cudnn=True),
+    "B200": GPUSpec(180, 176, 2250, 7700, 900, 64, has_grouped_mm=True, cudnn=True)}
 # The fractions of these speeds that measure_machine() finds on H100s and H200s. Other GPUs were not
 # available; the same fractions are assumed for them.
 FLOPS_FRACTION, BANDWIDTH_FRACTION, LINK_FRACTION, BUS_FRACTION = 0.81, 0.85, 0.67, 0.78
@@ -69,4 +70,5 @@ def gpu_machine(gpu: GPUSpec, host_gib: float = HOST_GIB) -> Machine:
         link_bandwidth=rounded(LINK_FRACTION * 1e9 * gpu.link),
         host_bandwidth=rounded(BUS_FRACTION * 1e9 * gpu.bus),
         free_host_bytes=int(host_gib * 2**30),
-        why_no_grouped="" if gpu.groups else "torch multiplies experts one by one on this GPU")
+        why_no_grouped=(
+            "" if gpu.has_grouped_mm else "torch multiplies experts one by one on this GPU"))

@@ -1,11 +1,11 @@
 """Find the fastest plan that fits in memory.
 
-    agree_on_plan()          measures the machine, describe_workload(); all ranks take rank 0's plan
+    agree_on_plan()          measures the machine, make_workload(); all ranks take rank 0's plan
       choose_plan()          the plan to run, or DoesNotFit
         find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
                              pick_plan() takes the fastest of those that fit, by predict_time()
         check_plan()         where none fits, suggest_flags() tries flags and names those that help
-        use_graphs()         CUDA graphs, where they make it faster
+        use_cuda_graphs()    CUDA graphs, where they make it faster
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch.distributed as dist
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import round_up
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.data.sampling import RowSource
-from fsdp_qlora.kernels.attention import Kernels, can_resume, document_attention
-from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.data.sampling import RowSampler
+from fsdp_qlora.kernels import attention
+from fsdp_qlora.kernels.attention import Kernels, eager_attention
+from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.micro_batch.context_parallel import LONG_SHARE, has_long_pieces
@@ -64,7 +65,7 @@ class Workload:
     state_bytes: float = 0.0  # see Plan
     uneven_labels: bool = False  # True if they differ in the number of their tokens in the loss
     shortest: int = 0  # tokens of the shortest document that is trained
-    resumable_attention: bool = False  # see can_resume()
+    can_reuse_lse: bool = False  # see can_reuse_lse()
 
     def varlen_attention(self, context_size: int) -> bool:
         """Return Plan.varlen_attention, as make_micro_batch() decides it."""
@@ -85,7 +86,7 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
+class SearchInputs:
     """The inputs of the search: flags, model, workload, limits."""
 
     config: Config
@@ -113,7 +114,7 @@ class Search:
             plan, self.arch, self.specs, self.machine, self.workload.mean_document_tokens)
 
 
-def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
+def possible_plans(search: SearchInputs, context_size: int) -> Iterator[Plan]:
     """Yield all plans that the flags allow."""
     config, arch, workload = search.config, search.arch, search.workload
     varlen_attention = workload.varlen_attention(context_size)
@@ -140,7 +141,7 @@ def possible_plans(search: Search, context_size: int) -> Iterator[Plan]:
             yield search.predict_memory(plan)
 
 
-def shard_group_sizes(search: Search) -> list[int]:
+def shard_group_sizes(search: SearchInputs) -> list[int]:
     """Return the possible --shard_group_size, ascending, with which each process has rows of the
     vocabulary."""
     given, n = search.config.shard_group_size, search.workload.world_size
@@ -148,7 +149,7 @@ def shard_group_sizes(search: Search) -> list[int]:
     return [size for size in sizes if shard_range(search.arch.vocab_size, size - 1, size)]
 
 
-def micro_batch_sizes(search: Search, context_size: int) -> list[int]:
+def micro_batch_sizes(search: SearchInputs, context_size: int) -> list[int]:
     """Return the possible --micro_batch_tokens, ascending."""
     if search.config.micro_batch_tokens:
         return [search.config.micro_batch_tokens]
@@ -180,7 +181,7 @@ class WayToRecompute(NamedTuple):
 
 
 def ways_to_recompute(
-    search: Search, n_recomputed: int, saves_attention: bool
+    search: SearchInputs, n_recomputed: int, saves_attention: bool
 ) -> Iterator[WayToRecompute]:
     """Yield what `n_recomputed` layers may save and reuse. `saves_attention`: they may save the
     results of attention."""
@@ -200,11 +201,11 @@ def ways_to_recompute(
             yield WayToRecompute(saves_mid, reuses, n_mlp, n_attention)
 
 
-def can_save_attention(search: Search) -> bool:
+def can_save_attention(search: SearchInputs) -> bool:
     """Return True if recomputed layers may save the results of attention. A parallel layer may not,
     and no layer that has another one's keys."""
     workload, arch = search.workload, search.arch
-    return (workload.resumable_attention and workload.mean_document_tokens >= LONG_DOCUMENT
+    return (workload.can_reuse_lse and workload.mean_document_tokens >= LONG_DOCUMENT
             and not arch.parallel and set(arch.kv_sources) == {None}
             and all(LayerCosts(spec).mixer.attention_values for spec in search.specs))
 
@@ -227,7 +228,7 @@ def choose_plan(
     """Return the plan to run within `limit` bytes per GPU, 0: within the memory of the host. Raises
     ValueError with what would help."""
     refuse_flags(config, arch, workload)
-    search = Search(config, arch, specs, workload, limit, machine)
+    search = SearchInputs(config, arch, specs, workload, limit, machine)
     plan = find_plan(search)
     if not search.only_host_limits:
         check_plan(plan, search)
@@ -239,7 +240,7 @@ def choose_plan(
     n_rows = workload.world_size * (plan.micro_batch_tokens // least)
     uneven_micro_batches = (workload.uneven_lengths or workload.uneven_labels
                             or config.batch_size % n_rows > 0)
-    return use_graphs(plan, search, uneven_micro_batches)
+    return use_cuda_graphs(plan, search, uneven_micro_batches)
 
 
 def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None:
@@ -247,7 +248,7 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
     size = config.context_parallel_size or 1
-    if size > 1 and mixer_with_state(arch):
+    if size > 1 and recurrent_mixer(arch):
         raise ValueError(f"--context_parallel_size {size}: a model with recurrent layers needs all"
                          " tokens of a row on one GPU")
     least = workload.least_tokens(size)
@@ -258,7 +259,7 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
                          " --max_seq_len")
 
 
-def find_plan(search: Search) -> Plan:
+def find_plan(search: SearchInputs) -> Plan:
     """Return the best plan, without CUDA graphs; if none fits, the smallest one.
 
     Ranks share micro-batches of long rows if the plan does not fit otherwise, or if steps are much
@@ -272,7 +273,7 @@ def find_plan(search: Search) -> Plan:
         return plan.fits_both(search.memory_bound, search.machine.free_host_bytes)
 
     best = best_plan(config.context_parallel_size or 1)
-    if config.context_parallel_size or mixer_with_state(search.arch):
+    if config.context_parallel_size or recurrent_mixer(search.arch):
         return best
     has_idle_ranks = workload.tokens < workload.world_size * workload.longest
     for size in range(2, workload.world_size + 1):
@@ -287,7 +288,7 @@ def find_plan(search: Search) -> Plan:
     return best
 
 
-def affordable_plans(search: Search, context_size: int) -> list[Plan]:
+def affordable_plans(search: SearchInputs, context_size: int) -> list[Plan]:
     """Return the possible plans that do not pin too much host memory. If none of them leaves
     MIN_FREE of the GPU's memory, all plans get the embedding in host memory, where that is
     possible."""
@@ -311,7 +312,7 @@ def affordable_plans(search: Search, context_size: int) -> list[Plan]:
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
-def pick_plan(plans: list[Plan], search: Search) -> Plan:
+def pick_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     """Return the plan to run, among those that leave MIN_FREE of the memory free.
 
     Among the plans that are as fast as the fastest, by SAME_TIME, it is the preferred one that
@@ -328,7 +329,7 @@ def pick_plan(plans: list[Plan], search: Search) -> Plan:
     return min(near, key=lambda plan: plan.bytes)
 
 
-def use_graphs(plan: Plan, search: Search, uneven_micro_batches: bool) -> Plan:
+def use_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: bool) -> Plan:
     """Return the plan, with CUDA graphs if the CPU is slower than the GPU, or with the reason why
     they are not used.
 
@@ -370,7 +371,7 @@ def check_host(plan: Plan, machine: Machine) -> None:
             " available. Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
-def check_plan(plan: Plan, search: Search) -> None:
+def check_plan(plan: Plan, search: SearchInputs) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
     limit, machine = search.limit, search.machine
     if plan.host_bytes > machine.free_host_bytes:
@@ -393,7 +394,7 @@ def check_plan(plan: Plan, search: Search) -> None:
     raise DoesNotFit(text, flags if is_enough else "", smaller)
 
 
-def suggest_flags(plan: Plan, search: Search) -> tuple[str, Plan]:
+def suggest_flags(plan: Plan, search: SearchInputs) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
     config, workload = search.config, search.workload
@@ -434,20 +435,20 @@ def longest_of_rows(rows: Rows) -> int:
     return max(longest_document(rows), int(rows.row_lengths().max()))
 
 
-def describe_workload(
-    config: Config, source: RowSource, eval_rows: Rows | None, world_size: int,
+def make_workload(
+    config: Config, sampler: RowSampler, eval_rows: Rows | None, world_size: int,
     device: torch.device, why_no_capture: str, plain_attention: bool = False,
-    state_bytes: float = 0.0, plain_recurrence: bool = False, resumable_attention: bool = False,
+    state_bytes: float = 0.0, plain_recurrence: bool = False, can_reuse_lse: bool = False,
 ) -> Workload:
-    """Return the Workload of a run on the rows of this source."""
-    rows = source.rows
+    """Return the Workload of a run on the rows of this sampler."""
+    rows = sampler.rows
     longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
                             for count in (longest_document, longest_of_rows))
     uneven_lengths, uneven_labels = (
         bool((numbers != numbers[0]).any()) for numbers in (rows.lengths, rows.n_labels()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
     row_lengths = rows.row_lengths()
-    tokens = max(int(row_lengths[source.indices(s)].sum()) for s in steps)
+    tokens = max(int(row_lengths[sampler.indices(s)].sum()) for s in steps)
     lengths = rows.lengths.double()
     return Workload(
         tokens=tokens, longest=longest, longest_row=longest_row, shortest=int(rows.lengths.min()),
@@ -455,7 +456,7 @@ def describe_workload(
         uneven_lengths=uneven_lengths, uneven_labels=uneven_labels, world_size=world_size,
         device=device, plain_attention=plain_attention, plain_recurrence=plain_recurrence,
         why_no_capture=why_no_capture, state_bytes=state_bytes,
-        resumable_attention=resumable_attention)
+        can_reuse_lse=can_reuse_lse)
 
 
 def why_no_capture(
@@ -467,13 +468,13 @@ def why_no_capture(
         return "attention runs in plain torch"
     if plain_recurrence:
         return "a mixer runs in plain torch"
-    if isinstance(mixer_with_state(arch), Mamba2):
+    if isinstance(recurrent_mixer(arch), Mamba2):
         return "flash-linear-attention waits for the GPU in Mamba-2"
     return machine.why_no_grouped if arch.moe else ""
 
 
 def agree_on_plan(
-    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], source: RowSource,
+    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], sampler: RowSampler,
     eval_rows: Rows | None, limit: int, device: torch.device, kernels: Kernels,
     state_bytes: float = 0.0,
 ) -> Plan:
@@ -482,15 +483,16 @@ def agree_on_plan(
     if device.type == "cuda":  # so that reported peaks exclude the measurements above
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    plain = document_attention in kernels.of_attention
-    plain_recurrence = kernels.recurrence in [record.plain for record in RECURRENCES.values()]
-    workload = describe_workload(
-        config, source, eval_rows, dist.get_world_size(), device,
-        why_no_capture(arch, machine, plain, plain_recurrence), plain_attention=plain,
-        plain_recurrence=plain_recurrence, state_bytes=state_bytes)
+    attention_is_eager = eager_attention in kernels.of_attention
+    recurrence_is_eager = kernels.recurrence in [record.eager for record in RECURRENCES.values()]
+    workload = make_workload(
+        config, sampler, eval_rows, dist.get_world_size(), device,
+        why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
+        plain_attention=attention_is_eager, plain_recurrence=recurrence_is_eager,
+        state_bytes=state_bytes)
     if workload.mean_document_tokens >= LONG_DOCUMENT:
         workload = dataclasses.replace(
-            workload, resumable_attention=can_resume(kernels, arch, device))
+            workload, can_reuse_lse=attention.can_reuse_lse(kernels, arch, device))
     with raise_on_all_ranks():
         plan = choose_plan(config, arch, specs, workload, limit, machine)
     # free host memory differs between nodes, so all ranks use rank 0's plan

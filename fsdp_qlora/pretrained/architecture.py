@@ -1,8 +1,7 @@
 """Records that describe a model: Family, Architecture, LayerKind, Linear.
 
-families.py has the table of families, describe.py makes a record of a config.json, layer/linears.py
-says where a layer's values are.
-"""
+families.py has the table of families, from_config.py makes a record of a config.json,
+layer/linears.py says where a layer's values are. """
 
 from __future__ import annotations
 
@@ -141,7 +140,7 @@ class LatentAttention:
     index_topk: int | FromConfig | None = None
     indexer: str = "self_attn.indexer."  # prefix of the names of its tensors
 
-    def groups(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
+    def linear_groups(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
         """Return the groups of a layer's linears, see Architecture.mixer_groups()."""
         query_width = heads * (self.nope_dim + self.rope_dim)
         key_value_width = heads * (self.nope_dim + self.value_dim)
@@ -293,7 +292,7 @@ class Mamba2:
         return {f"{self.stem}.{name}": shape for name, shape in shapes.items()}
 
 
-Mixer = ShortConv | DeltaNet | Mamba2  # token mixers other than softmax attention
+OtherMixer = ShortConv | DeltaNet | Mamba2  # token mixers other than softmax attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +334,7 @@ class Heads(NamedTuple):
     keys_are_values: bool  # no v_proj: values are the keys, before norm and rotary
 
 
-class Limits(NamedTuple):
+class ActivationLimits(NamedTuple):
     """Limits of a layer's gates and ups, see LimitedActivation; None: no limit."""
 
     experts: float | None
@@ -347,11 +346,11 @@ class LayerKind(NamedTuple):
 
     window: int | None  # number of keys that a query sees, its own included; None: all
     rope_index: int | None  # of Architecture.ropes; None: no rotary
-    mixer_name: str | None  # key of Architecture.mixers; None: softmax attention
+    other_mixer: str | None  # key of Architecture.other_mixers; None: softmax attention
     routed: bool  # True: it has experts
     heads: Heads
     sublayers: Sublayers
-    limits: Limits
+    limits: ActivationLimits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,7 +368,7 @@ class Family:
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None  # for the MLP's output
     # {one of the four norm fields above: its value in layers with a mixer}
-    mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    other_mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     post_norm_if: bool | FromConfig = True  # if a config can switch the two post norms off
     post_norm_eps: float | FromConfig | None = None  # for the two post norms; None: norm_eps
     post_norm_of_experts: bool = False  # only layers with experts have mlp_post_norm
@@ -466,9 +465,9 @@ class Family:
     # "moe", an MLP or experts
     one_sublayer: bool = False
     # {layer type: the mixer that it has instead of softmax attention}
-    mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
+    other_mixers: dict[str, OtherMixer] = dataclasses.field(default_factory=dict)
     # layers with a mixer also have softmax attention, and both outputs are added
-    parallel_mixers: bool = False
+    parallel_other_mixers: bool = False
     moe: MoE | None = None  # experts, instead of the MLP
     per_layer: PerLayerInputs | None = None
 
@@ -525,11 +524,11 @@ class Architecture(Family):
     ropes: list[dict[str, Any]]
     layer_rope: list[int | None]  # one per layer, see LayerKind, like the next six
     layer_window: list[int | None]
-    layer_mixer: list[str | None]
+    layer_other_mixer: list[str | None]
     layer_routed: list[bool]
     layer_heads: list[Heads]
     layer_sublayers: list[Sublayers]
-    layer_limits: list[Limits]
+    layer_activation_limits: list[ActivationLimits]
     # for each layer, the index of the layer whose keys and values it reads; None: it has its own
     kv_sources: list[int | None]
     tied: bool
@@ -556,12 +555,12 @@ class Architecture(Family):
     def layer_kinds(self) -> list[LayerKind]:
         """The LayerKind of each layer."""
         return [LayerKind(*kind) for kind in zip(
-            self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed,
-            self.layer_heads, self.layer_sublayers, self.layer_limits)]
+            self.layer_window, self.layer_rope, self.layer_other_mixer, self.layer_routed,
+            self.layer_heads, self.layer_sublayers, self.layer_activation_limits)]
 
     def of_kind(self, kind: LayerKind) -> Architecture:
         """Return this Architecture with the norms and heads of layers of this kind."""
-        norms: dict[str, Any] = self.mixer_norms if kind.mixer_name else {}
+        norms: dict[str, Any] = self.other_mixer_norms if kind.other_mixer else {}
         if kind.sublayers == "mixer":
             norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
         elif kind.sublayers == "mlp":
@@ -577,7 +576,7 @@ class Architecture(Family):
 
     def has_attention(self, kind: LayerKind) -> bool:
         """Return True if layers of this kind have softmax attention."""
-        return (self.parallel_mixers or not kind.mixer_name) and kind.sublayers != "mlp"
+        return (self.parallel_other_mixers or not kind.other_mixer) and kind.sublayers != "mlp"
 
     def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
         """Return the linears whose concatenated outputs are q, k, v and perhaps attention's gates;
@@ -602,12 +601,12 @@ class Architecture(Family):
         if kind.sublayers == "mlp":
             return {"in_proj": [], "out": []}
         if self.mla:
-            return self.mla.groups(self.hidden_size, kind.heads.n)
+            return self.mla.linear_groups(self.hidden_size, kind.heads.n)
         in_proj, out = self.of_kind(kind).attention_linears()
-        if not kind.mixer_name:
+        if not kind.other_mixer:
             return {"in_proj": in_proj, "out": out}
-        mixer_in, mixer_out = self.mixers[kind.mixer_name].linears(self.hidden_size)
-        if not self.parallel_mixers:
+        mixer_in, mixer_out = self.other_mixers[kind.other_mixer].linears(self.hidden_size)
+        if not self.parallel_other_mixers:
             return {"in_proj": mixer_in, "out": mixer_out}
         return {"in_proj": in_proj + mixer_in, "out": out, "mixer_out": mixer_out}
 
@@ -686,8 +685,8 @@ class Architecture(Family):
             shapes[self.layer_scalar] = (1,)
         if self.sinks and self.has_attention(kind):
             shapes["self_attn.sinks"] = (kind.heads.n,)
-        if kind.mixer_name:
-            shapes |= self.mixers[kind.mixer_name].tensors(self.hidden_size)
+        if kind.other_mixer:
+            shapes |= self.other_mixers[kind.other_mixer].tensors(self.hidden_size)
         if kind.routed and moe:
             shapes[f"{moe.router}.weight"] = moe.n_experts, self.hidden_size
             if moe.biases:

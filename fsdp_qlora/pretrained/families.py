@@ -1,8 +1,7 @@
 """FAMILIES: how each supported model type differs from Llama.
 
-To add a family whose parts are known, add one record to FAMILIES. describe.py makes an Architecture
-of it and a config.json.
-"""
+To add a family whose parts are known, add one record to FAMILIES. from_config.py makes an
+Architecture of it and a config.json. """
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ LFM2: dict[str, Any] = dict(
     final_norm="embedding_norm", qk_norm="head", q_norm="self_attn.q_layernorm",
     k_norm="self_attn.k_layernorm", attention_out="self_attn.out_proj", activation="silu",
     mlp_in=("feed_forward.w1", "feed_forward.w3"), mlp_out="feed_forward.w2",
-    mixers={"conv": ShortConv()})
+    other_mixers={"conv": ShortConv()})
 QWEN3_NEXT: dict[str, Any] = dict(
     norm="rms_plus_one", qk_norm="head", partial_rotary=True, attention_gate=AttentionGate())
 QWEN3_NEXT_EXPERTS: dict[str, Any] = dict(
@@ -156,19 +155,19 @@ FAMILIES: dict[str, Family] = {
     "granite_swa": Family(**GRANITE_SWA),
     "granitemoehybrid": Family(
         **GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
-        rotary_if="config.position_embedding_type", mixers={"linear_attention": Mamba2()},
+        rotary_if="config.position_embedding_type", other_mixers={"linear_attention": Mamba2()},
         unused=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
                 "mamba_chunk_size"),
         moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
     "falcon_h1": Family(
         peft_refuses=("out_proj",), final_norm="final_layernorm", mlp_norm="pre_ff_layernorm",
         qkv_bias=False, out_bias=False, mlp_bias=False, mlp_out="feed_forward.down_proj",
-        mlp_in=("feed_forward.gate_proj", "feed_forward.up_proj"), parallel_mixers=True,
+        mlp_in=("feed_forward.gate_proj", "feed_forward.up_proj"), parallel_other_mixers=True,
         embedding_multiplier="config.embedding_multiplier",
         logits_multiplier="config.lm_head_multiplier", key_multiplier="config.key_multiplier",
         attention_in_multiplier="config.attention_in_multiplier",
         attention_out_multiplier="config.attention_out_multiplier",
-        mlp_multipliers="config.mlp_multipliers", mixers={"hybrid": Mamba2(
+        mlp_multipliers="config.mlp_multipliers", other_mixers={"hybrid": Mamba2(
             in_bias=False, out_bias=False, norm="config.mamba_rms_norm",
             norm_first="config.mamba_norm_before_gate", in_multiplier="config.ssm_in_multiplier",
             multipliers="config.ssm_multipliers", out_multiplier="config.ssm_out_multiplier")},
@@ -223,16 +222,16 @@ FAMILIES: dict[str, Family] = {
     # that it has there
     "qwen3_5_text": Family(
         **QWEN3_NEXT, prefixes=("model.", "model.language_model."),
-        mixers={"linear_attention": DeltaNet()}),
+        other_mixers={"linear_attention": DeltaNet()}),
     "olmo_hybrid": Family(
-        **OLMO2, mixers={"linear_attention": DeltaNet(
+        **OLMO2, other_mixers={"linear_attention": DeltaNet(
             in_projs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
             norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval",
             split_conv=True)},
         renames=(("input_layernorm", "attention_layer_norm"),
                  ("post_attention_layernorm", "feedforward_layer_norm")),
-        mixer_norms=dict(attention_norm="input_layernorm", attention_post_norm=None,
-                         mlp_norm="post_attention_layernorm", mlp_post_norm=None),
+        other_mixer_norms=dict(attention_norm="input_layernorm", attention_post_norm=None,
+                               mlp_norm="post_attention_layernorm", mlp_post_norm=None),
         unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
                 "linear_dt_init_floor")),
     # MoE models
@@ -336,10 +335,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(
         **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
         prefixes=("model.", "model.language_model."),
-        mixers={"linear_attention": DeltaNet()},
+        other_mixers={"linear_attention": DeltaNet()},
         moe=MoE(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
     "qwen3_next": Family(
-        **QWEN3_NEXT, mixers={"linear_attention": DeltaNet(
+        **QWEN3_NEXT, other_mixers={"linear_attention": DeltaNet(
             in_projs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
         moe=MoE(**QWEN3_NEXT_EXPERTS, normalized="config.norm_topk_prob")),
     "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoE(
@@ -358,7 +357,7 @@ FAMILIES: dict[str, Family] = {
         prefixes=("model.", "backbone."), attention_norm="norm", mlp_norm="norm",
         attention="mixer", attention_out="mixer.o_proj",
         qkv_bias=False, out_bias=False, rotary_if=False, gated=False, mlp_in=("mixer.up_proj",),
-        mlp_out="mixer.down_proj", activation="config.mlp_hidden_act", mixers={
+        mlp_out="mixer.down_proj", activation="config.mlp_hidden_act", other_mixers={
             "linear_attention": Mamba2(
                 heads="config.mamba_num_heads", head_dim="config.mamba_head_dim",
                 groups="config.n_groups", state="config.ssm_state_size",

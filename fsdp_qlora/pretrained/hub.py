@@ -16,14 +16,14 @@ import numpy as np
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_CONFIG, ADAPTER_FILES, read_json
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.describe import describe_model, stored_format, text_config
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
-from fsdp_qlora.pretrained.formats import FP8_BLOCK, INT4_GROUP
-from fsdp_qlora.pretrained.reader import weight_files
+from fsdp_qlora.pretrained.from_config import make_architecture, stored_format, text_config
+from fsdp_qlora.pretrained.reader import stored_tensors
+from fsdp_qlora.pretrained.weight_formats import FP8_BLOCK, INT4_GROUP
 
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's files other than its weights
@@ -50,7 +50,7 @@ def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
     files = {"config": ["config.json"], "tokenizer": SMALL_FILES,
              "weights": [*SMALL_FILES, "*.safetensors"]}[needs]
     twice = ["consolidated*", "*/*.safetensors"]  # copies of the weights in another form
-    with explain(f"{flag} {name}: not a directory, and the Hub says"):
+    with errors_about(f"{flag} {name}: not a directory, and the Hub says"):
         # every rank calls it; the Hub client's file locks let one rank of a node download
         found = Path(huggingface_hub.snapshot_download(
             name, allow_patterns=files, ignore_patterns=twice))
@@ -97,12 +97,12 @@ def read_model_config(
         directory: Path, config: Config) -> tuple[PreTrainedConfig, Architecture]:
     """Return transformers' config of the model, and its Architecture. Raises ValueError if the
     model cannot be trained."""
-    with explain(f"--model {config.model}"):
+    with errors_about(f"--model {config.model}"):
         if config.random_weights and config.model in BUILTIN_CONFIGS:
             model_config = AutoConfig.for_model(**BUILTIN_CONFIGS[config.model])
         else:
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        arch = describe_model(model_config)
+        arch = make_architecture(model_config)
     refuse_misleading(directory, config, model_config, arch)
     refuse_format(config, model_config, arch)
     if config.loss != "sft":  # preference losses train without the model's own dropout, as in TRL
@@ -112,7 +112,8 @@ def read_model_config(
 
 
 def refuse_format(config: Config, model_config: PreTrainedConfig, arch: Architecture) -> None:
-    """Raise ValueError if the weights are in a quantized format that formats.py does not have."""
+    """Raise ValueError if the weights are in a quantized format that weight_formats.py does not
+    have."""
     settings = stored_format(model_config)
     if not settings or arch.expert_down and arch.expert_down[0].mxfp4:
         return  # in MXFP4 the experts stay as they are, and nothing else is quantized
@@ -156,8 +157,8 @@ def base_digest(directory: Path) -> str:
     """Return the SHA-256 of the base model: of config.json, and of the name, dtype, shape and some
     bytes of each tensor."""
     sha = hashlib.sha256((directory / "config.json").read_bytes())
-    files = weight_files(directory)
-    tensors = sorted(files.items(), key=lambda tensor: (tensor[1].path, tensor[0]))
+    stored = stored_tensors(directory)
+    tensors = sorted(stored.items(), key=lambda tensor: (tensor[1].path, tensor[0]))
     for path, file_tensors in itertools.groupby(tensors, lambda tensor: tensor[1].path):
         with path.open("rb") as file:
             for name, (_, dtype, shape, start, stop) in file_tensors:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.formats import (
-    INT4_PACKED, MX_PARTS, NF4_PARTS, dequantize_stored, mxfp4_weight, scaled_weight)
-from fsdp_qlora.pretrained.reader import Stored, read_tensor
+from fsdp_qlora.pretrained.reader import StoredTensor, read_tensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
+from fsdp_qlora.pretrained.weight_formats import (
+    INT4_PACKED, MX_SUFFIXES, NF4_SUFFIXES, dequantize_stored, mxfp4_weight, scaled_weight)
 
 
 @dataclasses.dataclass
@@ -23,7 +23,7 @@ class MergeBase:
     """A base model, and the tensors of the model that a merge makes from it."""
 
     directory: Path
-    files: dict[str, Stored]  # {name: tensor in the base's files}
+    stored: dict[str, StoredTensor]  # {name: tensor in the base's files}
     names: TensorNames  # the tensors that are read
     # {name: (shape, dtype)} of the merged model, file by file
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -33,14 +33,16 @@ class MergeBase:
     # for weights that are in NF4 in the files, see check_files()
     nf4_states: dict[str, Any] = dataclasses.field(default_factory=dict)
     arch: Architecture = None  # None: the merge cannot be checked
-    # {tensor: content_sum()}, to tell one base from another
-    sums: dict[str, str] = dataclasses.field(default_factory=dict)
+    # {tensor: tensor_checksum()}, to tell one base from another
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
 
     def __post_init__(self) -> None:
-        self.parts = self.names.parts()  # {tensor: [(linear in it, its index there)]}
+        # {tensor: [(linear in it, its index there)]}
+        self.linears_by_tensor = self.names.linears_by_tensor()
         self.places = {linear: (name, index)
-                       for name, parts in self.parts.items() for linear, index in parts}
+                       for name, linears in self.linears_by_tensor.items()
+                       for linear, index in linears}
 
     @property
     def n_bytes(self) -> int:
@@ -51,7 +53,8 @@ class MergeBase:
     def unused(self) -> list[str]:
         """The files' tensors that are neither read nor copied."""
         used = {*self.tensors, *self.names.shapes}
-        return [name for name in self.files if name not in used and not name.endswith(NF4_PARTS)]
+        return [name for name in self.stored
+                if name not in used and not name.endswith(NF4_SUFFIXES)]
 
     def is_mxfp4(self, name: str) -> bool:
         return name in self.names.linears and self.names.linears[name].mxfp4
@@ -72,17 +75,18 @@ class MergeBase:
     def linears_in(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (linear, its view [out, in]) of the linears that are a tensor of the merged model,
         or that it stacks (experts) or fuses (q, k and v)."""
-        for linear, index in self.parts[name]:
+        for linear, index in self.linears_by_tensor[name]:
             view = tensor[index]
             yield linear, view.t() if self.is_transposed(linear) else view
 
     def read(self, name: str, device: str, part: str | None = None, index: Any = ...,
              transposed: bool = False) -> torch.Tensor:
         """Return a tensor of the files, or the `part` of it at `index`, as read_tensor() does.
-        Raises ValueError if its values do not match its digest in `sums`."""
+        Raises ValueError if its values do not match its checksum in `checksums`."""
         part = part or name
-        return read_tensor(self.files[name], name, device, content=self.sums.get(part), index=index,
-                           what=part, transposed=transposed)
+        return read_tensor(
+            self.stored[name], name, device, checksum=self.checksums.get(part), index=index,
+            what=part, transposed=transposed)
 
     def weight(self, name: str, device: str) -> torch.Tensor:
         """Return a tensor, or a linear as [out, in], with the values that the files store: NF4
@@ -91,13 +95,13 @@ class MergeBase:
         whole, index = self.places.get(name, (name, ...))
         if self.is_mxfp4(name):
             return mxfp4_weight(
-                *(self.read(whole + end, device, name + end, index) for end in MX_PARTS))
+                *(self.read(whole + end, device, name + end, index) for end in MX_SUFFIXES))
         if name.endswith(INT4_PACKED):  # the merged tensor's name has no such ending
             whole = name
         stored = self.read(whole, device, name, index, self.is_transposed(name))
         if name in self.nf4_states:
-            parts = {key: self.read(key, "cpu") for key in (f"{name}.{x}" for x in NF4_PARTS)}
-            with explain(f"{self.paths[name]}: {name}: its quantization is damaged"):
+            parts = {key: self.read(key, "cpu") for key in (f"{name}.{x}" for x in NF4_SUFFIXES)}
+            with errors_about(f"{self.paths[name]}: {name}: its quantization is damaged"):
                 return dequantize_stored(stored, parts, self.dtype)
         if scales := self.names.scaled.get(name):
             return scaled_weight(name, stored, self.read(scales, device))

@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from fsdp_qlora.files import read_json, write_tensors
-from fsdp_qlora.pretrained.formats import INT4_PACKED, INT4_SHAPE, NF4_PARTS
 from fsdp_qlora.pretrained.hub import copy_small_files
 from fsdp_qlora.pretrained.merge_base import MergeBase
-from fsdp_qlora.pretrained.reader import Stored
+from fsdp_qlora.pretrained.reader import StoredTensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
+from fsdp_qlora.pretrained.weight_formats import INT4_PACKED, INT4_SHAPE, NF4_SUFFIXES
 from fsdp_qlora.quant.blocks import MX_BLOCK
 
 
@@ -31,7 +31,7 @@ def auto_class(model_config: transformers.PretrainedConfig) -> Any:
 
 
 def merged_tensors(
-    files: dict[str, Stored], names: TensorNames, nf4_states: dict[str, Any],
+    stored: dict[str, StoredTensor], names: TensorNames, nf4_states: dict[str, Any],
     model_config: transformers.PretrainedConfig,
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:
     """Return {name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the
@@ -39,14 +39,14 @@ def merged_tensors(
     gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
     tensors, paths, text_prefix = {}, {}, names.stem
     known, scales = {*names.shapes, names.head}, {*names.scaled.values()}
-    for name, stored in in_order(files):
-        shape = names.shapes.get(name, stored.shape)
+    for name, tensor in in_order(stored):
+        shape = names.shapes.get(name, tensor.shape)
         if name not in known:
             # a multimodal model has other parts besides its text model, which are copied
             if not is_multimodal(model_config) or name.startswith(text_prefix):
                 continue
-            if name.endswith((*NF4_PARTS, INT4_PACKED)):
-                raise ValueError(f"{stored.path}: {name} is of a weight in 4-bit outside the text"
+            if name.endswith((*NF4_SUFFIXES, INT4_PACKED)):
+                raise ValueError(f"{tensor.path}: {name} is of a weight in 4-bit outside the text"
                                  " model's layers, which is not merged")
         elif name in scales or name.endswith(("_scales", INT4_SHAPE)):
             continue
@@ -59,9 +59,9 @@ def merged_tensors(
         # training used these in fp32, so they stay in fp32; transformers also keeps some of them in
         # fp32, such as a router's correction, and rounds the others itself
         is_exact = (name in names.small_tensors and name not in nf4_states
-                    and stored.dtype == "F32")
+                    and tensor.dtype == "F32")
         tensors[name] = shape, torch.float32 if is_exact else torch.bfloat16
-        paths[name] = stored.path
+        paths[name] = tensor.path
     return tensors, paths
 
 
@@ -77,9 +77,9 @@ def replace_rows(
     return table
 
 
-def in_order(files: dict[str, Stored]) -> list[tuple[str, Stored]]:
-    """Return all (name, Stored), file by file, in the order in which they are stored."""
-    return sorted(files.items(), key=lambda item: (item[1].path, item[1].start))
+def in_order(stored: dict[str, StoredTensor]) -> list[tuple[str, StoredTensor]]:
+    """Return all (name, StoredTensor), file by file, in the order in which they are stored."""
+    return sorted(stored.items(), key=lambda item: (item[1].path, item[1].start))
 
 
 def copy_all_but_weights(base: MergeBase, directory: Path) -> None:

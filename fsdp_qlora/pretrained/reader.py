@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.files import read_json
-from fsdp_qlora.hashing import as_hex, content_sum
+from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.ranks import gather_objects
 
 READERS = 8  # threads per rank that read weights; each copies about 5 GB/s from the page cache
@@ -34,7 +34,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """The location of a tensor in a file."""
 
     path: Path
@@ -44,17 +44,17 @@ class Stored(NamedTuple):
     stop: int
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """The part of a tensor that a rank reads."""
 
     name: str
     shape: tuple[int, ...]
     rows: range  # in the first dimension of `shape`; shape (1,) and range(1): the whole tensor
-    source: Source | None = None  # None: the files have a tensor of this name
+    source: StackedSlice | None = None  # None: the files have a tensor of this name
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class StackedSlice:
     """The location of a tensor that files have as some rows of a larger one: a linear of an expert,
     or a convolution of q, k or v."""
 
@@ -76,8 +76,9 @@ class Source:
         return self.rows[outputs.start : outputs.stop]
 
 
-def weight_files(directory: Path) -> dict[str, Stored]:
-    """Return {name: Stored} of all tensors in a directory's safetensors. Raises ValueError."""
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return {name: StoredTensor} of all tensors in a directory's safetensors. Raises
+    ValueError."""
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if whole.is_file():  # takes precedence over an index, as in transformers
         return tensors_of(whole)
@@ -99,8 +100,8 @@ def weight_files(directory: Path) -> dict[str, Stored]:
     return {name: found[file][name] for name, file in names.items()}
 
 
-def tensors_of(path: Path) -> dict[str, Stored]:
-    """Return {name: Stored} of a safetensors file, from its header. Raises ValueError."""
+def tensors_of(path: Path) -> dict[str, StoredTensor]:
+    """Return {name: StoredTensor} of a safetensors file, from its header. Raises ValueError."""
     try:
         with safe_open(path, "pt"):
             pass  # opening it checks that it is complete
@@ -110,18 +111,19 @@ def tensors_of(path: Path) -> dict[str, Stored]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    return {name: Stored(path, tensor["dtype"], tuple(tensor["shape"]),
-                         *(8 + size + offset for offset in tensor["data_offsets"]))
+    return {name: StoredTensor(path, tensor["dtype"], tuple(tensor["shape"]),
+                               *(8 + size + offset for offset in tensor["data_offsets"]))
             for name, tensor in header.items()}
 
 
 def read_tensor(
-    stored: Stored, name: str, device: torch.device | str = "cpu", content: str | None = None,
-    index: Any = ..., what: str | None = None, transposed: bool = False,
+    stored: StoredTensor, name: str, device: torch.device | str = "cpu",
+    checksum: str | None = None, index: Any = ..., what: str | None = None,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """Return one whole tensor, or its part at `index`, which errors call `what`; if `transposed`,
-    its transpose. Raises ValueError if its content_sum(), as hex, is not `content`. The file is
-    opened for each tensor, because mapped pages would add up."""
+    its transpose. Raises ValueError if its tensor_checksum(), as hex, is not `checksum`. The file
+    is opened for each tensor, because mapped pages would add up."""
     if index is ... and stored.dtype in DTYPES:
         # safetensors would parse the header again: 27 ms for a file with 24,000 tensors (a CPU)
         tensor = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
@@ -131,7 +133,7 @@ def read_tensor(
         with safe_open(stored.path, "pt") as tensors:
             tensor = tensors.get_slice(name)[index].to(device)
     tensor = tensor.t().contiguous() if transposed else tensor
-    if content and content != as_hex(int(content_sum(tensor))):
+    if checksum and checksum != as_hex(int(tensor_checksum(tensor))):
         raise ValueError(f"{stored.path}: the values of {what or name} {OTHER_BASE}")
     return tensor
 
@@ -148,7 +150,7 @@ def all_finite(values: torch.Tensor, name: str) -> torch.Tensor:
     return values.new_ones((), dtype=torch.bool)
 
 
-def rows_before(requests: Sequence[Request]) -> dict[str, int]:
+def rows_before(requests: Sequence[ReadRequest]) -> dict[str, int]:
     """Return {tensor's name: number of its first rows that are read by ranks before this one};
     several ranks may read the same row. All ranks must call this."""
     stops = gather_objects({request.name: request.rows.stop for request in requests})
@@ -187,11 +189,12 @@ class WeightReader:
     """
 
     def __init__(
-        self, files: Mapping[str, Stored], requests: Sequence[Request], device: torch.device,
+        self, stored: Mapping[str, StoredTensor], requests: Sequence[ReadRequest],
+        device: torch.device,
     ) -> None:
-        self.files, self.device, self.waiting = files, device, collections.deque(requests)
+        self.stored, self.device, self.waiting = stored, device, collections.deque(requests)
         # {name: (tensor, futures of its chunks, request)}
-        self.ahead: dict[str, tuple[torch.Tensor, list[Future[None]], Request]] = {}
+        self.ahead: dict[str, tuple[torch.Tensor, list[Future[None]], ReadRequest]] = {}
         self.staging = threading.local()
         self.errors: list[BaseException] = []
         self.pool = ThreadPoolExecutor(READERS, initializer=self._prepare_thread)
@@ -201,13 +204,13 @@ class WeightReader:
             torch.cuda.set_device(self.device)
             self.staging.buffer = torch.empty(READ_CHUNK, dtype=torch.uint8, pin_memory=True)
 
-    def _extent(self, request: Request) -> tuple[Stored, int, int]:
-        """Return the Stored tensor that contains the rows of a request, the byte of its file at
-        which they begin, and their number of bytes."""
+    def _extent(self, request: ReadRequest) -> tuple[StoredTensor, int, int]:
+        """Return the StoredTensor that contains the rows of a request, the byte of its file
+        at which they begin, and their number of bytes."""
         name, n_rows, rows = request.name, request.shape[0], request.rows
         if source := request.source:
             name, n_rows, rows = source.name, source.n_rows, source.rows_with(rows)
-        stored = self.files[name]
+        stored = self.stored[name]
         row_bytes = (stored.stop - stored.start) // n_rows
         return stored, stored.start + rows.start * row_bytes, len(rows) * row_bytes
 
@@ -248,7 +251,7 @@ class WeightReader:
 
 
 def rows_in_memory(
-    tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Source], name: str,
+    tensors: Mapping[str, torch.Tensor], sources: Mapping[str, StackedSlice], name: str,
 ) -> torch.Tensor:
     """Return all rows of a tensor in `tensors`, flat, as a WeightReader would read them from files;
     `sources`: see TensorNames."""
@@ -261,7 +264,7 @@ class RandomWeights:
     """
 
     def __init__(
-        self, requests: Sequence[Request], seed: int, dtype: torch.dtype, device: torch.device,
+        self, requests: Sequence[ReadRequest], seed: int, dtype: torch.dtype, device: torch.device,
     ) -> None:
         self.requests = {request.name: request for request in requests}
         self.seed, self.dtype, self.device = seed, dtype, device

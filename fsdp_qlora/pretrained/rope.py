@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import Architecture, rotary_dim
-from fsdp_qlora.pretrained.describe import text_config
+from fsdp_qlora.pretrained.from_config import text_config
 
 
 def longest_text(c: PreTrainedConfig) -> int | None:

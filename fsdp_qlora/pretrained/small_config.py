@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import Architecture, Family, Heads, Mamba2, rotary_dim
-from fsdp_qlora.pretrained.describe import describe_model, text_config
 from fsdp_qlora.pretrained.families import FAMILIES
+from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 
 
 # {config field with limits by layer: limit in the small layers of the check}. These limits clamp
@@ -21,10 +21,9 @@ SMALL_LIMITS = {"swiglu_limits": 6.0, "swiglu_limits_shared": 7.0}
 def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a text config with few small layers that has every feature of the model.
 
-    The kinds of layers are taken from the config's own lists, so that describe_model()'s reading of
-    these lists is checked.
-    """
-    arch = describe_model(model_config)
+    The kinds of layers are taken from the config's own lists, so that make_architecture()'s reading
+    of these lists is checked. """
+    arch = make_architecture(model_config)
     c = copy.deepcopy(text_config(model_config))
     c.per_layer_config = None  # shrinking_changes() sets it for the small layers
     vars(c).pop("quantization_config", None)  # the check's weights are random, quantized to NF4
@@ -106,7 +105,7 @@ def shrinking_changes(
         ("if used", {"num_kv_shared_layers": len({*kv_sources.values()})}),
         ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer else 0,
                          "vocab_size_per_layer_input": 128}),
-        *latent_changes(arch, c),
+        *mla_changes(arch, c),
         ("if used", {"sliding_window": 5}),  # shorter than the checked documents
         # the released ids may be outside the small vocabulary
         ("always", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})]
@@ -161,7 +160,7 @@ def expert_changes(
         ("if declared", {"moe_layer_end_index": 1})]
 
 
-def latent_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+def mla_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """Return the rows of shrinking_changes() for latent attention. Values stay narrower than
     queries, or as wide."""
     mla = arch.mla
@@ -178,7 +177,8 @@ def latent_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
 def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """Return the rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights.
     """
-    record = next((x for x in FAMILIES[arch.family].mixers.values() if isinstance(x, Mamba2)), None)
+    mixers = FAMILIES[arch.family].other_mixers.values()
+    record = next((x for x in mixers if isinstance(x, Mamba2)), None)
     if not record:
         return []
     sizes = {"heads": 4, "head_dim": 32, "groups": min(2, getattr(

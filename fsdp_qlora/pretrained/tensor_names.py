@@ -1,6 +1,6 @@
 """Expected tensor names in a checkpoint, and the check that all are there.
 
-formats.py knows how other formats than 16 bits name the parts of a weight.
+weight_formats.py knows how other formats than 16 bits name the parts of a weight.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from transformers import PreTrainedConfig
 
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
-from fsdp_qlora.pretrained.describe import stored_format, text_config
-from fsdp_qlora.pretrained.formats import (
-    FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_PARTS, NF4_STATE, PER_INT32)
+from fsdp_qlora.pretrained.from_config import stored_format, text_config
 from fsdp_qlora.pretrained.reader import (
-    DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader)
+    DTYPES, FLOATS, READ_CHUNK, ReadRequest, StackedSlice, StoredTensor, WeightReader)
+from fsdp_qlora.pretrained.weight_formats import (
+    FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_SUFFIXES, NF4_STATE, PER_INT32)
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
 from fsdp_qlora.quant.nf4 import dynamic_map, nf4_code
 
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have
-Wanted = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
-HasShape = Stored | torch.Tensor
+ExpectedTensors = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
+HasShape = StoredTensor | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class TensorNames:
     # {name: Linear} of the linears that are in 4 bits in training
     linears: dict[str, Linear] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # {name: shape} of all tensors
-    # {name: Source} of tensors that are a part of a larger one, whose name is then in `shapes`; in
-    # MXFP4, which has two tensors, {name + each of MX_PARTS: Source}
-    sources: dict[str, Source] = field(default_factory=dict)
+    # {name: StackedSlice} of tensors that are a part of a larger one, whose name is then in
+    # `shapes`; in MXFP4, which has two tensors, {name + each of MX_SUFFIXES: StackedSlice}
+    sources: dict[str, StackedSlice] = field(default_factory=dict)
     # {name of a linear in FP8 or INT4: name of its scales}
     scaled: dict[str, str] = field(default_factory=dict)
     # the names in `shapes` of Architecture.small_tensors()
@@ -75,7 +75,7 @@ class TensorNames:
         name = f"{self.stem}layers.{index}." + renamed(name, self.renames)
         return self.aliases.get(name, name)
 
-    def parts(self) -> dict[str, list[tuple[str, Any]]]:
+    def linears_by_tensor(self) -> dict[str, list[tuple[str, Any]]]:
         """Return {name of a tensor in 16 bits: [(name of a linear, its index in the tensor)]} for
         all linears."""
         parts = {}
@@ -103,21 +103,21 @@ def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
     return name
 
 
-def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNames:
-    """Return the TensorNames of a model whose files have the tensors `files`, with the files'
+def tensor_names(arch: Architecture, stored: Mapping[str, HasShape]) -> TensorNames:
+    """Return the TensorNames of a model whose files have the tensors `stored`, with the files'
     spelling."""
     stems = arch.checkpoint_prefixes
-    stem = next((s for s in stems if name_in_files(f"{s}{arch.embedding}.weight", arch, files)
-                 in files), stems[0])
-    head = next((name for name in arch.head_names if name in files), arch.head_names[0])
-    embedding, norm, bias = (name_in_files(f"{stem}{name}", arch, files) for name in (
+    stem = next((s for s in stems if name_in_files(f"{s}{arch.embedding}.weight", arch, stored)
+                 in stored), stems[0])
+    head = next((name for name in arch.head_names if name in stored), arch.head_names[0])
+    embedding, norm, bias = (name_in_files(f"{stem}{name}", arch, stored) for name in (
         f"{arch.embedding}.weight", f"{arch.final_norm}.weight", f"{arch.final_norm}.bias"))
     layer_prefix = renamed(f"{stem}layers.", arch.renames)
-    if not any(name.startswith(layer_prefix) for name in files):
+    if not any(name.startswith(layer_prefix) for name in stored):
         layer_prefix = f"{stem}layers."
     table, renames = (arch.vocab_size - arch.added_rows, arch.hidden_size), ()
     if arch.moe:  # only the renames that these files use
-        renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
+        renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in stored))
     names = TensorNames(
         shapes={embedding: table}, embedding=embedding, norm=norm if arch.norm_weight else None,
         norm_bias=bias if arch.norm_bias else None, head=head,
@@ -126,7 +126,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     if arch.per_layer:
         add_per_layer(names, arch)
     for i in range(arch.n_layers):
-        add_layer(names, arch, i, files)
+        add_layer(names, arch, i, stored)
     n_routed = sum(arch.layer_routed)
     if 0 < len(names.zeros) < n_routed:
         raise ValueError(f"the checkpoint lacks {min(names.zeros)}, but {n_routed} layers have"
@@ -140,14 +140,14 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     return names
 
 
-def name_in_files(name: str, arch: Architecture, files: Mapping[str, HasShape]) -> str:
+def name_in_files(name: str, arch: Architecture, stored: Mapping[str, HasShape]) -> str:
     """Return the name, or the one that Family.renames makes of it, if the files have that."""
     other = renamed(name, arch.renames)
-    return other if other in files else name
+    return other if other in stored else name
 
 
 def add_layer(
-    names: TensorNames, arch: Architecture, i: int, files: Mapping[str, HasShape]
+    names: TensorNames, arch: Architecture, i: int, stored: Mapping[str, HasShape]
 ) -> None:
     """Add the tensors of layer i."""
     kind = arch.layer_kinds[i]
@@ -155,31 +155,31 @@ def add_layer(
     if arch.renames:
         for key in (*(f"{linear.name}.weight" for linear in linears), *vectors, *small):
             name = names.of_layer(i, key)
-            if (other := name_in_files(name, arch, files)) != name:
+            if (other := name_in_files(name, arch, stored)) != name:
                 names.aliases[name] = other
-    parts = add_fused(names, arch, i, files)
+    parts = add_fused(names, arch, i, stored)
     for linear in linears:
         name = names.of_layer(i, f"{linear.name}.weight")
-        if name + INT4_PACKED in files:
+        if name + INT4_PACKED in stored:
             add_int4(names, name, linear)
             continue
         names.linears[name] = linear
         if not linear.mxfp4 and f"{linear.name}.weight" not in parts:
             names.shapes[name] = linear.out_features, linear.in_features
-        if (scales := f"{name}_scale_inv") in files:
+        if (scales := f"{name}_scale_inv") in stored:
             names.scaled[name] = scales
             names.shapes[scales] = tuple(
                 math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
     if arch.mla and arch.mla.index_topk:
-        add_unread(names, names.of_layer(i, arch.mla.indexer), files)
+        add_unread(names, names.of_layer(i, arch.mla.indexer), stored)
     if arch.kv_sources[i] is not None:  # released files have keys and values all the same
         for key in "k_proj", "v_proj", "k_norm", "v_norm":
-            add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
+            add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), stored)
     if arch.post_norm_of_experts and not kind.routed:  # released files have it all the same
         norm = names.of_layer(i, f"{arch.mlp_post_norm}.weight")
-        add_unread(names, name_in_files(norm, arch, files), files)
+        add_unread(names, name_in_files(norm, arch, stored), stored)
     if kind.routed and (moe := arch.moe) and moe.correction and moe.correction_or_zeros:
-        names.zeros.update({names.of_layer(i, moe.correction)} - files.keys())
+        names.zeros.update({names.of_layer(i, moe.correction)} - stored.keys())
     for key in [*vectors, *small]:
         if key not in parts and names.of_layer(i, key) not in names.zeros:
             names.shapes[names.of_layer(i, key)] = (vectors | small)[key]
@@ -187,22 +187,22 @@ def add_layer(
 
 
 def add_fused(
-    names: TensorNames, arch: Architecture, i: int, files: Mapping[str, HasShape]
+    names: TensorNames, arch: Architecture, i: int, stored: Mapping[str, HasShape]
 ) -> set[str]:
     """Add the larger tensors in which the files have some tensors of layer i. Returns the names, in
     the layer, of these tensors."""
     kind = arch.layer_kinds[i]
-    stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
+    stacked = stacked_experts(arch, names, i, stored) if kind.routed else {}
     conv_rows = {key: shape[0] for key, shape in arch.small_tensors(kind).items()
                  if key.endswith("_conv1d.weight")}  # transformers has them in one tensor in memory
-    fused = fused_rows(conv_rows, names.of_layer(i, "linear_attn.conv1d.weight"), files)
+    fused = fused_rows(conv_rows, names.of_layer(i, "linear_attn.conv1d.weight"), stored)
     if arch.fused_qkv and arch.has_attention(kind):
         in_proj, _ = arch.of_kind(kind).attention_linears()
         for part in "weight", "bias":
             whole = names.of_layer(i, f"{arch.fused_qkv}.{part}")
             rows = {f"{linear.name}.{part}": linear.out_features for linear in in_proj}
-            fused |= fused_rows(rows, name_in_files(whole, arch, files), files)
-    shapes = {key: (source, tuple(files[source.name].shape)) for key, source in fused.items()}
+            fused |= fused_rows(rows, name_in_files(whole, arch, stored), stored)
+    shapes = {key: (source, tuple(stored[source.name].shape)) for key, source in fused.items()}
     for key, (source, shape) in (stacked | shapes).items():
         names.sources[names.of_layer(i, key)] = source
         names.shapes[source.name] = shape
@@ -231,41 +231,42 @@ def add_per_layer(names: TensorNames, arch: Architecture) -> None:
         names.of_model(record.projection_norm): (record.size,)})
 
 
-def add_unread(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -> None:
+def add_unread(names: TensorNames, prefix: str, stored: Mapping[str, HasShape]) -> None:
     """Add the files' tensors with this prefix, which training does not read, but a merge copies."""
-    for name in (name for name in files if name.startswith(prefix)):
-        names.shapes[name] = tuple(files[name].shape)
-        if (scales := f"{name}_scale_inv") in files:
+    for name in (name for name in stored if name.startswith(prefix)):
+        names.shapes[name] = tuple(stored[name].shape)
+        if (scales := f"{name}_scale_inv") in stored:
             names.scaled[name] = scales
 
 
 def fused_rows(
-    rows: Mapping[str, int], whole: str, files: Mapping[str, HasShape],
-) -> dict[str, Source]:
-    """Return {name: its Source} of the tensors in `rows`, {name: number of rows}, if the files have
-    them one after the other in the tensor `whole`. Raises ValueError if that has other rows."""
+    rows: Mapping[str, int], whole: str, stored: Mapping[str, HasShape],
+) -> dict[str, StackedSlice]:
+    """Return {name: its StackedSlice} of the tensors in `rows`, {name: number of rows}, if the
+    files have them one after the other in the tensor `whole`. Raises ValueError if that has other
+    rows."""
     n_rows = sum(rows.values())
-    if not rows or whole not in files:
+    if not rows or whole not in stored:
         return {}
-    if (found := tuple(files[whole].shape))[0] != n_rows:
+    if (found := tuple(stored[whole].shape))[0] != n_rows:
         raise ValueError(f"{whole} has shape {list(found)}, but config.json asks for {n_rows} rows")
     stops = dict(zip(rows, itertools.accumulate(rows.values())))
-    return {key: Source(whole, n_rows, range(stop - rows[key], stop))
+    return {key: StackedSlice(whole, n_rows, range(stop - rows[key], stop))
             for key, stop in stops.items()}
 
 
 def stacked_experts(
-    arch: Architecture, names: TensorNames, layer: int, files: Mapping[str, HasShape],
-) -> dict[str, tuple[Source, tuple[int, ...]]]:
-    """Return {name in a layer of a linear's tensor: (Source, shape of the larger tensor)} if the
-    files have the linears of all experts in one tensor, as transformers 5 has in memory, [experts,
-    out, in] or transposed; or gates and ups in two such tensors; or, in MXFP4, in two tensors of
-    bytes. Else {}."""
+    arch: Architecture, names: TensorNames, layer: int, stored: Mapping[str, HasShape],
+) -> dict[str, tuple[StackedSlice, tuple[int, ...]]]:
+    """Return {name in a layer of a linear's tensor: (StackedSlice, shape of the larger tensor)} if
+    the files have the linears of all experts in one tensor, as transformers 5 has in memory,
+    [experts, out, in] or transposed; or gates and ups in two such tensors; or, in MXFP4, in two
+    tensors of bytes. Else {}."""
     sources, moe = {}, arch.moe
     assert moe, "the layer has experts"
     first_key = "gate_up_proj" if arch.gated else "up_proj"
     groups = {first_key: arch.expert_gate_up, "down_proj": arch.expert_down}
-    if names.of_layer(layer, f"{moe.experts}.gate_proj") in files:
+    if names.of_layer(layer, f"{moe.experts}.gate_proj") in stored:
         apart = {"gate_proj": arch.expert_gate_up[::2], "up_proj": arch.expert_gate_up[1::2]}
         groups = apart | {"down_proj": arch.expert_down}
     for key, linears in groups.items():
@@ -275,8 +276,8 @@ def stacked_experts(
         if linears[0].mxfp4:
             parts = {"_blocks": (n, n_out, n_in // MX_BLOCK, MX_BLOCK // 2),
                      "_scales": (n, n_out, n_in // MX_BLOCK)}
-        elif names.of_layer(layer, whole) in files:
-            found_shape = tuple(files[names.of_layer(layer, whole)].shape)
+        elif names.of_layer(layer, whole) in stored:
+            found_shape = tuple(stored[names.of_layer(layer, whole)].shape)
             transposed = found_shape == (n, n_in, n_out) and (n_in != n_out or moe.transposed)
             parts = {"": (n, n_in, n_out) if transposed else (n, n_out, n_in)}
         else:
@@ -289,34 +290,34 @@ def stacked_experts(
                 if transposed:
                     columns = range(first - expert * n_out, stop - expert * n_out)
                     rows = range(expert * n_in, (expert + 1) * n_in)
-                sources[f"{linear.name}.weight{part}"] = Source(
+                sources[f"{linear.name}.weight{part}"] = StackedSlice(
                     names.of_layer(layer, whole + part), n * shape[1], rows, columns), shape
                 first = stop
     return sources
 
 
 def check_files(
-    files: dict[str, Stored], names: TensorNames, model_config: PreTrainedConfig,
+    stored: dict[str, StoredTensor], names: TensorNames, model_config: PreTrainedConfig,
     compute_dtype: str,
 ) -> dict[str, dict[str, Any]]:
     """Check a checkpoint's tensors before they are read. Returns {name: the JSON object that
     bitsandbytes stored with it} of the tensors that are in NF4 in the files. Raises ValueError."""
-    wanted: Wanted = {
-        name: (shape, ["U8"] if name.endswith(MX_PARTS) else FLOATS)
+    wanted: ExpectedTensors = {
+        name: (shape, ["U8"] if name.endswith(MX_SUFFIXES) else FLOATS)
         for name, shape in names.shapes.items()}
     for name in names.scaled:
         in_int4 = name.endswith(INT4_PACKED)
         wanted[name] = names.shapes[name], ["I32"] if in_int4 else ["F8_E4M3"]
         if in_int4:
             wanted[name.removesuffix(INT4_PACKED) + INT4_SHAPE] = (2,), ["I32", "I64"]
-    files = drop_further_layers(files, names, model_config)
+    stored = drop_further_layers(stored, names, model_config)
     n_mxfp4 = sum(linear.mxfp4 for linear in names.linears.values())
     if n_mxfp4 or not has_nf4(model_config):
-        check_tensors(files, names, wanted)
+        check_tensors(stored, names, wanted)
         if n_mxfp4:
             log(f"model: {n_mxfp4} linears of experts stay in MXFP4")
         return {}
-    states = check_prequantized(files, names, wanted)
+    states = check_prequantized(stored, names, wanted)
     dtypes = sorted({state["dtype"] for state in states.values()})
     n = sum(name in states for name in names.linears)
     n_whole, n_gates = len(names.linears) - n, len(states) - n
@@ -336,24 +337,26 @@ def has_nf4(model_config: PreTrainedConfig) -> bool:
 
 
 def drop_further_layers(
-    files: dict[str, Stored], names: TensorNames, model_config: PreTrainedConfig,
-) -> dict[str, Stored]:
+    stored: dict[str, StoredTensor], names: TensorNames, model_config: PreTrainedConfig,
+) -> dict[str, StoredTensor]:
     """Return the files' tensors without the layers after the last one that config.json declares,
     which predict further tokens (MTP)."""
-    config, found = text_config(model_config), dict[str, Stored]()
+    config, found = text_config(model_config), dict[str, StoredTensor]()
     n = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", 0)
     for i in range(config.num_hidden_layers, config.num_hidden_layers + (n or 0)):
         stem = f"{names.layer_prefix}{i}."
-        found |= {name: stored for name, stored in files.items() if name.startswith(stem)}
+        found |= {name: tensor for name, tensor in stored.items() if name.startswith(stem)}
     if found:
         log(f"model: skipped {len(found)} multi-token-prediction (MTP) tensors, of layers after the"
             " last")
-    return {name: stored for name, stored in files.items() if name not in found}
+    return {name: tensor for name, tensor in stored.items() if name not in found}
 
 
-def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wanted) -> None:
+def check_tensors(
+    stored: Mapping[str, StoredTensor], names: TensorNames, wanted: ExpectedTensors
+) -> None:
     """Raise ValueError unless the files have all tensors of `wanted`, and no others in layers."""
-    missing = [name for name in wanted if name not in files]
+    missing = [name for name in wanted if name not in stored]
     if missing:
         hint = ""
         if missing == [names.head]:
@@ -361,17 +364,17 @@ def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wante
                     " its text_config")
         raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that its"
                          f" config.json asks for, the first is {missing[0]}{hint}")
-    extra = [name for name in files if name.startswith(names.layer_prefix) and name not in wanted
+    extra = [name for name in stored if name.startswith(names.layer_prefix) and name not in wanted
              and not name.endswith("inv_freq")]
     if extra:
         raise ValueError(f"the checkpoint has {len(extra)} tensors that its config.json does not"
                          f" describe, the first is {extra[0]}")
     for name, (shape, dtypes) in wanted.items():
-        path, dtype, found, *_ = files[name]
+        path, dtype, found, *_ = stored[name]
         if shape not in (None, found):
             raise ValueError(f"{path.name}: {name} has shape {list(found)}, but config.json asks"
                              f" for {list(shape)}" + ": MXFP4 has one scale for 32 weights"
-                             * name.endswith(MX_PARTS))
+                             * name.endswith(MX_SUFFIXES))
         if dtype not in dtypes:
             hint = ": without double quantization?" * name.endswith("absmax")
             if dtype == "F8_E4M3" and name in names.linears:
@@ -379,15 +382,15 @@ def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wante
             raise ValueError(f"{path.name}: {name} is {dtype}, which is not supported;"
                              f" {', '.join(dtypes)} are{hint}")
     is_tied = names.head not in wanted
-    if is_tied and names.head in files and not same_bytes(files[names.head],
-                                                          files[names.embedding]):
+    if is_tied and names.head in stored and not same_bytes(stored[names.head],
+                                                           stored[names.embedding]):
         raise ValueError(f"config.json has tie_word_embeddings true, but the checkpoint's"
                          f" {names.head} is not its {names.embedding}: transformers then uses both;"
                          " set tie_word_embeddings to false there")
 
 
-def same_bytes(one: Stored, other: Stored) -> bool:
-    """Return True if two Stored tensors are equal; reads a chunk at a time."""
+def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return True if two StoredTensor tensors are equal; reads a chunk at a time."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.path.open("rb") as a, other.path.open("rb") as b:
@@ -398,15 +401,15 @@ def same_bytes(one: Stored, other: Stored) -> bool:
 
 
 def check_prequantized(
-    files: Mapping[str, Stored], names: TensorNames, wanted: Wanted,
+    stored: Mapping[str, StoredTensor], names: TensorNames, wanted: ExpectedTensors,
 ) -> dict[str, dict[str, Any]]:
     """check_tensors() for files in which bitsandbytes has quantized linears, with the same settings
     as here. Not all linears need to be quantized: transformers 5 does not quantize experts, and
     transformers 4 also quantized routers. Adds the tensors that bitsandbytes stores to `wanted`.
     Returns {name: the JSON object that bitsandbytes stored with it} of the quantized weights."""
     in_nf4 = [name for name in (*names.linears, *sorted(names.small_tensors))
-              if f"{name}.{NF4_STATE}" in files and name in names.shapes]
-    for name in files:
+              if f"{name}.{NF4_STATE}" in stored and name in names.shapes]
+    for name in stored:
         if name.endswith(".absmax") and name.removesuffix(".absmax") not in in_nf4:
             original = "the original model"
             if "_projs." in name:  # Unsloth's gpt-oss, which stores each expert separately
@@ -421,18 +424,18 @@ def check_prequantized(
         wanted[f"{name}.quant_map"] = (16,), ["F32"]
         wanted[f"{name}.nested_quant_map"] = (256,), ["F32"]
         wanted[f"{name}.{NF4_STATE}"] = None, ["U8"]
-    check_tensors(files, names, wanted)
+    check_tensors(stored, names, wanted)
     parts = NF4_STATE, "quant_map", "nested_quant_map"
-    requests = [Request(f"{name}.{part}", (1,), range(1)) for name in in_nf4 for part in parts]
-    reader = WeightReader(files, requests, torch.device("cpu"))
-    states = {name: _read_state(name, files[name], names.shapes[name], reader.read)
+    requests = [ReadRequest(f"{name}.{part}", (1,), range(1)) for name in in_nf4 for part in parts]
+    reader = WeightReader(stored, requests, torch.device("cpu"))
+    states = {name: _read_state(name, stored[name], names.shapes[name], reader.read)
               for name in in_nf4}
     reader.close()
     return states
 
 
 def _read_state(
-    name: str, stored: Stored, shape: tuple[int, ...], read: Callable[[str], torch.Tensor],
+    name: str, stored: StoredTensor, shape: tuple[int, ...], read: Callable[[str], torch.Tensor],
 ) -> dict[str, Any]:
     """Return the JSON object that bitsandbytes stored with one weight, after checking it."""
     try:

@@ -46,8 +46,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
                      optimizer_state: dict[str, torch.Tensor],
                      merge_check: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step> completely or not at all, from the gathered {PEFT's name: tensor},
-    and the results of Adapter.gather_state() and MergeCheck.states(). Raises DISK_ERRORS, also if
-    the directory is no longer this run's. Rank 0 only.
+    and the results of Adapter.gather_state() and MergeCheck.hidden_states(). Raises DISK_ERRORS,
+    also if the directory is no longer this run's. Rank 0 only.
 
     Everything goes into a hidden directory, which is renamed when all files are written, synced and
     listed with their SHA-256. So a directory with the right name is a complete checkpoint.
@@ -122,7 +122,7 @@ def load_checkpoint(path: Path, adapter: Adapter,
     state = optimizer.state[adapter.weights]
     if "step" in state:  # 1 by now, a number or a tensor: += keeps its type
         state["step"] += saved["step"] - 1
-    weights = unstack_experts(load_file(path / ADAPTER_WEIGHTS), adapter.expert_parts)
+    weights = unstack_experts(load_file(path / ADAPTER_WEIGHTS), adapter.expert_slices)
     for i in range(len(adapter.layers)):
         adapter.set_layer(i, weights)
     adapter.set_token_rows(weights)
@@ -202,9 +202,9 @@ def newest_checkpoint(
 
 def save_adapter(run: Run, weights: dict[str, torch.Tensor],
                  merge_check: dict[str, torch.Tensor]) -> None:
-    """Write the trained adapter in PEFT's format and MergeCheck.states()'s tensors, and their
-    SHA-256 into train_config.json. If --output_dir is lost or cannot be written, write the adapter
-    elsewhere, and raise OSError that names the place. Rank 0 only."""
+    """Write the trained adapter in PEFT's format and MergeCheck.hidden_states()'s tensors, and
+    their SHA-256 into train_config.json. If --output_dir is lost or cannot be written, write the
+    adapter elsewhere, and raise OSError that names the place. Rank 0 only."""
     try:
         write_results(run, weights, merge_check)
     except DISK_ERRORS as e:
@@ -221,9 +221,9 @@ def write_results(run: Run, weights: dict[str, torch.Tensor],
     write_adapter(run.directory, weights, run.job.lora_config)
     write_whole(run.directory / MERGE_CHECK_FILE, merge_check)
     path = run.directory / "train_config.json"
-    if described := read_json(path, {}):
-        described |= {key: digest(run.directory / name) for key, name in RESULTS.items()}
-        write_whole(path, json.dumps(described, indent=2))
+    if train_config := read_json(path, {}):
+        train_config |= {key: digest(run.directory / name) for key, name in RESULTS.items()}
+        write_whole(path, json.dumps(train_config, indent=2))
 
 
 def save_elsewhere(run: Run, weights: dict[str, torch.Tensor], errors: list[str]) -> str:

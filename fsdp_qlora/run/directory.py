@@ -25,7 +25,7 @@ from fsdp_qlora.files import (
     ADAPTER_FILES, ADAPTER_WEIGHTS, as_json, digest, open_own, put_in_place, read_json, remove,
     text_digest, write_whole)
 from fsdp_qlora.log import log
-from fsdp_qlora.model.load import Loaded
+from fsdp_qlora.model.load import LoadResult
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks, this_rank
 from fsdp_qlora.run.base_model import BaseModel
@@ -178,8 +178,8 @@ def flags_of(user_config: Config) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(run: Run, user_config: Config, loaded: Loaded,
-                 versions: dict[str, str]) -> None:
+def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
+                       versions: dict[str, str]) -> None:
     """Write train_config.json, which has everything that a merge needs. Rank 0 only.
 
     A resumed run keeps two things from before: the SHA-256 of an existing adapter, and the library
@@ -195,7 +195,7 @@ def describe_run(run: Run, user_config: Config, loaded: Loaded,
         log(f"changed on resume: {', '.join(changed)} (from step {run.saved_step})")
         kept["earlier_versions"] = [*kept.get("earlier_versions", []),
                                     {"until_step": run.saved_step, **before}]
-    described = {
+    train_config = {
         "flags": flags_of(user_config),
         "config": dataclasses.asdict(config),
         **job.digests,
@@ -207,7 +207,7 @@ def describe_run(run: Run, user_config: Config, loaded: Loaded,
             "quantized_from_dtype": config.compute_dtype,
             "prequantized": loaded.prequantized,  # the base's own bytes
             "device": run.device.type,
-            "tensor_sums": loaded.sums,  # {tensor: content_sum()}: tell bases apart
+            "tensor_sums": loaded.checksums,  # {tensor: tensor_checksum()}: tell bases apart
         },
         "world_size": dist.get_world_size(),
         "date": job.template_date,
@@ -218,9 +218,9 @@ def describe_run(run: Run, user_config: Config, loaded: Loaded,
         "versions": versions,
         **kept,
         "probe_input_ids": run.merge_check.input_ids}
-    described["sha256"] = text_digest(described)
-    described |= {key: saved_run[key] for key in RESULTS if key in saved_run}
-    write_whole(path, json.dumps(described, indent=2))
+    train_config["sha256"] = text_digest(train_config)
+    train_config |= {key: saved_run[key] for key in RESULTS if key in saved_run}
+    write_whole(path, json.dumps(train_config, indent=2))
 
 
 def save_tokenizer(directory: Path, weights_dir: Path, base: BaseModel) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_qlora.config import VERSION, Config
-from fsdp_qlora.run.foreign_flags import peer_answer, peer_value
+from fsdp_qlora.run.foreign_flags import flag_hint, value_hint
 
 DESCRIPTION = ("QLoRA fine-tuning on one or more GPUs: 4-bit NF4 base weights sharded by FSDP2,"
                " LoRA adapters on top.")
@@ -82,7 +82,7 @@ def parse_value(name: str, kind: Any, choices: Sequence[str], text: str) -> Any:
     if choices and text not in choices:
         wanted = f"one of {', '.join(choices)}"
         wanted += ", and --output_dir names the run" * (name == "resume")
-        meant = peer_value(name, text, choices)
+        meant = value_hint(name, text, choices)
     elif kind in (int, float):
         try:
             return kind(text)
@@ -92,7 +92,7 @@ def parse_value(name: str, kind: Any, choices: Sequence[str], text: str) -> Any:
     elif name == "recompute" and not text.isdecimal():
         words = ("all", "none", "auto")
         wanted = "" if text in words else f"{', '.join(words)} or a number of layers"
-        meant = peer_value(name, text, words)
+        meant = value_hint(name, text, words)
     elif name == "eval_dataset" and text.endswith("%"):
         wanted, meant = "files, a Hub id or a fraction of the examples", meant_number(text, float)
     if wanted:
@@ -166,8 +166,8 @@ def refuse_unknown(where: str, flags: list[str]) -> NoReturn:
         near = ([known for known in names if known.startswith(word)]
                 or difflib.get_close_matches(word, names, 1, cutoff=0.75))
         guess = near and f"did you mean {near[0]}?"
-        answers = (peer_answer(flag), "its dashes are missing" if flag in names else "",
-                   guess if word in names else "", *map(peer_answer, (parts[-1], parts[0])), guess)
+        answers = (flag_hint(flag), "its dashes are missing" if flag in names else "",
+                   guess if word in names else "", *map(flag_hint, (parts[-1], parts[0])), guess)
         answer = next(filter(None, answers), "")
         told.append(f"{flag}: {answer}" if answer else flag)
     raise ValueError(f"{where}unrecognized arguments: {' | '.join(told)} (see --help)")

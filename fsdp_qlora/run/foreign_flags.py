@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 # An answer, and below it the names or patterns that get it. The first match counts.
-PEERS = """
+FOREIGN_FLAGS = """
 use --model, a Hub id or a directory; the model's own tokenizer is used
     model_name_or_path model_name base_model pretrained_model_name_or_path model_id checkpointer
     base_model_config tokenizer tokenizer_name tokenizer_config tokenizer_type
@@ -317,20 +317,21 @@ VALUES = {
 
 
 @functools.cache
-def read_peers() -> list[tuple[str, str]]:
-    """Return [(name or pattern, answer)] of PEERS."""
-    entries = (entry.partition("\n") for entry in PEERS.strip().split("\n\n"))
+def read_foreign_flags() -> list[tuple[str, str]]:
+    """Return [(name or pattern, answer)] of FOREIGN_FLAGS."""
+    entries = (entry.partition("\n") for entry in FOREIGN_FLAGS.strip().split("\n\n"))
     return [(name, answer) for answer, _, names in entries for name in names.split()]
 
 
-def peer_answer(name: str) -> str:
+def flag_hint(name: str) -> str:
     """Return what to do instead of using another tool's flag of this name; "" for an unknown name.
     """
     word = name.lstrip("-").replace("-", "_").lower()
-    return next((answer for theirs, answer in read_peers() if fnmatchcase(word, theirs)), "")
+    hints = read_foreign_flags()
+    return next((hint for theirs, hint in hints if fnmatchcase(word, theirs)), "")
 
 
-def peer_value(flag: str, text: str, values: Sequence[str]) -> str:
+def value_hint(flag: str, text: str, values: Sequence[str]) -> str:
     """Return the value of a flag that is meant by another tool's word for it, a part of it, or a
     misspelling; "" if none is."""
     word = text.lower()

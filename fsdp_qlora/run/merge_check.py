@@ -45,10 +45,10 @@ class MergeCheck:
         if model.token_rows:
             self.initial_rows = adapter.initial_rows[-1].cpu()
         with no_adapter(adapter):
-            self.without_adapter = self.states(model)["with_adapter"]
+            self.without_adapter = self.hidden_states(model)["with_adapter"]
 
     @torch.no_grad()
-    def states(self, model: Model) -> dict[str, torch.Tensor]:
+    def hidden_states(self, model: Model) -> dict[str, torch.Tensor]:
         """Return the lm_head's inputs for all tokens, one row after the other, [tokens, hidden] on
         the CPU: {"with_adapter": as it is now, "without_adapter": from begin()}; and with
         --trainable_tokens the lm_head's rows of these tokens, rows_with_adapter and
@@ -63,8 +63,9 @@ class MergeCheck:
             n_tokens = max(model.plan.micro_batch_tokens, int(rows.lengths.max()))
             for micro_step in pack_rows(rows.lengths.tolist(), 1, n_tokens):
                 micro_batch = make_micro_batch(rows, micro_step, model)
-                states = model(micro_batch, wants_loss=False).cpu().split(micro_batch.lengths)
-                state_of_row.update(zip(micro_step[0], states))  # padding is after the rows
+                hidden_states = model(micro_batch, wants_loss=False).cpu()
+                state_of_row.update(zip(  # padding is after the rows
+                    micro_step[0], hidden_states.split(micro_batch.lengths)))
         reshard_all(model)
         now = torch.cat([state_of_row[i] for i in range(len(rows))])
         inputs = {"with_adapter": now, "without_adapter": self.without_adapter}
@@ -91,8 +92,9 @@ def trained_logits(
     token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
-    vocabulary] on the CPU, from what training has recorded in `file`, see MergeCheck.states().
-    `head`, `bias`: the base's lm_head; `token_ids`: the tokens whose rows were trained."""
+    vocabulary] on the CPU, from what training has recorded in `file`, see
+    MergeCheck.hidden_states(). `head`, `bias`: the base's lm_head; `token_ids`: the tokens whose
+    rows were trained."""
     recorded = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
                 for name, stored in tensors_of(file).items()}
 

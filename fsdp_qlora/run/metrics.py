@@ -71,7 +71,7 @@ class MetricsWriter:
                     " are kept and written later")
             self.is_failing = True
 
-    def record(self, record: dict[str, Any]) -> None:
+    def write_record(self, record: dict[str, Any]) -> None:
         """Write the record of a step or an evaluation."""
         self.unwritten += json.dumps(record).encode() + b"\n"
         self.write()
@@ -83,9 +83,9 @@ class MetricsWriter:
                 " metrics are sent to it")
             self.track = None
 
-    def step(self, record: dict[str, Any]) -> None:
+    def write_step(self, record: dict[str, Any]) -> None:
         """Write the record of a step, and log it unless another step was logged just before."""
-        self.record(record)
+        self.write_record(record)
         step, now, max_steps = record["step"], time.monotonic(), self.max_steps
         self.first = self.first or (step, now)  # not counted: this step also compiles
         if step > self.first[0]:
@@ -169,7 +169,7 @@ def log_evaluation(step: int, max_steps: int | None, metrics: dict[str, float],
 
 
 def log_sample(sample: dict[str, str]) -> None:
-    """Print one of sample_answers()."""
+    """Print one of generate_samples()."""
     log(f"sample: prompt   {ending(sample['prompt'], 150)!r}")
     log(f"sample: answer   {beginning(sample['answer'], 300)!r}")
     log(f"sample: expected {beginning(sample['wanted'], 300)!r}")

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 import transformers
 
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
-    FilePart, as_saved, expert_parts, file_parts, lora_settings, token_row_names,
+    TensorSlice, as_saved, expert_slices, file_slices, lora_settings, token_row_names,
     token_row_settings)
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.describe import describe_model
+from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
 from fsdp_qlora.pretrained.merge_base import MergeBase
 from fsdp_qlora.pretrained.merged_model import auto_class, merged_tensors
-from fsdp_qlora.pretrained.reader import OTHER_BASE, tensors_of, weight_files
+from fsdp_qlora.pretrained.reader import OTHER_BASE, stored_tensors, tensors_of
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.run.peft_run import open_peft_run
 from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
@@ -36,32 +36,32 @@ def open_run(
         return open_peft_run(adapter_dir, base_model)
     run = read_run(adapter_dir)
     # digests of the tensors in training; each is compared when the tensor is read
-    sums = {} if allow_other_base else run.quantization["tensor_sums"]
-    base = read_base(base_model or run.base_model, run.quantization, sums)
+    checksums = {} if allow_other_base else run.quantization["tensor_sums"]
+    base = read_base(base_model or run.base_model, run.quantization, checksums)
     add_token_rows(base, run.token_ids)
     check_base(base, run, allow_other_base)
     return run, base, open_trained_adapter(adapter_dir, run, base)
 
 
-def read_base(name: str, quantization: dict[str, Any], sums: dict[str, str]) -> MergeBase:
-    """Return the base model, after the same checks of its files as in training. `sums`: those that
-    its tensors must have, see MergeBase."""
+def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]) -> MergeBase:
+    """Return the base model, after the same checks of its files as in training. `checksums`: those
+    that its tensors must have, see MergeBase."""
     directory = model_directory(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
-    with explain(f"base model {directory}"):
+    with errors_about(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        arch = describe_model(model_config)
-        files = weight_files(directory)
-        names = tensor_names(arch, files)
-        nf4_states = check_files(files, names, model_config, dtype)
+        arch = make_architecture(model_config)
+        stored = stored_tensors(directory)
+        names = tensor_names(arch, stored)
+        nf4_states = check_files(stored, names, model_config, dtype)
         if in_4bit != bool(nf4_states):
             raise ValueError(f"is {'' if nf4_states else 'not '}quantized already. With"
                              " --base_model name the one in training")
-        tensors, paths = merged_tensors(files, names, nf4_states, model_config)
+        tensors, paths = merged_tensors(stored, names, nf4_states, model_config)
     return MergeBase(
-        directory=directory, files=files, names=names, nf4_states=nf4_states, tensors=tensors,
+        directory=directory, stored=stored, names=names, nf4_states=nf4_states, tensors=tensors,
         paths=paths, auto_class=auto_class(model_config), dtype=getattr(torch, dtype), arch=arch,
-        sums=sums)
+        checksums=checksums)
 
 
 def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
@@ -97,18 +97,20 @@ def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
     adapted = set(adapted_linears(arch, run.config["target_modules"]))
     lora = lora_settings(arch, rank, alpha, adapter_type, adapted,
                          trainable_token_indices=token_row_settings(arch, base.token_ids))
-    parts = {}
-    parts_of_experts = expert_parts(arch, rank)
+    slices = {}
+    slices_of_experts = expert_slices(arch, rank)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            parts[name] = file_parts(arch, int(layer), linear, rank, adapter_type, parts_of_experts)
-    parts |= token_row_parts(base, arch)
-    return open_linear_adapters(adapter_dir, lora, parts, "train_config.json")
+            slices[name] = file_slices(
+                arch, int(layer), linear, rank, adapter_type, slices_of_experts)
+    slices |= token_row_slices(base, arch)
+    return open_linear_adapters(adapter_dir, lora, slices, "train_config.json")
 
 
-def token_row_parts(base: MergeBase, arch: Architecture) -> dict[str, list[FilePart]]:
-    """Return {embedding or lm_head: the FilePart of its trained rows}. `arch`: see as_saved()."""
+def token_row_slices(base: MergeBase, arch: Architecture) -> dict[str, list[TensorSlice]]:
+    """Return {embedding or lm_head: the TensorSlice of its trained rows}. `arch`: see
+    as_saved()."""
     if not base.token_ids:
         return {}
     names = base.names
@@ -116,4 +118,4 @@ def token_row_parts(base: MergeBase, arch: Architecture) -> dict[str, list[FileP
     if arch.tied and names.head in base.tensors:  # a copy of the embedding
         tables[names.head] = tables[names.embedding]
     shape = len(base.token_ids), arch.hidden_size
-    return {table: [FilePart(name, shape)] for table, name in tables.items()}
+    return {table: [TensorSlice(name, shape)] for table, name in tables.items()}

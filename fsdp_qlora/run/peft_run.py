@@ -14,16 +14,16 @@ import transformers
 from peft import LoraConfig
 from torch import nn
 
-from fsdp_qlora.errors import explain
+from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
-from fsdp_qlora.lora.peft_names import FilePart
+from fsdp_qlora.lora.peft_names import TensorSlice
 from fsdp_qlora.pretrained.architecture import Linear
-from fsdp_qlora.pretrained.describe import stored_format
+from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
 from fsdp_qlora.pretrained.merge_base import MergeBase
 from fsdp_qlora.pretrained.merged_model import auto_class, in_order
-from fsdp_qlora.pretrained.reader import FLOATS, Stored, tensors_of, weight_files
+from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, stored_tensors, tensors_of
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.run.trained_run import TrainedRun
 
@@ -34,30 +34,30 @@ def open_peft_run(
     """Return the run, the base and the adapter for a merge that cannot be checked: that
     transformers loaded the base with load_in_4bit, from bf16, is taken on trust."""
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
-    settings, stored = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
+    settings, adapter_tensors = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
     directory = model_directory(base_model, "weights", "--base_model")
-    with explain(f"--base_model {directory}"):
+    with errors_about(f"--base_model {directory}"):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if stored_format(config):
             raise ValueError("is quantized already")
-    model_class, files = auto_class(config), weight_files(directory)
+    model_class, stored = auto_class(config), stored_tensors(directory)
     print(f"warning: {adapter_dir} has no train_config.json, so it is assumed that it was"
           f" trained on {directory} in NF4 (its {path.name} names"
           f" {settings['base_model_name_or_path']}), and nothing will be compared")
-    in_4bit, others = linears_in_4bit(directory, config, model_class, files)
-    parts, r = dict[str, list[FilePart]](), settings["r"]
-    for stem in sorted({name.rpartition(".lora_")[0] or name for name in stored}):
+    in_4bit, others = linears_in_4bit(directory, config, model_class, stored)
+    slices, r = dict[str, list[TensorSlice]](), settings["r"]
+    for stem in sorted({name.rpartition(".lora_")[0] or name for name in adapter_tensors}):
         name = {**in_4bit, **others}.get(bare_name(stem), "")
         if not name:
             raise ValueError(f"{file}: {stem} is not a linear of the layers of {directory}: another"
                              " base model?")
-        n_out, n_in = files[name].shape
-        parts[name] = [FilePart(f"{stem}.lora_A.weight", (r, n_in)),
-                       FilePart(f"{stem}.lora_B.weight", (n_out, r))]
+        n_out, n_in = stored[name].shape
+        slices[name] = [TensorSlice(f"{stem}.lora_A.weight", (r, n_in)),
+                        TensorSlice(f"{stem}.lora_B.weight", (n_out, r))]
         if settings["use_dora"]:
-            parts[name].append(FilePart(f"{stem}.lora_magnitude_vector", (n_out,)))
+            slices[name].append(TensorSlice(f"{stem}.lora_magnitude_vector", (n_out,)))
     linears = [*in_4bit.values()]
-    if parts.keys() & others.values():  # then the base was loaded with these linears
+    if slices.keys() & others.values():  # then the base was loaded with these linears
         if not all(others.values()):
             raise ValueError(f"--base_model {directory}: its tensors outside the text model have"
                              " other names than transformers: use the adapter unmerged")
@@ -68,14 +68,14 @@ def open_peft_run(
               " known")
     lora = LoraConfig(r=r, **{key: settings[key] for key in (
         "lora_alpha", "use_rslora", "use_dora")})
-    adapter = open_linear_adapters(adapter_dir, lora, parts, "this merge")
-    tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(files) if x.dtype in FLOATS}
+    adapter = open_linear_adapters(adapter_dir, lora, slices, "this merge")
+    tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(stored) if x.dtype in FLOATS}
     names = TensorNames(
-        linears={name: Linear(name, files[name].shape[0], files[name].shape[1], bias=False)
+        linears={name: Linear(name, stored[name].shape[0], stored[name].shape[1], bias=False)
                  for name in linears})
     base = MergeBase(
-        directory=directory, files=files, names=names, tensors=tensors,
-        paths={name: files[name].path for name in tensors}, auto_class=model_class,
+        directory=directory, stored=stored, names=names, tensors=tensors,
+        paths={name: stored[name].path for name in tensors}, auto_class=model_class,
         dtype=torch.bfloat16)
     run = TrainedRun(base_model=str(directory), template=template_beside(adapter_dir))
     return run, base, adapter
@@ -83,20 +83,20 @@ def open_peft_run(
 
 def linears_in_4bit(
     directory: Path, config: transformers.PreTrainedConfig, model_class: Any,
-    files: dict[str, Stored],
+    stored: dict[str, StoredTensor],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return {bare_name() of a linear: its tensor's name in the files} for the linears that
     transformers quantizes with load_in_4bit, in the text model and outside of it, where the name is
     "" if it is not found. Raises ValueError for a mixture of experts, because what is quantized
     then depends on the version of transformers."""
-    with explain(f"--base_model {directory}: transformers does not load it"):
+    with errors_about(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, dtype=torch.bfloat16)
         quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
             transformers.BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False)
         quantizer.preprocess_model(model, device_map=None)
         text_modules = {*model.get_decoder().modules()}
-    stored = {bare_name(name).removesuffix(".weight"): name for name in files}
+    by_name = {bare_name(name).removesuffix(".weight"): name for name in stored}
     in_text, outside = dict[str, str](), dict[str, str]()
     for name, module in model.named_modules():
         if module in text_modules and not isinstance(module, nn.Conv1d):
@@ -108,11 +108,11 @@ def linears_in_4bit(
                         " tell: use it unmerged, or train with train_fsdp_qlora.py")
         if isinstance(module, bnb.nn.Linear4bit):
             bare = bare_name(name)
-            if bare not in stored and module in text_modules:
+            if bare not in by_name and module in text_modules:
                 raise ValueError(f"--base_model {directory}: has no {name}.weight, which"
                                  " transformers makes of other tensors and quantizes: use the"
                                  " adapter unmerged")
-            (in_text if module in text_modules else outside)[bare] = stored.get(bare, "")
+            (in_text if module in text_modules else outside)[bare] = by_name.get(bare, "")
     return in_text, outside
 
 

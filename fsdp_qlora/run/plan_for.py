@@ -11,13 +11,13 @@ import torch.distributed as dist
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
-from fsdp_qlora.data.sampling import ShuffledRows
+from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.kernels.attention import architectures_by_attention_type
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, GPUSpec, gpu_machine, parse_gpus
-from fsdp_qlora.planner.search import choose_plan, describe_workload, why_no_capture
+from fsdp_qlora.planner.search import choose_plan, make_workload, why_no_capture
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
@@ -27,7 +27,7 @@ from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len, resolve_
 from fsdp_qlora.run.status import Status
 
 
-def answer_plan_for(user_config: Config, state_bytes: float, status: Status) -> None:
+def print_plan_for(user_config: Config, state_bytes: float, status: Status) -> None:
     """Print the plan of the run on the GPUs that --plan_for names, for the rows of --dataset if
     there is one. All ranks must call this."""
     with raise_on_all_ranks():
@@ -46,8 +46,8 @@ def answer_plan_for(user_config: Config, state_bytes: float, status: Status) -> 
         log_plan_elsewhere(user_config, *plan_elsewhere(config, state_bytes, rows, eval_rows))
 
 
-def expects_resumable(gpu: GPUSpec, arch: Architecture) -> bool:
-    """Return what can_resume() is expected to return on this GPU."""
+def expects_lse_reuse(gpu: GPUSpec, arch: Architecture) -> bool:
+    """Return what can_reuse_lse() is expected to return on this GPU."""
     return (gpu.cudnn and [*architectures_by_attention_type(arch)] == ["full"]
             and not (arch.attention_softcap or arch.sinks or arch.attention_dropout)
             and all(heads.dim <= 128 for heads in arch.layer_heads))
@@ -67,8 +67,8 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     config = resolve_max_seq_len(config, model_config, arch)
     _, adapted = resolve_adapter(arch, config, config.model or "")
     specs = make_layer_specs(arch, adapted, config)
-    source = ShuffledRows(rows or random_rows(arch.vocab_size, config), config)
-    workload = describe_workload(config, source, eval_rows, world_size, torch.device("cuda"),
-                                 why_no_capture(arch, machine), state_bytes=state_bytes,
-                                 resumable_attention=expects_resumable(gpu, arch))
+    sampler = ShuffledSampler(rows or random_rows(arch.vocab_size, config), config)
+    workload = make_workload(config, sampler, eval_rows, world_size, torch.device("cuda"),
+                             why_no_capture(arch, machine), state_bytes=state_bytes,
+                             can_reuse_lse=expects_lse_reuse(gpu, arch))
     return config, choose_plan(config, arch, specs, workload, limit, machine), limit

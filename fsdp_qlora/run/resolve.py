@@ -17,7 +17,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.planner.gpu_specs import parse_gpus
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.describe import text_config
+from fsdp_qlora.pretrained.from_config import text_config
 from fsdp_qlora.pretrained.rope import longest_text
 from fsdp_qlora.run.flags import parse_value
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.log import log, log_debug
@@ -28,12 +28,12 @@ from fsdp_qlora.run.state import Run
 
 HIGH_RATE = 0.02  # --learning_rate above it gets a line
 KERNEL_NAMES = {  # of functions in kernels/, in the log; others by their own name
-    "batched_attention": "SDPA (equal lengths)", "piece_attention": "cuDNN (long pieces)",
+    "sdpa_attention": "SDPA (equal lengths)", "piece_attention": "cuDNN (long pieces)",
     "flash_attention": "Flash Attention 2",
     "varlen_attention": "varlen_attn", "flex_document_attention": "flex_attention",
-    "document_attention": "one document at a time", "fla_delta_rule": "flash-linear-attention",
-    "fla_scan": "flash-linear-attention", "document_delta_rule": "delta rule in plain PyTorch",
-    "document_scan": "Mamba-2 in plain PyTorch"}
+    "eager_attention": "one document at a time", "fla_delta_rule": "flash-linear-attention",
+    "fla_scan": "flash-linear-attention", "eager_delta_rule": "delta rule in plain PyTorch",
+    "eager_scan": "Mamba-2 in plain PyTorch"}
 FLAGS_LOGGED_SEPARATELY = ("output_dir", "shard_group_size")  # in other lines of the log
 SHOWN_TOKENS = {True: 60, False: 30}  # of the first row's long parts, trained or not, at each end
 
@@ -64,7 +64,7 @@ def log_startup(
     names = sorted({KERNEL_NAMES.get(name, name) for name in used})
     log_on_gpu(f"attention: {', '.join(names)}")
     if device.type == "cuda":
-        if "document_attention" in used:
+        if "eager_attention" in used:
             log("warning: slow path, attention of one document at a time: no fused kernel fits this"
                 " model, dtype and GPU")
         free, total = torch.cuda.mem_get_info()
@@ -173,7 +173,7 @@ def show_document(ids: torch.Tensor, labels: torch.Tensor,
     cut to its first and last parts, and a long part to its beginning and end, because a reader
     wants to see where the loss begins and that it ends with the closing token."""
     all_ids, shown, start = ids.tolist(), [], 0
-    for is_trained, part in itertools.groupby((labels != IGNORE).tolist()):
+    for is_trained, part in itertools.groupby((labels != IGNORE_INDEX).tolist()):
         stop = start + len(list(part))
         shown.append((is_trained, start, stop))
         start = stop

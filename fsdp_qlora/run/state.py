@@ -13,11 +13,11 @@ from peft import LoraConfig
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.data.sampling import RowSource
+from fsdp_qlora.data.sampling import RowSampler
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.model.graphs import Graphs
+from fsdp_qlora.model.cuda_graphs import CUDAGraphs
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.run.base_model import BaseModel
@@ -48,7 +48,7 @@ class Job:
         arch = self.base.arch
         n_row_weights = arch.n_tables * len(self.base.trainable_ids) * arch.hidden_size
         return n_row_weights + sum(
-            math.prod(shape) for spec in self.specs for _, shape in spec.adapter_parts().values())
+            math.prod(shape) for spec in self.specs for _, shape in spec.adapter_slices().values())
 
 
 @dataclasses.dataclass
@@ -72,13 +72,13 @@ class Run:
     status: Status  # signals, deadlines, status.json
     directory: Path
     device: torch.device
-    source: RowSource  # chooses the rows of a step
-    eval_rows: Rows | None  # those of the job; ensure_reference() adds what DPO needs
+    sampler: RowSampler  # chooses the rows of a step
+    eval_rows: Rows | None  # those of the job; ensure_ref_logps() adds what DPO needs
     model: Model
     adapter: Adapter
     optimizer: Any  # the Optimizer of the script, which may be another one
     merge_check: MergeCheck
-    graphs: Graphs | None  # None: CUDA graphs are not used
+    cuda_graphs: CUDAGraphs | None  # None: CUDA graphs are not used
     # the fields below change during training
     progress: Progress = dataclasses.field(default_factory=Progress)
     saved_step: int = 0  # step of the latest checkpoint
@@ -94,5 +94,5 @@ class Run:
 
     @property
     def rows(self) -> Rows:
-        """All rows to train on; ensure_reference() adds what DPO needs."""
-        return self.source.rows
+        """All rows to train on; ensure_ref_logps() adds what DPO needs."""
+        return self.sampler.rows

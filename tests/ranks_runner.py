@@ -1,11 +1,11 @@
-"""What the tests run on several ranks: python -m torch.distributed.run several.py DIRECTORY, or
-python several.py DIRECTORY RANKS, which forks them and is faster.
+"""What the tests run on several ranks: python -m torch.distributed.run ranks_runner.py DIRECTORY,
+or python ranks_runner.py DIRECTORY RANKS, which forks them and is faster.
 
 Every rank does the jobs of DIRECTORY/0.json; the jobs' exit codes are in 0.RANK. Where there is a
 named pipe DIRECTORY/wake.RANK, it does those of 0.json, 1.json and so on, one for each byte that
 comes, until that has ended. One launch for many jobs: starting costs more than they do.
 
-A job is one main() of the script, with its "argv", or a "case" of worker.py. What may be given
+A job is one main() of the script, with its "argv", or a "case" of rank_cases.py. What may be given
 besides: "nproc", where the first ranks alone take part; "nodes", of how many machines they are to
 take themselves for processes; "deterministic", for what must be the same to the last bit on a GPU,
 where the attention's backward adds in any order otherwise; "cwd"; "before", a command that rank 0
@@ -42,8 +42,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402, F401
 from torch.distributed.tensor import debug  # noqa: E402
-import house  # noqa: E402
-import worker  # noqa: E402
+import patching  # noqa: E402
+import rank_cases  # noqa: E402
 from fsdp_qlora.kernels.pieces import piece_attention  # noqa: E402
 
 gc.freeze()
@@ -52,9 +52,9 @@ gc.enable()
 
 @contextlib.contextmanager
 def other_script(path):
-    """In the `with` body the script at `path` is the house, with the package beside it if there is
-    one."""
-    ours, folder = {module.__name__: module for module in house.modules()}, Path(path).parent
+    """In the `with` body the script at `path` is the package, with the package beside it if there
+    is one."""
+    ours, folder = {module.__name__: module for module in patching.modules()}, Path(path).parent
     for name in ours if (folder / "fsdp_qlora").is_dir() else ["train_fsdp_qlora"]:
         del sys.modules[name]
     sys.dont_write_bytecode = True  # nothing appears beside it
@@ -66,14 +66,14 @@ def other_script(path):
         yield
     finally:
         sys.path.remove(str(folder))
-        for module in house.modules():
+        for module in patching.modules():
             del sys.modules[module.__name__]
         sys.modules.update(ours)
 
 
 def replace_plan(fields):
     """What no flag asks for, as it depends on the machine."""
-    house.wrap("choose_plan", lambda choose: (
+    patching.wrap("choose_plan", lambda choose: (
         lambda *args, **kwargs: dataclasses.replace(choose(*args, **kwargs), **fields)))
 
 
@@ -89,7 +89,7 @@ def cut_off(file, size):
 
         return cut_off_first
 
-    house.wrap("WeightReader", after_cutting)
+    patching.wrap("WeightReader", after_cutting)
 
 
 def call_main(job):
@@ -117,27 +117,27 @@ def do(job, rank):
         os.chdir(job["cwd"])
     if rank == 0 and "before" in job:
         subprocess.run(job["before"], shell=True, check=True)
-    names = house.snapshot()
+    names = patching.snapshot()
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(job.get("deterministic", False), warn_only=True)
     with other_script(job["script"]) if "script" in job else contextlib.nullcontext():
         if not job.get("draws"):
-            house.replace("draw_losses", lambda directory: None)
+            patching.replace("draw_losses", lambda directory: None)
         if "peft" in job:
-            house.wrap("VERSIONS", lambda versions: versions | {"peft": job["peft"]})
+            patching.wrap("VERSIONS", lambda versions: versions | {"peft": job["peft"]})
         if "plan" in job:
             replace_plan(job["plan"])
         if "optimizer" in job:
             exec(job["optimizer"], vars(sys.modules["train_fsdp_qlora"]))
         if "group_bytes" in job:
-            house.replace("GROUP_BYTES", job["group_bytes"])
+            patching.replace("GROUP_BYTES", job["group_bytes"])
         if job.get("pieces"):
-            house.replace("LONG_SHARE", 1)
-            house.wrap("choose_attention", with_pieces)
+            patching.replace("LONG_SHARE", 1)
+            patching.wrap("choose_attention", with_pieces)
         if "cut_off" in job:
             cut_off(*job["cut_off"])
-        code = worker.run(job) if "case" in job else call_main(job)
-    house.restore(names)  # faults end with their job, and what a case has changed
+        code = rank_cases.run(job) if "case" in job else call_main(job)
+    patching.restore(names)  # faults end with their job, and what a case has changed
     return code
 
 
@@ -240,7 +240,7 @@ def main():
 
 
 if __name__ == "__main__":
-    house.check_each_model_once()
+    patching.check_each_model_once()
     code = main()
     sys.stdout.flush()
     os._exit(code)  # as the script does

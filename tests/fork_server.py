@@ -1,14 +1,14 @@
 """Runs of the script that start within a moment: a server that has imported it, and forks.
 
-`python forks.py` reads a command a line from standard input, a JSON object, and forks for each a
-launcher that stands in for torchrun: it forks the ranks, has their meeting point, passes signals
-on, and when a rank fails it ends the others. Each rank calls the script's main() with the "argv",
-in "cwd"; both ranks' output goes to the files `out` and `err` of the directory "log". What is
-answered, a line each: {"id", "launcher", "ranks"}, their process ids, and of each of these later
+`python fork_server.py` reads a command a line from standard input, a JSON object, and forks for
+each a launcher that stands in for torchrun: it forks the ranks, has their meeting point, passes
+signals on, and when a rank fails it ends the others. Each rank calls the script's main() with the
+"argv", in "cwd"; both ranks' output goes to the files `out` and `err` of the directory "log". What
+is answered, a line each: {"id", "launcher", "ranks"}, their process ids, and of each of these later
 {"pid", "code"}. Forks is the test's side of all this, Run one start.
 
-A command may name faults, which end with their process. They are put into every module of the house
-that has the name, see house.py:
+A command may name faults, which end with their process. They are put into every module of the
+package that has the name, see patching.py:
 
     "slow"   [[function, call, seconds], ..]: this function, when it is called for the
              `call`th time, writes the file slow.FUNCTION.CALL.RANK and sleeps before it works
@@ -18,8 +18,8 @@ that has the name, see house.py:
              are what it fails with. Each operation is listed in operations.RANK, also where
              "operation" is None
     "out_of_memory"  the step at which rank 1 runs out of memory
-    "constants"  {name: value}: what a constant of the house is instead
-    "plant"  a mistake of the house's, see PLANTS: what the tests of the tests want to see found
+    "constants"  {name: value}: what a constant of the package is instead
+    "plant"  a mistake of the package's, see PLANTS: what the tests of the tests want to see found
 """
 
 import contextlib
@@ -41,7 +41,7 @@ import sys
 import time
 from pathlib import Path
 
-import house
+import patching
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train_fsdp_qlora.py"
 PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # by torchrun; others end it
@@ -278,7 +278,7 @@ def be_rank(command, rank, address, meeting, tell):
     if plant := command.get("plant"):
         PLANTS[plant]()
     for name, value in command.get("constants", {}).items():
-        house.replace(name, value)
+        patching.replace(name, value)
     if rank == 1 and "out_of_memory" in command:
         run_out_of_memory(command["out_of_memory"])
     for function, call, seconds in command.get("slow", ()):
@@ -295,7 +295,7 @@ def be_rank(command, rank, address, meeting, tell):
 
 
 def slow_down(name, call, seconds, mark):
-    function, calls = house.get(name), itertools.count(1)
+    function, calls = patching.get(name), itertools.count(1)
 
     @functools.wraps(function)
     def slow(*args, **kwargs):
@@ -304,22 +304,22 @@ def slow_down(name, call, seconds, mark):
             time.sleep(seconds)
         return function(*args, **kwargs)
 
-    house.replace(name, slow)
+    patching.replace(name, slow)
 
 
 def run_out_of_memory(at):
     """By torch's own error, in place of what a CPU cannot do."""
-    train_step = house.get("train_step")
+    train_step = patching.get("train_step")
 
     def step_or_fail(run, step):
         if step == at:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return train_step(run, step)
 
-    house.replace("train_step", step_or_fail)
+    patching.replace("train_step", step_or_fail)
 
 
-SAVES = ["save_checkpoint", "save_adapter", "describe_run", "write_reference",
+SAVES = ["save_checkpoint", "save_adapter", "write_train_config", "write_ref_logps",
          ("MetricsWriter", "write"), ("MetricsWriter", "__init__")]  # fmt: skip
 # by where they are found, as Path's mkdir, unlink and chmod are os's; what one calls of the others,
 # as rmtree does, is part of it
@@ -327,7 +327,7 @@ OPERATIONS = {
     "os": "replace fsync mkdir open unlink chmod ftruncate pwrite".split(),
     "shutil": ["rmtree"],
     "Path": ["write_text"],
-    "house": ["save_file", "digest"],
+    "package": ["save_file", "digest"],
 }
 
 
@@ -367,14 +367,14 @@ def watch_files(chosen, how, listed):
 
     for name in SAVES:
         if isinstance(name, str):
-            house.wrap(name, in_save)
+            patching.wrap(name, in_save)
         else:
-            holder, method = house.get(name[0]), name[1]
+            holder, method = patching.get(name[0]), name[1]
             setattr(holder, method, in_save(getattr(holder, method)))
     for place, names in OPERATIONS.items():
         for name in names:
-            if place == "house":
-                house.wrap(name, watched)
+            if place == "package":
+                patching.wrap(name, watched)
             else:
                 holder = {"os": os, "shutil": shutil, "Path": Path}[place]
                 setattr(holder, name, watched(getattr(holder, name)))
@@ -417,7 +417,7 @@ def write_in_place():
     before goes first, as if there were room for one only."""
 
     def write(run, step, weights, optimizer_tensors, probe):
-        path = house.get("checkpoint_path")(run.directory, step)
+        path = patching.get("checkpoint_path")(run.directory, step)
         for old in run.directory.glob("checkpoint-*"):
             shutil.rmtree(old)
         path.mkdir()
@@ -425,33 +425,33 @@ def write_in_place():
             "step": step, "progress": dataclasses.asdict(run.progress),
             "config": dataclasses.asdict(run.config), **run.job.digests}  # fmt: skip
         (path / "checkpoint.json").write_text(json.dumps(described))
-        save_file = house.get("save_file")
+        save_file = patching.get("save_file")
         save_file(weights, path / "adapter_model.safetensors")
         stacked = {key: torch.stack(layers) for key, layers in optimizer_tensors.items()}
         save_file(stacked, path / "optimizer.safetensors")
 
-    house.replace("write_checkpoint", write)
-    house.replace(
+    patching.replace("write_checkpoint", write)
+    patching.replace(
         "read_checkpoint", lambda path: json.loads((path / "checkpoint.json").read_text())
     )
 
 
 def forget_state():
     """The optimizer of a resumed run begins anew."""
-    load_checkpoint = house.get("load_checkpoint")
+    load_checkpoint = patching.get("load_checkpoint")
 
     def load_weights(path, adapter, optimizer):
         progress = load_checkpoint(path, adapter, optimizer)
-        for value in house.get("sharded_state")(optimizer).values():
+        for value in patching.get("sharded_state")(optimizer).values():
             value.zero_()
         return progress
 
-    house.replace("load_checkpoint", load_weights)
+    patching.replace("load_checkpoint", load_weights)
 
 
 def append_metrics():
     """metrics.jsonl keeps what a resumed run does again."""
-    log_class = house.get("MetricsWriter")
+    log_class = patching.get("MetricsWriter")
     begin = log_class.__init__
 
     def begin_behind(self, run, done):
@@ -471,7 +471,7 @@ def lock_nothing():
 
 def hear_nothing():
     """Nobody can ask a run to stop."""
-    house.get("Status").on_signal = lambda self, name: None
+    patching.get("Status").on_signal = lambda self, name: None
 
 
 PLANTS = {function.__name__: function for function in (
@@ -493,8 +493,8 @@ def main():
 
     import train_fsdp_qlora
 
-    house.check_each_model_once()
-    house.replace("draw_losses", lambda directory: None)
+    patching.check_each_model_once()
+    patching.replace("draw_losses", lambda directory: None)
     gc.collect()
     gc.freeze()
     serve()

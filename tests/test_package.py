@@ -182,11 +182,11 @@ def test_scripts_train_resume_and_merge_by_the_command_line(nproc, empty, run_jo
     assert all((empty / "run" / name).is_file() for name in names)
     if DEVICE == "cuda":  # where attention's backward adds in any order
         return
-    house = tmp_path / "house"
-    house.mkdir()
-    run_jobs(nproc, [{"argv": flags_of(nproc)}], cwd=house)
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    run_jobs(nproc, [{"argv": flags_of(nproc)}], cwd=checkout)
     if nproc == 1:
-        run = str(house / "run")
+        run = str(checkout / "run")
         merge_adapters.main(["--adapter_dir", run, "--output_dir", f"{run}/merged"])
     for name in names:
-        assert (empty / "run" / name).read_bytes() == (house / "run" / name).read_bytes(), name
+        assert (empty / "run" / name).read_bytes() == (checkout / "run" / name).read_bytes(), name

@@ -12,12 +12,12 @@ import time
 
 import torch
 
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import pack_rows
-from fsdp_qlora.data.rows import Rows, rows_of
+from fsdp_qlora.data.rows import Rows, make_rows
 from fsdp_qlora.model.fsdp import reshard_all
-from fsdp_qlora.model.lm_head import best_tokens
+from fsdp_qlora.model.lm_head import greedy_tokens
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.ranks import gather_objects
 from fsdp_qlora.run.metrics import beginning, ending
@@ -30,7 +30,7 @@ N_SAMPLES, SHARE = 2, 0.01  # without --eval_samples: how many, and their fracti
 LONGEST_TEXT = 1000  # characters shown of the end of a prompt, and of the wanted answer
 
 
-def sample_answers(run: Run, pace: float | None) -> list[dict[str, str]]:
+def generate_samples(run: Run, pace: float | None) -> list[dict[str, str]]:
     """Return [{"prompt", "answer", "wanted"}] of the first held-out rows, as texts with special
     tokens; [] if the run was asked to stop, or if samples were not requested and would take too
     long. `pace`: rank 0's seconds per step so far; None: not known yet. All ranks must call this.
@@ -45,9 +45,9 @@ def sample_answers(run: Run, pace: float | None) -> list[dict[str, str]]:
         return []
     # each rank computes whole prompts, with context parallelism too
     prompts, wanted = choose_prompts(rows, n, run.plan.micro_batch_tokens)
-    closing = {ids[-1] for ids in wanted if ids} & tokenizer.added_tokens_decoder.keys()
-    closing.add(tokenizer.eos_token_id)
-    answers = write_answers(run.model, run.status, prompts, closing, budget)
+    stop_ids = {ids[-1] for ids in wanted if ids} & tokenizer.added_tokens_decoder.keys()
+    stop_ids.add(tokenizer.eos_token_id)
+    answers = generate(run.model, run.status, prompts, stop_ids, budget)
     texts = [[tokenizer.decode(ids) for ids in some] for some in (prompts, answers, wanted)]
     return [{"prompt": ending(prompt, LONGEST_TEXT), "answer": answer,
              "wanted": beginning(want, LONGEST_TEXT)}
@@ -68,7 +68,7 @@ def choose_prompts(
         n_prompt = int(documents.prompt_lengths[i])
         if n_prompt < 2:  # BOS alone is not a prompt
             n_prompt = max(1, min(32, len(ids) // 2))
-        end = next((k for k in range(n_prompt, len(ids)) if labels[k] == IGNORE), len(ids))
+        end = next((k for k in range(n_prompt, len(ids)) if labels[k] == IGNORE_INDEX), len(ids))
         if n_prompt < max_tokens and ids[:n_prompt] not in prompts:
             prompts.append(ids[:n_prompt])
             wanted.append(ids[n_prompt:end])
@@ -77,16 +77,16 @@ def choose_prompts(
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # compiling would take longer than these few tokens
-def write_answers(model: Model, status: Status, prompts: list[list[int]], closing: set[int],
-                  budget: float) -> list[list[int]]:
+def generate(model: Model, status: Status, prompts: list[list[int]], stop_ids: set[int],
+             budget: float) -> list[list[int]]:
     """Return the tokens that the model generates after each prompt, up to the first one in
-    `closing`; [] if the run was asked to stop, or if this would take longer than rank 0's `budget`,
-    in seconds. All ranks must call this, and each computes the same."""
+    `stop_ids`; [] if the run was asked to stop, or if this would take longer than rank 0's
+    `budget`, in seconds. All ranks must call this, and each computes the same."""
     rooms = [min(SAMPLE_TOKENS, model.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
     # pad to the final length, so that the shape of a micro-batch stays the same; attention is
     # causal, so tokens after an answer's end do not change it
     padded = [prompt + [0] * room for prompt, room in zip(prompts, rooms)]
-    rows, answers = rows_of([(ids, ids) for ids in padded]), [[] for _ in prompts]
+    rows, answers = make_rows([(ids, ids) for ids in padded]), [[] for _ in prompts]
     micro_steps = pack_rows(rows.lengths.tolist(), 1, model.plan.micro_batch_tokens)
     for (numbers,) in micro_steps:
         micro_batch = make_micro_batch(rows, [numbers], model)
@@ -96,13 +96,14 @@ def write_answers(model: Model, status: Status, prompts: list[list[int]], closin
             begun = time.monotonic()
             status.extend_deadline()
             last = [ends[i] - rooms[i] + len(answers[i]) - 1 for i in waiting]
-            states = model(micro_batch, wants_loss=False)[last]
-            for i, position, token in zip(waiting, last, best_tokens(model, states).tolist()):
+            hidden_states = model(micro_batch, wants_loss=False)[last]
+            tokens = greedy_tokens(model, hidden_states).tolist()
+            for i, position, token in zip(waiting, last, tokens):
                 answers[i].append(token)
                 if len(answers[i]) < rooms[i]:
                     micro_batch.input_ids[position + 1] = token
             waiting = [i for i in waiting
-                       if len(answers[i]) < rooms[i] and answers[i][-1] not in closing]
+                       if len(answers[i]) < rooms[i] and answers[i][-1] not in stop_ids]
             expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(micro_steps)
             is_second = max(map(len, answers)) == 2  # the first token takes longer than the others
             of_ranks = gather_objects(

@@ -15,8 +15,8 @@ from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 from fsdp_qlora.quant.nf4 import mxfp4_values
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, after that of the weight
-NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all parts
-MX_PARTS = "_blocks", "_scales"  # ends of the names of tensors in MXFP4; both are bytes
+NF4_SUFFIXES = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all parts
+MX_SUFFIXES = "_blocks", "_scales"  # ends of the names of tensors in MXFP4; both are bytes
 FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
 INT4_GROUP = 32  # weights of a row in INT4 that share one scale
 # compressed-tensors' names of the parts of a weight in INT4, after the weight's name
@@ -47,7 +47,7 @@ def scaled_weight(
 
 def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the weight [out, in] of a linear in MXFP4, fp32. `blocks` [out, in / 32, 16], `scales`
-    [out, in / 32]: bytes of its tensors of MX_PARTS."""
+    [out, in / 32]: bytes of its tensors of MX_SUFFIXES."""
     packed = swap_nibbles(blocks.view(-1, BLOCK // 2))
     return mxfp4_values(packed, scales.view(-1, BLOCK // MX_BLOCK)).view(len(blocks), -1)
 
@@ -56,7 +56,7 @@ def dequantize_stored(
     codes: torch.Tensor, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the weight [out, in] that is stored in NF4, dequantized by bitsandbytes. `parts`: the
-    tensors of NF4_PARTS, by name in the files."""
+    tensors of NF4_SUFFIXES, by name in the files."""
     state = bnb.functional.QuantState.from_dict(dict(parts), codes.device)
     state.dtype = dtype  # training's dtype, whatever it was quantized from
     return bnb.functional.dequantize_4bit(

@@ -28,53 +28,53 @@ from fsdp_qlora.ranks import RunEnd, gather_objects, is_rank_0, on_rank_0
 from fsdp_qlora.run.state import Run
 
 
-REFERENCE_FILE = "reference.safetensors"
+REF_LOGPS_FILE = "reference.safetensors"
 SAVE_SECONDS = 60  # between two saves of an incomplete file
 
 
-class Needed(NamedTuple):
+class RefLogpsRows(NamedTuple):
     """The rows whose reference a run reads."""
 
     rows: Rows
     indices: torch.Tensor  # int64: which of them; the others are in no step
 
 
-def ensure_reference(run: Run) -> None:
-    """Set `reference` of the run's rows: from the file in its directory and, for rows that the file
+def ensure_ref_logps(run: Run) -> None:
+    """Set `ref_logps` of the run's rows: from the file in its directory and, for rows that the file
     lacks, computed by the model with the adapter from before step 1. All ranks must call this."""
     if not run.rows.loss_record.has_reference:
         return
     steps = range(1, run.config.max_steps + 1)
-    drawn = torch.cat([run.source.indices(step) for step in steps]).unique()
-    needed = {"train": Needed(run.rows, drawn)}  # by their name in the file
+    drawn = torch.cat([run.sampler.indices(step) for step in steps]).unique()
+    needed = {"train": RefLogpsRows(run.rows, drawn)}  # by their name in the file
     if run.eval_rows:
-        needed["eval"] = Needed(run.eval_rows, torch.arange(len(run.eval_rows)))
-    needed |= {f"{name}_mismatched": Needed(rows.mismatched, indices)
+        needed["eval"] = RefLogpsRows(run.eval_rows, torch.arange(len(run.eval_rows)))
+    needed |= {f"{name}_mismatched": RefLogpsRows(rows.mismatched, indices)
                for name, (rows, indices) in needed.items() if rows.mismatched}
-    references = {name: torch.full((len(rows.lengths),), math.nan, dtype=torch.float64)
-                  for name, (rows, _) in needed.items()}  # NaN: not known yet
+    ref_logps = {name: torch.full((len(rows.lengths),), math.nan, dtype=torch.float64)
+                 for name, (rows, _) in needed.items()}  # NaN: not known yet
     if not run.saved_step:
         run.progress.init_adapter = on_rank_0(identify_model, run)["init_adapter"]
-    on_rank_0(read_reference, run, references)
-    for values in references.values():
+    on_rank_0(read_ref_logps, run, ref_logps)
+    for values in ref_logps.values():
         dist.broadcast(values, 0)
-    compute_missing(run, needed, references)
-    known = {name: dataclasses.replace(rows, reference=references[name])
+    compute_missing(run, needed, ref_logps)
+    known = {name: dataclasses.replace(rows, ref_logps=ref_logps[name])
              for name, (rows, _) in needed.items()}
-    run.source.rows = dataclasses.replace(
+    run.sampler.rows = dataclasses.replace(
         known["train"], mismatched=known.get("train_mismatched"))
     if run.eval_rows:
         run.eval_rows = dataclasses.replace(
             known["eval"], mismatched=known.get("eval_mismatched"))
 
 
-def compute_missing(run: Run, needed: dict[str, Needed],
-                    references: dict[str, torch.Tensor]) -> None:
-    """Compute the references that are needed and still NaN. The file is written once a minute and
+def compute_missing(run: Run, needed: dict[str, RefLogpsRows],
+                    ref_logps: dict[str, torch.Tensor]) -> None:
+    """Compute the values that are needed and still NaN. The file is written once a minute and
     at the end; a run that is stopped meanwhile continues from it. All ranks must call this."""
     missing = {}
     for name, (rows, indices) in needed.items():
-        is_missing = references[name].isnan().view(len(rows), -1).any(1)
+        is_missing = ref_logps[name].isnan().view(len(rows), -1).any(1)
         missing[name] = indices[is_missing[indices]]
     if not any(map(len, missing.values())):
         return
@@ -92,22 +92,22 @@ def compute_missing(run: Run, needed: dict[str, Needed],
                 rows.select(indices), run.config.batch_size, run.status, must_begin=is_first):
             is_first = False
             documents = rows.documents_of(indices[part])
-            references[name][documents] = -document_losses(run.model, batch).cpu()
+            ref_logps[name][documents] = -document_losses(run.model, batch).cpu()
             if is_rank_0() and time.monotonic() > saved + SAVE_SECONDS:
-                write_reference(run, references)
+                write_ref_logps(run, ref_logps)
                 saved = time.monotonic()
     reshard_all(run.model)
     if run.saved_step:
         run.adapter.set_weights(weights)
     if is_rank_0():
-        write_reference(run, references)
+        write_ref_logps(run, ref_logps)
     if why := next(filter(None, gather_objects(run.status.stop_reason)), None):
         raise RunEnd(f"{why}, before the reference was complete; the part computed so far is in"
-                     f" {REFERENCE_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
+                     f" {REF_LOGPS_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
     log(f"reference: done in {time.monotonic() - started:.1f} s")
 
 
-def describe_missing(missing: dict[str, torch.Tensor], needed: dict[str, Needed]) -> str:
+def describe_missing(missing: dict[str, torch.Tensor], needed: dict[str, RefLogpsRows]) -> str:
     """Return text on what is computed, counted in pairs or, for an unpaired loss, in answers."""
     texts = []
     for name, purpose in (("train", "training"), ("eval", "evaluation")):
@@ -130,10 +130,10 @@ def why_no_start(run: Run) -> str:
             " began, but the reference of some rows must be computed with it")
 
 
-def read_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
-    """Fill `references` from the run's file, if the file is undamaged and belongs to this data and
+def read_ref_logps(run: Run, ref_logps: dict[str, torch.Tensor]) -> None:
+    """Fill `ref_logps` from the run's file, if the file is undamaged and belongs to this data and
     model. Rank 0 only."""
-    path, settings = run.directory / REFERENCE_FILE, identify_model(run)
+    path, settings = run.directory / REF_LOGPS_FILE, identify_model(run)
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -148,19 +148,19 @@ def read_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
     if adapter != settings["init_adapter"] and not run.saved_step:
         return  # the run begins with another adapter now
     for name, values in stored.items():
-        if name in references and len(values) == len(references[name]):
-            references[name].copy_(values)
+        if name in ref_logps and len(values) == len(ref_logps[name]):
+            ref_logps[name].copy_(values)
 
 
-def write_reference(run: Run, references: dict[str, torch.Tensor]) -> None:
-    """Write the references known so far, with digests of them and of the data and model that they
+def write_ref_logps(run: Run, ref_logps: dict[str, torch.Tensor]) -> None:
+    """Write the values known so far, with digests of them and of the data and model that they
     belong to. If that fails, training continues without the file. Rank 0 only."""
-    digests = {name: tensor_digest(values) for name, values in references.items()}
+    digests = {name: tensor_digest(values) for name, values in ref_logps.items()}
     try:
         run.status.check_lock()
-        write_whole(run.directory / REFERENCE_FILE, references, {**identify_model(run), **digests})
+        write_whole(run.directory / REF_LOGPS_FILE, ref_logps, {**identify_model(run), **digests})
     except (OSError, SafetensorError) as e:
-        log(f"warning: cannot write {REFERENCE_FILE}: {e}; a resumed run computes it again")
+        log(f"warning: cannot write {REF_LOGPS_FILE}: {e}; a resumed run computes it again")
 
 
 def identify_model(run: Run) -> dict[str, str]:

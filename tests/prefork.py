@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from forks import fork
+from fork_server import fork
 
 
 class Spare:

@@ -1,4 +1,4 @@
-"""What the numeric tests look at on each rank of several.py, inside the script's own run.
+"""What the numeric tests look at on each rank of ranks_runner.py, inside the script's own run.
 
 A job is {"case": a function below, "out": file, ...its inputs}; the results of rank 0, those of
 every rank where the case says so, go to the file as safetensors. What a case looks at is wired by
@@ -21,20 +21,20 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import house
+import patching
 import train_fsdp_qlora
-from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.evaluation.samples import sample_answers, write_answers
+from fsdp_qlora.data.rows import make_rows
+from fsdp_qlora.evaluation.generation import generate, generate_samples
 from fsdp_qlora.layer.dequantize import dequantize
-from fsdp_qlora.layer.linears import STATE_BLOCK
+from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE
 from fsdp_qlora.lora.adapter import sharded_state
 from fsdp_qlora.memory import host_memory
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.fsdp import gathered, set_local
-from fsdp_qlora.model.lm_head import LinearCrossEntropy, best_tokens
+from fsdp_qlora.model.lm_head import LinearCrossEntropy, greedy_tokens
 from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.quant.blocks import FourBitBlocks
 from fsdp_qlora.ranks import all_gather, on_rank_0
@@ -66,10 +66,10 @@ def training(job, process, model, flags, look):
         (run.directory / "metrics.jsonl").touch()  # of no steps
         return []
 
-    house.replace("train", training_loop)
+    patching.replace("train", training_loop)
     dataset = job.get("dataset", f"{job['out']}.jsonl")
     argv = ["--model", model, "--dataset", dataset, "--output_dir", directory, *flags]
-    train_fsdp_qlora.finetune(house.parse_config([str(arg) for arg in argv]), *process)
+    train_fsdp_qlora.finetune(patching.parse_config([str(arg) for arg in argv]), *process)
     return seen
 
 
@@ -122,7 +122,7 @@ def evaluations(job, process):
         for layer in run.model.layers:
             layer.set_reshard_after_forward(False)
         losses = [train_fsdp_qlora.evaluate(run)["eval_loss"]]
-        run.merge_check.states(run.model)
+        run.merge_check.hidden_states(run.model)
         with torch.no_grad():
             run.adapter.weights += 0.1
         return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)["eval_loss"]])}
@@ -131,32 +131,32 @@ def evaluations(job, process):
 
 
 def samples(job, process):
-    """Answers of write_answers(): as long as can be; cut at a closing token; none that would take
+    """Answers of generate(): as long as can be; cut at a closing token; none that would take
     too long. And the same one token after the other, each by a forward of one document alone."""
 
     def alone(run, prompt, n):
         ids = list(prompt)
         for _ in range(n):
-            micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], run.model)
-            ids += best_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()
+            micro_batch = make_micro_batch(make_rows([(ids, ids)]), [[0]], run.model)
+            ids += greedy_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()
         return ids[len(prompt) :]
 
     @torch.no_grad()
     def look(run):
-        house.replace("SAMPLE_TOKENS", job["n"])
-        prompts, closing = job["prompts"], {job["n"] + 1000}
+        patching.replace("SAMPLE_TOKENS", job["n"])
+        prompts, stop_ids = job["prompts"], {job["n"] + 1000}
         for layer in run.model.layers if dist.get_world_size() > 1 else ():
             layer.set_reshard_after_forward(False)  # what is gathered stays unless it is freed
-        before = write_answers(run.model, run.status, prompts, closing, math.inf)
+        before = generate(run.model, run.status, prompts, stop_ids, math.inf)
         generator = torch.Generator(run.device).manual_seed(dist.get_rank())
         run.adapter.weights.normal_(0, 0.2, generator=generator)
-        whole = write_answers(run.model, run.status, prompts, closing, math.inf)
-        cut = write_answers(run.model, run.status, prompts, {whole[1][2]}, math.inf)
-        out = {"dear": write_answers(run.model, run.status, prompts, closing, 0.0),
+        whole = generate(run.model, run.status, prompts, stop_ids, math.inf)
+        cut = generate(run.model, run.status, prompts, {whole[1][2]}, math.inf)
+        out = {"dear": generate(run.model, run.status, prompts, stop_ids, 0.0),
                "stopped": (run.status.__setattr__("stop_reason", "SIGTERM"),
-                           write_answers(run.model, run.status, prompts, closing, math.inf))[1]}
+                           generate(run.model, run.status, prompts, stop_ids, math.inf))[1]}
         run.status.stop_reason = None
-        out["n_unasked"] = [len(sample_answers(run, pace)) for pace in (1e6, 1e-9, None)]
+        out["n_unasked"] = [len(generate_samples(run, pace)) for pace in (1e6, 1e-9, None)]
         n = [min(job["n"], run.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
         out |= {f"whole {i}": ids for i, ids in enumerate(whole)}
         out |= {f"cut {i}": ids for i, ids in enumerate(cut)}
@@ -178,7 +178,7 @@ def vocabulary(job, process):
         x = torch.randn(17 * ranks, hidden, generator=generator).to(model.norm.dtype)
         labels = torch.randint(model.arch.vocab_size, (17 * ranks,), generator=generator)
         ids = labels.flip(0).clone()
-        labels[[2, 9, -1]] = IGNORE
+        labels[[2, 9, -1]] = IGNORE_INDEX
         out.update(hidden=x, labels=labels, ids=ids)
         mine = slice(rank * 17, (rank + 1) * 17)
         x, labels, ids = (t[mine].to(run.device) for t in (x, labels, ids))
@@ -186,10 +186,10 @@ def vocabulary(job, process):
         micro_batch = types.SimpleNamespace(
             labels=labels[label_positions], label_positions=label_positions,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
-        chunk_bytes, row = house.get("CHUNK_BYTES"), 4 * model.arch.vocab_size
+        chunk_bytes, row = patching.get("LOGITS_CHUNK_BYTES"), 4 * model.arch.vocab_size
         own_head = model.head
         for chunk, n_bytes in ("8", row * 8), ("all", chunk_bytes), ("one", 1), ("large", row * 8):
-            house.replace("CHUNK_BYTES", n_bytes)
+            patching.replace("LOGITS_CHUNK_BYTES", n_bytes)
             model.head = own_head * (1000 if chunk == "large" else 1)
             embedded = embed(model, ids)
             local = x.clone().requires_grad_()
@@ -199,7 +199,7 @@ def vocabulary(job, process):
             out[f"{chunk}/embedded"] = gather(embedded).flatten(0, 1)
             out[f"{chunk}/grad"] = gather(grad).flatten(0, 1)
             out[f"{chunk}/loss"] = gather(loss.detach()).sum().float()
-        house.replace("CHUNK_BYTES", chunk_bytes)
+        patching.replace("LOGITS_CHUNK_BYTES", chunk_bytes)
         model.head = own_head
         return out
 
@@ -214,8 +214,8 @@ def vocabulary(job, process):
 
 def memory(job, process):
     """How far every rank's host memory grew while it loaded a model."""
-    house.replace("READ_AHEAD", job["ahead"])
-    load_model, grown = house.get("load_model"), []
+    patching.replace("READ_AHEAD", job["ahead"])
+    load_model, grown = patching.get("load_model"), []
 
     def measured(*args):
         before = host_memory().now
@@ -223,7 +223,7 @@ def memory(job, process):
         grown.append(host_memory().peak - before)
         return frozen
 
-    house.replace("load_model", measured)
+    patching.replace("load_model", measured)
     training(job, process, job["model"], sharded(), lambda run: {})
     return {"grown": all_gather(torch.tensor(grown))}
 
@@ -241,7 +241,7 @@ def gradients(job, process):
         adapter.weights.data.copy_(adapter.weights.grad)
         return {"loss": torch.tensor(record["loss"]), "norm": norm, **adapter.gather_weights()}
 
-    house.replace("optimizer_step", lambda optimizer, adapter, rate: None)
+    patching.replace("optimizer_step", lambda optimizer, adapter, rate: None)
     widths = count_exchanged()
     out = {}
     for name, flags in job["settings"].items():
@@ -259,7 +259,7 @@ def count_exchanged():
     values of a token that goes from rank to rank, each gradient that returns the negative."""
     widths = []
 
-    class CountedExchange(house.get("KeyExchange")):
+    class CountedExchange(patching.get("KeyExchange")):
         def gather(self, rows):
             widths.append(rows.shape[1])
             return super().gather(rows)
@@ -268,7 +268,7 @@ def count_exchanged():
             widths.append(-grad.shape[1])
             return super().return_gradients(grad)
 
-    house.replace("KeyExchange", CountedExchange)
+    patching.replace("KeyExchange", CountedExchange)
     return widths
 
 
@@ -286,10 +286,10 @@ def preferences(job, process):
         numbers = {key: torch.tensor(value, dtype=torch.float64)
                    for key, value in {**record, **found}.items()}  # fmt: skip
         none = torch.zeros(0)
-        return {"reference": none if run.rows.reference is None else run.rows.reference,
+        return {"reference": none if run.rows.ref_logps is None else run.rows.ref_logps,
                 **numbers, **adapter.gather_weights()}  # fmt: skip
 
-    house.replace("optimizer_step", lambda optimizer, adapter, rate: None)
+    patching.replace("optimizer_step", lambda optimizer, adapter, rate: None)
     return {
         f"{name}/{key}": value
         for name, flags in job["settings"].items()
@@ -303,7 +303,7 @@ def optimizer(job, process):
     """Every rank: its own part of weights and gradients before and after each of some steps."""
 
     def look(run):
-        out, update = {}, house.get("optimizer_step")
+        out, update = {}, patching.get("optimizer_step")
 
         def watched(optimizer, adapter, rate):
             step = len(out) // 4
@@ -313,7 +313,7 @@ def optimizer(job, process):
             update(optimizer, adapter, rate)
             out[f"{step}/after"] = adapter.by_layer(adapter.weights.data).clone()
 
-        house.replace("optimizer_step", watched)
+        patching.replace("optimizer_step", watched)
         for step in range(1, job["steps"] + 1):
             train_fsdp_qlora.train_step(run, step)
         out["n_adapter"] = torch.tensor(run.model.layers[0].spec.n_adapter)
@@ -334,13 +334,13 @@ def resumed(job, process):
         for key, value in sharded_state(run.optimizer).items():
             whole = all_gather(adapter.by_layer(value).contiguous(), adapter.group)
             whole = whole.transpose(0, 1).flatten(1)  # [layers, all ranks' parts]
-            out[key] = whole[:, : n // STATE_BLOCK if key.startswith("absmax") else n]
+            out[key] = whole[:, : n // OPTIM_BLOCKSIZE if key.startswith("absmax") else n]
         out["done"] = torch.tensor([run.saved_step, run.optimizer.state[adapter.weights]["step"]])
         out["planned"] = torch.tensor(run.plan.memory.get("optimizer's state", 0))
         return []
 
-    house.replace("train", training_loop)
-    train_fsdp_qlora.finetune(house.parse_config(job["argv"]), *process)
+    patching.replace("train", training_loop)
+    train_fsdp_qlora.finetune(patching.parse_config(job["argv"]), *process)
     return out
 
 
@@ -386,7 +386,7 @@ def patterns(job, process):
 
 
 def run(job):
-    device, case = train_fsdp_qlora.join_processes(), globals()[job["case"]]
+    device, case = train_fsdp_qlora.init_distributed(), globals()[job["case"]]
     with watch_process() as status:
         results = case(job, (device, status))
     every_rank = getattr(case, "every_rank", False)

@@ -18,7 +18,7 @@ from fsdp_qlora.data.chat import REASONING, AnswerStart, Spans, checked_text, pa
 from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.tools import openai_tools, read_value
 
-IGNORE = -100  # the label of a token that is not in the loss
+IGNORE_INDEX = -100  # the label of a token that is not in the loss
 
 # The keys that have a meaning in TRL, Axolotl, LLaMA-Factory or OpenAI's format. If an example has
 # such a key and its form does not use it, the run ends. All other keys, and required keys of other
@@ -30,18 +30,20 @@ INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
 QUESTIONS = (
     ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"),
     ("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("input", "output"))
-FORMS = {  # {keys of the form: optional keys}; an example has the first form whose keys it has
+# {keys of the form: optional keys}; an example has the first form whose keys it has
+EXAMPLE_FORMATS = {
     ("input_ids",): MASKS,
     **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
     **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *CHAT)),
     ("segments",): (), ("text",): ()}
-ANSWERS = {  # {key of a question: key of its answer in the first of FORMS that has this question}
-    asked: next(form[1] for form in FORMS if form[0] == asked)
+# {key of a question: key of its answer in the first of EXAMPLE_FORMATS that has this question}
+ANSWERS = {
+    asked: next(form[1] for form in EXAMPLE_FORMATS if form[0] == asked)
     for asked, _ in (COMPLETION, *INSTRUCTIONS, *QUESTIONS) if asked != "input"}
 SYNONYMS = {"functions": "tools", "system_prompt": "system", "context": "input", "article": "input"}
 LISTS = {"messages", "conversations", "segments", "input_ids", "history", "tools", *MASKS,
          "chat_template_kwargs"}  # may be JSON text
-OPTIONAL = {key for keys in FORMS.values() for key in keys}
+OPTIONAL = {key for keys in EXAMPLE_FORMATS.values() for key in keys}
 REFUSED = {key: why for why, keys in {  # keys of examples and of messages
     "pairs of answers need --loss dpo, ipo, simpo, orpo or kto; for --loss sft use the good ones"
     " alone": ("chosen", "rejected", "chosen_response", "rejected_response", "preferred_output",
@@ -77,7 +79,7 @@ ROLES = {  # {role of a message in lower case: the name that templates use}
     "ipython": "ipython", "document": "document", "control": "control"}
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A part of a document."""
 
     text: str
@@ -99,13 +101,13 @@ class Part(NamedTuple):
 
 
 Ids = tuple[list[int], list[int]]  # (input_ids, labels)
-Document = list[Part] | Ids
+Document = list[TextPart] | Ids
 
 
 def parse_example(example: Any, tokenizer: PreTrainedTokenizerFast,
                   renames: Sequence[str] = ()) -> tuple[str, list[Document]]:
     """Return the example's form, with what is ignored, as text; and its documents, each a list of
-    Parts, or Ids for an example with input_ids. `renames`: the values of --columns,
+    TextParts, or Ids for an example with input_ids. `renames`: the values of --columns,
     ["old=new"]. A ValueError leaves the example out, a RefusedExample ends the run."""
     return parse_object(as_object(example, renames), tokenizer)
 
@@ -126,12 +128,12 @@ def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
                  trains_history: bool = True) -> tuple[str, list[Document]]:
     """parse_example() for the result of as_object().
 
-    `form`: one of FORMS; None: determined by the example's keys. `is_one_text`: a prompt and its
-    completion may meet inside a word. `trains_history`: earlier answers of an instruction are in
-    the loss, too.
+    `form`: one of EXAMPLE_FORMATS; None: determined by the example's keys. `is_one_text`: a prompt
+    and its completion may meet inside a word. `trains_history`: earlier answers of an instruction
+    are in the loss, too.
     """
     refuse_keys(example, ", or rename it: --columns {}=unused")
-    form = form or find_form(example)
+    form = form or find_format(example)
     example, ignored = take_keys(example, form)
     notes = [f"ignored: {', '.join(ignored)}"] if ignored else []
     documents: list[Document] | None = parse_text(example, form, tokenizer, is_one_text)
@@ -145,7 +147,7 @@ def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
             notes.append("not trained: the assistant's first message, which has no prompt")
         rendered, more_notes = parse_chat(messages, template_options(example), tokenizer)
         notes += more_notes
-        documents = [[Part(one.text, one.spans, add_bos=False, answers=one.answers)]
+        documents = [[TextPart(one.text, one.spans, add_bos=False, answers=one.answers)]
                      for one in rendered]
     return " and ".join(form) + (f" ({'; '.join(notes)})" if notes else ""), documents
 
@@ -181,19 +183,19 @@ def refuse_keys(keys_and_values: dict[str, Any], advice: str) -> None:
             raise RefusedExample(f"has {key}: {REFUSED[key]}; leave it out{advice.format(key)}")
 
 
-def find_form(example: dict[str, Any]) -> tuple[str, ...]:
-    """Return the first of FORMS whose keys the example has, none of them null. Raises ValueError or
-    RefusedExample if there is none."""
+def find_format(example: dict[str, Any]) -> tuple[str, ...]:
+    """Return the first of EXAMPLE_FORMATS whose keys the example has, none of them null. Raises
+    ValueError or RefusedExample if there is none."""
     keys = {key for key, value in example.items() if value is not None}
-    for form in FORMS:
+    for form in EXAMPLE_FORMATS:
         if keys >= set(form):
             return form
-    for form in FORMS:
+    for form in EXAMPLE_FORMATS:
         if example.keys() >= set(form):
             raise ValueError(f"null in {' and '.join(key for key in form if key not in keys)}")
     listed = [key for key in example if key in keys]
-    first = next((form[0] for form in FORMS if len(form) == 2 and form[0] in keys), "")
-    seconds = [form[1] for form in FORMS if len(form) == 2 and form[0] == first]
+    first = next((form[0] for form in EXAMPLE_FORMATS if len(form) == 2 and form[0] in keys), "")
+    seconds = [form[1] for form in EXAMPLE_FORMATS if len(form) == 2 and form[0] == first]
     why = (f"which has {first}, but no {' or '.join(seconds)}" if first else
            "which is not a supported form")
     names = likely_names({key: example[key] for key in listed}, first, seconds)
@@ -209,7 +211,7 @@ def likely_names(example: dict[str, Any], first: str, seconds: list[str]) -> dic
     {} if nothing is likely. `first`: the first key of a form, if the example has one; `seconds`:
     its possible second keys, none of which the example has."""
     near = {key: near_key(key, value) for key, value in example.items() if "=" not in key}
-    if any({*near.values()} >= set(form) for form in FORMS):
+    if any({*near.values()} >= set(form) for form in EXAMPLE_FORMATS):
         return {key: name for key, name in near.items() if name not in ("", key)}
     lists = {key: name for key in near if (name := name_of_list(example[key]))}
     if first == "prompt" and len(lists) == 2 and first in lists:
@@ -235,7 +237,8 @@ def likely_names(example: dict[str, Any], first: str, seconds: list[str]) -> dic
 def near_key(key: str, value: Any) -> str:
     """Return the key of a form that equals `key`, or of which it is a misspelling, if it may have
     such a value; else ""."""
-    known = [*dict.fromkeys([key for form in FORMS for key in form]), *OPTIONAL, *SYNONYMS]
+    of_formats = dict.fromkeys([key for form in EXAMPLE_FORMATS for key in form])
+    known = [*of_formats, *OPTIONAL, *SYNONYMS]
     close = [key] if key in known else difflib.get_close_matches(key.strip().lower(), known, 1, 0.8)
     if not close or (close[0] in LISTS) == (name_of_list(value) == ""):
         return ""
@@ -268,10 +271,10 @@ def take_keys(example: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str,
     for key, value in example.items():
         name = SYNONYMS.get(key, key)
         value = read_list_text(name, value)
-        is_own = key in form or key in MASKS and key in FORMS[form] and value is not None
+        is_own = key in form or key in MASKS and key in EXAMPLE_FORMATS[form] and value is not None
         if is_empty(value) and (not is_own or name in taken):
             continue
-        if is_own or name in FORMS[form]:
+        if is_own or name in EXAMPLE_FORMATS[form]:
             if not is_empty(taken.get(name)):
                 raise RefusedExample(f"has {key} and another key that means {name}: keep one of"
                                      " them")
@@ -323,7 +326,7 @@ def parse_text(example: dict[str, Any], form: tuple[str, ...], tokenizer: PreTra
         text = text_of(example, "text")
         if not text.strip():  # EOS alone would train the model to stop at once
             raise ValueError("text is empty")
-        return [[Part(text, in_loss=True, add_bos=True, add_eos=True)]]
+        return [[TextPart(text, in_loss=True, add_bos=True, add_eos=True)]]
     is_plain = tokenizer.chat_template is None and form in (*INSTRUCTIONS, *QUESTIONS)
     if not is_plain and (form != COMPLETION or isinstance(example["prompt"], list)):
         return None
@@ -332,11 +335,11 @@ def parse_text(example: dict[str, Any], form: tuple[str, ...], tokenizer: PreTra
         raise ValueError("completion is empty")
     if is_one_text:
         text = prompt + completion.removesuffix(tokenizer.eos_token)
-        return [[Part(text, [(len(prompt), len(text))], add_bos=True, add_eos=True,
+        return [[TextPart(text, [(len(prompt), len(text))], add_bos=True, add_eos=True,
+                          is_completion=True)]]
+    return [[TextPart(prompt, in_loss=False, add_bos=True),
+             TextPart(completion, in_loss=True, add_bos=False, add_eos=True, add_prefix_space=False,
                       is_completion=True)]]
-    return [[Part(prompt, in_loss=False, add_bos=True),
-             Part(completion, in_loss=True, add_bos=False, add_eos=True, add_prefix_space=False,
-                  is_completion=True)]]
 
 
 def as_prompt(example: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
@@ -378,8 +381,9 @@ def turns_of(history: list[Any]) -> list[tuple[str, str]]:
     return turns
 
 
-def join_segments(segments: list[Any]) -> Part:
-    """Return the Part of consecutive texts, each in the loss or not, that make up a document."""
+def join_segments(segments: list[Any]) -> TextPart:
+    """Return the TextPart of consecutive texts, each in the loss or not, that make up a
+    document."""
     text = ""
     spans = []
     for segment in segments:
@@ -388,7 +392,7 @@ def join_segments(segments: list[Any]) -> Part:
         start = len(text)
         text += checked_text(segment.get("text"), "text of a segment")
         spans += [(start, len(text))] * segment["label"]
-    return Part(text, spans, add_bos=False)
+    return TextPart(text, spans, add_bos=False)
 
 
 def as_messages(example: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -471,13 +475,13 @@ def list_of(example: dict[str, Any], key: str) -> list[Any]:
 
 
 def checked_ids(example: dict[str, Any]) -> Ids:
-    """Return (input_ids, labels) of an example that has lists of one length; labels may be IGNORE.
-    Tokens that a mask leaves out are not in the loss; tokens that attention_mask leaves out are
-    padding and are removed."""
+    """Return (input_ids, labels) of an example that has lists of one length; labels may be
+    IGNORE_INDEX. Tokens that a mask leaves out are not in the loss; tokens that attention_mask
+    leaves out are padding and are removed."""
     example = {"labels": example["input_ids"], **example}
     for key, values in example.items():
         is_mask = key.endswith(("mask", "masks"))
-        allowed = {IGNORE} if key == "labels" else set()
+        allowed = {IGNORE_INDEX} if key == "labels" else set()
         if not isinstance(values, list) or not all(
             value in (0, 1) if is_mask else
             type(value) is int and (0 <= value < 2**31 or value in allowed) for value in values
@@ -487,7 +491,7 @@ def checked_ids(example: dict[str, Any]) -> Ids:
             raise ValueError(f"{key} and input_ids differ in length")
     labels = example["labels"]
     for key in example.keys() & {"completion_mask", "assistant_masks"}:
-        labels = [label if chosen else IGNORE for label, chosen in zip(labels, example[key])]
+        labels = [label if chosen else IGNORE_INDEX for label, chosen in zip(labels, example[key])]
     attended = example.get("attention_mask", [1] * len(labels))
     ids, labels = ([value for value, real in zip(values, attended) if real]
                    for values in (example["input_ids"], labels))

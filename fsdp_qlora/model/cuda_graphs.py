@@ -17,7 +17,7 @@ from fsdp_qlora.model.model import Model
 MAX_GRAPHS = 64  # each needs some GPU memory outside torch, which the plan does not count
 
 
-class Captured(NamedTuple):
+class CapturedGraph(NamedTuple):
     """A graph, and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
@@ -26,7 +26,7 @@ class Captured(NamedTuple):
     sums: Tensor  # see compute_loss()
 
 
-class Graphs:
+class CUDAGraphs:
     """The CUDA graphs of a model, one for each shape of micro-batch."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Graphs:
         self.compute_loss = compute_loss
         self.pool = None
         # {shape of a micro-batch: its graph}; None: no graph for this shape yet
-        self.captured: dict[tuple, Captured | None] = {}
+        self.captured: dict[tuple, CapturedGraph | None] = {}
 
     def replay(self, batch: MicroBatch, loss_weight: float) -> Tensor | None:
         """Run backward of `loss_weight` times the loss of a micro-batch by replaying its graph.
@@ -47,7 +47,8 @@ class Graphs:
         chosen outside of a capture.
         """
         tensors = batch_tensors(batch)
-        is_fixed_len = batch.kernels is self.model.kernels.fixed_len  # attention is another kernel
+        # attention is another kernel
+        is_fixed_len = batch.attention_kernels is self.model.kernels.fixed_len
         lengths = batch.lengths if is_fixed_len else ()
         shape = lengths, batch.longest, *(tensor.shape for tensor in tensors)
         captured = self.captured.get(shape)
@@ -63,7 +64,7 @@ class Graphs:
         captured.graph.replay()
         return captured.sums.clone()
 
-    def capture(self, batch: MicroBatch) -> Captured:
+    def capture(self, batch: MicroBatch) -> CapturedGraph:
         """Capture the graph of micro-batches of this one's shape."""
         # fla caches what it derives from cu_seqlens by the identity of the tensor, so copy it
         static = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens.clone())
@@ -75,7 +76,7 @@ class Graphs:
         self.pool = self.pool or graph.pool()
         static.ropes, static.segments, static.layer_inputs = None, None, None
         torch.cuda.empty_cache()  # frees memory used by the run without a graph
-        return Captured(graph, static, loss_weight, sums)
+        return CapturedGraph(graph, static, loss_weight, sums)
 
 
 def batch_tensors(batch: MicroBatch) -> list[Tensor]:

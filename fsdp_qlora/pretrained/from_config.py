@@ -1,10 +1,10 @@
 """Turn a config.json into an Architecture, or explain why it is not supported.
 
-    describe_model()
+    make_architecture()
       check_model()              every field of config.json is known
       fill_record()              "config.x" -> its value
-      describe_heads(), describe_positions(), describe_factors(), describe_kv_sources(),
-      describe_limits(), describe_per_layer(), describe_experts(), describe_names()
+      make_heads(), make_positions(), make_factors(), make_kv_sources(),
+      make_limits(), make_per_layer(), make_experts(), make_names()
                                  {field of Architecture: value}, or the value of one field
 
 `c` is the text config in all functions here.
@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, Family, Heads, Limits, Linear, MoE, PerLayerInputs,
-    rotary_dim)
+    ACTIVATIONS, LAYER_TYPES, ActivationLimits, Architecture, Family, Heads, Linear, MoE,
+    PerLayerInputs, rotary_dim)
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.blocks import BLOCK
 
@@ -31,9 +31,9 @@ ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha 
     original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale truncate
     mscale_all_dim short_factor long_factor low_freq_factor high_freq_factor llama_4_scaling_beta
     mrope_section mrope_interleaved""".split())
-# Fields of config classes that describe_model() reads for every family, or that change no output.
-# Any other field that no record names must have its default value, else it could switch on an
-# unsupported feature.
+# Fields of config classes that make_architecture() reads for every family, or that change no
+# output. Any other field that no record names must have its default value, else it could switch on
+# an unsupported feature.
 KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
     num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
     sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
@@ -104,7 +104,7 @@ def records_of(record: Any) -> Iterator[Any]:
                 yield from records_of(inner)
 
 
-def describe_model(model_config: PreTrainedConfig) -> Architecture:
+def make_architecture(model_config: PreTrainedConfig) -> Architecture:
     """Return the Architecture of a config from AutoConfig. Raises ValueError if no record can
     express it."""
     check_model(model_config)
@@ -121,32 +121,32 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         name = str(record.intermediate_size).removeprefix("config.")
         raise ValueError(f"the config of {c.model_type} has no {name}: its record in families.py"
                          " needs another intermediate_size")
-    layer_heads = describe_heads(layer_configs, family)
+    layer_heads = make_heads(layer_configs, family)
     _, kv_heads, head_dim, keys_are_values = layer_heads[0]
     # the family's fields, some of them replaced below, then those that only an Architecture has
     values = dict(vars(family), keys_are_values=keys_are_values)
-    values.update(describe_positions(c, family, layer_heads))
+    values.update(make_positions(c, family, layer_heads))
     if not (family.qk_norm and family.qk_norm_if):
         values.update(qk_norm=None, q_norm=None, k_norm=None)
     if not family.post_norm_if:
         values.update(attention_post_norm=None, mlp_post_norm=None)
-    values.update(describe_factors(c, family, head_dim, values["ropes"]))
+    values.update(make_factors(c, family, head_dim, values["ropes"]))
     values["final_norm_kind"] = family.final_norm_kind or family.norm
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
     values["attention_dropout"] = family.attention_dropout or 0.0
-    values["kv_sources"] = describe_kv_sources(c, family)
-    values["layer_limits"] = describe_limits(c, family)
-    values["per_layer"] = describe_per_layer(c, family)
+    values["kv_sources"] = make_kv_sources(c, family)
+    values["layer_activation_limits"] = make_limits(c, family)
+    values["per_layer"] = make_per_layer(c, family)
     n_out = inner * (1 + family.gated) // len(family.mlp_in)
     gate_up = [Linear(name, n_out, hidden, family.mlp_bias) for name in family.mlp_in]
     down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
     in_mxfp4 = stored_format(model_config).get("quant_method") == "mxfp4"
-    values.update(describe_experts(c, family, in_mxfp4, (gate_up, down)))
+    values.update(make_experts(c, family, in_mxfp4, (gate_up, down)))
     if values["moe"] and (form := ADAPTERS_INSIDE.get(model_config.model_type)):
         values["moe"] = dataclasses.replace(values["moe"], adapters=form)
     return Architecture(
-        **values, **describe_names(model_config, family), family=c.model_type,
+        **values, **make_names(model_config, family), family=c.model_type,
         n_layers=c.num_hidden_layers, hidden_size=hidden, n_heads=c.num_attention_heads,
         n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size, layer_heads=layer_heads,
         gate_up=gate_up, down=down,
@@ -157,7 +157,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         added_rows=0)
 
 
-def describe_names(model_config: PreTrainedConfig, family: Family) -> dict[str, Any]:
+def make_names(model_config: PreTrainedConfig, family: Family) -> dict[str, Any]:
     """Return {field of Architecture: value} of the fields about names in files."""
     prefixes, head_names = [*family.prefixes], ["lm_head.weight"]
     if model_config.model_type in MULTIMODAL:
@@ -168,7 +168,7 @@ def describe_names(model_config: PreTrainedConfig, family: Family) -> dict[str, 
     return dict(module_prefix=prefixes[0], checkpoint_prefixes=prefixes, head_names=head_names)
 
 
-def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:
+def make_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:
     """Return the Heads of each layer, from the layers' text configs."""
     heads, c = [], layer_configs[0]
     n_heads = [one.num_attention_heads for one in layer_configs]
@@ -192,7 +192,7 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
     return heads
 
 
-def describe_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]:
+def make_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]:
     """Return Architecture.kv_sources."""
     n_own, types = c.num_hidden_layers - (family.n_kv_shared_layers or 0), layer_types(c, family)
     last_of_type = {layer_type: i for i, layer_type in enumerate(types[: max(0, n_own)])}
@@ -203,18 +203,18 @@ def describe_kv_sources(c: PreTrainedConfig, family: Family) -> list[int | None]
     return [None if i < n_own else last_of_type[layer_type] for i, layer_type in enumerate(types)]
 
 
-def describe_limits(c: PreTrainedConfig, family: Family) -> list[Limits]:
-    """Return Architecture.layer_limits."""
+def make_limits(c: PreTrainedConfig, family: Family) -> list[ActivationLimits]:
+    """Return Architecture.layer_activation_limits."""
     n_layers, columns = c.num_hidden_layers, []
     for limits in family.moe.limits if family.moe else None, family.mlp_limits:
         column = limits if isinstance(limits, list) else [limits] * n_layers
         if len(column) != n_layers:
             raise ValueError(f"there are limits of {len(column)} layers, {column}, for {n_layers}")
         columns.append([limit or None for limit in column])
-    return list(map(Limits, *columns))
+    return list(map(ActivationLimits, *columns))
 
 
-def describe_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | None:
+def make_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | None:
     """Return Architecture.per_layer."""
     record = family.per_layer
     if not record or not record.size:
@@ -228,7 +228,7 @@ def describe_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | 
     return record
 
 
-def describe_factors(
+def make_factors(
     c: PreTrainedConfig, family: Family, head_dim: int, ropes: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return {field of Architecture: value} of the factors of scores, embeddings, sums and logits.
@@ -284,7 +284,7 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     return type(record)(**values)
 
 
-def describe_experts(
+def make_experts(
     c: PreTrainedConfig, family: Family, in_mxfp4: bool,
     dense: tuple[list[Linear], list[Linear]],
 ) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def expert_linears(
     hidden: int, family: Family, moe: MoE, in_mxfp4: bool, dense: tuple[list[Linear], list[Linear]],
 ) -> dict[str, list[Linear]]:
     """Return {field of Architecture: its linears} of EXPERT_FIELDS. `in_mxfp4`, `dense`: see
-    describe_experts()."""
+    make_experts()."""
     def mlp(stem: str, inner: int, bias: bool, outer: int) -> tuple[list[Linear], list[Linear]]:
         """Return the linears of an MLP that read its input, and those that compute its output."""
         names = ("gate", "up") if family.gated else ("up",)
@@ -375,7 +375,7 @@ def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
     types = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(types) != n_layers:
         raise ValueError(f"layer_types has {len(types)} entries for {n_layers} layers")
-    known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_sublayer else ())
+    known = LAYER_TYPES.union(family.other_mixers, {"mlp", "moe"} if family.one_sublayer else ())
     if family.mla and family.mla.index_topk:
         known = {"indexed_attention"}
     if other := sorted(set(types) - known):
@@ -386,7 +386,7 @@ def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
     return list(types)
 
 
-def describe_positions(
+def make_positions(
     c: PreTrainedConfig, family: Family, layer_heads: list[Heads]
 ) -> dict[str, Any]:
     """Return {field of Architecture: value} of the fields about positions."""
@@ -397,7 +397,7 @@ def describe_positions(
     thetas = c.layer_rope_theta if family.layer_thetas else [None] * len(types)
     for layer_type, rotates, theta, heads in zip(
             types, rotary_layers(c, family, slides), thetas, layer_heads, strict=True):
-        has_attention = layer_type not in family.mixers or family.parallel_mixers
+        has_attention = layer_type not in family.other_mixers or family.parallel_other_mixers
         rope = None
         if has_attention and (rotates or not family.one_sublayer):
             rope = rope_of_layer(c, family, layer_type, theta if rotates else None, heads)
@@ -413,8 +413,8 @@ def describe_positions(
         ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
     return dict(ropes=ropes, layer_rope=layer_rope,
                 layer_window=[c.sliding_window if slide else None for slide in slides],
-                layer_mixer=[layer_type if layer_type in family.mixers else None
-                             for layer_type in types],
+                layer_other_mixer=[layer_type if layer_type in family.other_mixers else None
+                                   for layer_type in types],
                 layer_sublayers=["both" if not family.one_sublayer else
                                  "mlp" if layer_type in ("mlp", "moe") else "mixer"
                                  for layer_type in types],
