@@ -515,6 +515,80 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 # ------------------------------------------------------------------------------------------------
+# The loop
+# ------------------------------------------------------------------------------------------------
+
+
+def train(run: Run) -> list[Metrics]:
+    """Run the training loop: steps, evaluations, metrics, checkpoints. Returns the metrics of all
+    steps with --random_weights, else []. All ranks must call this."""
+    config = run.config
+    status = run.status
+    start_step = run.saved_step
+    records: list[Metrics] = []
+    log_steps(run)
+    if run.rows.lengths.min() != run.rows.lengths.max():
+        compile_dynamic()  # else kernels would be compiled anew for each number of tokens
+    with raise_on_all_ranks():
+        writer = MetricsWriter(run, start_step) if is_rank_0() else None
+    run.step_start = clock()
+    run.save_due = run.step_start + save_interval(config)[1]
+    status.extend_deadline()
+    try:
+        # the model before step 1; or, resumed, an evaluation that a stop had cut short
+        evaluate_and_save(run, writer, start_step, None)
+        for step in range(start_step + 1, config.max_steps + 1):
+            status.extend_deadline()
+            status.step = step
+            status.where = (f"at step {step}, in micro-batches of at most"
+                            f" {run.plan.micro_batch_tokens} tokens")
+            record, action = train_step(run, step)
+            if config.random_weights:
+                records.append(record)
+            if writer:
+                writer.write_step(record)
+            if step == start_step + 1:
+                # freeze all objects made so far: garbage collection would scan them again and
+                # again, on one rank at a time while the others wait
+                gc.collect()
+                gc.freeze()
+            evaluate_and_save(run, writer, step, action)
+    finally:
+        status.deadline = math.inf
+        if writer:
+            writer.close()
+    return records
+
+
+def evaluate_and_save(run: Run, writer: MetricsWriter | None, step: int,
+                      action: str | None) -> None:
+    """Do what is due after `step`, and the requested `action` of ACTIONS: evaluate, save a
+    checkpoint, end the run by RunEnd. All ranks must call this."""
+    config = run.config
+    progress = run.progress
+    is_last = step == config.max_steps
+    was_cut_short = False
+    evaluates = step == 0 or is_last or is_due(step, config.eval_every)
+    if run.eval_rows and evaluates and progress.evaluated != step and action != "stop":
+        was_cut_short = not evaluate_and_log(run, writer, step)
+        action = "stop" if was_cut_short else action
+    is_best = progress.best_step == step
+    save_steps, _ = save_interval(config)
+    saves = is_last or is_best or action is not None or is_due(step, save_steps)
+    if saves and run.saved_step < step:  # a resumed run begins with a saved step
+        save_checkpoint(run, step)
+    if evaluates or saves:
+        run.step_start = clock()  # evaluating and saving do not count as time of a step
+    if action == "stop":
+        stop_run(run, step, was_cut_short)
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Return True if what happens every `every` steps (None, 0: never) is due after this step."""
+    return bool(every and step % every == 0)
+
+
+# ------------------------------------------------------------------------------------------------
 # A training step
 # ------------------------------------------------------------------------------------------------
 
@@ -705,80 +779,6 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
                              "eval_seconds": seconds,
                              **({"eval_samples": samples} if samples else {})})
     return True
-
-
-# ------------------------------------------------------------------------------------------------
-# The loop
-# ------------------------------------------------------------------------------------------------
-
-
-def train(run: Run) -> list[Metrics]:
-    """Run the training loop: steps, evaluations, metrics, checkpoints. Returns the metrics of all
-    steps with --random_weights, else []. All ranks must call this."""
-    config = run.config
-    status = run.status
-    start_step = run.saved_step
-    records: list[Metrics] = []
-    log_steps(run)
-    if run.rows.lengths.min() != run.rows.lengths.max():
-        compile_dynamic()  # else kernels would be compiled anew for each number of tokens
-    with raise_on_all_ranks():
-        writer = MetricsWriter(run, start_step) if is_rank_0() else None
-    run.step_start = clock()
-    run.save_due = run.step_start + save_interval(config)[1]
-    status.extend_deadline()
-    try:
-        # the model before step 1; or, resumed, an evaluation that a stop had cut short
-        evaluate_and_save(run, writer, start_step, None)
-        for step in range(start_step + 1, config.max_steps + 1):
-            status.extend_deadline()
-            status.step = step
-            status.where = (f"at step {step}, in micro-batches of at most"
-                            f" {run.plan.micro_batch_tokens} tokens")
-            record, action = train_step(run, step)
-            if config.random_weights:
-                records.append(record)
-            if writer:
-                writer.write_step(record)
-            if step == start_step + 1:
-                # freeze all objects made so far: garbage collection would scan them again and
-                # again, on one rank at a time while the others wait
-                gc.collect()
-                gc.freeze()
-            evaluate_and_save(run, writer, step, action)
-    finally:
-        status.deadline = math.inf
-        if writer:
-            writer.close()
-    return records
-
-
-def evaluate_and_save(run: Run, writer: MetricsWriter | None, step: int,
-                      action: str | None) -> None:
-    """Do what is due after `step`, and the requested `action` of ACTIONS: evaluate, save a
-    checkpoint, end the run by RunEnd. All ranks must call this."""
-    config = run.config
-    progress = run.progress
-    is_last = step == config.max_steps
-    was_cut_short = False
-    evaluates = step == 0 or is_last or is_due(step, config.eval_every)
-    if run.eval_rows and evaluates and progress.evaluated != step and action != "stop":
-        was_cut_short = not evaluate_and_log(run, writer, step)
-        action = "stop" if was_cut_short else action
-    is_best = progress.best_step == step
-    save_steps, _ = save_interval(config)
-    saves = is_last or is_best or action is not None or is_due(step, save_steps)
-    if saves and run.saved_step < step:  # a resumed run begins with a saved step
-        save_checkpoint(run, step)
-    if evaluates or saves:
-        run.step_start = clock()  # evaluating and saving do not count as time of a step
-    if action == "stop":
-        stop_run(run, step, was_cut_short)
-
-
-def is_due(step: int, every: int | None) -> bool:
-    """Return True if what happens every `every` steps (None, 0: never) is due after this step."""
-    return bool(every and step % every == 0)
 
 
 # ------------------------------------------------------------------------------------------------
