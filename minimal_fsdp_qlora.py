@@ -49,6 +49,7 @@ and not on the original weights. This needs host memory for the whole model in b
     model = AutoModelForCausalLM.from_pretrained(
         name, quantization_config=nf4, dtype=torch.bfloat16, device_map="cpu").dequantize()
     PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
+    # tokenizer* and chat_template* are beside the adapter: copy them to "merged"
 
 This file needs no other. It comes from the repository FSDP QLoRA, which also has merge_adapters.py,
 which merges one tensor after the other, and train_fsdp_qlora.py, which resumes, starts from an
@@ -103,9 +104,10 @@ warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning
 
 # dtype of unquantized weights, activations and matmuls; float16 would need a loss scaler
 DTYPE = torch.bfloat16
-# NF4 stores a code of 4 bits for each weight, and a scale for each 64 weights. FSDP2 before torch
-# 2.13 cannot shard integers, so four codes are stored as one bf16 number. Read shard_layer() before
-# you change a dtype: it explains how such numbers can be damaged
+# NF4 stores a code of 4 bits for each weight, and a scale for each 64 weights; compress_statistics
+# quantizes the scales, too (double quantization). FSDP2 before torch 2.13 cannot shard integers,
+# so four codes are stored as one bf16 number. Read shard_layer() before you change a dtype: it
+# explains how such numbers can be damaged
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 SEED = 0  # for the order of the rows and the initial LoRA
 MAX_GRAD_NORM = 1.0  # math.inf: no clipping
@@ -117,8 +119,10 @@ IGNORE_INDEX = -100  # label of a token that is not in the loss
 
 
 class Row(NamedTuple):
-    """The tokens of a text, or of an answer and all messages before it. Every field is a tensor of
-    one value per token, because read_rows() cuts it at --max_seq_len (a weight of the loss: fp32).
+    """The tokens of a text, or of an answer and all messages before it.
+
+    Every field must be a tensor with one value per token, because read_rows() cuts all fields at
+    --max_seq_len. So a weight in the loss would be one more field, fp32 [tokens].
     """
 
     ids: Tensor  # [tokens]
@@ -160,8 +164,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="not rows, but a budget: a GPU computes at most micro_batch_size x"
-                        " max_seq_len tokens at once, padding included")
+                        help="a GPU computes at most micro_batch_size x max_seq_len tokens at"
+                        " once, padding included: of short rows more than micro_batch_size")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
@@ -172,8 +176,9 @@ def parse_args() -> Namespace:
     parser.add_argument("--lora_alpha", type=int, default=32,
                         help="the adapter is scaled by lora_alpha / lora_rank")
     parser.add_argument("--offload", action="store_true",
-                        help="keep the model in host memory; a GPU holds only the layer that it"
-                        " computes and the next one, embedding and lm_head, and NF4's scales")
+                        help="keep the model in host memory; a GPU holds of it only the layer that"
+                        " it computes and the next one, embedding and lm_head, NF4's scales, and a"
+                        " copy of its part of LoRA for the optimizer")
     return parser.parse_args()
 
 
@@ -264,9 +269,10 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     model.requires_grad_(False)
     model.name_or_path = args.model  # for adapter_config.json
     model.is_loaded_in_4bit = True  # or PEFT would use its LoRA layer for plain linears
-    # LoRA on fewer linears: [name for name in linears if ".self_attn." in name], but on at least
-    # one in each layer, see shard_layer(). Dropout: lora_dropout=0.05. use_rslora works; DoRA,
-    # PiSSA and OLoRA do not, because they need the weights, which are still on meta; nor does
+    # For LoRA on fewer linears pass, for example,
+    # target_modules=[name for name in linears if ".self_attn." in name]. Every layer needs at least
+    # one, see shard_layer(). For dropout add lora_dropout=0.05. use_rslora=True works. DoRA, PiSSA
+    # and OLoRA do not, because they need the weights, which are still on meta; nor does
     # modules_to_save, because only LoRA is initialized and saved
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
@@ -315,7 +321,7 @@ def load_and_shard(
 ) -> None:
     """Read, quantize and shard one decoder layer after the other, then the rest of the model. So a
     GPU holds as a whole only the layer that is being loaded, with the copies that shard_layer()
-    compares, and at the end embedding and lm_head, together 4 GiB for a 70B.
+    compares, and at the end embedding and lm_head (4 GiB for a 70B).
 
     Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
     on the GPU, or in host memory with --offload. A layer is an FSDP unit: all ranks gather it as a
@@ -365,8 +371,9 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
     for name, _ in causal_lm.named_parameters():
         if ".lora_" not in name and bare_name(name) not in handles:
             fail(f"{model_dir}: no model*.safetensors has {bare_name(name)}")
+    # a tied lm_head, too, because a file may have it
     used = {bare_name(name) for tensors in (causal_lm.named_parameters, causal_lm.named_buffers)
-            for name, _ in tensors(remove_duplicate=False)}  # with a tied lm_head
+            for name, _ in tensors(remove_duplicate=False)}
     if unused := sorted(set(handles) - used):
         log(f"{model_dir}: {len(unused):,} tensors are not used: {', '.join(unused[:5])}")
     return handles
@@ -405,10 +412,10 @@ def init_lora(
 ) -> None:
     """Materialize LoRA in fp32, with PEFT's initial values. `init_lora_weights`: True, "gaussian".
 
-    This would overwrite an adapter of PeftModel.from_pretrained(). To begin with an adapter, keep
-    get_peft_model(), give LoraConfig the adapter's r, lora_alpha, use_rslora and target_modules
-    (another scale, or linears of the adapter that are left out, would be silently wrong), and copy
-    its values at the end of this function:
+    To begin with an existing adapter, do not load it by PeftModel.from_pretrained(), because this
+    function would overwrite it. Keep get_peft_model(), give LoraConfig the adapter's r, lora_alpha,
+    use_rslora and target_modules (another scale, or linears of the adapter that are left out, would
+    be silently wrong), and copy its values at the end of this function:
 
         file = safe_open("adapter/adapter_model.safetensors", "pt")
         for part in ("lora_A", "lora_B"):
@@ -425,8 +432,9 @@ def init_lora(
 def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
     """Return the FSDP policy, as keywords of fully_shard().
 
-    With `offload` the shards wait in host memory. The scales of NF4 are not parameters, so FSDP2
-    neither shards nor offloads them: each GPU always has all of them, 1 GiB for a 70B.
+    With `offload` the shards wait in host memory; of LoRA's, train() keeps a copy on the GPU, with
+    gradients and optimizer state. The scales of NF4 are not parameters, so FSDP2 neither shards nor
+    offloads them: each GPU always has all of them, 1 GiB for a 70B.
 
     For HSDP (each machine has the whole model) add "mesh": dist.init_device_mesh("cuda",
     (n_machines, n_gpus_of_each), mesh_dim_names=("replicate", "shard")), and edit clip_gradient().
@@ -683,7 +691,7 @@ def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> Non
     """Gather the adapter; rank 0 writes it in PEFT's format.
 
     Each file is written beside that of the last save, and then replaces it. So a run that is killed
-    during a save can leave half-written files in partial/ alone.
+    during a save can leave half-written files only in partial/.
     """
     state_dict = {name: p.detach().to(device).full_tensor().cpu()
                   for name, p in model.named_parameters() if p.requires_grad}
@@ -725,6 +733,8 @@ def read_rows(
         if len(rows) >= n_needed:
             break  # the rest would not be trained
         n_read += 1
+        if n_read % 20_000 == 0:
+            log(f"{path}: {n_read:,} of {len(lines):,} lines read")
         if not line.strip():
             continue
         try:
@@ -811,6 +821,8 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
     """
     # other columns: example = {"messages": [{"role": "user", "content": example["prompt"]}, ...]}
     # (check_example() then sees these keys alone)
+    if isinstance(example, dict):  # datasets' to_json() writes null for what a row lacks
+        example = {key: value for key, value in example.items() if value is not None}
     check_example(example)
     if "text" in example:
         return [encode_text(example["text"], tokenizer)]
@@ -858,8 +870,8 @@ def render_answer(
         raise DataError(f"the chat template's prompt ends with {prompt[-40:]!r}, but the text with"
                          " the answer does not continue it")
     answer_text = text.removeprefix(prompt)
-    # render() checks only what follows </think>, because earlier answers may lose their reasoning.
-    # This answer's is trained, so it must be there
+    # render() does not check the reasoning before </think>, because templates drop that of earlier
+    # answers. This answer is trained with its reasoning, so every part must be there
     for part in re.split("</?think>", answer["content"]):
         if part.strip() not in answer_text:
             raise DataError(f"the chat template leaves out {part.strip()[:40]!r}")
