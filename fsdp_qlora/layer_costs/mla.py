@@ -10,7 +10,8 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer_costs.attention_mixer import kernel_values
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import LatentAttention
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

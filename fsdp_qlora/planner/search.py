@@ -34,7 +34,8 @@ from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
-from fsdp_qlora.pretrained.architecture import Architecture, Mamba2
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import Mamba2
 from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 

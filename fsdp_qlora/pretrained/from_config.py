@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig
 
-from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, ActivationLimits, Architecture, Family, Heads, Linear, MoE,
-    PerLayerInputs, rotary_dim)
+from fsdp_qlora.pretrained.architecture import ActivationLimits, Architecture, Heads, rotary_dim
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
+from fsdp_qlora.pretrained.records import (
+    ACTIVATIONS, LAYER_TYPES, Family, Linear, MoE, PerLayerInputs)
 from fsdp_qlora.quant.blocks import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}

@@ -7,9 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fsdp_qlora.pretrained.architecture import Architecture, Family, Heads, Mamba2, rotary_dim
+from fsdp_qlora.pretrained.architecture import Architecture, Heads, rotary_dim
 from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
+from fsdp_qlora.pretrained.records import Family, Mamba2
 
 
 # {config field with limits by layer: limit in the small layers of the check}. These limits clamp

@@ -16,10 +16,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.log import log
-from fsdp_qlora.pretrained.architecture import Architecture, Linear
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import stored_format, text_config
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, ReadRequest, StackedSlice, StoredTensor, WeightReader)
+from fsdp_qlora.pretrained.records import Linear
 from fsdp_qlora.pretrained.weight_formats import (
     FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_SUFFIXES, NF4_STATE, PER_INT32)
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
