@@ -139,7 +139,8 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         "kept by recomputed layers": by_recomputed,
         "kept by other layers": by_others,
         # plus the shared keys and values, their gradients, and one layer's gradients of them
-        "inputs of all layers": (n_inputs + 3 * shared_kv_values(arch)) * value_bytes,
+        "per-layer inputs, shared keys and values":
+            (n_inputs + 3 * shared_kv_values(arch)) * value_bytes,
         "live layer or head": head if plan.graphs else max(live, head),
         # FSDP2 copies it for the sum over ranks
         "one layer's adapter gradient": adapter_bytes * (3 if plan.uses_fsdp else 1),
