@@ -442,7 +442,7 @@ def suggest_flags(plan: Plan, search: SearchInputs) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
     config, workload = search.config, search.workload
-    least = workload.longest_row if workload.world_size == 1 else workload.longest
+    least = workload.least_tokens(1)
     shorter: dict[str, Any] = {"micro_batch_tokens": least}
     if plan.micro_batch_tokens <= least:  # a micro-batch is the longest row alone: shorten the rows
         shorter = {"micro_batch_tokens": config.micro_batch_tokens and least // 2,
