@@ -250,7 +250,7 @@ def exchanged_bytes(
     if mla := mla_costs(LayerCosts(specs[0])):
         # its live_bytes() counts what else backward needs
         n_saved = max(1, plan.n_layers - plan.recomputed)
-        return n_saved * mla.values_more_saved(plan) * value_bytes
+        return n_saved * mla.context_saved_values(plan) * value_bytes
     kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
     is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)
