@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, Traits, render, template_traits
 from fsdp_qlora.data.tools import openai_calls
+from fsdp_qlora.errors import RefusedExample
 
 Spans = list[tuple[int, int]]  # parts of a text, in characters: [(start, end)]
 REASONING = "reasoning_content", "reasoning", "thinking"  # message keys with the same meaning

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.data.example_formats import (
     ANSWERS, COMPLETION, Document, as_object, find_format, is_empty, parse_object, read_list_text,
     read_message)
-from fsdp_qlora.data.sources import RefusedExample
+from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.model.preference_loss import LOSSES
 
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
