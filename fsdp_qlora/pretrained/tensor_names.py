@@ -31,9 +31,9 @@ ExpectedTensors = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
 HasShape = StoredTensor | torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorNames:
-    """The names, in the files, of the tensors that are read."""
+    """The names, in the files, of the tensors that are read; tensor_names() fills it."""
 
     # {name: Linear} of the linears that are in 4 bits in training
     linears: dict[str, Linear] = field(default_factory=dict)
