@@ -42,7 +42,7 @@ def open_peft_run(
             raise ValueError("is quantized already")
     model_class, stored = auto_class(config), stored_tensors(directory)
     print(f"warning: {adapter_dir} has no train_config.json, so it is assumed that it was"
-          f" trained on {directory} in NF4 (its {path.name} names"
+          f" trained on {directory} in NF4 with double quantization (its {path.name} names"
           f" {settings['base_model_name_or_path']}), and nothing will be compared")
     in_4bit, others = linears_in_4bit(directory, config, model_class, stored)
     slices, r = dict[str, list[TensorSlice]](), settings["r"]
