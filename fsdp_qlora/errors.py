@@ -1,4 +1,4 @@
-"""errors_about(): errors that name the file or flag at fault."""
+"""errors_about(): errors that name the file or flag at fault; RefusedExample."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def errors_about(what: str) -> Iterator[None]:
     except Exception as e:
         kind = "" if isinstance(e, (ValueError, OSError)) else f"{type(e).__name__}: "
         raise ValueError(f"{what}: {kind}{e}")
+
+
+class RefusedExample(ValueError):
+    """An example that ends the run, because what it asks for would be lost in all examples like it.
+    """

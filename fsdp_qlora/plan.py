@@ -20,46 +20,41 @@ SAVE_POLICIES: tuple[SavePolicy, ...] = get_args(SavePolicy)
 FRAGMENTATION = 0.04
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The distribution of the work over the GPUs, and its predicted memory and time. The order of
-    the fields is that in train_config.json."""
+    """The distribution of the work over the GPUs, and its predicted memory and time."""
 
-    # given
+    # ---- given: by flags, model, rows and machine
     compute_dtype: str
     n_layers: int
-    # decided
-    shard_group_size: int  # processes that share one copy of the model
-    reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
-    micro_batch_tokens: int  # maximum per micro-batch
-    recomputed: int  # number of layers, the first ones, that are recomputed in backward
-    save_mid_residual: bool  # recomputed layers also save the sum after the mixer
-    reuse_dequantized: bool  # their backward keeps dequantized weights for a second use
-    # given
     offload_activations: bool
     offload_params: bool
-    # decided
-    n_mlp_saved: int = 0  # recomputed layers, the last ones, that save what their MLP needs
-    n_attention_saved: int = 0  # the last ones before those, that save the results of attention
-    expert_ranges: int = 1  # number of ranges in which experts are dequantized, one after the other
-    # given
     # attention of a micro-batch is one call for documents of any lengths or for short pieces of
     # them; False: documents have one length, or long pieces run one after the other
     varlen_attention: bool = False
     plain_attention: bool = False  # a layer's attention runs in plain torch
     plain_recurrence: bool = False  # a mixer with a state runs in plain torch
     fused: bool = True  # each elementwise function is compiled to one kernel, as on a GPU
-    # decided
-    context_parallel_size: int = 1  # processes that share each micro-batch
-    embedding_on_host: bool = False  # the tables that no matmul reads are in host memory
-    # given
     state_bytes: float = 0.0  # bytes of optimizer state in GPU memory per weight of the adapter
     token_rows: int = 0  # rows of the embedding and of the lm_head that are trained
-    # decided
+
+    # ---- decided
+    shard_group_size: int  # processes that share one copy of the model
+    reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
+    micro_batch_tokens: int  # maximum per micro-batch
+    recomputed: int  # number of layers, the first ones, that are recomputed in backward
+    save_mid_residual: bool  # recomputed layers also save the sum after the mixer
+    reuse_dequantized: bool  # their backward keeps dequantized weights for a second use
+    n_mlp_saved: int = 0  # recomputed layers, the last ones, that save what their MLP needs
+    n_attention_saved: int = 0  # the last ones before those, that save the results of attention
+    expert_ranges: int = 1  # number of ranges in which experts are dequantized, one after the other
+    context_parallel_size: int = 1  # processes that share each micro-batch
+    embedding_on_host: bool = False  # the tables that no matmul reads are in host memory
     graphs: bool = False  # CUDA graphs are used
     why_no_graphs: str = ""
     graph_room: int = 0  # memory that graphs reserve, in whole micro-batches, see use_cuda_graphs()
-    # predicted
+
+    # ---- predicted
     # {kind, as printed: bytes} at a step's peak, see predict_memory()
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # pinned host memory of one process

@@ -55,11 +55,12 @@ from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
 from fsdp_qlora.pretrained import families, from_config
-from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads, Mamba2
+from fsdp_qlora.pretrained.architecture import Heads
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
+from fsdp_qlora.pretrained.records import AttentionGate, DeltaNet, Mamba2
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.merge_check import MergeCheck

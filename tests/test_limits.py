@@ -28,7 +28,7 @@ from fsdp_qlora.data import cache
 from fsdp_qlora.data.dataset import cache_key, prepare_rows
 from fsdp_qlora.data.encode import check_tokens
 from fsdp_qlora.data.rows import encode_document
-from fsdp_qlora.data.sources import RefusedExample
+from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.evaluation import compare_with_transformers as check
 from fsdp_qlora.evaluation import untrained_tokens
 from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers

@@ -502,7 +502,7 @@ def test_plan_counts_what_a_model_has_to_the_byte(family):
 
 
 def test_plan_counts_what_layers_have_in_common():
-    """The inputs of all layers; keys and values that a layer shares, their gradient, and that of
+    """Per-layer inputs; keys and values that a layer shares, their gradient, and that of
     one layer that reads them; and the optimizer's state."""
     _, arch, specs = shapes_of("gemma-4-e4b")
     plan = plan_of(arch, "all", state_bytes=2)
@@ -516,7 +516,7 @@ def test_plan_counts_what_layers_have_in_common():
                 kv_to_share += sum(part.nbytes for part in parts)
     memory = predict_memory(plan, arch, specs).memory
     assert (
-        memory["inputs of all layers"]
+        memory["per-layer inputs, shared keys and values"]
         == micro_batch.layer_inputs.nbytes + 3 * kv_to_share > 3 * kv_to_share > 0
     )
     n_adapter = sum(spec.n_adapter for spec in specs)

@@ -1076,7 +1076,10 @@ def test_error_of_one_rank_has_the_code_of_its_cause(error, code, capsys):
     (4, True, "a smaller --micro_batch_tokens")])  # fmt: skip
 def test_advice_names_nothing_that_the_plan_does_already(recomputed, offloads, first):
     """By a flag or by itself."""
-    plan = Plan("bfloat16", 4, 1, True, 64, recomputed, False, False, offloads, offloads)
+    plan = Plan(
+        compute_dtype="bfloat16", n_layers=4, shard_group_size=1, reshard_after_forward=True,
+        micro_batch_tokens=64, recomputed=recomputed, save_mid_residual=False,
+        reuse_dequantized=False, offload_activations=offloads, offload_params=offloads)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with one_process():
         text = out_of_memory_text(error, plan, torch.device("cpu"), "at step 1")

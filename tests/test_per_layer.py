@@ -197,7 +197,8 @@ def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, kv_t
     on_gpu, on_host = (
         predict_memory(dataclasses.replace(plan, embedding_on_host=flag), arch, specs)
         for flag in (False, True))
-    assert on_gpu.memory["inputs of all layers"] == (width + 3 * kv_to_share) * 1024 * 2
+    common = "per-layer inputs, shared keys and values"
+    assert on_gpu.memory[common] == (width + 3 * kv_to_share) * 1024 * 2
     kind, table = "embedding, head, norms", 262144 * width * 2 // 2  # bf16, on two processes
     norms = sum(spec.n_vectors for spec in specs) * 2 // 2
     every_rank = sum(4 * spec.n_nested + 2 * sum(map(math.prod, spec.small_tensors.values()))

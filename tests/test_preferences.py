@@ -35,8 +35,9 @@ from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
-from fsdp_qlora.data.sources import RefusedExample, find_fragments
+from fsdp_qlora.data.sources import find_fragments
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
+from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.evaluation import eval_loss, ref_logps
 from fsdp_qlora.evaluation.ref_logps import read_ref_logps, tensor_digest, write_ref_logps
 from fsdp_qlora.micro_batch.micro_batch import Answers

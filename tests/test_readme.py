@@ -29,7 +29,7 @@ from fsdp_qlora.data.example_formats import EXAMPLE_FORMATS, OPTIONAL, REFUSED, 
 from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.layer.router import BALANCE
 from fsdp_qlora.model.preference_loss import LOSSES, METRICS
-from fsdp_qlora.pretrained import architecture
+from fsdp_qlora.pretrained import records
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.pretrained.from_config import check_model
 from fsdp_qlora.run.resolve import resolve_config
@@ -443,16 +443,16 @@ def test_types_of_models_are_those_of_transformers():
 def test_records_of_a_family_have_the_fields_shown():
     """In the table of how to add one: `Record`: `field`, of Family."""
     (table,) = tables("| the family has | record, and the field of `Family` that holds it |")
-    fields = {f.name: str(f.type) for record in (architecture.Family, architecture.MoE)
+    fields = {f.name: str(f.type) for record in (records.Family, records.MoE)
               for f in dataclasses.fields(record)}  # fmt: skip
     seen = 0
     for row in table.splitlines()[2:]:
         words = re.findall(r"`(\w+)`", row.split("|")[2])
         assert {word for word in words if word.islower()} <= fields.keys(), row
-        for *records, field in re.findall(r"((?:`[A-Z]\w+`,? ?)+): `(\w+)`", row):
-            for record in re.findall(r"\w+", records[0]):
+        for *named, field in re.findall(r"((?:`[A-Z]\w+`,? ?)+): `(\w+)`", row):
+            for record in re.findall(r"\w+", named[0]):
                 annotation = fields[field].replace("OtherMixer]", "ShortConv | DeltaNet | Mamba2]")
-                assert hasattr(architecture, record) and record in annotation, row
+                assert hasattr(records, record) and record in annotation, row
                 seen += 1
     assert seen >= 7
 

@@ -32,8 +32,8 @@ from fsdp_qlora.layer import (
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
-from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
 from fsdp_qlora.pretrained.from_config import make_architecture
+from fsdp_qlora.pretrained.records import DeltaNet, Mamba2
 from fsdp_qlora.pretrained.small_config import shrunk_config
 
 N, WIDTH, HEADS = 96, 128, 4

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, Traits, render, template_traits
 from fsdp_qlora.data.tools import openai_calls
+from fsdp_qlora.errors import RefusedExample
 
 Spans = list[tuple[int, int]]  # parts of a text, in characters: [(start, end)]
 REASONING = "reasoning_content", "reasoning", "thinking"  # message keys with the same meaning
@@ -144,16 +144,7 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     its prompt opens. Raises RefusedExample if they cannot agree.
     """
     notes: list[str] = []
-    prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
-    text = checked_text(render(messages, tokenizer, **options), "the conversation")
-    at = len(prompt) if text.startswith(prompt) else None
-    # a variable that the example itself sets stays as it is
-    switches = (switch for switch in traits.switches if not switch.keys() & options.keys())
-    while at is None and (switch := next(switches, None)):
-        if found := render_switched(messages, text, options | switch, tokenizer):
-            options, (prompt, text), at = options | switch, found, len(found[0])
-    if at is None:
-        at = find_answer(messages, prompt, text, options, tokenizer)
+    options, prompt, text, at = align(messages, options, tokenizer, traits)
     template, marks = tokenizer.get_chat_template(tools=options["tools"]), []
     if re.search(r"\{%-?\s*generation\b", template):
         marks = marked_spans(messages, options, template, tokenizer)
@@ -174,6 +165,24 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     check_rendered(messages, options["tools"], text, text[len(prompt) :])
     kwargs = {name: value for name, value in options.items() if name in traits.variables}
     return answer._replace(template_kwargs=json.dumps(kwargs, sort_keys=True))
+
+
+def align(messages: list[dict[str, Any]], options: dict[str, Any],
+          tokenizer: PreTrainedTokenizerFast, traits: Traits
+          ) -> tuple[dict[str, Any], str, str, int | None]:
+    """Return the options with which the prompt of the last message and all messages are rendered,
+    both texts, and where in the second the answer begins; None if it opens the answer differently.
+    """
+    prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
+    text = checked_text(render(messages, tokenizer, **options), "the conversation")
+    if text.startswith(prompt):
+        return options, prompt, text, len(prompt)
+    for switch in traits.switches:
+        # a variable that the example itself sets stays as it is
+        if not switch.keys() & options.keys() and (
+                found := render_switched(messages, text, options | switch, tokenizer)):
+            return options | switch, *found, len(found[0])
+    return options, prompt, text, find_answer(messages, prompt, text, options, tokenizer)
 
 
 def render_switched(messages: list[dict[str, Any]], text: str, options: dict[str, Any],

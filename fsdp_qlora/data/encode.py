@@ -22,8 +22,9 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.data.example_formats import Document, TextPart, parse_example, printable
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import encode_document
-from fsdp_qlora.data.sources import Fragment, RefusedExample, read_fragments
+from fsdp_qlora.data.sources import Fragment, read_fragments
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
+from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.model.preference_loss import LOSSES
 
 BATCH = 256  # examples that are parsed at once, and documents of one RecordBatch

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import REASONING, AnswerStart, Spans, checked_text, parse_chat
-from fsdp_qlora.data.sources import RefusedExample
 from fsdp_qlora.data.tools import openai_tools, read_value
+from fsdp_qlora.errors import RefusedExample
 
 IGNORE_INDEX = -100  # the label of a token that is not in the loss
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.data.example_formats import (
     ANSWERS, COMPLETION, Document, as_object, find_format, is_empty, parse_object, read_list_text,
     read_message)
-from fsdp_qlora.data.sources import RefusedExample
+from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.model.preference_loss import LOSSES
 
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
@@ -130,6 +130,26 @@ def examples_of_answers(
     if isinstance(answers[0], dict):
         answers = [[answer] for answer in answers]
     is_whole = are_conversations(answers)
+    example, answers = alike(example, answers, is_whole)
+    for asked, answered in ANSWERS.items():
+        if asked in example:
+            check_answers(asked, example[asked], answers)
+            return [{**example, answered: answer} for answer in answers], (asked, answered), False
+    n = shared_question(answers, is_whole)
+    if not n:
+        raise RefusedExample(f"has answers, but no prompt, only {', '.join(example) or 'them'}."
+                             " Name its key with --columns OLD=prompt, or write an empty prompt")
+    examples = [{**example, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
+    return examples, COMPLETION, isinstance(answers[0], str)
+
+
+def alike(
+    example: dict[str, Any], answers: list[Any], is_whole: bool
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the example with its question in a key of ANSWERS, and the answers: a prompt and its
+    answers are texts or messages, all of them. `is_whole`: the answers contain the question, so its
+    copies in the example are left out."""
+    example = dict(example)
     for key in CONVERSATIONS:
         if key in example and is_whole:  # a copy of the conversation, as in UltraFeedback
             del example[key]
@@ -148,16 +168,7 @@ def examples_of_answers(
             if is_empty(prompt):
                 raise ValueError("prompt is blank: nothing is asked")
             example["prompt"] = [{"role": "user", "content": prompt}]
-    for asked, answered in ANSWERS.items():
-        if asked in example:
-            check_answers(asked, example[asked], answers)
-            return [{**example, answered: answer} for answer in answers], (asked, answered), False
-    n = shared_question(answers, is_whole)
-    if not n:
-        raise RefusedExample(f"has answers, but no prompt, only {', '.join(example) or 'them'}."
-                             " Name its key with --columns OLD=prompt, or write an empty prompt")
-    examples = [{**example, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
-    return examples, COMPLETION, isinstance(answers[0], str)
+    return example, answers
 
 
 def shared_question(answers: list[Any], is_whole: bool) -> int:

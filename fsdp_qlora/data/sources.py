@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.files import digest, text_digest
 from fsdp_qlora.log import log
 
@@ -52,11 +53,6 @@ NO_DATA = re.compile("|".join((  # names of files in a data directory that are n
 )), re.I)
 FRAGMENT_BYTES, FRAGMENT_EXAMPLES = 2**20, 5000  # size of a fragment: lines of JSON; of a table
 HEAD_BYTES = 4096  # bytes that are read to recognize the encoding of a file
-
-
-class RefusedExample(ValueError):
-    """An example that ends the run, because what it asks for would be lost in all examples like it.
-    """
 
 
 class Fragment(NamedTuple):

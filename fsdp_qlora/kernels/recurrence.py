@@ -22,7 +22,8 @@ from torch import Tensor
 from fsdp_qlora.kernels.attention import MAX_ERROR, recomputed
 from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import DeltaNet, Mamba2
 from fsdp_qlora.ranks import n_cores
 
 

@@ -1,7 +1,7 @@
 """Token mixers whose backward is autograd's: short convolution (LFM2), gated delta net, Mamba-2.
 
 No mixer sees across the bounds of documents. pretrained/families.py says which layers have one,
-pretrained/architecture.py what the letters of a mixer mean.
+pretrained/records.py what the letters of a mixer mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import SavedGraph
-from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, OtherMixer, ShortConv
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import DeltaNet, Mamba2, OtherMixer, ShortConv
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

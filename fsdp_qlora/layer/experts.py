@@ -50,7 +50,8 @@ from fsdp_qlora.layer.router import (
     Routing, RoutingChoice, add_balance, count_experts, route, route_backward)
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.layer.shared_expert import SharedExpert
-from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, MoE
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import ExpertNorms, MoE
 
 
 # tokens of recomputed experts at once. Each slice dequantizes all experts three times: those of

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.pretrained.architecture import Linear
+from fsdp_qlora.pretrained.records import Linear
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.quant.nf4 import LORA_COLUMNS
 

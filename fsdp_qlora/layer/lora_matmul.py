@@ -5,6 +5,9 @@ columns, not a pass over y. d [n, n_lora], LoRA's hidden values, has the columns
 by side; with padding, it is the last columns of the inputs [n, width]. In backward, the gradient of
 y times [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient of A, and the
 part of x's gradient that passes through A.
+
+In signatures of this folder `Tensor | Any` is a Tensor, or None where the caller did not ask for
+it.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ from fsdp_qlora.layer.mla_heads import latent_heads, latent_heads_backward
 from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import LatentAttention
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

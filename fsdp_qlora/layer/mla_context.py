@@ -23,7 +23,8 @@ from fsdp_qlora.layer.mla_heads import key_heads, query_heads, query_heads_backw
 from fsdp_qlora.layer.saved import HeadGroup
 from fsdp_qlora.micro_batch.context_parallel import ContextShard
 from fsdp_qlora.micro_batch.segments import Segments
-from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import LatentAttention
 
 rotated_queries, rotated_queries_backward = map(elementwise, (query_heads, query_heads_backward))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
-from fsdp_qlora.pretrained.architecture import MoE
+from fsdp_qlora.pretrained.records import MoE
 
 
 BALANCE = "load_balancing_loss", "busiest_expert"  # keys in metrics.jsonl, see add_balance()

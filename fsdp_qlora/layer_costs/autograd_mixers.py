@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_qlora.kernels.recurrence import RECURRENCES, RECURRENCE_CHUNK
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2, ShortConv
+from fsdp_qlora.pretrained.records import DeltaNet, Mamba2, ShortConv
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

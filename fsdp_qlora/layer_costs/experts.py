@@ -12,7 +12,8 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.mlp import token_slices
 from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.architecture import Architecture, MoE
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import MoE
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200

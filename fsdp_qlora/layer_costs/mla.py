@@ -10,7 +10,8 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer_costs.attention_mixer import kernel_values
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import LatentAttention
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ class MLACosts:
     def live_bytes(self, plan: Plan) -> int:
         itemsize = plan.dtype.itemsize
         if plan.context_parallel_size > 1:
-            return int(self._shared_values(plan) * plan.micro_batch_tokens * itemsize)
+            return int(self._context_live_values(plan) * plan.micro_batch_tokens * itemsize)
         others = 0
         # the gradients of query, key, value and attention's output, and of the tensors that these
         # heads are made from
@@ -83,7 +84,7 @@ class MLACosts:
         """Values that one pass reads or writes to make the heads of a key and of its value."""
         return self.kv_b.out_features + 2 * self.query_width
 
-    def values_more_saved(self, plan: Plan) -> float:
+    def context_saved_values(self, plan: Plan) -> float:
         """Return how many values per token of a rank's own are saved beside saved_values: instead
         of heads of keys and values the rows that were received, LoRA's hidden values and kv_b's
         outputs."""
@@ -92,8 +93,8 @@ class MLACosts:
             rows += 2 * self.query_width
         return plan.seen_keys * rows - 2 * self.query_width
 
-    def _shared_values(self, plan: Plan) -> float:
-        """Return live_bytes(), besides values_more_saved(), as values per token of a rank's own.
+    def _context_live_values(self, plan: Plan) -> float:
+        """Return live_bytes(), besides context_saved_values(), as values per token of a rank's own.
         The gradients of kv_b's outputs replace these."""
         seen, queries = plan.seen_keys, self.query_width
         n_groups = n_head_groups(self.arch, plan.micro_batch_tokens * plan.dtype.itemsize)

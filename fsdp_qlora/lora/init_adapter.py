@@ -16,8 +16,8 @@ from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_files import open_adapter
 from fsdp_qlora.lora.peft_names import (
-    as_saved, expert_slices, lora_settings, peft_slices, stack_experts, token_row_names,
-    token_row_settings, unstack_experts)
+    TensorSlice, as_saved, expert_slices, lora_settings, peft_slices, stack_experts,
+    token_row_names, token_row_settings, unstack_experts)
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
@@ -46,8 +46,8 @@ def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
         shapes = {name: shape for i, spec in enumerate(specs)
                   for name, (_, shape) in peft_slices(own_arch, i, spec).items()}
         slices = expert_slices(arch, config.lora_rank)
-        shapes = {slices[name].name if name in slices else name:
-                  slices[name].shape if name in slices else shape for name, shape in shapes.items()}
+        in_file = [slices.get(name, TensorSlice(name, shape)) for name, shape in shapes.items()]
+        shapes = {part.name: part.shape for part in in_file}
         rows = dict.fromkeys(token_row_names(arch), (len(token_ids), arch.hidden_size))
         shapes |= rows if token_ids else {}
         stored = open_adapter(directory, wanted, shapes, "this run", SETTING_FLAGS)

@@ -76,13 +76,14 @@ def check_settings(path: Path, settings: Mapping[str, Any], wanted: Mapping[str,
 
 @dataclasses.dataclass(frozen=True)
 class LinearAdapter:
-    """The adapter of one linear in PEFT's files."""
+    """The adapter of one linear in PEFT's files, or the trained rows of an embedding or lm_head."""
 
     read: Callable[[str, str], torch.Tensor]  # (name, device) -> a tensor of the file
-    slices: list[TensorSlice]  # A, B and, with DoRA, magnitudes
+    slices: list[TensorSlice]  # A, B and, with DoRA, magnitudes; or the rows alone
     scaling: float  # factor of B @ A
 
     def tensors(self, device: str) -> list[torch.Tensor]:
+        """Return the tensors of `slices`, in their order, on this device."""
         return [self.read(part.name, device)[part.index] for part in self.slices]
 
 

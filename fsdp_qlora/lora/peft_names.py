@@ -12,7 +12,8 @@ import torch
 from peft import LoraConfig
 
 from fsdp_qlora.layer.parameters import ParameterLayout
-from fsdp_qlora.pretrained.architecture import AdapterForm, Architecture, Linear
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import AdapterForm, Linear
 from fsdp_qlora.pretrained.tensor_names import renamed
 
 

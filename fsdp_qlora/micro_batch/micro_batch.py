@@ -37,12 +37,13 @@ class MicroBatch:
     longest: int  # upper bound of `lengths`
     attention_kernels: dict[str, Callable]  # of attention, {one of ATTENTION_TYPES: kernel}
     store: ActivationStore  # where layers put what they save
-    ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
-    layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
-    segments: Segments | None = None  # the keys that attention reads; None: see context_shard
     recurrence: Callable | None = None  # kernel of a mixer with a state; None: there is none
     recurrence_chunks: torch.Tensor | None = None  # for that kernel, see chunk_table()
     context_shard: ContextShard | None = None  # this rank's part; None: it has all
+    # what all layers read, set by Model.hidden()
+    ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
+    layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
+    segments: Segments | None = None  # the keys that attention reads; None: see context_shard
 
 
 @dataclasses.dataclass

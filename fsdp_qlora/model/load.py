@@ -29,9 +29,9 @@ from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
-from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
+from fsdp_qlora.pretrained.records import Linear
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
 from fsdp_qlora.pretrained.weight_formats import (
     NF4_SUFFIXES, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
@@ -125,7 +125,7 @@ def fill_model(
 
     def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
         rows = read(name).view(-1, width).to(device, dtype)
-        if model.arch.added_rows:  # set by initial_rows()
+        if model.arch.added_rows:  # zeros until initial_rows() sets them
             rows = F.pad(rows, (0, 0, 0, len(model.own_rows) - len(rows)))
         return pinned_copy(rows) if on_host else rows
 

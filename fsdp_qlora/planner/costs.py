@@ -139,7 +139,8 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         "kept by recomputed layers": by_recomputed,
         "kept by other layers": by_others,
         # plus the shared keys and values, their gradients, and one layer's gradients of them
-        "inputs of all layers": (n_inputs + 3 * shared_kv_values(arch)) * value_bytes,
+        "per-layer inputs, shared keys and values":
+            (n_inputs + 3 * shared_kv_values(arch)) * value_bytes,
         "live layer or head": head if plan.graphs else max(live, head),
         # FSDP2 copies it for the sum over ranks
         "one layer's adapter gradient": adapter_bytes * (3 if plan.uses_fsdp else 1),
@@ -249,7 +250,7 @@ def exchanged_bytes(
     if mla := mla_costs(LayerCosts(specs[0])):
         # its live_bytes() counts what else backward needs
         n_saved = max(1, plan.n_layers - plan.recomputed)
-        return n_saved * mla.values_more_saved(plan) * value_bytes
+        return n_saved * mla.context_saved_values(plan) * value_bytes
     kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
     is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)

@@ -34,7 +34,8 @@ from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
-from fsdp_qlora.pretrained.architecture import Architecture, Mamba2
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.records import Mamba2
 from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 
@@ -112,6 +113,172 @@ class SearchInputs:
     def predict_time(self, plan: Plan) -> Plan:
         return predict_time(
             plan, self.arch, self.specs, self.machine, self.workload.mean_document_tokens)
+
+
+def agree_on_plan(
+    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], sampler: RowSampler,
+    eval_rows: Rows | None, limit: int, device: torch.device, kernels: Kernels,
+    state_bytes: float = 0.0,
+) -> Plan:
+    """Return the plan of this run, rank 0's on all ranks. All ranks must call this."""
+    machine = measure_machine(getattr(torch, config.compute_dtype), device)
+    if device.type == "cuda":  # so that reported peaks exclude the measurements above
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    attention_is_eager = eager_attention in kernels.of_attention
+    recurrence_is_eager = kernels.recurrence in [record.eager for record in RECURRENCES.values()]
+    workload = make_workload(
+        config, sampler, eval_rows, dist.get_world_size(), device,
+        why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
+        plain_attention=attention_is_eager, plain_recurrence=recurrence_is_eager,
+        state_bytes=state_bytes)
+    if workload.mean_document_tokens >= LONG_DOCUMENT:
+        workload = dataclasses.replace(
+            workload, can_reuse_lse=attention.can_reuse_lse(kernels, arch, device))
+    with raise_on_all_ranks():
+        plan = choose_plan(config, arch, specs, workload, limit, machine)
+    # free host memory differs between nodes, so all ranks use rank 0's plan
+    return Plan(**gather_objects(dataclasses.asdict(plan))[0])
+
+
+def make_workload(
+    config: Config, sampler: RowSampler, eval_rows: Rows | None, world_size: int,
+    device: torch.device, why_no_capture: str, plain_attention: bool = False,
+    state_bytes: float = 0.0, plain_recurrence: bool = False, can_reuse_lse: bool = False,
+) -> Workload:
+    """Return the Workload of a run on the rows of this sampler."""
+    rows = sampler.rows
+    longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
+                            for count in (longest_document, longest_of_rows))
+    uneven_lengths, uneven_labels = (
+        bool((numbers != numbers[0]).any()) for numbers in (rows.lengths, rows.n_labels()))
+    steps = range(1, min(config.max_steps or 200, 200) + 1)
+    row_lengths = rows.row_lengths()
+    tokens = max(int(row_lengths[sampler.indices(s)].sum()) for s in steps)
+    lengths = rows.lengths.double()
+    return Workload(
+        tokens=tokens, longest=longest, longest_row=longest_row, shortest=int(rows.lengths.min()),
+        mean_document_tokens=float(lengths.square().sum() / lengths.sum()),
+        uneven_lengths=uneven_lengths, uneven_labels=uneven_labels, world_size=world_size,
+        device=device, plain_attention=plain_attention, plain_recurrence=plain_recurrence,
+        why_no_capture=why_no_capture, state_bytes=state_bytes,
+        can_reuse_lse=can_reuse_lse)
+
+
+def longest_document(rows: Rows) -> int:
+    """Return the tokens of the longest document of these Rows, mismatched answers included."""
+    longest = int(rows.lengths.max())
+    return max(longest, longest_document(rows.mismatched)) if rows.mismatched else longest
+
+
+def longest_of_rows(rows: Rows) -> int:
+    """Return the tokens of the longest of these Rows, with both answers of a pair."""
+    return max(longest_document(rows), int(rows.row_lengths().max()))
+
+
+def why_no_capture(
+    arch: Architecture, machine: Machine, plain_attention: bool = False,
+    plain_recurrence: bool = False,
+) -> str:
+    """Return why CUDA graphs cannot capture a layer, or ""."""
+    if plain_attention:
+        return "attention runs in plain torch"
+    if plain_recurrence:
+        return "a mixer runs in plain torch"
+    if isinstance(recurrent_mixer(arch), Mamba2):
+        return "flash-linear-attention waits for the GPU in Mamba-2"
+    return machine.why_no_grouped if arch.moe else ""
+
+
+def choose_plan(
+    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
+    limit: int, machine: Machine,
+) -> Plan:
+    """Return the plan to run within `limit` bytes per GPU, 0: within the memory of the host. Raises
+    ValueError with what would help."""
+    refuse_flags(config, arch, workload)
+    search = SearchInputs(config, arch, specs, workload, limit, machine)
+    plan = find_plan(search)
+    if not search.only_host_limits:
+        check_plan(plan, search)
+    if workload.device.type == "cpu":
+        check_host(plan, machine)
+    # micro-batches have several shapes if the rows do, or if a step's last micro-batches have fewer
+    # rows
+    least = workload.least_tokens(plan.context_parallel_size)
+    n_rows = workload.world_size * (plan.micro_batch_tokens // least)
+    uneven_micro_batches = (workload.uneven_lengths or workload.uneven_labels
+                            or config.batch_size % n_rows > 0)
+    return use_cuda_graphs(plan, search, uneven_micro_batches)
+
+
+def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None:
+    """Raise ValueError for flags that no plan for this model and these rows can satisfy."""
+    if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
+        raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
+    size = config.context_parallel_size or 1
+    if size > 1 and recurrent_mixer(arch):
+        raise ValueError(f"--context_parallel_size {size}: a model with recurrent layers needs all"
+                         " tokens of a row on one GPU")
+    least = workload.least_tokens(size)
+    if config.micro_batch_tokens and config.micro_batch_tokens < least:
+        shared = f", {least} on each of {size} GPUs" if size > 1 else ""
+        raise ValueError(f"--micro_batch_tokens {config.micro_batch_tokens}: the longest row has"
+                         f" {least * size} tokens{shared}; use at least that or a shorter"
+                         " --max_seq_len")
+
+
+def find_plan(search: SearchInputs) -> Plan:
+    """Return the best plan, without CUDA graphs; if none fits, the smallest one.
+
+    Ranks share micro-batches of long rows if the plan does not fit otherwise, or if steps are much
+    faster then, because they have fewer rows than there are ranks."""
+    config, workload = search.config, search.workload
+
+    def best_plan(context_size: int) -> Plan:
+        return pick_plan(affordable_plans(search, context_size), search)
+
+    def fits_both(plan: Plan) -> bool:
+        return plan.fits_both(search.memory_bound, search.machine.free_host_bytes)
+
+    best = best_plan(config.context_parallel_size or 1)
+    if config.context_parallel_size or recurrent_mixer(search.arch):
+        return best
+    has_idle_ranks = workload.tokens < workload.world_size * workload.longest
+    for size in range(2, workload.world_size + 1):
+        fits = fits_both(best)
+        is_long = workload.least_tokens(size) >= LONG_SHARE
+        if workload.world_size % size or not is_long or (fits and not has_idle_ranks):
+            continue
+        plan = best_plan(size)
+        is_faster = workload.step_seconds(plan) < MUCH_FASTER * workload.step_seconds(best)
+        if fits_both(plan) and (is_faster or not fits):
+            best = plan
+    return best
+
+
+def affordable_plans(search: SearchInputs, context_size: int) -> list[Plan]:
+    """Return the possible plans that do not pin too much host memory. If none of them leaves
+    MIN_FREE of the GPU's memory, all plans get the embedding in host memory, where that is
+    possible."""
+    arch, machine, memory_bound = search.arch, search.machine, search.memory_bound
+    plans = list(possible_plans(search, context_size))
+    if not plans:
+        raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
+                         f" {search.config.shard_group_size} processes: use a smaller"
+                         " --shard_group_size")
+    fits = any(plan.fits(memory_bound, MIN_FREE) for plan in plans)
+    can_move_table = search.workload.device.type == "cuda" and not machine.why_no_triton
+    if not fits and can_move_table and (arch.per_layer or not arch.tied):
+        # same results, at the cost of a copy of the tokens' rows for each micro-batch
+        plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
+                 for plan in plans]
+    runnable = [plan for plan in plans if plan.fits_both(memory_bound, machine.free_host_bytes)]
+    with_margin = [plan for plan in runnable if plan.fits(memory_bound, MIN_FREE)]
+    needed = min(plan.host_bytes for plan in with_margin or runnable or plans)
+    # beyond what is needed, host memory is pinned only for speed
+    allowed = min(needed + HOST_SPARE, max(needed, machine.free_host_bytes / 2))
+    return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
 def possible_plans(search: SearchInputs, context_size: int) -> Iterator[Plan]:
@@ -221,97 +388,6 @@ def saved_counts(
         yield from ((n_mlp, (n - n_mlp) * eighth // 8) for eighth in eighths)
 
 
-def choose_plan(
-    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
-    limit: int, machine: Machine,
-) -> Plan:
-    """Return the plan to run within `limit` bytes per GPU, 0: within the memory of the host. Raises
-    ValueError with what would help."""
-    refuse_flags(config, arch, workload)
-    search = SearchInputs(config, arch, specs, workload, limit, machine)
-    plan = find_plan(search)
-    if not search.only_host_limits:
-        check_plan(plan, search)
-    if workload.device.type == "cpu":
-        check_host(plan, machine)
-    # micro-batches have several shapes if the rows do, or if a step's last micro-batches have fewer
-    # rows
-    least = workload.least_tokens(plan.context_parallel_size)
-    n_rows = workload.world_size * (plan.micro_batch_tokens // least)
-    uneven_micro_batches = (workload.uneven_lengths or workload.uneven_labels
-                            or config.batch_size % n_rows > 0)
-    return use_cuda_graphs(plan, search, uneven_micro_batches)
-
-
-def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None:
-    """Raise ValueError for flags that no plan for this model and these rows can satisfy."""
-    if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
-        raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
-    size = config.context_parallel_size or 1
-    if size > 1 and recurrent_mixer(arch):
-        raise ValueError(f"--context_parallel_size {size}: a model with recurrent layers needs all"
-                         " tokens of a row on one GPU")
-    least = workload.least_tokens(size)
-    if config.micro_batch_tokens and config.micro_batch_tokens < least:
-        shared = f", {least} on each of {size} GPUs" if size > 1 else ""
-        raise ValueError(f"--micro_batch_tokens {config.micro_batch_tokens}: the longest row has"
-                         f" {least * size} tokens{shared}; use at least that or a shorter"
-                         " --max_seq_len")
-
-
-def find_plan(search: SearchInputs) -> Plan:
-    """Return the best plan, without CUDA graphs; if none fits, the smallest one.
-
-    Ranks share micro-batches of long rows if the plan does not fit otherwise, or if steps are much
-    faster then, because they have fewer rows than there are ranks."""
-    config, workload = search.config, search.workload
-
-    def best_plan(context_size: int) -> Plan:
-        return pick_plan(affordable_plans(search, context_size), search)
-
-    def fits_both(plan: Plan) -> bool:
-        return plan.fits_both(search.memory_bound, search.machine.free_host_bytes)
-
-    best = best_plan(config.context_parallel_size or 1)
-    if config.context_parallel_size or recurrent_mixer(search.arch):
-        return best
-    has_idle_ranks = workload.tokens < workload.world_size * workload.longest
-    for size in range(2, workload.world_size + 1):
-        fits = fits_both(best)
-        is_long = workload.least_tokens(size) >= LONG_SHARE
-        if workload.world_size % size or not is_long or (fits and not has_idle_ranks):
-            continue
-        plan = best_plan(size)
-        is_faster = workload.step_seconds(plan) < MUCH_FASTER * workload.step_seconds(best)
-        if fits_both(plan) and (is_faster or not fits):
-            best = plan
-    return best
-
-
-def affordable_plans(search: SearchInputs, context_size: int) -> list[Plan]:
-    """Return the possible plans that do not pin too much host memory. If none of them leaves
-    MIN_FREE of the GPU's memory, all plans get the embedding in host memory, where that is
-    possible."""
-    arch, machine, memory_bound = search.arch, search.machine, search.memory_bound
-    plans = list(possible_plans(search, context_size))
-    if not plans:
-        raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
-                         f" {search.config.shard_group_size} processes: use a smaller"
-                         " --shard_group_size")
-    fits = any(plan.fits(memory_bound, MIN_FREE) for plan in plans)
-    can_move_table = search.workload.device.type == "cuda" and not machine.why_no_triton
-    if not fits and can_move_table and (arch.per_layer or not arch.tied):
-        # same results, at the cost of a copy of the tokens' rows for each micro-batch
-        plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
-                 for plan in plans]
-    runnable = [plan for plan in plans if plan.fits_both(memory_bound, machine.free_host_bytes)]
-    with_margin = [plan for plan in runnable if plan.fits(memory_bound, MIN_FREE)]
-    needed = min(plan.host_bytes for plan in with_margin or runnable or plans)
-    # beyond what is needed, host memory is pinned only for speed
-    allowed = min(needed + HOST_SPARE, max(needed, machine.free_host_bytes / 2))
-    return [plan for plan in plans if plan.host_bytes <= allowed]
-
-
 def pick_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     """Return the plan to run, among those that leave MIN_FREE of the memory free.
 
@@ -329,28 +405,6 @@ def pick_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     return min(near, key=lambda plan: plan.bytes)
 
 
-def use_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: bool) -> Plan:
-    """Return the plan, with CUDA graphs if the CPU is slower than the GPU, or with the reason why
-    they are not used.
-
-    Graphs never free their memory. If micro-batches have several shapes, that memory has gaps, and
-    micro-batches without a graph need memory of their own: graph_room is 2 micro-batches. If all
-    micro-batches have one shape, the memory of the runs before the capture is free again.
-    """
-    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_micro_batches else 0)
-    graphed = search.predict_time(search.predict_memory(graphed))
-    reasons = {
-        "FSDP2 gathers the weights": plan.uses_fsdp,
-        "activations are offloaded": plan.offload_activations,
-        "ranks exchange keys and values": plan.context_parallel_size > 1,
-        search.workload.why_no_capture: search.workload.why_no_capture,
-        "ranges of experts wait for the GPU": plan.expert_ranges > 1,
-        "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
-        "no memory for them": not graphed.fits(search.memory_bound)}
-    reason = next((text for text, is_so in reasons.items() if is_so), "")
-    return dataclasses.replace(plan, why_no_graphs=reason) if reason else graphed
-
-
 class DoesNotFit(ValueError, MemoryError):
     """The run would need more memory than there is. It is a ValueError because the user's flags
     cause it, and a MemoryError for the exit code, see raise_on_all_ranks()."""
@@ -359,16 +413,6 @@ class DoesNotFit(ValueError, MemoryError):
         """`flags`: the run fits with these flags, as `plan`; "": no such flags were found."""
         super().__init__(message)
         self.flags, self.plan = flags, plan
-
-
-def check_host(plan: Plan, machine: Machine) -> None:
-    """Raise DoesNotFit if a plan for a CPU, which has only host memory, does not fit."""
-    needed = plan.bytes + plan.host_bytes
-    if needed > (1 - FRAGMENTATION) * machine.free_host_bytes:
-        raise DoesNotFit(
-            f"does not fit on this machine's CPU: predicted peak {needed / 2**30:.1f} GiB of host"
-            f" memory per process, but only {machine.free_host_bytes / 2**30:.1f} GiB are"
-            " available. Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
 def check_plan(plan: Plan, search: SearchInputs) -> None:
@@ -398,7 +442,7 @@ def suggest_flags(plan: Plan, search: SearchInputs) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
     config, workload = search.config, search.workload
-    least = workload.longest_row if workload.world_size == 1 else workload.longest
+    least = workload.least_tokens(1)
     shorter: dict[str, Any] = {"micro_batch_tokens": least}
     if plan.micro_batch_tokens <= least:  # a micro-batch is the longest row alone: shorten the rows
         shorter = {"micro_batch_tokens": config.micro_batch_tokens and least // 2,
@@ -424,76 +468,33 @@ def suggest_flags(plan: Plan, search: SearchInputs) -> tuple[str, Plan]:
     return " ".join(flags), plan
 
 
-def longest_document(rows: Rows) -> int:
-    """Return the tokens of the longest document of these Rows, mismatched answers included."""
-    longest = int(rows.lengths.max())
-    return max(longest, longest_document(rows.mismatched)) if rows.mismatched else longest
+def check_host(plan: Plan, machine: Machine) -> None:
+    """Raise DoesNotFit if a plan for a CPU, which has only host memory, does not fit."""
+    needed = plan.bytes + plan.host_bytes
+    if needed > (1 - FRAGMENTATION) * machine.free_host_bytes:
+        raise DoesNotFit(
+            f"does not fit on this machine's CPU: predicted peak {needed / 2**30:.1f} GiB of host"
+            f" memory per process, but only {machine.free_host_bytes / 2**30:.1f} GiB are"
+            " available. Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
-def longest_of_rows(rows: Rows) -> int:
-    """Return the tokens of the longest of these Rows, with both answers of a pair."""
-    return max(longest_document(rows), int(rows.row_lengths().max()))
+def use_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: bool) -> Plan:
+    """Return the plan, with CUDA graphs if the CPU is slower than the GPU, or with the reason why
+    they are not used.
 
-
-def make_workload(
-    config: Config, sampler: RowSampler, eval_rows: Rows | None, world_size: int,
-    device: torch.device, why_no_capture: str, plain_attention: bool = False,
-    state_bytes: float = 0.0, plain_recurrence: bool = False, can_reuse_lse: bool = False,
-) -> Workload:
-    """Return the Workload of a run on the rows of this sampler."""
-    rows = sampler.rows
-    longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
-                            for count in (longest_document, longest_of_rows))
-    uneven_lengths, uneven_labels = (
-        bool((numbers != numbers[0]).any()) for numbers in (rows.lengths, rows.n_labels()))
-    steps = range(1, min(config.max_steps or 200, 200) + 1)
-    row_lengths = rows.row_lengths()
-    tokens = max(int(row_lengths[sampler.indices(s)].sum()) for s in steps)
-    lengths = rows.lengths.double()
-    return Workload(
-        tokens=tokens, longest=longest, longest_row=longest_row, shortest=int(rows.lengths.min()),
-        mean_document_tokens=float(lengths.square().sum() / lengths.sum()),
-        uneven_lengths=uneven_lengths, uneven_labels=uneven_labels, world_size=world_size,
-        device=device, plain_attention=plain_attention, plain_recurrence=plain_recurrence,
-        why_no_capture=why_no_capture, state_bytes=state_bytes,
-        can_reuse_lse=can_reuse_lse)
-
-
-def why_no_capture(
-    arch: Architecture, machine: Machine, plain_attention: bool = False,
-    plain_recurrence: bool = False,
-) -> str:
-    """Return why CUDA graphs cannot capture a layer, or ""."""
-    if plain_attention:
-        return "attention runs in plain torch"
-    if plain_recurrence:
-        return "a mixer runs in plain torch"
-    if isinstance(recurrent_mixer(arch), Mamba2):
-        return "flash-linear-attention waits for the GPU in Mamba-2"
-    return machine.why_no_grouped if arch.moe else ""
-
-
-def agree_on_plan(
-    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], sampler: RowSampler,
-    eval_rows: Rows | None, limit: int, device: torch.device, kernels: Kernels,
-    state_bytes: float = 0.0,
-) -> Plan:
-    """Return the plan of this run, rank 0's on all ranks. All ranks must call this."""
-    machine = measure_machine(getattr(torch, config.compute_dtype), device)
-    if device.type == "cuda":  # so that reported peaks exclude the measurements above
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    attention_is_eager = eager_attention in kernels.of_attention
-    recurrence_is_eager = kernels.recurrence in [record.eager for record in RECURRENCES.values()]
-    workload = make_workload(
-        config, sampler, eval_rows, dist.get_world_size(), device,
-        why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
-        plain_attention=attention_is_eager, plain_recurrence=recurrence_is_eager,
-        state_bytes=state_bytes)
-    if workload.mean_document_tokens >= LONG_DOCUMENT:
-        workload = dataclasses.replace(
-            workload, can_reuse_lse=attention.can_reuse_lse(kernels, arch, device))
-    with raise_on_all_ranks():
-        plan = choose_plan(config, arch, specs, workload, limit, machine)
-    # free host memory differs between nodes, so all ranks use rank 0's plan
-    return Plan(**gather_objects(dataclasses.asdict(plan))[0])
+    Graphs never free their memory. If micro-batches have several shapes, that memory has gaps, and
+    micro-batches without a graph need memory of their own: graph_room is 2 micro-batches. If all
+    micro-batches have one shape, the memory of the runs before the capture is free again.
+    """
+    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_micro_batches else 0)
+    graphed = search.predict_time(search.predict_memory(graphed))
+    reasons = {
+        "FSDP2 gathers the weights": plan.uses_fsdp,
+        "activations are offloaded": plan.offload_activations,
+        "ranks exchange keys and values": plan.context_parallel_size > 1,
+        search.workload.why_no_capture: search.workload.why_no_capture,
+        "ranges of experts wait for the GPU": plan.expert_ranges > 1,
+        "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
+        "no memory for them": not graphed.fits(search.memory_bound)}
+    reason = next((text for text, is_so in reasons.items() if is_so), "")
+    return dataclasses.replace(plan, why_no_graphs=reason) if reason else graphed

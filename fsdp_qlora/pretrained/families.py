@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fsdp_qlora.pretrained.architecture import (
+from fsdp_qlora.pretrained.records import (
     AdapterForm, AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE,
     PerLayerInputs, ShortConv)
 

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig
 
-from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, ActivationLimits, Architecture, Family, Heads, Linear, MoE,
-    PerLayerInputs, rotary_dim)
+from fsdp_qlora.pretrained.architecture import ActivationLimits, Architecture, Heads, rotary_dim
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
+from fsdp_qlora.pretrained.records import (
+    ACTIVATIONS, LAYER_TYPES, Family, Linear, MoE, PerLayerInputs)
 from fsdp_qlora.quant.blocks import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
@@ -172,8 +172,8 @@ def make_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[He
     """Return the Heads of each layer, from the layers' text configs."""
     heads, c = [], layer_configs[0]
     n_heads = [one.num_attention_heads for one in layer_configs]
-    if family.heads_by_layer:
-        n_heads = getattr(c, FAMILIES[c.model_type].heads_by_layer.removeprefix("config."))
+    if by_layer := family.heads_by_layer:  # one number if all are equal, see fill_record()
+        n_heads = by_layer if isinstance(by_layer, list) else [by_layer] * len(layer_configs)
     types = getattr(c, "layer_types", None) or [None] * len(layer_configs)
     for one, n, layer_type in zip(layer_configs, n_heads, types, strict=True):
         if mla := family.mla:

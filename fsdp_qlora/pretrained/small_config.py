@@ -7,15 +7,18 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fsdp_qlora.pretrained.architecture import Architecture, Family, Heads, Mamba2, rotary_dim
+from fsdp_qlora.pretrained.architecture import Architecture, Heads, rotary_dim
 from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
+from fsdp_qlora.pretrained.records import Family, Mamba2
 
 
 # {config field with limits by layer: limit in the small layers of the check}. These limits clamp
 # about 0.3 % of values; with limits of 1, one of 20,000 values was so close to the limit that
 # rounding moved it to the other side
 SMALL_LIMITS = {"swiglu_limits": 6.0, "swiglu_limits_shared": 7.0}
+LISTS_BY_LAYER = ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types",
+                  "num_attention_heads_per_layer", *SMALL_LIMITS)  # fields of configs, by layer
 
 
 def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -56,23 +59,9 @@ def shrinking_changes(
                   for name in (record.intermediate_size, record.norm_eps))
     # multiples of 64: bitsandbytes on a CPU dequantizes others wrongly; square if the model is
     hidden = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
-    by_layer = {name: getattr(c, name, None)
-                for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types",
-                             "num_attention_heads_per_layer", *SMALL_LIMITS)}
-    kinds = list(zip(*filter(None, by_layer.values()))) or [()]
-    differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
-    other = differences.index(max(differences))
-    # one layer of the first kind, one that differs most from it, and one of each layer type that
-    # neither has; or, if layers have one sublayer, one of each kind; or, if layers share keys and
-    # values, all the source layers, and the last layer that reads each of them
-    one_of_each = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    types = by_layer["layer_types"] or []
-    further = [types.index(x) for x in dict.fromkeys(types) if x not in (types[0], types[other])]
-    layers = one_of_each if record.one_sublayer else [0, other, *further]
+    by_layer = {name: getattr(c, name, None) for name in LISTS_BY_LAYER}
     kv_sources = {i: source for i, source in enumerate(arch.kv_sources) if source is not None}
-    if kv_sources:
-        last = {source: i for i, source in kv_sources.items()}
-        layers = sorted([*last, *last.values()])
+    layers = layers_to_check(by_layer, kv_sources, record)
     return [
         ("if used", {name: values and [values[i] and SMALL_LIMITS.get(name, values[i])
                                        for i in layers]
@@ -109,6 +98,24 @@ def shrinking_changes(
         ("if used", {"sliding_window": 5}),  # shorter than the checked documents
         # the released ids may be outside the small vocabulary
         ("always", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})]
+
+
+def layers_to_check(by_layer: dict[str, list[Any] | None], kv_sources: dict[int, int],
+                    family: Family) -> list[int]:
+    """Return the layers of the model that the small one has. `by_layer`: the config's
+    LISTS_BY_LAYER; `kv_sources`: {layer: the layer whose keys and values it reads}."""
+    if kv_sources:  # all source layers, and the last layer that reads each of them
+        last = {source: i for i, source in kv_sources.items()}
+        return sorted([*last, *last.values()])
+    kinds = list(zip(*filter(None, by_layer.values()))) or [()]
+    if family.one_sublayer:  # one of each kind
+        return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    # one of the first kind, one that differs most from it, one of each layer type that neither has
+    differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
+    other = differences.index(max(differences))
+    types = by_layer["layer_types"] or []
+    further = [types.index(x) for x in dict.fromkeys(types) if x not in (types[0], types[other])]
+    return [0, other, *further]
 
 
 def heads_changes(

@@ -16,10 +16,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.log import log
-from fsdp_qlora.pretrained.architecture import Architecture, Linear
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import stored_format, text_config
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, ReadRequest, StackedSlice, StoredTensor, WeightReader)
+from fsdp_qlora.pretrained.records import Linear
 from fsdp_qlora.pretrained.weight_formats import (
     FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_SUFFIXES, NF4_STATE, PER_INT32)
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
@@ -30,9 +31,9 @@ ExpectedTensors = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
 HasShape = StoredTensor | torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorNames:
-    """The names, in the files, of the tensors that are read."""
+    """The names, in the files, of the tensors that are read; tensor_names() fills it."""
 
     # {name: Linear} of the linears that are in 4 bits in training
     linears: dict[str, Linear] = field(default_factory=dict)

@@ -30,8 +30,9 @@ from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
 def open_run(
     adapter_dir: Path, base_model: str | None, allow_other_base: bool
 ) -> tuple[TrainedRun, MergeBase, dict[str, LinearAdapter]]:
-    """Return the run that trained the adapter, its base model, and {linear's name: its adapter}.
-    Raises ValueError unless they belong together. `base_model`: None for the run's."""
+    """Return the run that trained the adapter, its base model, and {name of a linear, or of a table
+    with trained rows: its adapter}. Raises ValueError unless they belong together. `base_model`:
+    None for the run's."""
     if base_model and not find_train_config(adapter_dir).is_file():
         return open_peft_run(adapter_dir, base_model)
     run = read_run(adapter_dir)

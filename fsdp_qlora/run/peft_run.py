@@ -18,12 +18,12 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import TensorSlice
-from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
 from fsdp_qlora.pretrained.merge_base import MergeBase
 from fsdp_qlora.pretrained.merged_model import auto_class, in_order
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, stored_tensors, tensors_of
+from fsdp_qlora.pretrained.records import Linear
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.run.trained_run import TrainedRun
 
@@ -42,7 +42,7 @@ def open_peft_run(
             raise ValueError("is quantized already")
     model_class, stored = auto_class(config), stored_tensors(directory)
     print(f"warning: {adapter_dir} has no train_config.json, so it is assumed that it was"
-          f" trained on {directory} in NF4 (its {path.name} names"
+          f" trained on {directory} in NF4 with double quantization (its {path.name} names"
           f" {settings['base_model_name_or_path']}), and nothing will be compared")
     in_4bit, others = linears_in_4bit(directory, config, model_class, stored)
     slices, r = dict[str, list[TensorSlice]](), settings["r"]

@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
@@ -22,11 +22,18 @@ from fsdp_qlora.pretrained.rope import longest_text
 from fsdp_qlora.run.flags import parse_value
 
 
-def save_interval(config: Config) -> tuple[int, float]:
-    """Return --save_every as (steps, seconds) between checkpoints; (0, inf): only at the end."""
+class SaveInterval(NamedTuple):
+    """What lies between two checkpoints; (0, inf): there is only one, at the end."""
+
+    steps: int  # 0: any number
+    seconds: float
+
+
+def save_interval(config: Config) -> SaveInterval:
+    """Return --save_every as a SaveInterval."""
     if config.save_every.endswith("m"):
-        return 0, 60 * int(config.save_every[:-1]) or math.inf
-    return int(config.save_every), math.inf
+        return SaveInterval(0, 60 * int(config.save_every[:-1]) or math.inf)
+    return SaveInterval(int(config.save_every), math.inf)
 
 
 def check_combinations(config: Config) -> None:
@@ -60,11 +67,8 @@ def check_combinations(config: Config) -> None:
         raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
 
 
-def resolve_config(config: Config, world_size: int) -> Config:
-    """Return the Config with everything filled in that follows from the flags alone. Raises
-    ValueError."""
-    if config.plan_for:
-        world_size = parse_gpus(config.plan_for)[0]
+def check_values(config: Config, world_size: int) -> None:
+    """Raise ValueError for flags with wrong values, and for those that cannot be combined."""
     for name, value in vars(config).items():
         if value == "" or isinstance(value, tuple) and "" in value:
             raise ValueError(f"--{name} is empty. Leave it out or pass a value")
@@ -104,8 +108,6 @@ def resolve_config(config: Config, world_size: int) -> Config:
         raise ValueError("--eval_dataset needs a --dataset beside --random_weights")
     check_combinations(config)
     shards = config.shard_group_size
-    if shards is None and not config.model:
-        shards = world_size  # the demo is there to show sharding
     if shards is not None and (shards < 1 or world_size % shards):
         sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ValueError(f"--shard_group_size {shards} does not divide {world_size} processes: use"
@@ -114,6 +116,17 @@ def resolve_config(config: Config, world_size: int) -> Config:
     if shared_by is not None and (shared_by < 1 or world_size % shared_by):
         raise ValueError(f"--context_parallel_size {shared_by} does not divide {world_size}"
                          " processes")
+
+
+def resolve_config(config: Config, world_size: int) -> Config:
+    """Return the Config with everything filled in that follows from the flags alone. Raises
+    ValueError."""
+    if config.plan_for:
+        world_size = parse_gpus(config.plan_for)[0]
+    check_values(config, world_size)
+    shards = config.shard_group_size
+    if shards is None and not config.model:
+        shards = world_size  # the demo is there to show sharding
     return dataclasses.replace(
         config,
         shard_group_size=shards,
