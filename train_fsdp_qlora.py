@@ -532,7 +532,7 @@ def train(run: Run) -> list[Metrics]:
     with raise_on_all_ranks():
         writer = MetricsWriter(run, start_step) if is_rank_0() else None
     run.step_start = clock()
-    run.save_due = run.step_start + save_interval(config)[1]
+    run.save_due = run.step_start + save_interval(config).seconds
     status.extend_deadline()
     try:
         # the model before step 1; or, resumed, an evaluation that a stop had cut short
@@ -573,7 +573,7 @@ def evaluate_and_save(run: Run, writer: MetricsWriter | None, step: int,
         was_cut_short = not evaluate_and_log(run, writer, step)
         action = "stop" if was_cut_short else action
     is_best = progress.best_step == step
-    save_steps, _ = save_interval(config)
+    save_steps = save_interval(config).steps
     saves = is_last or is_best or action is not None or is_due(step, save_steps)
     if saves and run.saved_step < step:  # a resumed run begins with a saved step
         save_checkpoint(run, step)
@@ -805,7 +805,7 @@ def save_checkpoint(run: Run, step: int) -> None:
             f" {RETRY_SECONDS} s")
         return
     run.saved_step = step
-    run.save_due = clock() + save_interval(run.config)[1]
+    run.save_due = clock() + save_interval(run.config).seconds
     run.status.checkpoint = name
     log(f"saved {name} ({clock() - started:.1f} s)")
     run.status.write("training")
