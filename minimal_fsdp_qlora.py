@@ -22,6 +22,7 @@ with --offload a 70B fits on one of 24 GB. Without a GPU the file runs on the CP
     flags                                         parse_args(), check_args()
     which linears have LoRA, dropout              build_model()
     attention, activation checkpointing           choose_attention(), build_model()
+    quantization                                  NF4_KWARGS, and nf4 below
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
     offloading, HSDP                              fsdp_policy()
     micro-batches, the loss                       micro_batches(), rows_loss()
@@ -31,6 +32,7 @@ with --offload a 70B fits on one of 24 GB. Without a GPU the file runs on the CP
     metrics to wandb or a file                    log_step(); for eval_loss where train() logs it
     what is saved                                 save_adapter()
     columns of the data set                       encode()
+    options of the chat template                  render()
     a data set of the Hub                         none: write it as JSONL, by Dataset.to_json
     weight of an answer or a token                check_example(), encode_answer(), Row, make_row(),
                                                   count_loss_tokens(), rows_loss(), cross_entropy()
@@ -45,7 +47,9 @@ To use the adapter, load the model in NF4, as it was trained, and then the adapt
         name, quantization_config=nf4, dtype=torch.bfloat16, device_map="auto")  # over all GPUs
     model = PeftModel.from_pretrained(model, "adapter")
 To merge it, dequantize the 4-bit model first, because the adapter was trained on the 4-bit values
-and not on the original weights. This needs host memory for the whole model in bf16:
+and not on the original weights. This needs host memory for the whole model in bf16. load_in_4bit
+also rounds a vision tower, which was not trained so: for a Gemma 3 that reads images, first add
+llm_int8_skip_modules=["model.vision_tower", "lm_head"] to nf4.
     model = AutoModelForCausalLM.from_pretrained(
         name, quantization_config=nf4, dtype=torch.bfloat16, device_map="cpu").dequantize()
     PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
@@ -107,7 +111,9 @@ DTYPE = torch.bfloat16
 # NF4 stores a code of 4 bits for each weight, and a scale for each 64 weights; compress_statistics
 # quantizes the scales, too (double quantization). FSDP2 before torch 2.13 cannot shard integers,
 # so four codes are stored as one bf16 number. Read shard_layer() before you change a dtype: it
-# explains how such numbers can be damaged
+# explains how such numbers can be damaged. Whoever changes quant_type or compress_statistics must
+# also change nf4, with which the adapter is used and merged: with other 4-bit values it would be
+# silently worse
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 SEED = 0  # for the order of the rows and the initial LoRA
 MAX_GRAD_NORM = 1.0  # math.inf: no clipping
@@ -164,8 +170,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="a GPU computes at most micro_batch_size x max_seq_len tokens at"
-                        " once, padding included: of short rows more than micro_batch_size")
+                        help="rows of max_seq_len tokens that a GPU computes at once; of shorter"
+                        " rows more, up to as many tokens, padding included")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
@@ -176,24 +182,24 @@ def parse_args() -> Namespace:
     parser.add_argument("--lora_alpha", type=int, default=32,
                         help="the adapter is scaled by lora_alpha / lora_rank")
     parser.add_argument("--offload", action="store_true",
-                        help="keep the model in host memory; a GPU holds of it only the layer that"
-                        " it computes and the next one, embedding and lm_head, NF4's scales, and a"
-                        " copy of its part of LoRA for the optimizer")
+                        help="keep the model in host memory; on the GPU are only the layer that is"
+                        " computed and the next one, embedding and lm_head, NF4's scales, and this"
+                        " rank's part of LoRA with its gradients and optimizer state")
     return parser.parse_args()
 
 
 def init_distributed() -> torch.device:
     """Join the processes that torchrun started; without torchrun, be the only process. Returns this
     rank's device."""
-    group: dict[str, Any] = {}
+    alone: dict[str, Any] = {}
     if "RANK" not in os.environ:  # torchrun sets RANK and the rest
-        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo", **group)
+        dist.init_process_group("gloo", **alone)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, **group)
+    dist.init_process_group("nccl", device_id=device, **alone)
     return device
 
 
@@ -432,9 +438,9 @@ def init_lora(
 def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
     """Return the FSDP policy, as keywords of fully_shard().
 
-    With `offload` the shards wait in host memory; of LoRA's, train() keeps a copy on the GPU, with
-    gradients and optimizer state. The scales of NF4 are not parameters, so FSDP2 neither shards nor
-    offloads them: each GPU always has all of them, 1 GiB for a 70B.
+    With `offload` the shards wait in host memory; train() also keeps a copy of LoRA's shards on the
+    GPU, with their gradients and optimizer state. The scales of NF4 are not parameters, so FSDP2
+    neither shards nor offloads them: each GPU always has all of them, 1 GiB for a 70B.
 
     For HSDP (each machine has the whole model) add "mesh": dist.init_device_mesh("cuda",
     (n_machines, n_gpus_of_each), mesh_dim_names=("replicate", "shard")), and edit clip_gradient().
@@ -613,8 +619,9 @@ def evaluate(
 ) -> float:
     """Return the mean loss per token of some rows.
 
-    To generate text, after the loop over micro-batches, on all ranks: model.unshard(),
-    model.generate(..., synced_gpus=True), and model.reshard(). Pass on the tokenizer of main().
+    To generate text, after the loop over micro-batches, on all ranks and equally often:
+    model.unshard(), model.generate(..., synced_gpus=True), model.reshard(). Pass on the tokenizer
+    of main().
     """
     model.eval()
     for module in model.modules():
