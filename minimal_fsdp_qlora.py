@@ -22,7 +22,7 @@ with --offload a 70B fits on one of 24 GB. Without a GPU the file runs on the CP
     flags                                         parse_args(), check_args()
     which linears have LoRA, dropout              build_model()
     attention, activation checkpointing           choose_attention(), build_model()
-    quantization                                  NF4_KWARGS, and nf4 below
+    quantization                                  NF4_KWARGS, and nf4 in save_adapter()
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
     offloading, HSDP                              fsdp_policy()
     micro-batches, the loss                       micro_batches(), rows_loss()
@@ -30,34 +30,19 @@ with --offload a 70B fits on one of 24 GB. Without a GPU the file runs on the CP
     initial adapter                               init_lora()
     evaluation                                    evaluate(), and where train() calls it
     metrics to wandb or a file                    log_step(); for eval_loss where train() logs it
-    what is saved                                 save_adapter()
+    what is saved; to use or merge the adapter    save_adapter()
     columns of the data set                       encode()
     options of the chat template                  render()
-    a data set of the Hub                         none: write it as JSONL, by Dataset.to_json
+    a data set of the Hub                         nothing: save it as JSONL with Dataset.to_json
     weight of an answer or a token                check_example(), encode_answer(), Row, make_row(),
                                                   count_loss_tokens(), rows_loss(), cross_entropy()
 
 On several machines run torchrun with --nnodes, --rdzv_backend c10d and --rdzv_endpoint on each of
 them, with the model and the data there. The machine of rank 0 gets the adapter.
 
-To use the adapter, load the model in NF4, as it was trained, and then the adapter:
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-                             bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    model = AutoModelForCausalLM.from_pretrained(
-        name, quantization_config=nf4, dtype=torch.bfloat16, device_map="auto")  # over all GPUs
-    model = PeftModel.from_pretrained(model, "adapter")
-To merge it, dequantize the 4-bit model first, because the adapter was trained on the 4-bit values
-and not on the original weights. This needs host memory for the whole model in bf16. load_in_4bit
-also rounds a vision tower, which was not trained so: for a Gemma 3 that reads images, first add
-llm_int8_skip_modules=["model.vision_tower", "lm_head"] to nf4.
-    model = AutoModelForCausalLM.from_pretrained(
-        name, quantization_config=nf4, dtype=torch.bfloat16, device_map="cpu").dequantize()
-    PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
-    # tokenizer* and chat_template* are beside the adapter: copy them to "merged"
-
 This file needs no other. It comes from the repository FSDP QLoRA, which also has merge_adapters.py,
-which merges one tensor after the other, and train_fsdp_qlora.py, which resumes, starts from an
-adapter, trains mixtures of experts, preference pairs and tool calls, plans memory, and is faster.
+to merge large models, and train_fsdp_qlora.py, which is faster, resumes, plans memory, and trains
+mixtures of experts, preference pairs and tool calls.
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 SPDX-License-Identifier: MIT. Copyright (c) 2026 the FSDP QLoRA authors.
@@ -106,14 +91,11 @@ from transformers.utils import is_flash_attn_2_available
 # because transformers 5.20 has no others
 warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
 
-# dtype of unquantized weights, activations and matmuls; float16 would need a loss scaler
+# dtype of the model's unquantized weights, of activations and of matmuls; LoRA's weights are fp32
 DTYPE = torch.bfloat16
 # NF4 stores a code of 4 bits for each weight, and a scale for each 64 weights; compress_statistics
-# quantizes the scales, too (double quantization). FSDP2 before torch 2.13 cannot shard integers,
-# so four codes are stored as one bf16 number. Read shard_layer() before you change a dtype: it
-# explains how such numbers can be damaged. Whoever changes quant_type or compress_statistics must
-# also change nf4, with which the adapter is used and merged: with other 4-bit values it would be
-# silently worse
+# quantizes the scales, too (double quantization). FSDP2 before torch 2.13 cannot shard integers, so
+# four codes are stored as one bf16 number. shard_layer() explains how such numbers can be damaged
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 SEED = 0  # for the order of the rows and the initial LoRA
 MAX_GRAD_NORM = 1.0  # math.inf: no clipping
@@ -170,8 +152,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="rows of max_seq_len tokens that a GPU computes at once; of shorter"
-                        " rows more, up to as many tokens, padding included")
+                        help="a GPU computes at most micro_batch_size * max_seq_len tokens at"
+                        " once, padding included: this many full rows, or more shorter ones")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
@@ -182,9 +164,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--lora_alpha", type=int, default=32,
                         help="the adapter is scaled by lora_alpha / lora_rank")
     parser.add_argument("--offload", action="store_true",
-                        help="keep the model in host memory; on the GPU are only the layer that is"
-                        " computed and the next one, embedding and lm_head, NF4's scales, and this"
-                        " rank's part of LoRA with its gradients and optimizer state")
+                        help="keep the model in host memory, but for the layer that computes, the"
+                        " embedding and the lm_head; fsdp_policy() says what else is on the GPU")
     return parser.parse_args()
 
 
@@ -275,11 +256,12 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     model.requires_grad_(False)
     model.name_or_path = args.model  # for adapter_config.json
     model.is_loaded_in_4bit = True  # or PEFT would use its LoRA layer for plain linears
-    # For LoRA on fewer linears pass, for example,
-    # target_modules=[name for name in linears if ".self_attn." in name]. Every layer needs at least
-    # one, see shard_layer(). For dropout add lora_dropout=0.05. use_rslora=True works. DoRA, PiSSA
-    # and OLoRA do not, because they need the weights, which are still on meta; nor does
-    # modules_to_save, because only LoRA is initialized and saved
+    # To change LoRA:
+    # - on fewer linears: target_modules=[name for name in linears if ".self_attn." in name]. Every
+    #   layer needs at least one, see shard_layer()
+    # - dropout: lora_dropout=0.05; rsLoRA: use_rslora=True
+    # - not possible: DoRA, PiSSA and OLoRA, which need the weights, but these are on meta here; and
+    #   modules_to_save, because only LoRA is initialized and saved
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
@@ -438,9 +420,11 @@ def init_lora(
 def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
     """Return the FSDP policy, as keywords of fully_shard().
 
-    With `offload` the shards wait in host memory; train() also keeps a copy of LoRA's shards on the
-    GPU, with their gradients and optimizer state. The scales of NF4 are not parameters, so FSDP2
-    neither shards nor offloads them: each GPU always has all of them, 1 GiB for a 70B.
+    With `offload` the shards wait in host memory. On the GPU are still:
+    - the layer that computes and the next one, the embedding and the lm_head
+    - activations and logits
+    - a copy of LoRA's shards with their gradients and optimizer state, see train()
+    - all scales of NF4, 1 GiB for a 70B: they are not parameters, so FSDP2 does not handle them
 
     For HSDP (each machine has the whole model) add "mesh": dist.init_device_mesh("cuda",
     (n_machines, n_gpus_of_each), mesh_dim_names=("replicate", "shard")), and edit clip_gradient().
@@ -619,9 +603,11 @@ def evaluate(
 ) -> float:
     """Return the mean loss per token of some rows.
 
-    To generate text, after the loop over micro-batches, on all ranks and equally often:
-    model.unshard(), model.generate(..., synced_gpus=True), model.reshard(). Pass on the tokenizer
-    of main().
+    To generate text, add this after the loop over micro-batches, on all ranks and equally often:
+
+        model.unshard()  # embedding and lm_head, because generate() calls no forward of `model`
+        output_ids = model.generate(input_ids=ids, max_new_tokens=64, synced_gpus=True)
+        model.reshard()
     """
     model.eval()
     for module in model.modules():
@@ -699,6 +685,27 @@ def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> Non
 
     Each file is written beside that of the last save, and then replaces it. So a run that is killed
     during a save can leave half-written files only in partial/.
+
+    To use the adapter, load it with the model in NF4, as it was trained; other 4-bit values than
+    those of NF4_KWARGS would make it worse, without an error:
+
+        nf4 = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, quantization_config=nf4, dtype=torch.bfloat16, device_map="auto")  # over all GPUs
+        model = PeftModel.from_pretrained(model, "adapter")
+
+    To merge it, dequantize the model first, because the adapter was trained on the 4-bit values.
+    This needs host memory for the whole model in bf16:
+
+        model = AutoModelForCausalLM.from_pretrained(
+            name, quantization_config=nf4, dtype=torch.bfloat16, device_map="cpu").dequantize()
+        PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
+
+    Then copy tokenizer* and chat_template* from "adapter" to "merged". load_in_4bit quantizes a
+    vision tower, too, but training left it in bf16: for a Gemma 3 that reads images, add
+    llm_int8_skip_modules=["model.vision_tower", "lm_head"] to nf4.
     """
     state_dict = {name: p.detach().to(device).full_tensor().cpu()
                   for name, p in model.named_parameters() if p.requires_grad}

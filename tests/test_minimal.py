@@ -451,10 +451,10 @@ def test_docstring_uses_and_merges_the_adapter(base, runs, tmp_path):
     """The two pieces of code in the file's docstring: both models have the logits that training
     ended with, to a twentieth of the adapter's effect."""
     _, seen = runs("llama")
-    usage, _, _ = minimal_fsdp_qlora.__doc__.partition("This file needs no other")
-    use, merge_it = (
-        textwrap.dedent("\n".join(line for line in part.splitlines() if line.startswith("    ")))
-        for part in usage.partition("To use the adapter")[2].split("To merge it"))
+    text = minimal_fsdp_qlora.save_adapter.__doc__
+    use, merge_it = (textwrap.dedent("\n".join(
+        line for line in part.splitlines() if line.startswith(" " * 8)))
+        for part in text.split("To merge it"))
     names = {"torch": torch, "AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": PeftModel,
              "BitsAndBytesConfig": BitsAndBytesConfig, "name": base / "llama"}
     merged_dir = str(tmp_path / "merged")
