@@ -15,11 +15,11 @@ The adapter was trained on NF4 weights, so it must be merged into those. A weigh
 
 A base that is already in 4 bits is only dequantized. With DoRA each row of the sum is rescaled to
 its magnitude. A linear of the decoder's layers without an adapter becomes W; all other tensors are
-the base's, rounded to bf16 (a few small ones stay in fp32). The result is compared with the trained
-model, by the logits of the first 64 tokens of four training rows. If they differ by more than the
-adapter's whole effect, the merge fails: the result stays in a hidden directory, which the error
-names and the next merge into --output_dir replaces. Above a fifth of the effect the last line is a
-warning, and the exit code is 0.
+the base's, rounded to bf16 (a few small ones stay in fp32), but for the rows of --trainable_tokens.
+The result is compared with the trained model, by the logits of the first 64 tokens of four training
+rows. If they differ by more than the adapter's whole effect, the merge fails: the result stays in a
+hidden directory, which the error names and the next merge into --output_dir replaces. Above a fifth
+of the effect the last line is a warning, and the exit code is 0.
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
 PEFT. It assumes that they were trained on this base in NF4 with double quantization, which are not
@@ -188,7 +188,8 @@ def write_merged(directory: Path, output: Path, base: MergeBase, adapter: dict[s
     gib, free = base.n_bytes / 2**30, shutil.disk_usage(directory).free / 2**30
     require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, but {free:.1f} are free")
     with tqdm(base.tensors, "merge", unit="tensor", disable=None) as names:  # off in a pipe
-        # a generator, so that one tensor after the other is merged and written
+        # a generator, so that one tensor after the other is merged and written; write_weights()
+        # pairs them with their names by this order
         tensors = (merged_tensor(name, base, adapter, device) for name in names)
         write_merged_files(directory, base, tensors, run)
     print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB")

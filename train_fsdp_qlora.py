@@ -19,6 +19,10 @@ docs/internals.md is its map. Where to look:
     Flash Attention 2            choose_attention()
     FSDP policy                  shard_model(), make_mesh()
     NF4                          quantize(), called by load_model(), in fsdp_qlora/model/load.py
+    LoRA                         make_adapter(); the matmul: lora_matmul() in
+                                 fsdp_qlora/layer/lora_matmul.py
+    recomputing, offloading      make_plan(); Plan.save_policy() in fsdp_qlora/plan.py, and
+                                 LayerFunction in fsdp_qlora/layer/layer.py
     PagedAdamW8bit, schedule     make_optimizer(), optimizer_step(), learning_rate()
     loss                         compute_loss(); the loss of each token: LinearCrossEntropy in
                                  fsdp_qlora/model/lm_head.py
@@ -170,7 +174,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
     """
     # 1. Agree on flags, source and versions, and on one output directory
     check_same(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
-    is_dry = user_config.max_steps == 0  # flags and config have a whole run's steps instead of 0
+    is_dry = user_config.max_steps == 0  # below, flags and config have a whole run's steps instead
     flags = agree_on_flags(user_config)
     with open_output(flags, user_config, status) as (directory, is_complete):
         if is_complete:
@@ -458,6 +462,7 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
     if not plan.uses_fsdp:
         return
     dtype = plan.dtype
+    # casts the fp32 adapter when it is gathered. 4-bit weights are gathered as they are
     policy = MixedPrecisionPolicy(
         # in bf16 DoRA's magnitudes would round by up to 0.4 %, as much as many steps change them
         param_dtype=None if model.layers[0].spec.dora else dtype,
@@ -465,6 +470,7 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy,
                     reshard_after_forward=plan.reshard_after_forward)
+    # the root has no parameters of its own; by it all layers share FSDP2's streams
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for unit, following in zip([model, *model.layers], model.layers):
         # start the gather of the next layer before this layer's kernels are queued
@@ -750,8 +756,8 @@ def evaluate(run: Run) -> Metrics | None:
         for micro_batch, _ in evaluation_micro_batches(run.model, batch):
             set_global_values(micro_batch, global_values)
             sums += compute_loss(run.model, micro_batch, run.config)[1]
-    reshard_all(run.model)
-    if n_seen < len(rows):
+    reshard_all(run.model)  # no backward has freed what the last forward gathered
+    if n_seen < len(rows):  # evaluation_batches() ended early, because a stop was requested
         return None
     return mean_metrics(all_gather(sums).sum(0).tolist(), rows, "eval_")
 
