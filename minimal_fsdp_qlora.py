@@ -41,8 +41,8 @@ On several machines run torchrun with --nnodes, --rdzv_backend c10d and --rdzv_e
 them, with the model and the data there. The machine of rank 0 gets the adapter.
 
 This file needs no other. It comes from the repository FSDP QLoRA, which also has merge_adapters.py,
-to merge large models, and train_fsdp_qlora.py, which is faster, resumes, plans memory, and trains
-mixtures of experts, preference pairs and tool calls.
+to merge an adapter into a large model, and train_fsdp_qlora.py, which is faster, resumes, plans
+memory, and trains mixtures of experts, preference pairs and tool calls.
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 SPDX-License-Identifier: MIT. Copyright (c) 2026 the FSDP QLoRA authors.
@@ -117,8 +117,9 @@ class Row(NamedTuple):
     labels: Tensor  # [tokens]: labels[i] is ids[i], or IGNORE_INDEX
 
 
-# Every rank (process) runs the same calls in the same order, because some are collectives. A rank
-# that skips one, as by `if dist.get_rank() == 0: evaluate(...)`, leaves the others waiting.
+# Every rank (process) runs the same calls in the same order, because some are collectives. A call
+# on one rank alone, as in `if dist.get_rank() == 0: evaluate(...)`, would wait forever for the
+# other ranks.
 
 
 def main() -> None:
@@ -128,10 +129,10 @@ def main() -> None:
     model_dir = find_model(args)
     # not AutoTokenizer: this class reads tokenizer.json, whatever class the model names
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
+    model = build_model(args, model_dir, device)  # before the data, because it may refuse the model
     n_needed = args.max_steps * args.batch_size if args.max_steps else math.inf
     train_rows = rows_of_all_steps(read_rows(args.dataset, args, tokenizer, n_needed), args)
     eval_rows = read_rows(args.eval_dataset, args, tokenizer) if args.eval_dataset else []
-    model = build_model(args, model_dir, device)
     load_and_shard(model, args, model_dir, device)
     check_model(model)
     copy_tokenizer(model_dir, args.output_dir)
@@ -164,7 +165,7 @@ def parse_args() -> Namespace:
     parser.add_argument("--lora_alpha", type=int, default=32,
                         help="the adapter is scaled by lora_alpha / lora_rank")
     parser.add_argument("--offload", action="store_true",
-                        help="keep the model in host memory, but for the layer that computes, the"
+                        help="keep the model in host memory, except the layer that computes, the"
                         " embedding and the lm_head; fsdp_policy() says what else is on the GPU")
     return parser.parse_args()
 
@@ -398,7 +399,8 @@ def load_module(
 def init_lora(
     module: LoraLayer, name: str, init_lora_weights: bool | str, device: torch.device
 ) -> None:
-    """Materialize LoRA in fp32, with PEFT's initial values. `init_lora_weights`: True, "gaussian".
+    """Materialize LoRA in fp32, with PEFT's initial values. `init_lora_weights` is True or
+    "gaussian"; PEFT's other choices need the weights.
 
     To begin with an existing adapter, do not load it by PeftModel.from_pretrained(), because this
     function would overwrite it. Keep get_peft_model(), give LoraConfig the adapter's r, lora_alpha,
@@ -476,8 +478,8 @@ def check_model(model: PeftModel) -> None:
     local_parts = [p.to_local() for p in model.parameters()]
     log(f"model on {dist.get_world_size()} ranks:"
         f" {sum(p.numel() for p in trained.values()):,} trainable parameters;"
-        f" {sum(p.nbytes for p in local_parts) / 2**30:.2f} GiB of the model per rank, on"
-        f" {local_parts[0].device.type}")
+        f" {sum(p.nbytes for p in local_parts) / 2**30:.2f} GiB of parameters per rank, on"
+        f" {local_parts[0].device.type}; NF4's scales are not counted")
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -555,7 +557,7 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     batch = [no_loss] * (-len(batch) % world_size) + batch
     while batch:
         longest = len(batch[-1].ids)
-        # max(): if read_rows() did not cut them, rows longer than max_seq_len go one at a time
+        # max(): a row longer than max_seq_len, which only an edit can let in, goes alone
         n_rows = max(1, (args.micro_batch_size * args.max_seq_len) // longest) * world_size
         yield batch[-n_rows:][rank::world_size]
         del batch[-n_rows:]
@@ -567,7 +569,7 @@ def count_loss_tokens(rows: list[Row]) -> int:
 
 
 def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor:
-    """Return the sum of the losses of all tokens in some rows, which are this rank's own.
+    """Return the sum of the losses of all tokens in this rank's rows of a micro-batch.
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
     the loss ignores the padding. Do not pack several texts into a row: they would see each other.
@@ -601,10 +603,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def evaluate(
     model: PeftModel, eval_rows: list[Row], args: Namespace, device: torch.device
 ) -> float:
-    """Return the mean loss per token of some rows.
+    """Return the mean loss per token of eval_rows, which are the same on every rank.
 
     To generate text, add this after the loop over micro-batches, on all ranks and equally often:
 
+        row = eval_rows[0]
+        ids = row.ids[row.labels == IGNORE_INDEX][None].to(device)  # its prompt; a text has none
         model.unshard()  # embedding and lm_head, because generate() calls no forward of `model`
         output_ids = model.generate(input_ids=ids, max_new_tokens=64, synced_gpus=True)
         model.reshard()
@@ -686,8 +690,9 @@ def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> Non
     Each file is written beside that of the last save, and then replaces it. So a run that is killed
     during a save can leave half-written files only in partial/.
 
-    To use the adapter, load it with the model in NF4, as it was trained; other 4-bit values than
-    those of NF4_KWARGS would make it worse, without an error:
+    To use the adapter, load it with the model in NF4, as it was trained. With other settings than
+    those of NF4_KWARGS the 4-bit weights would differ, and the adapter would fit them less well,
+    without an error:
 
         nf4 = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -729,8 +734,8 @@ def read_rows(
     path: str, args: Namespace, tokenizer: PreTrainedTokenizerFast, n_needed: float = math.inf
 ) -> list[Row]:
     """Return the rows of a data set, cut at --max_seq_len, that have a token in the loss. Lines are
-    read in random order until there are `n_needed` rows. Every rank returns the same rows (16 bytes
-    of host memory per token)."""
+    read in random order until there are `n_needed` rows. Every rank reads all of this, and returns
+    the same rows: 16 bytes of host memory per token, on each rank."""
     if not Path(path).is_file():
         fail(f"{path}: no such file")
     digests: list[Any] = [None] * dist.get_world_size()

@@ -253,6 +253,15 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
     "attention only": [
         ("target_modules=list(linears),", "target_modules=[name for name in linears"
          ' if ".self_attn." in name], lora_dropout=0.05,')],
+    "generation": [
+        ("    model.train()\n    for unit",
+         "    row = eval_rows[0]\n"
+         "    ids = row.ids[row.labels == IGNORE_INDEX][None].to(device)\n"
+         "    model.unshard()\n"
+         "    output_ids = model.generate(input_ids=ids, max_new_tokens=64, synced_gpus=True)\n"
+         "    model.reshard()\n"
+         '    log(f"generated {len(output_ids[0]) - len(ids[0])} tokens")\n'
+         "    model.train()\n    for unit")],
     "AdamW": [("bnb.optim.PagedAdamW8bit(", "torch.optim.AdamW(")],
 }  # fmt: skip
 

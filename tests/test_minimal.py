@@ -154,6 +154,7 @@ def base(tmp_path_factory, demo_directory, wanted):
         for text in texts[::3]]  # fmt: skip
     write_jsonl(directory / "mixed.jsonl", rows)
     write_jsonl(directory / "few.jsonl", rows[:12])
+    write_jsonl(directory / "talks.jsonl", [row for row in rows if "messages" in row][:3])
     write_jsonl(directory / "five.jsonl", [{"text": text[::-1]} for text in texts[:5]])
     write_jsonl(directory / "answers.jsonl", [{"prompt": text, "response": "4"} for text in texts])
     open_ended = [{"messages": [{"role": role, "content": "4"}]} for role in ("user", "assistant")]
@@ -245,6 +246,7 @@ RUNS = {  # name: (processes, what the job has)
            ("LoRA+", "text.jsonl"), ("initial adapter", "text.jsonl"),
            ("gaussian", "text.jsonl"), ("weights", "text.jsonl"),
            ("columns", "answers.jsonl"),
+           ("generation", "text.jsonl", "--eval_dataset", "talks.jsonl"),
            ("attention only", "text.jsonl"), ("AdamW", "text.jsonl"))},
     "all rows": (2, {"argv": flags("qwen3", "all-rows", "--batch_size", 24, "--max_steps", 1,
                                   rows="mixed.jsonl")}),
@@ -615,6 +617,8 @@ def test_edits_that_the_file_describes(edit, base, runs):
         assert found == want and len(re.findall(r"^step \d: eval_loss", text, re.M)) == 4
         assert (base / edit / "adapter_model.safetensors").read_bytes() == (
             base / "llama-adapter" / "adapter_model.safetensors").read_bytes()
+    elif edit == "generation":
+        assert found == want and len(re.findall(r"^generated [1-9]\d* tokens$", text, re.M)) == 2
     elif edit == "LoRA+":  # the schedule keeps each group's own rate
         assert found["loss"][0] == want["loss"][0] and found["loss"][2] < want["loss"][2] - 0.01
     elif edit == "initial adapter":
