@@ -66,7 +66,7 @@ class FusedLinear:
 
     @property
     def outputs(self) -> slice:
-        """Slice of the outputs of the whole FusedLinear; this one may be a part() of it."""
+        """Slice of the outputs of the whole FusedLinear; this one may be a subset() of it."""
         return slice(self.linears[0].outputs.start, self.linears[-1].outputs.stop)
 
     @property

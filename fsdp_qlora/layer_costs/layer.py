@@ -3,12 +3,12 @@
 The files of this folder have the names of those of layer/ whose sublayers they count:
 
     LayerCosts
-      MixerSublayerCosts                 mixer_sublayer.py
-        AttentionCosts           attention_mixer.py
-        MLACosts                 mla.py
-        AutogradCosts            autograd_mixers.py
-      MLPCosts                   mlp.py, with the gate of per_layer.py
-      MoECosts                   experts.py, with the shared expert and LatentMoE
+      MixerSublayerCosts    mixer_sublayer.py
+        AttentionCosts      attention_mixer.py
+        MLACosts            mla.py
+        AutogradCosts       autograd_mixers.py
+      MLPCosts              mlp.py, with the gate of per_layer.py
+      MoECosts              experts.py, with the shared expert and LatentMoE
 
 Counts are values per token, unless a name says bytes or weights. FeedForwardCosts is the interface
 of the second sublayer's costs; that of a mixer's is TokenMixerCosts.
