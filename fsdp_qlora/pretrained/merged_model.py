@@ -85,7 +85,7 @@ def in_order(stored: dict[str, StoredTensor]) -> list[tuple[str, StoredTensor]]:
 def copy_all_but_weights(base: MergeBase, directory: Path) -> None:
     """Write config.json, the index of tensors, and copies of the base's other files."""
     copy_small_files(base.directory, directory)
-    index = {"metadata": {"total_size": base.n_bytes},
+    index = {"metadata": {"total_size": base.merged_bytes},
              "weight_map": {name: path.name for name, path in base.paths.items()}}
     config = read_json(base.directory / "config.json")
     config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
@@ -101,8 +101,9 @@ def copy_all_but_weights(base: MergeBase, directory: Path) -> None:
 
 
 def write_weights(base: MergeBase, directory: Path, tensors: Iterator[torch.Tensor]) -> None:
-    """Write the merged tensors, in the order of base.tensors, in files like the base's."""
+    """Write the merged tensors, in the order of base.merged_shapes, in files like the base's."""
     for path in dict.fromkeys(base.paths.values()):
-        described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}
+        described = {name: base.merged_shapes[name]
+                     for name, its_path in base.paths.items() if its_path == path}
         write_tensors(directory / path.name, described, tensors)
     assert not list(tensors), "there are more tensors than names"

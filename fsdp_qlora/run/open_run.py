@@ -58,11 +58,11 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
         if in_4bit != bool(nf4_states):
             raise ValueError(f"is {'' if nf4_states else 'not '}quantized already. With"
                              " --base_model name the one in training")
-        tensors, paths = merged_tensors(stored, names, nf4_states, model_config)
+        merged_shapes, paths = merged_tensors(stored, names, nf4_states, model_config)
     return MergeBase(
-        directory=directory, stored=stored, names=names, nf4_states=nf4_states, tensors=tensors,
-        paths=paths, auto_class=auto_class(model_config), dtype=getattr(torch, dtype), arch=arch,
-        checksums=checksums)
+        directory=directory, stored=stored, names=names, nf4_states=nf4_states,
+        merged_shapes=merged_shapes, paths=paths, auto_class=auto_class(model_config),
+        dtype=getattr(torch, dtype), arch=arch, checksums=checksums)
 
 
 def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
@@ -71,9 +71,9 @@ def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
     if token_ids:
         base.token_ids = token_ids
         base.arch = base.arch.with_token(max(token_ids))
-        for name in {base.names.embedding, base.names.head} & base.tensors.keys():
-            (_, hidden), dtype = base.tensors[name]
-            base.tensors[name] = (base.arch.vocab_size, hidden), dtype
+        for name in {base.names.embedding, base.names.head} & base.merged_shapes.keys():
+            (_, hidden), dtype = base.merged_shapes[name]
+            base.merged_shapes[name] = (base.arch.vocab_size, hidden), dtype
 
 
 def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
@@ -116,7 +116,7 @@ def token_row_slices(base: MergeBase, arch: Architecture) -> dict[str, list[Tens
         return {}
     names = base.names
     tables = dict(zip((names.embedding, names.head), token_row_names(arch)))
-    if arch.tied and names.head in base.tensors:  # a copy of the embedding
+    if arch.tied and names.head in base.merged_shapes:  # a copy of the embedding
         tables[names.head] = tables[names.embedding]
     shape = len(base.token_ids), arch.hidden_size
     return {table: [TensorSlice(name, shape)] for table, name in tables.items()}

@@ -69,13 +69,14 @@ def open_peft_run(
     lora = LoraConfig(r=r, **{key: settings[key] for key in (
         "lora_alpha", "use_rslora", "use_dora")})
     adapter = open_linear_adapters(adapter_dir, lora, slices, "this merge")
-    tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(stored) if x.dtype in FLOATS}
+    merged_shapes = {name: (tensor.shape, torch.bfloat16)
+                     for name, tensor in in_order(stored) if tensor.dtype in FLOATS}
     names = TensorNames(
         linears={name: Linear(name, stored[name].shape[0], stored[name].shape[1], bias=False)
                  for name in linears})
     base = MergeBase(
-        directory=directory, stored=stored, names=names, tensors=tensors,
-        paths={name: stored[name].path for name in tensors}, auto_class=model_class,
+        directory=directory, stored=stored, names=names, merged_shapes=merged_shapes,
+        paths={name: stored[name].path for name in merged_shapes}, auto_class=model_class,
         dtype=torch.bfloat16)
     run = TrainedRun(base_model=str(directory), template=template_beside(adapter_dir))
     return run, base, adapter
