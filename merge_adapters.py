@@ -71,14 +71,14 @@ from fsdp_qlora.evaluation.compare_with_transformers import without_kernels
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import LinearAdapter
-from fsdp_qlora.pretrained.merge_base import MergeBase
-from fsdp_qlora.pretrained.merged_model import copy_all_but_weights, replace_rows, write_weights
+from fsdp_qlora.merge.check import logits_of, trained_logits
+from fsdp_qlora.merge.merge_base import MergeBase
+from fsdp_qlora.merge.merged_model import copy_all_but_weights, replace_rows, write_weights
+from fsdp_qlora.merge.new_directory import new_directory
+from fsdp_qlora.merge.open_run import open_run
+from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip
 from fsdp_qlora.run.divergence import why_worse
-from fsdp_qlora.run.merge_check import logits_of, trained_logits
-from fsdp_qlora.run.new_directory import new_directory
-from fsdp_qlora.run.open_run import open_run
-from fsdp_qlora.run.trained_run import TrainedRun
 
 LARGE_ERROR = 0.20  # fraction of the adapter's own effect: warn above this
 SMALL_EFFECT = 0.1  # fraction of the logits' norm: below this rounding to bf16 is too coarse

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import merge_adapters
 from fsdp_qlora.hashing import tensor_checksum
+from fsdp_qlora.merge import open_run
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.pretrained.reader import (
     DTYPES, RandomWeights, ReadRequest, WeightReader, stored_tensors, tensors_of)
 from fsdp_qlora.pretrained.weight_formats import NF4_STATE
-from fsdp_qlora.run import open_run
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

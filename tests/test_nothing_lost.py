@@ -39,14 +39,14 @@ from fsdp_qlora.evaluation import eval_loss
 from fsdp_qlora.exit_codes import (
     EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT)
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
+from fsdp_qlora.merge.new_directory import open_partial
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.run import checkpoints, status as lifecycle
 from fsdp_qlora.run.checkpoints import checkpoint_path, read_checkpoint
 from fsdp_qlora.run.divergence import why_diverged
-from fsdp_qlora.run.new_directory import open_partial
 from fsdp_qlora.run.metrics import MetricsWriter
-from fsdp_qlora.run.state import Progress
 from fsdp_qlora.run.resume import MUST_MATCH
+from fsdp_qlora.run.state import Progress
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text
 from fsdp_qlora.run.watch import watch_process
 

@@ -28,9 +28,9 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
 from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.lora.targets import resolve_adapter
+from fsdp_qlora.merge.check import logits_of, trained_logits
 from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.run.merge_check import logits_of, trained_logits
 
 BAR = 1e-5
 QUICK = ["llama3", "qwen2", "gemma2", "qwen3_vl"]  # tied, not, scaled, in a wrapper

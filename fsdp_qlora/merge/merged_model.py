@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from fsdp_qlora.files import read_json, write_tensors
+from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.pretrained.hub import copy_small_files
-from fsdp_qlora.pretrained.merge_base import MergeBase
 from fsdp_qlora.pretrained.reader import StoredTensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import INT4_PACKED, INT4_SHAPE, NF4_SUFFIXES

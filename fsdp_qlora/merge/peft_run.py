@@ -18,14 +18,14 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import TensorSlice
+from fsdp_qlora.merge.merge_base import MergeBase
+from fsdp_qlora.merge.merged_model import auto_class, in_order
+from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
-from fsdp_qlora.pretrained.merge_base import MergeBase
-from fsdp_qlora.pretrained.merged_model import auto_class, in_order
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, stored_tensors, tensors_of
 from fsdp_qlora.pretrained.records import Linear
 from fsdp_qlora.pretrained.tensor_names import TensorNames
-from fsdp_qlora.run.trained_run import TrainedRun
 
 
 def open_peft_run(

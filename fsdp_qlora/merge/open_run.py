@@ -16,15 +16,15 @@ from fsdp_qlora.lora.peft_names import (
     TensorSlice, as_saved, expert_slices, file_slices, lora_settings, token_row_names,
     token_row_settings)
 from fsdp_qlora.lora.targets import adapted_linears
+from fsdp_qlora.merge.merge_base import MergeBase
+from fsdp_qlora.merge.merged_model import auto_class, merged_tensors
+from fsdp_qlora.merge.peft_run import open_peft_run
+from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
-from fsdp_qlora.pretrained.merge_base import MergeBase
-from fsdp_qlora.pretrained.merged_model import auto_class, merged_tensors
 from fsdp_qlora.pretrained.reader import OTHER_BASE, stored_tensors, tensors_of
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.run.peft_run import open_peft_run
-from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
 
 
 def open_run(
