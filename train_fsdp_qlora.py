@@ -68,18 +68,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fsdp_qlora.checks.compare_with_transformers import compare_with_transformers
+from fsdp_qlora.checks.untrained_tokens import check_untrained_tokens
 from fsdp_qlora.config import SCHEDULES, Config, warmup_steps
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler, ShuffledSampler
-from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.evaluation.eval_loss import (
     evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
 from fsdp_qlora.evaluation.generation import generate_samples
 from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps
-from fsdp_qlora.evaluation.step_stats import gather_step_stats, mean_metrics
-from fsdp_qlora.evaluation.untrained_tokens import check_untrained_tokens
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
@@ -120,6 +119,7 @@ from fsdp_qlora.run.startup_log import (
     describe_steps, log_extension, log_parameters, log_startup, log_steps)
 from fsdp_qlora.run.state import Job, Run
 from fsdp_qlora.run.status import ACTIONS, Status
+from fsdp_qlora.run.step_stats import gather_step_stats, mean_metrics
 from fsdp_qlora.run.watch import watch_process
 
 SCRIPT = Path(__file__)

@@ -36,12 +36,12 @@ from test_layer import make_plan
 from test_merge_experts import watch_sums
 from transformers import AutoTokenizer
 
+from fsdp_qlora.checks import compare_with_transformers as check
+from fsdp_qlora.checks.compare_with_transformers import (
+    plain_model, random_adapter, random_hf_model, read_weights)
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.evaluation import compare_with_transformers as check
-from fsdp_qlora.evaluation.compare_with_transformers import (
-    plain_model, random_adapter, random_hf_model, read_weights)
 from fsdp_qlora.kernels import elementwise
 from fsdp_qlora.kernels.elementwise import (
     LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
@@ -55,12 +55,12 @@ from fsdp_qlora.lora.peft_names import expert_slices, peft_slices, stack_experts
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.from_config import make_architecture, text_config
-from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.families import FAMILIES
-from fsdp_qlora.pretrained.weight_formats import scaled_weight
+from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import ReadRequest, WeightReader, rows_in_memory, stored_tensors
+from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.pretrained.weight_formats import scaled_weight
 
 BAR = 1e-5  # of a relative difference in fp32
 MIXTURES = [name for name, make in TINY.items() if make_architecture(make(320)).moe]

@@ -26,12 +26,12 @@ from test_released import CONFIGS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import segments_of
+from fsdp_qlora.checks import compare_with_transformers as check
+from fsdp_qlora.checks.compare_with_transformers import (
+    compare_with_transformers, random_hf_model, read_weights, text_model)
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.evaluation import compare_with_transformers as check
-from fsdp_qlora.evaluation.compare_with_transformers import (
-    compare_with_transformers, random_hf_model, read_weights, text_model)
 from fsdp_qlora.kernels import pieces, recurrence
 from fsdp_qlora.kernels.attention import eager_attention, sdpa_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
@@ -57,10 +57,10 @@ from fsdp_qlora.planner.costs import predict_memory
 from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import Heads
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
-from fsdp_qlora.pretrained.rope import rope_frequencies
-from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.records import AttentionGate, DeltaNet, Mamba2
+from fsdp_qlora.pretrained.rope import rope_frequencies
+from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.merge_check import MergeCheck

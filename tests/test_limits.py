@@ -23,16 +23,16 @@ from test_layer import VOCABULARY
 from test_memory import H200, PLAN
 from train_fsdp_qlora import learning_rate
 
+from fsdp_qlora.checks import compare_with_transformers as check
+from fsdp_qlora.checks import untrained_tokens
+from fsdp_qlora.checks.compare_with_transformers import compare_with_transformers
+from fsdp_qlora.checks.untrained_tokens import ZERO_ROW, untrained_rows
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache
 from fsdp_qlora.data.dataset import cache_key, prepare_rows
 from fsdp_qlora.data.encode import check_tokens
 from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.errors import RefusedExample
-from fsdp_qlora.evaluation import compare_with_transformers as check
-from fsdp_qlora.evaluation import untrained_tokens
-from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
-from fsdp_qlora.evaluation.untrained_tokens import ZERO_ROW, untrained_rows
 from fsdp_qlora.files import digest
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.plan import Plan
@@ -40,9 +40,9 @@ from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
     DoesNotFit, SearchInputs, Workload, check_host, pick_plan, use_cuda_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
-from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
 from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
+from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
 from fsdp_qlora.run.startup_log import log_startup
 from fsdp_qlora.run.state import Progress
 

@@ -16,12 +16,12 @@ from families import TINY
 from test_benchmarks import bench
 from transformers import AutoModelForCausalLM
 
+from fsdp_qlora.checks.compare_with_transformers import plain_model
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
-from fsdp_qlora.evaluation.compare_with_transformers import plain_model
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention, sdpa_attention
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter

@@ -14,8 +14,8 @@ from conftest import DEVICE, segments_of
 from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
+from fsdp_qlora.checks.compare_with_transformers import eager_kernels
 from fsdp_qlora.config import Config
-from fsdp_qlora.evaluation.compare_with_transformers import eager_kernels
 from fsdp_qlora.kernels import attention, pieces
 from fsdp_qlora.kernels.attention import (
     Kernels, architectures_by_attention_type, can_reuse_lse, eager_attention, kernel_matches,

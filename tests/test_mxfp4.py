@@ -13,17 +13,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from fsdp_qlora.config import Config
-from fsdp_qlora.evaluation import compare_with_transformers as check
-from fsdp_qlora.evaluation.compare_with_transformers import (
+from fsdp_qlora.checks import compare_with_transformers as check
+from fsdp_qlora.checks.compare_with_transformers import (
     plain_model, random_adapter, random_hf_model, read_weights)
+from fsdp_qlora.config import Config
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.model.shards import OwnBlocks
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.reader import stored_tensors
+from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, FourBitBlocks
 from fsdp_qlora.quant.nf4 import mxfp4_values

@@ -20,10 +20,10 @@ from families import TINY
 from test_layer import Pair, adapter_values, make_model, make_plan
 
 import fsdp_qlora
+from fsdp_qlora.checks.compare_with_transformers import random_hf_model
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.evaluation.compare_with_transformers import random_hf_model
 from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.kernels.sinks import SinkAttention

@@ -11,7 +11,7 @@ from conftest import needs_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from fsdp_qlora.evaluation.untrained_tokens import ZERO_ROW, untrained_rows
+from fsdp_qlora.checks.untrained_tokens import ZERO_ROW, untrained_rows
 
 ASKED = [{"role": "user", "content": "What is 3 plus 4?"},
          {"role": "assistant", "content": "The answer is 7."}]
