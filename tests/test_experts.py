@@ -46,7 +46,7 @@ from fsdp_qlora.kernels import elementwise
 from fsdp_qlora.kernels.elementwise import (
     LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
     glu_weight_gradients)
-from fsdp_qlora.layer import experts, grouped_mm, router
+from fsdp_qlora.layer import grouped_mm, moe, router
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.init_adapter import read_adapter
@@ -76,7 +76,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     monkeypatch.setattr(check, "LENGTHS", tokens or check.LENGTHS)
     monkeypatch.setattr(check, "Plan", functools.partial(changed_plan, ranges))
     if torch_grouped:
-        for module in experts, grouped_mm:
+        for module in moe, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
     arch, reference = make_architecture(small), random_hf_model(small, seed())
@@ -304,12 +304,12 @@ def test_rows_at_once_are_an_even_share(monkeypatch):
     """However many tokens one expert has: memory is planned for no more."""
     seen = []
 
-    class ExpertChunk(experts.ExpertChunk):
+    class ExpertChunk(moe.ExpertChunk):
         def __init__(self, of, rows, routing, *weights):
             super().__init__(of, rows, routing, *weights)
             seen.append((rows.stop - rows.start, len(routing.token)))
 
-    monkeypatch.setattr(experts, "ExpertChunk", ExpertChunk)
+    monkeypatch.setattr(moe, "ExpertChunk", ExpertChunk)
     assert worst("qwen3_moe", True, monkeypatch, edit=one_for_all, ranges=4) < BAR
     assert seen and all(n <= -(-n_rows // 4) for n, n_rows in seen)
 
@@ -379,7 +379,7 @@ def test_slices_of_tokens_give_what_all_tokens_give(name, kind, grouped, monkeyp
     """With dropout, ranges of experts, and slices that are in part or wholly padding."""
     if grouped != A_LOOP:
         monkeypatch.setattr(check, "Plan", functools.partial(changed_plan, 1))
-        for module in experts, grouped_mm:
+        for module in moe, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
     arch, reference = make_architecture(small), random_hf_model(small, seed())

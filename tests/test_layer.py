@@ -39,11 +39,11 @@ from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.layer import (
-    attention_mixer, autograd_mixers, experts, linears, mixer_sublayer, mlp)
+    attention_mixer, autograd_mixers, linears, mixer_sublayer, mlp, moe)
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
-from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.mla import MLAMixer
+from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
@@ -250,7 +250,7 @@ def assert_equal(kept, monkeypatch, name, **settings):
     pair, (loss, grads) = pair_and_expected(name, **settings)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
     if slice_tokens == SLICED:
-        monkeypatch.setattr(experts, "EXPERT_SLICE_TOKENS", SLICED)
+        monkeypatch.setattr(moe, "EXPERT_SLICE_TOKENS", SLICED)
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
         monkeypatch.setattr(attention_mixer, "GROUP_BYTES", 1)  # and each key head
     got_loss, got = pair.computed(saves, reuse_dequantized)

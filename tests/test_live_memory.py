@@ -23,7 +23,7 @@ from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
-from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
+from fsdp_qlora.layer import call, grouped_mm, lora_matmul, moe
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.layer_costs.layer import LayerCosts
@@ -201,21 +201,21 @@ def only_shape(layer, fused, adapter):
 @pytest.fixture
 def kernels_make_shapes_alone(monkeypatch):
     """Products of experts, products in fp32, and dequantized weights."""
-    for module in (call, experts):
+    for module in (call, moe):
         monkeypatch.setattr(module, "dequantize", only_shape)
-    for module in (grouped_mm, experts):
+    for module in (grouped_mm, moe):
         monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
         monkeypatch.setattr(module, "grouped_matmul", lambda rows, weights, _: rows.new_empty(
             len(rows), weights.shape[2]))
     monkeypatch.setattr(grouped_mm, "grouped_outer", lambda a, b, chunk: a.new_empty(
         len(chunk.experts), a.shape[1], b.shape[1], dtype=torch.float32))
     monkeypatch.setattr(lora_matmul, "fp32_matmul", torch.mm)  # a GPU's reads bf16, too
-    clamped, route = experts.clamped_glu_backward_, experts.route
+    clamped, route = moe.clamped_glu_backward_, moe.route
 
     def clamped_and_seen(*args):  # its result counts beside what it reads, which is freed next
         return clamped(*args).detach()
 
-    monkeypatch.setattr(experts, "clamped_glu_backward_", clamped_and_seen)
+    monkeypatch.setattr(moe, "clamped_glu_backward_", clamped_and_seen)
 
     def even_route(call, x, choice, wants_bounds):  # to each expert as many rows
         routing = route(call, x, choice)
@@ -223,7 +223,7 @@ def kernels_make_shapes_alone(monkeypatch):
         routing.bounds = [rows * i // n for i in range(n + 1)] if wants_bounds else None
         return routing
 
-    monkeypatch.setattr(experts, "route", even_route)
+    monkeypatch.setattr(moe, "route", even_route)
 
 
 # ---- a layer of these ----

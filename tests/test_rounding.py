@@ -28,7 +28,7 @@ from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import (
-    autograd_mixers, experts, lora_matmul, mla_context, mla_heads, per_layer, residual, router)
+    autograd_mixers, lora_matmul, mla_context, mla_heads, moe, per_layer, residual, router)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
@@ -507,7 +507,7 @@ def has_fp32_values(tensor):
 def test_gradients_of_experts_are_fp32(name, monkeypatch):
     """Of the weights of a token's experts, and of the experts' adapters."""
     seen, true = [], router.route_backward
-    monkeypatch.setattr(experts, "route_backward", lambda call, routing, grad, x: (
+    monkeypatch.setattr(moe, "route_backward", lambda call, routing, grad, x: (
         seen.append(grad) or true(call, routing, grad, x)))
     small = shrunk_config(TINY[name](320))
     arch = make_architecture(small)

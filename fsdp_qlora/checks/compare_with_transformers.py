@@ -25,8 +25,8 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.dequantize import dequantize
-from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
 from fsdp_qlora.model.lm_head import eager_losses, logits_of_hidden, scaled_logits
@@ -35,8 +35,8 @@ from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
+from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 
 KERNEL_PACKAGES = "fla", "causal_conv1d"

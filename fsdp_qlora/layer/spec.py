@@ -18,7 +18,6 @@ from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
 from fsdp_qlora.layer.attention_mixer import AttentionMixer
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.layer.call import LayerCall
-from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import Allocator, FusedLinear, fuse_linears
@@ -26,6 +25,7 @@ from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.layer.mixer_sublayer import MixerSublayer, TokenMixer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.router import RoutingChoice

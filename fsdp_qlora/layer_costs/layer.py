@@ -8,7 +8,7 @@ The files of this folder have the names of those of layer/ whose sublayers they 
         MLACosts            mla.py
         AutogradCosts       autograd_mixers.py
       MLPCosts              mlp.py, with the gate of per_layer.py
-      MoECosts              experts.py, with the shared expert and LatentMoE
+      MoECosts              moe.py, with the shared expert and LatentMoE
 
 Counts are values per token, unless a name says bytes or weights. FeedForwardCosts is the interface
 of the second sublayer's costs; that of a mixer's is TokenMixerCosts.
@@ -21,14 +21,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.mixer_sublayer import MixerSublayer
 from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.spec import LayerSpec
-from fsdp_qlora.layer_costs.experts import MoECosts
 from fsdp_qlora.layer_costs.mixer_sublayer import MixerSublayerCosts
 from fsdp_qlora.layer_costs.mlp import MLPCosts
+from fsdp_qlora.layer_costs.moe import MoECosts
 from fsdp_qlora.plan import Plan, SavePolicy
 from fsdp_qlora.pretrained.architecture import Architecture
 

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import math
 
-from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.mlp import token_slices
+from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
