@@ -285,7 +285,7 @@ def make_run(job: Job, plan: Plan, status: Status, directory: Path, sampler: Row
              model: Model, adapter: Adapter, start_step: int) -> Run:
     """Make the Run, with its optimizer and, if planned, CUDA graphs."""
     cuda_graphs = None
-    if plan.graphs:
+    if plan.uses_cuda_graphs:
         cuda_graphs = CUDAGraphs(model, functools.partial(compute_loss, config=job.config))
     return Run(
         job=job, plan=plan, status=status, directory=directory, device=model.device,
@@ -642,7 +642,7 @@ def step_cost(run: Run, tokens: float) -> Metrics:
     run.status.longest_step = max(run.status.longest_step, seconds)
     return {"seconds": seconds,
             "tokens_per_second_per_gpu": tokens / seconds / dist.get_world_size(),
-            "peak_memory_gib": memory_gib(run.device, run.plan.graphs)[1]}
+            "peak_memory_gib": memory_gib(run.device, run.plan.uses_cuda_graphs)[1]}
 
 
 def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -691,8 +691,8 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
     ranks must call this.
 
     The names of the sums, in this order, are METRICS in model/preference_loss.py. What the sums are
-    divided by is Rows.loss_divisor. With plan.graphs this function is captured: it must not wait
-    for the GPU, nor read a Python value that changes between steps.
+    divided by is Rows.loss_divisor. With plan.uses_cuda_graphs this function is captured: it must
+    not wait for the GPU, nor read a Python value that changes between steps.
     """
     token_losses = model(micro_batch)  # cross-entropy of each token in the loss, fp64 [tokens]
     if config.loss != "sft":

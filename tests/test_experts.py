@@ -100,7 +100,7 @@ def make_layers(model_config, arch, tensors, config):
 
 
 def changed_plan(ranges, **settings):
-    return Plan(**settings | {"expert_ranges": ranges})
+    return Plan(**settings | {"n_expert_ranges": ranges})
 
 
 @pytest.mark.parametrize("torch_grouped", [False, True])

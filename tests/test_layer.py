@@ -100,7 +100,7 @@ def make_plan(n_layers, saves="all", reuse_dequantized=False, compute_dtype="flo
     return Plan(
         compute_dtype=compute_dtype, n_layers=n_layers, shard_group_size=1,
         reshard_after_forward=True, micro_batch_tokens=sum(LENGTHS),
-        recomputed=0 if saves == "all" else n_layers, save_mid_residual=saves == "mid_residual",
+        n_recomputed=0 if saves == "all" else n_layers, save_mid_residual=saves == "mid_residual",
         n_mlp_saved=n_layers if saves == "mlp" else 0,
         n_attention_saved=n_layers if saves == "attention" else 0,
         reuse_dequantized=reuse_dequantized,
@@ -383,7 +383,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     adapter_values(model, pair.values)
     cases = [*itertools.product((False, True), {0, 1, 2, n_layers}, (1,)), (False, 0, 0)]
     for middle, n_mlp, on_host in cases:
-        plan = dataclasses.replace(model.plan, recomputed=n_layers, n_mlp_saved=n_mlp,
+        plan = dataclasses.replace(model.plan, n_recomputed=n_layers, n_mlp_saved=n_mlp,
                                    save_mid_residual=middle, offload_activations=bool(on_host))
         for layer in model.layers:
             layer.save_policy, layer.adapter.grad = plan.save_policy(layer.index), None

@@ -155,7 +155,7 @@ def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypat
         plan, token_seconds=seconds))  # fmt: skip
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
     search = SearchInputs(None, None, (), workload, 10_000, H200)
-    assert use_cuda_graphs(plan_of(100), search, False).graphs == is_graphed
+    assert use_cuda_graphs(plan_of(100), search, False).uses_cuda_graphs == is_graphed
 
 
 GIB = 2**30

@@ -177,18 +177,18 @@ def counted_kernels(arch, plan):
     """The fields attention_kernels and recurrence of a micro-batch."""
     recurrence, kernels = None, dict.fromkeys(
         ATTENTION_TYPES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
-    if plan.plain_attention:
+    if plan.attention_is_eager:
         kernels = dict.fromkeys(ATTENTION_TYPES, eager_attention)
     if plan.n_attention_saved:
         kernels = dict.fromkeys(ATTENTION_TYPES, sdpa_attention)
-    if plan.context_parallel_size > 1 and not plan.varlen_attention:
+    if plan.context_parallel_size > 1 and not plan.is_varlen:
         kernels = dict.fromkeys(ATTENTION_TYPES, piece_attention)
     if mixer := recurrent_mixer(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         def recurrence(*args):
             return counted.apply(*args[:5])
 
-        if plan.plain_recurrence:
+        if plan.recurrence_is_eager:
             recurrence = RECURRENCES[type(mixer)].eager
     return {"attention_kernels": kernels, "recurrence": recurrence}
 
@@ -264,7 +264,7 @@ def fake_micro_batch(arch, plan, lengths):
 def shapes_alone(plan):
     """A mode in which tensors get no values. On the meta device, which takes a third of the time of
     the other, torch's attention has more temporaries than on a CPU."""
-    return FakeTensorMode() if plan.plain_attention else torch.device("meta")
+    return FakeTensorMode() if plan.attention_is_eager else torch.device("meta")
 
 
 def measure(arch, spec, index, plan, with_backward=True):
@@ -302,7 +302,7 @@ def planned(spec, plan):
 def plan_of(arch, saves, **settings):
     """One whose layers all keep that."""
     n = arch.n_layers
-    of_layers = {"recomputed": n * (saves != "all"), "save_mid_residual": saves == "mid_residual",
+    of_layers = {"n_recomputed": n * (saves != "all"), "save_mid_residual": saves == "mid_residual",
                  "n_mlp_saved": n * (saves == "mlp"),
                  "n_attention_saved": n * (saves == "attention"), "micro_batch_tokens": 2048}
     return Plan(**{**PLAN, "n_layers": n, **of_layers, **settings})
@@ -335,9 +335,9 @@ KINDS = [
 
 
 NOTHING, HELD = {}, {"reuse_dequantized": True}
-RANGES, NARROW = {"expert_ranges": 4}, {"expert_ranges": 16}
-PLAIN, PLAIN_ATTENTION = {"plain_recurrence": True}, {"plain_attention": True}
-LONG = {"plain_attention": True, "micro_batch_tokens": 8192}  # longer than a window
+RANGES, NARROW = {"n_expert_ranges": 4}, {"n_expert_ranges": 16}
+PLAIN, PLAIN_ATTENTION = {"recurrence_is_eager": True}, {"attention_is_eager": True}
+LONG = {"attention_is_eager": True, "micro_batch_tokens": 8192}  # longer than a window
 SLICES = {"micro_batch_tokens": 131_200}  # three
 EXPERTS = {"target_modules": ("all-linear", "experts")}
 AROUND = {"target_modules": ("all-linear", "fc1_latent_proj", "fc2_latent_proj")}
@@ -477,7 +477,7 @@ def test_plan_knows_the_heads_peak(
             LinearCrossEntropy.apply(x, model, micro_batch, head_rows).sum().backward()
     # with graphs the plan says the head's alone
     got = storages.most
-    want = predict_memory(dataclasses.replace(plan, graphs=True), arch, specs).memory[
+    want = predict_memory(dataclasses.replace(plan, uses_cuda_graphs=True), arch, specs).memory[
         "live layer or head"]
     print(f"{got / 2**20:.1f} MiB at the peak, {want / 2**20:.1f} planned: {got / want:.4f}")
     assert got / want == pytest.approx(share, abs=0.002)
@@ -564,7 +564,7 @@ class FakeExchange(KeyExchange):
     ("glm-4.7-flash", 0, "all", NOTHING, 0.954),
     ("glm-4.7-flash", 0, "input", {"micro_batch_tokens": 32_768}, 0.953),
     ("glm-4.7-flash", 0, "attention", {"micro_batch_tokens": 32_768}, 0.953),
-    ("glm-4.7-flash", 0, "input", {"context_parallel_size": 4, "varlen_attention": True}, 0.987),
+    ("glm-4.7-flash", 0, "input", {"context_parallel_size": 4, "is_varlen": True}, 0.987),
     ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384}, 0.888),
     ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384, "context_parallel_size": 8}, 0.948),
 ])  # fmt: skip

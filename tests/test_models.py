@@ -106,7 +106,7 @@ def test_models_own_dropout_is_there_and_does_not_depend_on_bins(kind, train, mo
 def test_dropout_of_the_embedding_has_its_probability():
     arch = dataclasses.replace(make_architecture(DROPOUT["embedding"](8)), ropes=[])
     plan = Plan(compute_dtype="float32", n_layers=0, shard_group_size=1, reshard_after_forward=True,
-                micro_batch_tokens=800, recomputed=0, save_mid_residual=False,
+                micro_batch_tokens=800, n_recomputed=0, save_mid_residual=False,
                 reuse_dequantized=False, offload_activations=False, offload_params=False)
     model = Model(arch, (), plan, eager_kernels(arch), torch.device("cpu"))
     ids = torch.arange(800) % 8

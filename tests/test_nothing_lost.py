@@ -1071,14 +1071,14 @@ def test_error_of_one_rank_has_the_code_of_its_cause(error, code, capsys):
     assert words[code] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recomputed, offloads, first", [
+@pytest.mark.parametrize("n_recomputed, offloads, first", [
     (3, False, "--recompute all"), (4, False, "--offload_activations"),
     (4, True, "a smaller --micro_batch_tokens")])  # fmt: skip
-def test_advice_names_nothing_that_the_plan_does_already(recomputed, offloads, first):
+def test_advice_names_nothing_that_the_plan_does_already(n_recomputed, offloads, first):
     """By a flag or by itself."""
     plan = Plan(
         compute_dtype="bfloat16", n_layers=4, shard_group_size=1, reshard_after_forward=True,
-        micro_batch_tokens=64, recomputed=recomputed, save_mid_residual=False,
+        micro_batch_tokens=64, n_recomputed=n_recomputed, save_mid_residual=False,
         reuse_dequantized=False, offload_activations=offloads, offload_params=offloads)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with one_process():

@@ -224,7 +224,7 @@ def test_many_rows_are_dealt():
 
 
 def make_model(micro_batch_tokens):
-    plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=micro_batch_tokens)
+    plan = types.SimpleNamespace(uses_cuda_graphs=False, micro_batch_tokens=micro_batch_tokens)
     kernels = Kernels({"full": "same"}, {"full": "any"})
     return types.SimpleNamespace(
         device=CPU, plan=plan, store=None, kernels=kernels, context=NOT_SHARED)  # fmt: skip
@@ -304,7 +304,7 @@ def test_chunks_for_flash_linear_attention():
     model.kernels = model.kernels._replace(recurrence=lambda *args: None)
     for lengths in [70, 1, 64, 65], [100, 100], [64, 64, 72]:
         batch = make_rows(make_pairs(lengths))
-        for model.plan.graphs in False, True:
+        for model.plan.uses_cuda_graphs in False, True:
             micro_batch = make_micro_batch(
                 batch, [list(range(len(lengths)))], model, torch.tensor(0)
             )
@@ -314,7 +314,7 @@ def test_chunks_for_flash_linear_attention():
                 and micro_batch.recurrence_chunks[: len(real)].tolist() == real
             )
             spare = micro_batch.recurrence_chunks[len(real) :]
-            if model.plan.graphs and len(lengths) > 2:
+            if model.plan.uses_cuda_graphs and len(lengths) > 2:
                 tables.append(len(micro_batch.recurrence_chunks))
                 assert tables[-1] == 200 // 64 + len(micro_batch.cu_seqlens) - 1
                 assert (

@@ -175,9 +175,9 @@ def plain_model(
         lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0, adapter=kind or "lora")
     plan = Plan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
-        reshard_after_forward=True, micro_batch_tokens=64, recomputed=arch.n_layers * recompute,
+        reshard_after_forward=True, micro_batch_tokens=64, n_recomputed=arch.n_layers * recompute,
         save_mid_residual=False, reuse_dequantized=recompute, offload_activations=False,
-        offload_params=False, expert_ranges=3 if recompute else 1)
+        offload_params=False, n_expert_ranges=3 if recompute else 1)
     adapted = {linear.name for linear in arch.all_linears()}
     if kind == "dora":
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}

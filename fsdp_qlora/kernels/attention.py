@@ -198,7 +198,7 @@ def masked_eager_attention(
     return (weights @ value)[0].transpose(0, 1)
 
 
-def explicit_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int:
+def eager_attention_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int:
     """Return the peak bytes of scores and other intermediate values in eager_attention(),
     forward or backward, with micro-batches of n_tokens."""
     scores = min(SCORES_BYTES, 4 * arch.n_heads * n_tokens**2)

@@ -38,7 +38,7 @@ class AutogradCosts:
     def live_bytes(self, plan: Plan) -> int:
         n, record = plan.micro_batch_tokens, self.mixer.record
         itemsize = plan.dtype.itemsize
-        if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(record))):
+        if plan.recurrence_is_eager and (recurrence := RECURRENCES.get(type(record))):
             return recurrence.eager_bytes_per_token(record) * n
         return self._costs.live_values(record, self.mixer.arch.hidden_size) * n * itemsize
 

@@ -111,14 +111,15 @@ class MoECosts:
         if up.n_lora:  # A's gradient, also in fp32
             chunk += 3 * self.moe.n_experts * up.n_lora * up.in_features
         weights = sum(fused.out_features * fused.width for fused in (up, down))
-        values = math.ceil(chunk / plan.expert_ranges) + math.ceil(weights / plan.expert_ranges)
+        values = math.ceil(chunk / plan.n_expert_ranges) + math.ceil(weights / plan.n_expert_ranges)
         n_inputs = recomputed or up.n_lora > 0
         values += n * self.arch.hidden_size * (1 + n_inputs + self._has_branch_gradient)
-        if plan.expert_ranges > 1:  # and all rows' outputs in forward, their gradients in backward,
-            # when the first range's saved gate and up are gone
+        if plan.n_expert_ranges > 1:
+            # and all rows' outputs in forward, their gradients in backward, when the first range's
+            # saved gate and up are gone
             only_backward = row_values - up.width - down.width
             gone = 0 if recomputed else min(self._gate_up_size, only_backward)
-            values += max(0, rows * up.in_features - rows * gone // plan.expert_ranges)
+            values += max(0, rows * up.in_features - rows * gone // plan.n_expert_ranges)
         return values
 
     def _row_values(self, recomputed: bool) -> int:

@@ -278,7 +278,7 @@ def out_of_memory_text(error: Exception, plan: Plan | None, device: torch.device
     helps = ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
     if plan:
         is_done = {
-            "--recompute all": plan.recomputed == plan.n_layers,
+            "--recompute all": plan.n_recomputed == plan.n_layers,
             "--offload_activations": plan.offload_activations,
             "--offload_params": plan.offload_params}
         helps = [*(flag for flag in is_done if not is_done[flag]), *helps]
