@@ -344,7 +344,7 @@ def test_backward_repeats_forwards_choice(ranges, monkeypatch):
 def sliced_results(layer, slice_tokens):
     """{result: tensor} of the recomputed MoE sublayer of a layer for 61 tokens, the last 29 of them
     padding, computed so many tokens at a time."""
-    sublayer = dataclasses.replace(layer.spec.mlp, slice_tokens=slice_tokens)
+    sublayer = dataclasses.replace(layer.spec.mlp_sublayer, slice_tokens=slice_tokens)
     x, mlp_input, grad = (
         torch.randn(61, layer.arch.hidden_size, generator=seed(n)) for n in range(3))
     batch = types.SimpleNamespace(n_unpadded=torch.tensor([32]), dropout_seeds=torch.arange(61))

@@ -643,9 +643,9 @@ def test_each_layer_has_the_layout_of_its_kind():
             # another number for each dropout, or two would drop the same values
             sites = [fused.dropout_site for fused in spec.fused_linears]
             assert len({*sites}) == len(sites) and max(sites) < ATTENTION_SITE, name
-            of, routed = spec.mixer, isinstance(spec.mlp, MoESublayer)
+            of, routed = spec.mixer_sublayer, isinstance(spec.mlp_sublayer, MoESublayer)
             sublayers = {NoMixerSublayer: "mlp", NoMLPSublayer: "mixer"}
-            sublayers = sublayers.get(type(of)) or sublayers.get(type(spec.mlp)) or "both"
+            sublayers = sublayers.get(type(of)) or sublayers.get(type(spec.mlp_sublayer)) or "both"
             heads = Heads(of.arch.n_heads, of.arch.n_kv_heads, of.arch.head_dim,
                           of.arch.keys_are_values)  # fmt: skip
             kind = [None, None, None, routed, heads, sublayers]
@@ -1211,7 +1211,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     micro_batch = types.SimpleNamespace(
         longest=n, segments=segments, context_shard=None,
         attention_kernels=kernels)  # fmt: skip
-    mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.token_mixer
+    mixer = make_layer_specs(arch, (), CONFIG)[0].mixer_sublayer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(batch=micro_batch, layer=layer, saves_attention=False)
     got, _ = attend(call, arch, mixer.window, (None, None, None), (0, 1))

@@ -977,7 +977,7 @@ def test_latents_are_planned_as_what_ranks_exchange():
 
     assert 1 < seconds(shared, link_bandwidth=H200.link_bandwidth / 10) / seconds(shared) < 1.05
     products = {"link_bandwidth": math.inf, "bandwidth": math.inf}  # they alone take time
-    kv_b = specs[0].mixer.token_mixer.kv_b
+    kv_b = specs[0].mixer_sublayer.token_mixer.kv_b
     flops = 4 * 3 * 2 * 7.5 * kv_b.n_weights  # layers, passes, a product and a sum, more keys
     assert seconds(shared, **products) - seconds(alone, **products) == pytest.approx(
         flops / (CONSTANTS.sustained * H200.flops), rel=1e-6)

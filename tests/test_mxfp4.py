@@ -69,7 +69,7 @@ def test_weights_are_dequantized_to_the_bit():
     model, reference, _ = small_model()
     for i, layer in enumerate(model.layers):
         adapter = layer.adapter.bfloat16()
-        for key, fused in zip(("gate_up_proj", "down_proj"), layer.spec.mlp.fused_linears):
+        for key, fused in zip(("gate_up_proj", "down_proj"), layer.spec.mlp_sublayer.fused_linears):
             got = dequantize(layer, fused, adapter)[:, : fused.in_features]
             want = reference.get_parameter(f"model.layers.{i}.mlp.experts.{key}").bfloat16()
             assert torch.equal(got.view(len(want), -1, fused.in_features), want.transpose(1, 2))
@@ -79,7 +79,7 @@ def test_a_rank_may_have_a_part_of_a_row():
     """Blocks 2 to 6 of rows of three."""
     model, *_ = small_model(inner=3 * BLOCK)
     layer = model.layers[0]
-    fused = layer.spec.mlp.fused_linears[1]
+    fused = layer.spec.mlp_sublayer.fused_linears[1]
     linear = fused.linears[2]
     assert fused.in_features == 3 * BLOCK
     own, shard = OwnBlocks(linear, slice(2, 7), slice(1, 6)), FourBitBlocks.zeros(6, "cpu", 2)

@@ -544,10 +544,10 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
     layer = model.layers[arch.layer_routed.index(True)]
     x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
     micro_batch = types.SimpleNamespace(dropout_seeds=None, n_unpadded=torch.tensor([N]))
-    _, kept = layer.spec.mlp.forward(LayerCall(layer, micro_batch), x, x)
+    _, kept = layer.spec.mlp_sublayer.forward(LayerCall(layer, micro_batch), x, x)
     factor, kept.shared.before_gate = kept.shared.factor.double(), out
     call = LayerCall(layer, micro_batch, is_backward=True)
-    got = layer.spec.mlp.shared.backward(call, kept, grad)
+    got = layer.spec.mlp_sublayer.shared.backward(call, kept, grad)
     sums = (grad.double() * out.double()).sum(-1, keepdim=True)
     check_rounding(got[:, :1], sums * factor * (1 - factor), "slope")
     assert not got[:, 1:].any()

@@ -183,8 +183,10 @@ def plain_model(
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
     specs = make_layer_specs(arch, adapted if kind else (), config)
     if recompute:
-        specs = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
-                 if isinstance(x.mlp, (MLPSublayer, MoESublayer)) else x for x in specs]
+        specs = [
+            dataclasses.replace(
+                x, mlp_sublayer=dataclasses.replace(x.mlp_sublayer, slice_tokens=25))
+            if isinstance(x.mlp_sublayer, (MLPSublayer, MoESublayer)) else x for x in specs]
     model = Model(arch, specs, plan, eager_kernels(arch), torch.device("cpu"))
     names = tensor_names(arch, tensors)
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})

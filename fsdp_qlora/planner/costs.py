@@ -96,13 +96,14 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         recomputed_weights={
             policy: sum(layer.recomputed_weights(policy) for layer in costs)
             for policy in SAVE_POLICIES},
-        mlp_values=max(layer.mlp.saved_values for layer in costs),
-        attention_values=max(layer.mixer.attention_values for layer in costs),
+        mlp_values=max(layer.mlp_sublayer.saved_values for layer in costs),
+        attention_values=max(layer.mixer_sublayer.attention_values for layer in costs),
         mean_query_width=sum(
-            layer.mixer.query_width * (CONSTANTS.wide_heads if layer.arch.head_dim > 256 else 1)
+            layer.mixer_sublayer.query_width
+            * (CONSTANTS.wide_heads if layer.arch.head_dim > 256 else 1)
             for layer in costs) / len(costs),
         elementwise_values=sum(sublayer.elementwise_values for layer in costs
-                               for sublayer in (layer.mixer, layer.mlp)))
+                               for sublayer in (layer.mixer_sublayer, layer.mlp_sublayer)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -236,7 +237,8 @@ def activation_peak(
 
 def mla_costs(layer: LayerCosts) -> MLACosts | None:
     """Return the costs of a layer's latent attention, None if its model has none."""
-    mla = layer.mixer.mixers[0] if isinstance(layer.mixer, MixerSublayerCosts) else None
+    sublayer = layer.mixer_sublayer
+    mla = sublayer.mixers[0] if isinstance(sublayer, MixerSublayerCosts) else None
     return mla if isinstance(mla, MLACosts) else None
 
 

@@ -374,7 +374,7 @@ def can_save_attention(search: SearchInputs) -> bool:
     workload, arch = search.workload, search.arch
     return (workload.can_reuse_lse and workload.mean_document_tokens >= LONG_DOCUMENT
             and not arch.parallel and set(arch.kv_sources) == {None}
-            and all(LayerCosts(spec).mixer.attention_values for spec in search.specs))
+            and all(LayerCosts(spec).mixer_sublayer.attention_values for spec in search.specs))
 
 
 def saved_counts(
