@@ -58,7 +58,7 @@ from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import Heads
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
-from fsdp_qlora.pretrained.records import AttentionGate, DeltaNet, Mamba2
+from fsdp_qlora.pretrained.records import AttentionGate, DeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
@@ -849,9 +849,10 @@ def chunks_equal(rule, recurrence, inputs, grad, lengths):
 
 
 MIXERS = {  # {function: (mixer, what names of its tensors begin with, which part decays)}
-    autograd_mixers.delta_net: (DeltaNet(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
-    autograd_mixers.mamba2: (Mamba2(2, 3, 2, 3, 4, conv_bias=False, step_limits=(0.0, math.inf),
-                           norm_eps=1e-6), "mamba.", "dt")}  # fmt: skip
+    autograd_mixers.delta_net: (DeltaNetRecord(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
+    autograd_mixers.mamba2: (
+        Mamba2Record(2, 3, 2, 3, 4, conv_bias=False, step_limits=(0.0, math.inf), norm_eps=1e-6),
+        "mamba.", "dt")}  # fmt: skip
 
 
 @pytest.mark.parametrize("function", MIXERS, ids=lambda f: f.__name__)
@@ -876,7 +877,7 @@ def test_decays_of_large_values_are_finite(function):
 
 def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
     """Stand-ins for its kernels, which need a GPU."""
-    mixer, cpu = DeltaNet(2, 4, 16, 32, 4), torch.device("cpu")
+    mixer, cpu = DeltaNetRecord(2, 4, 16, 32, 4), torch.device("cpu")
     plain = recurrence.eager_delta_rule
 
     def fails(*_):
@@ -887,8 +888,8 @@ def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
 
     for rule, why in ((plain, ""), (fails, "RuntimeError: not on this GPU"), (leaks, "% off here"),
                       (lambda q, k, v, *rest: plain(k, q, v, *rest), "% off here")):
-        monkeypatch.setitem(recurrence.RECURRENCES, DeltaNet, dataclasses.replace(
-            recurrence.RECURRENCES[DeltaNet], fla=rule))
+        monkeypatch.setitem(recurrence.RECURRENCES, DeltaNetRecord, dataclasses.replace(
+            recurrence.RECURRENCES[DeltaNetRecord], fla=rule))
         got = recurrence.why_no_fla(mixer, cpu)
         assert got.endswith(why) and bool(got) == bool(why)
 

@@ -37,12 +37,12 @@ from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import LatentAttention
+from fsdp_qlora.pretrained.records import MLARecord
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MLAMixer:
-    """The latent attention of one layer, see LatentAttention."""
+    """The latent attention of one layer, see MLARecord."""
 
     arch: Architecture
     rope_index: int | None  # of arch.ropes
@@ -52,8 +52,8 @@ class MLAMixer:
     saved_type = SavedMLA
 
     @property
-    def mla(self) -> LatentAttention:
-        mla: LatentAttention = self.arch.mla
+    def mla(self) -> MLARecord:
+        mla: MLARecord = self.arch.mla
         return mla
 
     @property

@@ -51,7 +51,7 @@ from fsdp_qlora.layer.router import (
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import ExpertNorms, MoE
+from fsdp_qlora.pretrained.records import ExpertNorms, MoERecord
 
 
 # tokens of recomputed experts at once. Each slice dequantizes all experts three times: those of
@@ -74,7 +74,7 @@ class MoESublayer:
     slice_tokens: int = dataclasses.field(default_factory=lambda: EXPERT_SLICE_TOKENS)
 
     @property
-    def moe(self) -> MoE:
+    def moe(self) -> MoERecord:
         assert self.arch.moe, "the layer has experts"
         return self.arch.moe
 

@@ -25,7 +25,7 @@ class SharedExpert:
     arch: Architecture
     gate_up: FusedLinear
     down: FusedLinear
-    gate: str | None  # a linear whose sigmoid multiplies the output, see MoE.shared_gate
+    gate: str | None  # a linear whose sigmoid multiplies the output, see MoERecord.shared_gate
     post_norm: str | None  # see ExpertNorms
     limit: float | None  # see LimitedActivation
 

@@ -11,7 +11,7 @@ from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer_costs.attention_mixer import kernel_values
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import LatentAttention
+from fsdp_qlora.pretrained.records import MLARecord
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class MLACosts:
         return self.mixer.arch
 
     @property
-    def mla(self) -> LatentAttention:
+    def mla(self) -> MLARecord:
         return self.mixer.mla
 
     @property

@@ -13,7 +13,7 @@ from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import MoE
+from fsdp_qlora.pretrained.records import MoERecord
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200
@@ -32,7 +32,7 @@ class MoECosts:
         return self.experts.arch
 
     @property
-    def moe(self) -> MoE:
+    def moe(self) -> MoERecord:
         return self.experts.moe
 
     @property

@@ -24,7 +24,7 @@ from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, stored_tensors, tensors_of
-from fsdp_qlora.pretrained.records import Linear
+from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 
@@ -72,7 +72,7 @@ def open_peft_run(
     merged_shapes = {name: (tensor.shape, torch.bfloat16)
                      for name, tensor in in_order(stored) if tensor.dtype in FLOATS}
     names = TensorNames(
-        linears={name: Linear(name, stored[name].shape[0], stored[name].shape[1], bias=False)
+        linears={name: LinearShape(name, stored[name].shape[0], stored[name].shape[1], bias=False)
                  for name in linears})
     base = MergeBase(
         directory=directory, stored=stored, names=names, merged_shapes=merged_shapes,

@@ -31,7 +31,7 @@ from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
-from fsdp_qlora.pretrained.records import Linear
+from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
 from fsdp_qlora.pretrained.weight_formats import (
     NF4_SUFFIXES, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
@@ -273,7 +273,7 @@ def weight_rows(
 
 
 def quantized_values(
-    read: ReadTensor, name: str, linear: Linear, nf4_states: NF4States, dtype: torch.dtype,
+    read: ReadTensor, name: str, linear: LinearShape, nf4_states: NF4States, dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
     """Return a whole linear outside of the layers, [out, in], with the values that its NF4 has."""

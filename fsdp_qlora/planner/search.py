@@ -35,7 +35,7 @@ from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import Mamba2
+from fsdp_qlora.pretrained.records import Mamba2Record
 from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 
@@ -185,7 +185,7 @@ def why_no_capture(
         return "attention runs in plain torch"
     if recurrence_is_eager:
         return "a mixer runs in plain torch"
-    if isinstance(recurrent_mixer(arch), Mamba2):
+    if isinstance(recurrent_mixer(arch), Mamba2Record):
         return "flash-linear-attention waits for the GPU in Mamba-2"
     return machine.why_no_grouped if arch.moe else ""
 

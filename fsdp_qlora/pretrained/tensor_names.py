@@ -20,7 +20,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import stored_format, text_config
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, ReadRequest, StackedSlice, StoredTensor, WeightReader)
-from fsdp_qlora.pretrained.records import Linear
+from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.weight_formats import (
     FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_SUFFIXES, NF4_STATE, PER_INT32)
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
@@ -35,8 +35,8 @@ HasShape = StoredTensor | torch.Tensor
 class TensorNames:
     """The names, in the files, of the tensors that are read; tensor_names() fills it."""
 
-    # {name: Linear} of the linears that are in 4 bits in training
-    linears: dict[str, Linear] = field(default_factory=dict)
+    # {name: LinearShape} of the linears that are in 4 bits in training
+    linears: dict[str, LinearShape] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # {name: shape} of all tensors
     # {name: StackedSlice} of tensors that are a part of a larger one, whose name is then in
     # `shapes`; in MXFP4, which has two tensors, {name + each of MX_SUFFIXES: StackedSlice}
@@ -210,7 +210,7 @@ def add_fused(
     return {*stacked, *fused}
 
 
-def add_int4(names: TensorNames, name: str, linear: Linear) -> None:
+def add_int4(names: TensorNames, name: str, linear: LinearShape) -> None:
     """Add the tensors of a linear in INT4 whose weight would be called `name` in 16 bits."""
     packed, scales, n_out = name + INT4_PACKED, name + INT4_SCALE, linear.out_features
     names.linears[packed], names.aliases[name], names.scaled[packed] = linear, packed, scales
