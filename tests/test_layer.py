@@ -227,7 +227,7 @@ class Pair:
 
     def computed(self, saves, reuse_dequantized, compute_dtype="float32"):
         """The same by the package's model."""
-        if self.arch.parallel and saves != "all" or self.arch.moe and saves == "mlp":
+        if self.arch.parallel_residual and saves != "all" or self.arch.moe and saves == "mlp":
             saves = "input"  # see LayerFunction
         model = self.make(make_plan(self.arch.n_layers, saves, reuse_dequantized, compute_dtype))
         adapter_values(model, self.values)
@@ -752,7 +752,7 @@ def test_check_at_start_passes(name):
 
 # {what is wrong: (a family, fields of its record or of the Architecture)}
 PLANTED = {
-    "norm offset": ("gemma", {"norm": "rms"}),
+    "norm offset": ("gemma", {"norm_kind": "rms"}),
     "halves instead of pairs": ("glm4", {"rotary_interleaved": False}),
     "pairs instead of halves": ("llama", {"rotary_interleaved": True}),
     "multiplier of residuals": ("granite", {"residual_multiplier": 1.0}),
@@ -768,7 +768,7 @@ PLANTED = {
     "gate": ("llama", {"gated": False, "mlp_in": ("mlp.up_proj",)}),
     "bias of norms": ("starcoder2", {"norm_bias": False}),
     "bases of rotary by layer": ("granite_swa", {"layer_thetas": False}),
-    "norm without 1": ("nemotron", {"norm": "layer"}),
+    "norm without 1": ("nemotron", {"norm_kind": "layer"}),
 }
 
 
@@ -1155,7 +1155,7 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
     assert torch.equal(embed(model, ids), seen[0][0])
     norm, bias = (getattr(final, part, None) for part in ("weight", "bias"))
     assert (bias is None) == (not arch.norm_bias)
-    assert torch.equal(norm_of(x, norm, arch.norm, arch.norm_eps, bias), want)
+    assert torch.equal(norm_of(x, norm, arch.norm_kind, arch.norm_eps, bias), want)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_dynamic"])

@@ -521,7 +521,7 @@ def test_parallel_layers_and_short_rows_save_no_results_of_attention():
     workload = Workload(8192, 8192, 8192, 8192.0, False, 1, torch.device("cuda"),
                         can_reuse_lse=True)  # fmt: skip
     for parallel in False, True:
-        changed = dataclasses.replace(arch, parallel=parallel)
+        changed = dataclasses.replace(arch, parallel_residual=parallel)
         assert can_save_attention(
             SearchInputs(config, changed, specs, workload, 80 * GIB, H200)) != parallel
     shorter = dataclasses.replace(workload, mean_document_tokens=8191)

@@ -94,7 +94,7 @@ def random_hf_model(model_config: PreTrainedConfig, generator: torch.Generator) 
         reference = text_model(model_config, **settings).eval()
     # Nemotron's norms multiply by 1 + weight, but transformers initializes weights to 1, not 0.
     # That would make attention so sharp that fp32's rounding shows (3e-5)
-    too_large = make_architecture(model_config).norm == "layer_plus_one"
+    too_large = make_architecture(model_config).norm_kind == "layer_plus_one"
     corrections = {n: p for n, p in reference.state_dict().items()
                    if "correction" in n or n.endswith(("expert_bias", "layer_scalar"))}
     for name, p in {**dict(reference.named_parameters()), **corrections}.items():

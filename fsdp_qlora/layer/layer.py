@@ -85,7 +85,7 @@ class LayerFunction(torch.autograd.Function):
         call = LayerCall(layer, batch, ctx.kv_in, is_evaluation=is_evaluation)
         put, policy = batch.store.put, layer.save_policy
         mixer, mlp = layer.spec.mixer_sublayer, layer.spec.mlp_sublayer
-        parallel = layer.arch.parallel
+        parallel = layer.arch.parallel_residual
         if policy == "all":
             mid_residual, mixer_saved = mixer.forward(call, x)
             out, mlp_saved = mlp.forward(call, mid_residual, x if parallel else mid_residual)
@@ -118,7 +118,7 @@ class LayerFunction(torch.autograd.Function):
         ctx.kv_in = ()
         call.grad_kv_out = grad_kv_out
         mixer, mlp = layer.spec.mixer_sublayer, layer.spec.mlp_sublayer
-        parallel = layer.arch.parallel
+        parallel = layer.arch.parallel_residual
         grad = call.scaled(grad)
         if policy == "all":
             mixer_saved = saved.mixer_sublayer

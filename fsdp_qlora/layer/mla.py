@@ -133,7 +133,7 @@ class MLAMixer:
         inputs = norm_padded(call, norm, latent, fused, self.mla.norm_eps)[:, : fused.in_features]
         grad = lora_matmul_backward(call, fused, lora_hidden, grad, inputs)
         return norm_backward(
-            latent, grad, None, call.vector(norm), self.arch.norm, self.mla.norm_eps)
+            latent, grad, None, call.vector(norm), self.arch.norm_kind, self.mla.norm_eps)
 
     @property
     def _projected_widths(self) -> list[int]:

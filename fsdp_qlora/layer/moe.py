@@ -178,7 +178,7 @@ class MoESublayer:
     ) -> Tensor:
         """backward() for ExpertNorms: experts, router and shared expert each have their own norm.
         `upstream`: the gradient of the sum of their normed outputs."""
-        mlp_input, kind, eps = saved.mlp_input, self.arch.norm, self.arch.norm_eps
+        mlp_input, kind, eps = saved.mlp_input, self.arch.norm_kind, self.arch.norm_eps
         grad_out = norm_backward(
             saved.expert_output, upstream, None, call.vector(norms.after), kind, eps)
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)

@@ -92,7 +92,7 @@ class LayerCosts:
         """Weights of the matmuls that a layer's backward computes again."""
         if policy == "all":
             return 0
-        wants_sum = policy in ("input", "attention") and not self.arch.parallel
+        wants_sum = policy in ("input", "attention") and not self.arch.parallel_residual
         weights = self.mixer_sublayer.recomputed_weights(wants_sum)
         return weights if policy == "mlp" else weights + self.mlp_sublayer.recomputed_weights
 

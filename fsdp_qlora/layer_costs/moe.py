@@ -68,7 +68,7 @@ class MoECosts:
     @property
     def saved_values(self) -> int:
         arch, moe = self.arch, self.moe
-        values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
+        values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel_residual)
         # the Routing: scores in fp32; for each row, four int64 numbers and two fp32 weights
         values += 2 * moe.n_experts + (4 * 4 + 2 * 2) * moe.top_k
         if self.shared:

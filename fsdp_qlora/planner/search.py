@@ -355,11 +355,13 @@ def ways_to_recompute(
     config, arch = search.config, search.arch
     # if all layers are recomputed, they can also save what their MLP needs, in host memory
     can_save_mlp = (config.offload_activations and config.recompute == "auto"
-                    and not arch.moe and not arch.parallel and n_recomputed == arch.n_layers)
+                    and not arch.moe and not arch.parallel_residual
+                    and n_recomputed == arch.n_layers)
     n_saved = list(saved_counts(
         n_recomputed, range(n_recomputed + 1) if can_save_mlp else (0,), saves_attention,
         in_part=n_recomputed == recomputed_counts(config, arch)[-1]))
-    mid_residual = (False,) if arch.parallel else (True, False)  # parallel: the MLP reads x
+    # in a parallel layer the MLP reads x
+    mid_residual = (False,) if arch.parallel_residual else (True, False)
     options = list(itertools.product(mid_residual, (True, False)))
     # no layer recomputed: all options are the same plan
     for (saves_mid, reuses), (n_mlp, n_attention) in itertools.product(
@@ -373,7 +375,7 @@ def can_save_attention(search: SearchInputs) -> bool:
     and no layer that has another one's keys."""
     workload, arch = search.workload, search.arch
     return (workload.can_reuse_lse and workload.mean_document_tokens >= LONG_DOCUMENT
-            and not arch.parallel and set(arch.kv_sources) == {None}
+            and not arch.parallel_residual and set(arch.kv_sources) == {None}
             and all(LayerCosts(spec).mixer_sublayer.attention_values for spec in search.specs))
 
 

@@ -27,13 +27,13 @@ POST_NORMS: dict[str, Any] = dict(
     attention_norm=None, attention_post_norm="post_attention_layernorm",
     mlp_norm=None, mlp_post_norm="post_feedforward_layernorm")
 GEMMA: dict[str, Any] = dict(
-    norm="rms_plus_one", sqrt_embedding=True, rounded_multiplier=True)
+    norm_kind="rms_plus_one", sqrt_embedding=True, rounded_multiplier=True)
 GEMMA2: dict[str, Any] = GEMMA | POST_NORMS | dict(
     attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm",
     windowed_layers="layer_types", activation="config.hidden_activation",
     query_scalar="config.query_pre_attn_scalar")
 GEMMA4: dict[str, Any] = GEMMA2 | dict(
-    norm="rms_fp32", query_scalar=None, attention_scale=1.0, qk_norm="head", value_norm=True,
+    norm_kind="rms_fp32", query_scalar=None, attention_scale=1.0, qk_norm="head", value_norm=True,
     keys_are_values="config.attention_k_eq_v", ropes_by_layer_type=True,
     logits_softcap="config.final_logit_softcapping", layer_scalar="layer_scalar",
     n_kv_shared_layers="config.num_kv_shared_layers", double_wide_mlp="config.use_double_wide_mlp",
@@ -41,18 +41,20 @@ GEMMA4: dict[str, Any] = GEMMA2 | dict(
     # with "vision" only pixels see later tokens; with "all", is_causal is False
     unused=("use_bidirectional_attention",))
 COHERE: dict[str, Any] = dict(
-    norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm", parallel=True,
+    norm_kind="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm",
+    parallel_residual=True,
     rotary_interleaved=True, logits_multiplier="config.logit_scale")
-OLMO2: dict[str, Any] = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
+OLMO2: dict[str, Any] = POST_NORMS | dict(norm_kind="rms_fp32", qk_norm="full")
 ONE_GATE_UP: dict[str, Any] = dict(mlp_in=("mlp.gate_up_proj",))
 GLM: dict[str, Any] = ONE_GATE_UP | dict(
     out_bias=False, rotary_interleaved=True, partial_rotary=True)
 GLM4: dict[str, Any] = GLM | dict(
     attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")
 UNGATED: dict[str, Any] = dict(gated=False, mlp_in=("mlp.up_proj",))
-LAYER_NORM: dict[str, Any] = dict(norm="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
+LAYER_NORM: dict[str, Any] = dict(
+    norm_kind="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
 NEMOTRON: dict[str, Any] = dict(
-    norm="layer_plus_one", norm_eps="config.norm_eps", partial_rotary=True)
+    norm_kind="layer_plus_one", norm_eps="config.norm_eps", partial_rotary=True)
 GRANITE: dict[str, Any] = dict(
     attention_scale="config.attention_multiplier",
     embedding_multiplier="config.embedding_multiplier",
@@ -96,7 +98,7 @@ LFM2: dict[str, Any] = dict(
     mlp_in=("feed_forward.w1", "feed_forward.w3"), mlp_out="feed_forward.w2",
     other_mixers={"conv": ShortConvRecord()})
 QWEN3_NEXT: dict[str, Any] = dict(
-    norm="rms_plus_one", qk_norm="head", partial_rotary=True, attention_gate=AttentionGate())
+    norm_kind="rms_plus_one", qk_norm="head", partial_rotary=True, attention_gate=AttentionGate())
 QWEN3_NEXT_EXPERTS: dict[str, Any] = dict(
     shared_size="config.shared_expert_intermediate_size", shared_gate="mlp.shared_expert_gate")
 FAMILIES: dict[str, Family] = {
@@ -113,7 +115,7 @@ FAMILIES: dict[str, Family] = {
     "stablelm": Family(**LAYER_NORM, qkv_bias="config.use_qkv_bias", partial_rotary=True),
     "iquestcoder": Family(),
     "cwm": Family(windowed_layers="layer_types"),
-    "helium": Family(norm="rms_fp32", rotary_interleaved=True, out_bias=False),
+    "helium": Family(norm_kind="rms_fp32", rotary_interleaved=True, out_bias=False),
     "mistral": Family(windowed_layers="all"),
     "ministral": Family(windowed_layers="layer_types"),
     "ministral3": Family(windowed_layers="all", query_temperature=True),
@@ -126,7 +128,8 @@ FAMILIES: dict[str, Family] = {
                       mlp_norm="feedforward_layernorm"),
     "phi": Family(
         **LAYER_NORM, gated=False, mlp_in=("mlp.fc1",), mlp_out="mlp.fc2",
-        mlp_norm="input_layernorm", parallel=True, qkv_bias=True, out_bias=True, mlp_bias=True,
+        mlp_norm="input_layernorm", parallel_residual=True, qkv_bias=True, out_bias=True,
+        mlp_bias=True,
         attention_out="self_attn.dense", partial_rotary=True, final_norm="final_layernorm",
         head_bias=True, embedding_dropout="config.embd_pdrop",
         residual_dropout="config.resid_pdrop"),
@@ -145,7 +148,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_unified_text": Family(**GEMMA4),
     "muse_glimmer_text": Family(
         **POST_NORMS | dict(attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
-        norm="rms_plus_one", post_norm_eps="config.post_norm_eps", final_norm_kind="rms_fp32",
+        norm_kind="rms_plus_one", post_norm_eps="config.post_norm_eps", final_norm_kind="rms_fp32",
         embedding_norm=True, qkv_bias=False, out_bias=False, qk_norm="without weight",
         query_factor="config.qk_scale_factor", windowed_layers="layer_types",
         no_rotary="layer_rope_theta", attention_gate=AttentionGate("gate_proj"),
@@ -178,7 +181,8 @@ FAMILIES: dict[str, Family] = {
                           post_norm_if="config.use_post_norm"),
     "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
     "cohere2": Family(**COHERE, no_rotary="full", windowed_layers="layer_types"),
-    "olmo": Family(norm="layer", norm_weight=False, norm_eps=1e-5, qkv_limit="config.clip_qkv"),
+    "olmo": Family(
+        norm_kind="layer", norm_weight=False, norm_eps=1e-5, qkv_limit="config.clip_qkv"),
     "olmo2": Family(**OLMO2),
     "olmo3": Family(**OLMO2, ropes_by_layer_type=True, windowed_layers="layer_types"),
     "nanochat": Family(
@@ -267,7 +271,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoe_swa": Family(**GRANITE_SWA, **GRANITE_SHARED,
                              moe=MoERecord(**GRANITE_EXPERTS, shared_mlp=True)),
     "flint": Family(
-        norm="rms_fp32", qk_norm="head", windowed_layers="layer_types", no_rotary="full",
+        norm_kind="rms_fp32", qk_norm="head", windowed_layers="layer_types", no_rotary="full",
         sinks=True, renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoERecord(
             shared_size="config.shared_expert_intermediate_size", fp32_router=True,
             scores="sigmoid", normalized="config.norm_topk_prob", rounded_weights=False,
@@ -353,7 +357,7 @@ FAMILIES: dict[str, Family] = {
                       in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
     "qwen3_vl_moe_text": Family(qk_norm="head", moe=MoERecord(adapters="stacked")),
     "nemotron_h": Family(
-        peft_refuses=("out_proj",), norm="rms_fp32", norm_eps="config.layer_norm_epsilon",
+        peft_refuses=("out_proj",), norm_kind="rms_fp32", norm_eps="config.layer_norm_epsilon",
         one_sublayer=True, embedding="embeddings", final_norm="norm_f",
         prefixes=("model.", "backbone."), attention_norm="norm", mlp_norm="norm",
         attention="mixer", attention_out="mixer.o_proj",
@@ -390,7 +394,7 @@ FAMILIES: dict[str, Family] = {
             renames=(("mlp.shared_experts.", "mlp.shared_expert."),
                      ("mlp.gate.e_score", "mlp.experts.e_score")))),
     "step3p5": Family(
-        norm="rms_plus_one", qkv_bias=False, out_bias=False, qk_norm="head",
+        norm_kind="rms_plus_one", qkv_bias=False, out_bias=False, qk_norm="head",
         windowed_layers="layer_types", partial_rotary=True, ropes_by_layer_type=True,
         query_scalar="config.query_pre_attn_scalar",
         attention_gate=AttentionGate("g_proj", per_head=True),
@@ -408,7 +412,7 @@ FAMILIES: dict[str, Family] = {
                      *((f"mlp.experts.{x}_proj", f"moe.{x}_proj.weight")
                        for x in ("gate", "up", "down"))))),
     "afmoe": Family(
-        norm="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head",
+        norm_kind="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head",
         windowed_layers="layer_types", no_rotary="full", attention_gate=AttentionGate("gate_proj"),
         sqrt_embedding="config.mup_enabled",
         attention_post_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm",
@@ -426,10 +430,11 @@ FAMILIES: dict[str, Family] = {
         fp32_router=True, correction="mlp.gate.moe_statics.e_score_correction_bias",
         correction_is_row=True, renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
     # another swiglu_limit or swiglu_alpha than these in a config is refused
-    "gpt_oss": Family(norm="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoERecord(
-        n_experts="config.num_local_experts", expert_size="config.intermediate_size",
-        router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
-        adapters="stacked"))}
+    "gpt_oss": Family(
+        norm_kind="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoERecord(
+            n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+            router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True,
+            transposed=True, adapters="stacked"))}
 # {outer model type: types of its text models}; the outer model changes no logits
 MULTIMODAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",),

@@ -131,7 +131,7 @@ def make_architecture(model_config: PreTrainedConfig) -> Architecture:
     if not family.post_norm_if:
         values.update(attention_post_norm=None, mlp_post_norm=None)
     values.update(make_factors(c, family, head_dim, values["ropes"]))
-    values["final_norm_kind"] = family.final_norm_kind or family.norm
+    values["final_norm_kind"] = family.final_norm_kind or family.norm_kind
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
     values["attention_dropout"] = family.attention_dropout or 0.0

@@ -328,7 +328,7 @@ class Family:
     """
 
     # ---- norms
-    norm: str = "rms"  # kind, see norm_of(); also for the final norm, q_norm and k_norm
+    norm_kind: str = "rms"  # see norm_of(); also for the final norm, q_norm and k_norm
     norm_eps: float | FromConfig = "config.rms_norm_eps"
     norm_weight: bool = True  # False: the final norm and the four norms below have no weight
     norm_bias: bool = False  # the final norm and the four norms below have a bias
@@ -398,7 +398,8 @@ class Family:
     # mlp_width()
     two_thirds_wide: bool | FromConfig = False
     mlp_limits: FromConfig = None  # like MoERecord.limits, for the MLP and the shared expert
-    parallel: bool = False  # the MLP reads attention's normed input, and both outputs are added
+    # the MLP reads attention's normed input, and both outputs are added
+    parallel_residual: bool = False
 
     # ---- factors
     attention_scale: float | FromConfig | None = None  # None: see the next two
