@@ -199,7 +199,7 @@ def merged_tensor(name: str, base: MergeBase, adapters: dict[str, LinearAdapter]
     """Return one tensor of the merged model, on the CPU."""
     if name in base.linears_by_tensor:  # one or several linears of the decoder's layers
         merged = merged_linears(name, base, adapters, device)
-    elif name in (base.names.embedding, base.names.head) and name in adapters:
+    elif name in (base.names.embedding, base.names.lm_head) and name in adapters:
         merged = merged_table(name, base, adapters[name], device)
     else:  # as the base has it, but for the dtype
         merged = base.weight(name, device)
@@ -335,8 +335,8 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
 def read_head(base: MergeBase, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the lm_head's weight and its bias, if any."""
     names = base.names
-    bias = base.weight(names.head_bias, device).to(base.dtype) if names.head_bias else None
-    head = base.weight(names.embedding if base.arch.tied else names.head, device)
+    bias = base.weight(names.lm_head_bias, device).to(base.dtype) if names.lm_head_bias else None
+    head = base.weight(names.embedding if base.arch.tied else names.lm_head, device)
     return head.to(base.dtype), bias
 
 

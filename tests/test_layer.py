@@ -1231,10 +1231,10 @@ def test_large_logits_do_not_overflow(name):
     pair = Pair(name)
     model, cap = pair.make(), pair.arch.logits_softcap
     adapter_values(model, pair.values)
-    model.head = model.head * 1000
+    model.lm_head = model.lm_head * 1000
     micro_batch = micro_batch_of([pair.ids], model)
     with torch.no_grad():
-        logits = model(micro_batch, wants_loss=False) @ model.head.t()
+        logits = model(micro_batch, wants_loss=False) @ model.lm_head.t()
         assert logits.max() > 100
         logits = cap * torch.tanh(logits / cap) if cap else logits
         want = F.cross_entropy(logits[:-1], pair.ids[1:], reduction="sum")

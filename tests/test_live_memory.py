@@ -460,7 +460,7 @@ def test_plan_knows_the_heads_peak(
     with shapes_alone(plan):
         head, norm = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), torch.empty(
             arch.hidden_size, dtype=dtype)
-        model = types.SimpleNamespace(arch=arch, head=head, head_bias=None, norm=norm,
+        model = types.SimpleNamespace(arch=arch, lm_head=head, lm_head_bias=None, norm=norm,
                                       norm_bias=None, group_size=1, group_rank=0,
                                       own_rows=range(arch.vocab_size), token_rows=None,
                                       gather=lambda own: own[None])
@@ -489,7 +489,7 @@ def test_plan_knows_the_heads_peak(
 def test_plan_counts_what_a_model_has_to_the_byte(family):
     """Its weights in 4 bits, their scales, and all other frozen tensors but the last norms'."""
     arch, model = tiny_plain_model(family)
-    tables = [model.embedding, model.head, model.per_layer_table, model.per_layer_projection]
+    tables = [model.embedding, model.lm_head, model.per_layer_table, model.per_layer_projection]
     got = sum({t.data_ptr(): t.nbytes for t in tables if t is not None}.values())
     for layer in model.layers:
         blocks = layer.packed_weights

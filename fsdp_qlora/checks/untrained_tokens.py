@@ -28,7 +28,7 @@ VALUES_AT_ONCE = 2**22  # labels or weights that are read at once
 def untrained_rows(model: Model) -> dict[int, str]:
     """Return the tokens whose rows of the lm_head were never trained, {token: the evidence in
     words}. All ranks of model.group must call this."""
-    vocab_size, head = model.arch.vocab_size, model.head
+    vocab_size, head = model.arch.vocab_size, model.lm_head
     size = math.ceil(vocab_size / model.group_size)
 
     def gather(own: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def as_saved(arch: Architecture, settings: Mapping[str, Any],
 def token_row_names(arch: Architecture) -> list[str]:
     """Return PEFT's names of TokenRows.rows, one for each table."""
     modules = [f"{arch.module_prefix}{arch.embedding}"]
-    modules += [] if arch.tied else [arch.head_names[0].removesuffix(".weight")]
+    modules += [] if arch.tied else [arch.lm_head_names[0].removesuffix(".weight")]
     return [f"base_model.model.{module}.token_adapter.trainable_tokens_delta" for module in modules]
 
 

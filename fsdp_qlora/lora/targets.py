@@ -51,7 +51,7 @@ def resolve_adapter(
     if config.trainable_tokens and (arch.per_layer or arch.embedding_norm):
         raise ValueError("--trainable_tokens: this model's embedding does more than PEFT computes"
                          f" with trained rows ({arch.family}): drop the flag")
-    if config.trainable_tokens and arch.head_bias:
+    if config.trainable_tokens and arch.lm_head_bias:
         raise ValueError("--trainable_tokens: PEFT 0.21 ignores the bias of an lm_head with trained"
                          f" rows ({arch.family}): drop the flag")
     words = requested_words(arch, config)

@@ -38,7 +38,7 @@ def merged_tensors(
     base's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form of
     gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
     tensors, paths, text_prefix = {}, {}, names.stem
-    known, scales = {*names.shapes, names.head}, {*names.scaled.values()}
+    known, scales = {*names.shapes, names.lm_head}, {*names.scaled.values()}
     for name, tensor in in_order(stored):
         shape = names.shapes.get(name, tensor.shape)
         if name not in known:

@@ -71,7 +71,7 @@ def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
     if token_ids:
         base.token_ids = token_ids
         base.arch = base.arch.with_token(max(token_ids))
-        for name in {base.names.embedding, base.names.head} & base.merged_shapes.keys():
+        for name in {base.names.embedding, base.names.lm_head} & base.merged_shapes.keys():
             (_, hidden), dtype = base.merged_shapes[name]
             base.merged_shapes[name] = (base.arch.vocab_size, hidden), dtype
 
@@ -115,8 +115,8 @@ def token_row_slices(base: MergeBase, arch: Architecture) -> dict[str, list[Tens
     if not base.token_ids:
         return {}
     names = base.names
-    tables = dict(zip((names.embedding, names.head), token_row_names(arch)))
-    if arch.tied and names.head in base.merged_shapes:  # a copy of the embedding
-        tables[names.head] = tables[names.embedding]
+    tables = dict(zip((names.embedding, names.lm_head), token_row_names(arch)))
+    if arch.tied and names.lm_head in base.merged_shapes:  # a copy of the embedding
+        tables[names.lm_head] = tables[names.embedding]
     shape = len(base.token_ids), arch.hidden_size
     return {table: [TensorSlice(name, shape)] for table, name in tables.items()}

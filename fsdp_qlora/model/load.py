@@ -150,8 +150,8 @@ def fill_model(
         fill_layer(model, i, shard, names, read, nf4_states)
     model.norm, model.norm_bias = (name and read(name).to(device, dtype)
                                    for name in (names.norm, names.norm_bias))
-    model.head = model.embedding if arch.tied else table(names.head, hidden)
-    model.head_bias = names.head_bias and read(names.head_bias).to(device, dtype)
+    model.lm_head = model.embedding if arch.tied else table(names.lm_head, hidden)
+    model.lm_head_bias = names.lm_head_bias and read(names.lm_head_bias).to(device, dtype)
 
 
 def zero_shard(model: Model, i: int, device: torch.device) -> FourBitBlocks:

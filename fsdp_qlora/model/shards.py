@@ -91,9 +91,9 @@ def weight_requests(
     for name in filter(None, (names.norm, names.norm_bias)):
         requests += whole_requests(name, table[1:])
     if not arch.tied:
-        requests.append(ReadRequest(names.head, table, stored_rows))
-    if names.head_bias:
-        requests.append(ReadRequest(names.head_bias, table[:1], stored_rows))
+        requests.append(ReadRequest(names.lm_head, table, stored_rows))
+    if names.lm_head_bias:
+        requests.append(ReadRequest(names.lm_head_bias, table[:1], stored_rows))
     return requests
 
 

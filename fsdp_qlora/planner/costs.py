@@ -3,10 +3,10 @@
     predict_memory()         bytes by kind, at the peak of a step
       count_layers()         LayerTotals of all layers
       activation_peak()      saved and live values, at the worst kind of layer
-      head_bytes(), gathered_bytes(), exchanged_bytes(), dora_bytes()
+      lm_head_bytes(), gathered_bytes(), exchanged_bytes(), dora_bytes()
     predict_time()           seconds of a token
       layer_seconds()        compute_seconds() with moved_bytes(); n_launches(); wait_seconds()
-      head_seconds()
+      lm_head_seconds()
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     looked_up_bytes = (
         table_bytes * (not arch.tied) + arch.vocab_size * n_inputs * itemsize / shards)
     by_recomputed, by_others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
-    head = head_bytes(plan, arch, table_bytes)
+    head = lm_head_bytes(plan, arch, table_bytes)
     row_weights = plan.n_token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else packed_bytes,
@@ -160,7 +160,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
 
 
-def head_bytes(plan: Plan, arch: Architecture, table_bytes: float) -> float:
+def lm_head_bytes(plan: Plan, arch: Architecture, table_bytes: float) -> float:
     """Return the bytes that the lm_head and the loss need besides weights. `table_bytes`: those of
     this rank's rows of the lm_head."""
     itemsize = plan.dtype.itemsize
@@ -323,7 +323,8 @@ def predict_time(
     not compared.
     """
     layer = layer_seconds(plan, arch, count_layers(specs), machine, mean_document_tokens)
-    seconds = layer.total(plan.uses_cuda_graphs) * arch.n_layers + head_seconds(plan, arch, machine)
+    seconds = layer.total(plan.uses_cuda_graphs) * arch.n_layers
+    seconds += lm_head_seconds(plan, arch, machine)
     return dataclasses.replace(plan, token_seconds=seconds / plan.micro_batch_tokens)
 
 
@@ -370,7 +371,7 @@ class TimeConstants:
     range_wait_launches: float = 30  # a pass waits for the GPU this long, in launches
     # fraction of the shorter of computing and both copies that is lost when they overlap
     copy_disturbance: float = 0.1
-    head_flops: float = 4  # per logit and hidden value: 2 matmuls of 2; counted
+    lm_head_flops: float = 4  # per logit and hidden value: 2 matmuls of 2; counted
     logits_passes: float = 5  # times that a logit is read or written
 
 
@@ -520,9 +521,9 @@ def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
     return launches
 
 
-def head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
+def lm_head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return the predicted time of the lm_head and the loss for one micro-batch."""
     logits = plan.micro_batch_tokens * arch.vocab_size
     speed = CONSTANTS.sustained * machine.flops
-    return (CONSTANTS.head_flops * logits * arch.hidden_size / speed
+    return (CONSTANTS.lm_head_flops * logits * arch.hidden_size / speed
             + CONSTANTS.logits_passes * logits * plan.dtype.itemsize / machine.bandwidth)

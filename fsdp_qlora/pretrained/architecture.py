@@ -83,7 +83,7 @@ class Architecture(Family):
     added_rows: int  # rows of the embedding and of the lm_head that the files lack
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # such prefixes in files; tried in turn
-    head_names: list[str]  # names of the lm_head's weight in files; tried in turn
+    lm_head_names: list[str]  # names of the lm_head's weight in files; tried in turn
 
     def with_token(self, last_id: int) -> Architecture:
         """Return this Architecture with tables that have a row for token `last_id`. Longer tables

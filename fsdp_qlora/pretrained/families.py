@@ -131,7 +131,7 @@ FAMILIES: dict[str, Family] = {
         mlp_norm="input_layernorm", parallel_residual=True, qkv_bias=True, out_bias=True,
         mlp_bias=True,
         attention_out="self_attn.dense", partial_rotary=True, final_norm="final_layernorm",
-        head_bias=True, embedding_dropout="config.embd_pdrop",
+        lm_head_bias=True, embedding_dropout="config.embd_pdrop",
         residual_dropout="config.resid_pdrop"),
     "phi3": Family(**ONE_GATE_UP, one_qkv=True, partial_rotary=True, windowed_layers="all"),
     "gemma": Family(**GEMMA),

@@ -159,13 +159,14 @@ def make_architecture(model_config: PreTrainedConfig) -> Architecture:
 
 def make_names(model_config: PreTrainedConfig, family: Family) -> dict[str, Any]:
     """Return {field of Architecture: value} of the fields about names in files."""
-    prefixes, head_names = [*family.prefixes], ["lm_head.weight"]
+    prefixes, lm_head_names = [*family.prefixes], ["lm_head.weight"]
     if model_config.model_type in MULTIMODAL:
         module = TEXT_MODULES.get(model_config.model_type, "model.language_model")
         prefixes = [f"{module}.", *(f"language_model.{prefix}" for prefix in family.prefixes),
                     "model.language_model.model.", "model."]  # HyperCLOVA X's, Qwen2-VL's files
-        head_names += ["language_model.lm_head.weight", "model.language_model.lm_head.weight"]
-    return dict(module_prefix=prefixes[0], checkpoint_prefixes=prefixes, head_names=head_names)
+        lm_head_names += ["language_model.lm_head.weight", "model.language_model.lm_head.weight"]
+    return dict(
+        module_prefix=prefixes[0], checkpoint_prefixes=prefixes, lm_head_names=lm_head_names)
 
 
 def make_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:

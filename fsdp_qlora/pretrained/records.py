@@ -444,7 +444,7 @@ class Family:
     # ---- embedding and lm_head
     embedding: str = "embed_tokens"  # its name in the model
     embedding_norm: bool = False  # embeddings are divided by their root mean square
-    head_bias: bool = False  # the lm_head has a bias
+    lm_head_bias: bool = False  # the lm_head has a bias
 
     # ---- names in files
     prefixes: tuple[str, ...] = ("model.",)  # of a model's names; the first one is transformers'
