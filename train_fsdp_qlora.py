@@ -601,7 +601,7 @@ def train_step(run: Run, step: int) -> tuple[Metrics, str | None]:
     number, both over all ranks, so it does not depend on how many ranks there are.
     """
     config = run.config
-    rows, micro_batches = run.prefetched or next_step(run, step)
+    rows, micro_batches = run.prefetched or rows_of_step(run, step)
     counts = step_counts(run, rows, micro_batches)  # before the list is emptied
     local_sums = accumulate_gradient(run, rows, micro_batches)
     sum_gradient(run)
@@ -609,7 +609,7 @@ def train_step(run: Run, step: int) -> tuple[Metrics, str | None]:
     stats = gather_step_stats(run.model, run.adapter, local_sums, pending_action(run))
     clip_gradient(run, stats.grad_norm)
     # prepared on the CPU while the GPU computes
-    run.prefetched = next_step(run, step + 1) if step < config.max_steps else None
+    run.prefetched = rows_of_step(run, step + 1) if step < config.max_steps else None
     stats = stats.on_host()  # waits for the GPU, once a step
     metrics = mean_metrics(stats.sums.tolist(), rows)
     norm = float(stats.grad_norm)
@@ -663,7 +663,7 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
     return sum(sums, start=torch.zeros_like(sums[0]))
 
 
-def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
+def rows_of_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
     rows = run.rows.select(run.sampler.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout

@@ -345,8 +345,8 @@ def test_sharding_offloading_and_recomputing_take_what_they_say():
         ({"shard_group_size": 4}, "4-bit weights", 1 / 4),
         ({"shard_group_size": 2}, "adapter and gradients", 1 / 2),
         ({"offload_params": True}, "4-bit weights", 0),
-        ({"n_recomputed": 40}, "kept by other layers", 1 / 2),
-        ({"micro_batch_tokens": 2048}, "kept by other layers", 1 / 2),
+        ({"n_recomputed": 40}, "saved by other layers", 1 / 2),
+        ({"micro_batch_tokens": 2048}, "saved by other layers", 1 / 2),
     ):
         got = dict(predicted(arch, specs, **settings).memory).get(kind, 0)
         assert got == pytest.approx(part * base[kind], rel=1e-3), settings
@@ -427,13 +427,13 @@ def test_layers_of_different_sizes_add_up():
         return predicted(arch, specs, **settings).memory
 
     wides, narrows, mixed = (memory(*x) for x in (wide, narrow, wide[:4] + narrow[4:]))
-    for kind in "4-bit weights", "kept by other layers":
+    for kind in "4-bit weights", "saved by other layers":
         assert narrows[kind] < wides[kind] and 2 * mixed[kind] == wides[kind] + narrows[kind]
     assert mixed["live layer or head"] == wides["live layer or head"]
     settings = {"shard_group_size": 2, "n_recomputed": 1}
     one, other = (memory(a[0], *b[1:], **settings) for a, b in ((wide, narrow), (narrow, wide)))
-    assert one["kept by other layers"] * 8 == narrows["kept by other layers"] * 7
-    assert other["kept by other layers"] * 8 == wides["kept by other layers"] * 7
+    assert one["saved by other layers"] * 8 == narrows["saved by other layers"] * 7
+    assert other["saved by other layers"] * 8 == wides["saved by other layers"] * 7
     assert one["gathered weights"] == other["gathered weights"]  # room for the largest
 
 
@@ -547,10 +547,10 @@ def test_offloaded_results_of_attention_are_on_the_gpu_for_two_layers():
     _, arch, specs = shapes_of("llama-3-8b")
     plan = predicted(arch, specs, n_recomputed=32, n_attention_saved=32, offload_activations=True)
     of_layer = 4096 * (2 * 4096 * 2 + 32 * 4)  # x, attention's output, and logsumexps in fp32
-    assert plan.memory["kept by recomputed layers"] == 2 * of_layer
+    assert plan.memory["saved by recomputed layers"] == 2 * of_layer
     assert plan.host_bytes == 31 * of_layer
     first = predicted(arch, specs, n_recomputed=32, n_attention_saved=8, offload_activations=True)
-    assert first.memory["kept by recomputed layers"] == 2 * of_layer
+    assert first.memory["saved by recomputed layers"] == 2 * of_layer
     assert first.host_bytes == 31 * 4096 * 4096 * 2 + 7 * (of_layer - 4096 * 4096 * 2)
 
 
@@ -747,7 +747,7 @@ def test_memory_of_graphs_by_how_many_shapes_the_bins_have():
     _, arch, specs = shapes_of("llama-3.2-1b", 16)
     one, several = (
         predicted(arch, specs, uses_cuda_graphs=True, cuda_graph_room=n) for n in (0, 2))
-    of_a_bin = one.memory["kept by other layers"] + one.memory["live layer or head"]
+    of_a_bin = one.memory["saved by other layers"] + one.memory["live layer or head"]
     assert 1.8 * of_a_bin < several.bytes - one.bytes <= 2 * of_a_bin
     short = {"longest": 200, "rows": 4}
     one = choose("llama-3-8b", 140, **short, uneven_lengths=False)

@@ -28,7 +28,7 @@ from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context_parallel import NOT_SHARED, ContextGroup
-from train_fsdp_qlora import next_step
+from train_fsdp_qlora import rows_of_step
 
 CPU = torch.device("cpu")
 
@@ -371,7 +371,7 @@ def test_seed_decides_order_and_dropout():
         run.sampler, run.rows = ShuffledSampler(rows, run.config), rows
         run.plan = run.model.plan
         with one_process():
-            _, (micro_batch,) = next_step(run, 1)
+            _, (micro_batch,) = rows_of_step(run, 1)
         keys.append(micro_batch.dropout_seeds.tolist())
     assert keys[0] == keys[1] and not set(keys[0]) & set(keys[2])
 

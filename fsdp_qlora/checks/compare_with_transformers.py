@@ -43,7 +43,7 @@ KERNEL_PACKAGES = "fla", "causal_conv1d"
 # tokens of the two documents in one micro-batch; with longrope one is long and one is short
 LENGTHS = 24, 18
 CHECK_RANK, CHECK_ALPHA = 4, 8  # LoRA rank and alpha
-CHECKED = ("lora", False), ("dora", True)  # (kind of adapter, True if layers are recomputed)
+CHECKED = ("lora", False), ("dora", True)  # (adapter_type, True if layers are recomputed)
 CHECK_LIMIT = 1e-4  # relative difference; another order of fp32 sums causes 1e-6
 # relative difference between weights and their NF4; it is 0.1, and 1.4 with wrong weights
 NF4_ROUNDING = 0.2
@@ -61,8 +61,8 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
         ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
         tensors = dict(reference.state_dict())
         names = tensor_names(arch, tensors)
-        for kind, recompute in CHECKED:
-            model = plain_model(small, arch, tensors, max(LENGTHS), kind, recompute)
+        for adapter_type, recompute in CHECKED:
+            model = plain_model(small, arch, tensors, max(LENGTHS), adapter_type, recompute)
             weights = read_weights(model, names)
             random_adapter(model, generator)
             ours = results(model, ids)
@@ -76,9 +76,9 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
             wrong = {what: value for what, value in differences.items() if not value < CHECK_LIMIT}
             wrong |= {} if weight_error < NF4_ROUNDING else {"weights as read": weight_error}
             if wrong:
-                kinds = ", ".join(map(str, dict.fromkeys(arch.layer_kinds)))
+                layer_kinds = ", ".join(map(str, dict.fromkeys(arch.layer_kinds)))
                 raise ValueError(
-                    f"{arch.family} with {kinds} and {kind} differs from transformers"
+                    f"{arch.family} with {layer_kinds} and {adapter_type} differs from transformers"
                     f" {transformers.__version__}: "
                     + ", ".join(f"{what} by {value:.1e}" for what, value in wrong.items())
                     + ": please report this")
@@ -136,9 +136,9 @@ def without_kernels() -> Iterator[None]:
 def text_class(model_config: PreTrainedConfig) -> Any:
     """Return transformers' class of a text model without its lm_head. AutoModel does not know Step
     3.7's."""
-    kind = type(model_config)
-    module = importlib.import_module(kind.__module__.replace("configuration", "modeling"))
-    return getattr(module, kind.__name__.replace("Config", "Model"))
+    config_type = type(model_config)
+    module = importlib.import_module(config_type.__module__.replace("configuration", "modeling"))
+    return getattr(module, config_type.__name__.replace("Config", "Model"))
 
 
 class TextModel(nn.Module):
@@ -163,25 +163,26 @@ class TextModel(nn.Module):
 
 def plain_model(
     model_config: PreTrainedConfig, arch: Architecture, tensors: Mapping[str, torch.Tensor],
-    max_seq_len: int, kind: str | None = None, recompute: bool = False,
+    max_seq_len: int, adapter_type: str | None = None, recompute: bool = False,
 ) -> Model:
     """Return a Model of this process alone, in fp32 on the CPU, from {name in a checkpoint:
     tensor}.
 
-    `kind`: the kind of adapter on all linears; None: no adapter. `recompute`: recompute all layers,
-    in slices of tokens, as if memory were short.
+    `adapter_type`: of the adapters on all linears; None: no adapter. `recompute`: recompute all
+    layers, in slices of tokens, as if memory were short.
     """
     config: Any = types.SimpleNamespace(
-        lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0, adapter=kind or "lora")
+        lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0,
+        adapter=adapter_type or "lora")
     plan = Plan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
         reshard_after_forward=True, micro_batch_tokens=64, n_recomputed=arch.n_layers * recompute,
         save_mid_residual=False, reuse_dequantized=recompute, offload_activations=False,
         offload_params=False, n_expert_ranges=3 if recompute else 1)
     adapted = {linear.name for linear in arch.all_linears()}
-    if kind == "dora":
+    if adapter_type == "dora":
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
-    specs = make_layer_specs(arch, adapted if kind else (), config)
+    specs = make_layer_specs(arch, adapted if adapter_type else (), config)
     if recompute:
         specs = [
             dataclasses.replace(

@@ -110,7 +110,7 @@ def outer_parts(query: Tensor, key: Tensor, decay: Tensor) -> tuple[Tensor, Tens
 
 
 @functools.cache
-def use_few_configurations() -> None:
+def limit_fla_autotuning() -> None:
     """Make fla try fewer kernel configurations. For each of its kernels fla compiles all
     configurations that it knows, one after the other, to time them. With a few of them, compiled in
     threads and timed for less long, the first call takes 10 s instead of 88, and later calls are as
@@ -167,7 +167,7 @@ def fla_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch
 ) -> Tensor:
     """The gated delta rule by the Triton kernels of flash-linear-attention (fla-core), in bf16."""
-    use_few_configurations()
+    limit_fla_autotuning()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     out, _ = chunk_gated_delta_rule(
@@ -231,7 +231,7 @@ def fla_scan(
 ) -> Tensor:
     """Mamba-2's scan by the Triton kernels of flash-linear-attention (fla-core), in bf16. It is
     attention with a decay per head, of queries C, keys B and values step x."""
-    use_few_configurations()
+    limit_fla_autotuning()
     return FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.recurrence_chunks)
 
 

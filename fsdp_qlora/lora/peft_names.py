@@ -58,8 +58,8 @@ def file_slices(arch: Architecture, layer: int, linear: LinearShape, rank: int, 
     return [slices_of_experts.get(name, TensorSlice(name, shape)) for name, shape in names.items()]
 
 
-def as_saved(arch: Architecture, settings: Mapping[str, Any],
-             names: Iterable[str]) -> Architecture:
+def with_adapter_form(arch: Architecture, settings: Mapping[str, Any],
+                      names: Iterable[str]) -> Architecture:
     """Return `arch` with the MoERecord.adapters form in which an adapter with these settings and
     tensor names was saved; that may be an older form."""
     if not arch.moe:
@@ -84,7 +84,7 @@ def token_row_settings(arch: Architecture, ids: Sequence[int]) -> dict[str, list
     return {module: [*ids] for module in modules} if ids else None
 
 
-def lora_settings(
+def make_lora_config(
     arch: Architecture, rank: int, alpha: int, adapter_type: str, adapted: Collection[str],
     **others: Any
 ) -> LoraConfig:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fsdp_qlora.merge.merged_model import replace_rows
 from fsdp_qlora.model.lm_head import scaled_logits
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
+from fsdp_qlora.pretrained.reader import read_header, read_tensor
 
 
 def trained_logits(
@@ -24,7 +24,7 @@ def trained_logits(
     MergeCheck.hidden_states(). `head`, `bias`: the base's lm_head; `token_ids`: the tokens whose
     rows were trained."""
     recorded = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
-                for name, stored in tensors_of(file).items()}
+                for name, stored in read_header(file).items()}
 
     def logits(name: str) -> torch.Tensor:
         weight = head

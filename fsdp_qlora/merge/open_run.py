@@ -13,8 +13,8 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
-    TensorSlice, as_saved, expert_slices, file_slices, lora_settings, token_row_names,
-    token_row_settings)
+    TensorSlice, expert_slices, file_slices, make_lora_config, token_row_names, token_row_settings,
+    with_adapter_form)
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.merge.merged_model import auto_class, merged_tensors
@@ -23,7 +23,7 @@ from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
-from fsdp_qlora.pretrained.reader import OTHER_BASE, stored_tensors, tensors_of
+from fsdp_qlora.pretrained.reader import OTHER_BASE, read_header, stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 
 
@@ -93,11 +93,11 @@ def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
     """
     rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
-    arch = as_saved(base.arch, read_json(path), tensors_of(file))
+    arch = with_adapter_form(base.arch, read_json(path), read_header(file))
     names = base.names
     adapted = set(adapted_linears(arch, run.config["target_modules"]))
-    lora = lora_settings(arch, rank, alpha, adapter_type, adapted,
-                         trainable_token_indices=token_row_settings(arch, base.token_ids))
+    lora = make_lora_config(arch, rank, alpha, adapter_type, adapted,
+                            trainable_token_indices=token_row_settings(arch, base.token_ids))
     slices = {}
     slices_of_experts = expert_slices(arch, rank)
     for name, linear in names.linears.items():
@@ -111,7 +111,7 @@ def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
 
 def token_row_slices(base: MergeBase, arch: Architecture) -> dict[str, list[TensorSlice]]:
     """Return {embedding or lm_head: the TensorSlice of its trained rows}. `arch`: see
-    as_saved()."""
+    with_adapter_form()."""
     if not base.token_ids:
         return {}
     names = base.names

@@ -23,7 +23,7 @@ from fsdp_qlora.merge.merged_model import auto_class, in_order
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
-from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, stored_tensors, tensors_of
+from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, stored_tensors
 from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 
@@ -34,7 +34,7 @@ def open_peft_run(
     """Return the run, the base and the adapter for a merge that cannot be checked: that
     transformers loaded the base with load_in_4bit, from bf16, is taken on trust."""
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
-    settings, adapter_tensors = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
+    settings, adapter_tensors = {**LoraConfig().to_dict(), **read_json(path)}, read_header(file)
     directory = model_directory(base_model, "weights", "--base_model")
     with errors_about(f"--base_model {directory}"):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)

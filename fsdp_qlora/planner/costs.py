@@ -73,17 +73,17 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     costs = [by_spec[spec] for spec in specs]
 
     def running_sum(policy: SavePolicy) -> list[int]:
-        values = {kind: kind.saved_values(policy) for kind in by_spec.values()}
+        values = {layer_costs: layer_costs.saved_values(policy) for layer_costs in by_spec.values()}
         return list(itertools.accumulate((values[x] for x in costs), initial=0))
 
-    def last_indices(kind: LayerCosts) -> list[int]:
+    def last_indices(layer_costs: LayerCosts) -> list[int]:
         return list(itertools.accumulate(
-            (i if x is kind else -1 for i, x in enumerate(costs)), max, initial=-1))
+            (i if x is layer_costs else -1 for i, x in enumerate(costs)), max, initial=-1))
 
     bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
     vectors_each = [spec.n_vectors for spec in specs]
     return LayerTotals(
-        last_index={kind: last_indices(kind) for kind in by_spec.values()},
+        last_index={layer_costs: last_indices(layer_costs) for layer_costs in by_spec.values()},
         saved_values={policy: running_sum(policy) for policy in SAVE_POLICIES},
         packed_bytes=sum(bytes_each), largest_packed=max(bytes_each),
         n_small=sum(math.prod(shape) for spec in specs
@@ -137,8 +137,8 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         "adapter and gradients": 2 * plan.n_layers * adapter_bytes / shards + 8 * row_weights,
         "optimizer's state": plan.state_bytes * (
             plan.n_layers * layers.n_adapter / shards + row_weights),
-        "kept by recomputed layers": by_recomputed,
-        "kept by other layers": by_others,
+        "saved by recomputed layers": by_recomputed,
+        "saved by other layers": by_others,
         # plus the shared keys and values, their gradients, and one layer's gradients of them
         "per-layer inputs, shared keys and values":
             (n_inputs + 3 * shared_kv_values(arch)) * value_bytes,
@@ -222,7 +222,7 @@ def activation_peak(
     peaks = []
     for start, stop in layer_ranges(plan):
         policy = plan.save_policy(start)
-        for kind, last_index in layers.last_index.items():
+        for layer_costs, last_index in layers.last_index.items():
             if last_index[stop] < start:
                 continue  # the range has no such layer
             recomputed, others = saved_bytes(plan, layers, value_bytes, last_index[stop] + 1)
@@ -231,7 +231,7 @@ def activation_peak(
                 put = put_values(policy, layers, hidden)
                 of_mixer = hidden if policy == "mlp" else put
                 on_gpu = min(recomputed, value_bytes * (of_mixer + plan.n_copied_at_once * put))
-            peaks.append((on_gpu, others, kind.live_bytes(plan, policy)))
+            peaks.append((on_gpu, others, layer_costs.live_bytes(plan, policy)))
     return max(peaks, key=sum)
 
 
@@ -354,7 +354,7 @@ class TimeConstants:
     dropped_score_bytes: float = 640
     # fraction of a recomputed layer's weights that is dequantized a third time
     dequantized_again: float = 1
-    held_dequantized_again: float = 0.5  # with reuse_dequantized
+    reused_dequantized_again: float = 0.5  # with reuse_dequantized
     # launches of a layer in both passes
     launches: float = 100  # of any layer
     recomputed_launches: float = 80  # more if it is recomputed
@@ -468,7 +468,7 @@ def moved_bytes(
     n, n_layers, itemsize = plan.micro_batch_tokens, arch.n_layers, plan.dtype.itemsize
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
-    share = (CONSTANTS.held_dequantized_again if plan.reuse_dequantized
+    share = (CONSTANTS.reused_dequantized_again if plan.reuse_dequantized
              else CONSTANTS.dequantized_again)
     uses = 2 * (layers.n_weights / n_layers) + (
         fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
