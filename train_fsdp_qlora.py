@@ -628,7 +628,7 @@ def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Metric
     tokens = int(rows.lengths.sum())
     computed_tokens = sum(len(x.input_ids) for x in micro_batches) * dist.get_world_size()
     return {"rows": len(rows), "tokens": tokens,
-            "trainable_tokens": int(rows.n_loss_tokens.sum()),
+            "loss_tokens": int(rows.n_loss_tokens.sum()),
             "micro_batches": len(micro_batches) * run.model.context.n_groups,
             "packing_efficiency": tokens / computed_tokens}
 
@@ -775,7 +775,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
     if writer:
         assert run.eval_rows, "it was evaluated"
         n_tokens = int(run.eval_rows.n_loss_tokens.sum())
-        writer.write_record({"step": step, **metrics, "eval_tokens": n_tokens,
+        writer.write_record({"step": step, **metrics, "eval_loss_tokens": n_tokens,
                              "eval_seconds": seconds,
                              **({"eval_samples": samples} if samples else {})})
     return True

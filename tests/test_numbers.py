@@ -404,7 +404,7 @@ def test_same_losses_whatever_the_processes_and_bins(dtype, bar, nproc, small_ru
     gaps = [abs(a["loss"] - b["loss"]) / a["loss"] for a, b in zip(first, run, strict=True)]
     print(f"{dtype} {nproc}: largest gap {max(gaps):.1e}")
     assert max(gaps) <= bar, gaps
-    for key in "trainable_tokens", "tokens", "rows":
+    for key in "loss_tokens", "tokens", "rows":
         assert [r[key] for r in run] == [r[key] for r in first]
     assert any(a["micro_batches"] != b["micro_batches"] for a, b in zip(first, run))
 
