@@ -374,7 +374,7 @@ def test_adapter_and_its_gradient_are_counted_to_the_byte():
     assert predicted(arch, specs).memory["adapter and gradients"] == 2 * 4 * n
 
 
-def test_rows_of_the_evaluation_fit_into_the_bins():
+def test_rows_of_the_evaluation_fit_into_the_micro_batches():
     config, arch, specs = shapes_of("llama-3-8b", 1)
     rows, eval_rows = (make_rows([(list(range(n)),) * 2] * 2) for n in (10, 300))
     config = dataclasses.replace(config, max_steps=2, batch_size=2)
@@ -569,7 +569,7 @@ def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
     assert of_sum - of_attention == pytest.approx(kernel - projection)
 
 
-def test_copies_with_small_bins_are_preferred_where_gathers_cost_more():
+def test_copies_with_small_micro_batches_are_preferred_where_gathers_cost_more():
     """Measured on two H100s: 1,805 tokens/s per GPU, sharded 1,748 with layers recomputed."""
     machine = dataclasses.replace(H200, flops=8e14, bandwidth=3e12)
     plan = choose("llama-2-70b", 77.5, machine=machine, rows=8)
@@ -652,7 +652,7 @@ def test_gathered_weights_stay_until_backward_where_that_is_faster_and_fits():
     assert kept > freed + GIB
 
 
-def test_bins_hold_the_longest_row_and_no_more_than_a_step_has():
+def test_micro_batches_hold_the_longest_row_and_no_more_than_a_step_has():
     for longest, rows in (2048, 4), (2048, 1), (5000, 2), (300, 40):
         plan = choose("llama-3-8b", 140, longest=longest, rows=rows)
         assert longest <= plan.micro_batch_tokens <= 1.07 * longest * rows
@@ -742,13 +742,13 @@ def test_graphs_of_mixers():
                        "flash-linear-attention waits for the GPU in Mamba-2"]
 
 
-def test_memory_of_graphs_by_how_many_shapes_the_bins_have():
+def test_memory_of_graphs_by_how_many_shapes_the_micro_batches_have():
     """Where they differ, graphs reserve two more micro-batches than where all have one shape."""
     _, arch, specs = shapes_of("llama-3.2-1b", 16)
     one, several = (
         predicted(arch, specs, uses_cuda_graphs=True, cuda_graph_room=n) for n in (0, 2))
-    of_a_bin = one.memory["saved by other layers"] + one.memory["live layer or head"]
-    assert 1.8 * of_a_bin < several.bytes - one.bytes <= 2 * of_a_bin
+    of_a_micro_batch = one.memory["saved by other layers"] + one.memory["live layer or head"]
+    assert 1.8 * of_a_micro_batch < several.bytes - one.bytes <= 2 * of_a_micro_batch
     short = {"longest": 200, "rows": 4}
     one = choose("llama-3-8b", 140, **short, uneven_lengths=False)
     assert one.uses_cuda_graphs and one.cuda_graph_room == 0

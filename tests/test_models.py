@@ -93,7 +93,9 @@ def test_models_own_dropout_is_the_same_when_recomputed_in_slices(
 
 
 @pytest.mark.parametrize("kind", ["both", *APART])
-def test_models_own_dropout_is_there_and_does_not_depend_on_bins(kind, train, model_with_dropout):
+def test_models_own_dropout_is_there_and_does_not_depend_on_micro_batches(
+    kind, train, model_with_dropout
+):
     large, small = (
         train(name, model_with_dropout(kind), "--micro_batch_tokens", tokens)
         for name, tokens in (("large", 1000), ("small", 64))
@@ -134,7 +136,7 @@ def test_layers_of_one_width_are_planned_for(train, tiny_model):
     assert len(train("run", tiny_model("llama", hidden_size=64, intermediate_size=64))) == 2
 
 
-def test_bins_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
+def test_micro_batches_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
     """On a GPU micro-batches have round lengths; what is kept on the host has room for the
     plan's."""
     flags = tiny_model("llama"), "--recompute", "all", "--micro_batch_tokens", 100
