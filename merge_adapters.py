@@ -64,21 +64,21 @@ import transformers
 from safetensors import SafetensorError
 from tqdm import tqdm
 
+from fsdp_qlora.checks.compare_with_transformers import without_kernels
 from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.errors import errors_about
-from fsdp_qlora.evaluation.compare_with_transformers import without_kernels
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import LinearAdapter
-from fsdp_qlora.pretrained.merge_base import MergeBase
-from fsdp_qlora.pretrained.merged_model import copy_all_but_weights, replace_rows, write_weights
+from fsdp_qlora.merge.check import logits_of, trained_logits
+from fsdp_qlora.merge.merge_base import MergeBase
+from fsdp_qlora.merge.merged_model import copy_all_but_weights, replace_rows, write_weights
+from fsdp_qlora.merge.new_directory import new_directory
+from fsdp_qlora.merge.open_run import open_run
+from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip
 from fsdp_qlora.run.divergence import why_worse
-from fsdp_qlora.run.merge_check import logits_of, trained_logits
-from fsdp_qlora.run.new_directory import new_directory
-from fsdp_qlora.run.open_run import open_run
-from fsdp_qlora.run.trained_run import TrainedRun
 
 LARGE_ERROR = 0.20  # fraction of the adapter's own effect: warn above this
 SMALL_EFFECT = 0.1  # fraction of the logits' norm: below this rounding to bf16 is too coarse
@@ -134,10 +134,10 @@ def merge(args: argparse.Namespace) -> None:
     # a training run may replace the file meanwhile; a missing one is reported when it is read
     stat_before = adapter_file.stat() if adapter_file.is_file() else None
     with new_directory(output) as new:
-        run, base, adapter = open_run(adapter_dir, args.base_model, args.allow_other_base)
+        run, base, adapters = open_run(adapter_dir, args.base_model, args.allow_other_base)
         device = choose_device(args.device, run)
-        log_base(base, len(adapter.keys() & base.names.linears.keys()))
-        write_merged(new.path, output, base, adapter, run, device)
+        log_base(base, len(adapters.keys() & base.names.linears.keys()))
+        write_merged(new.path, output, base, adapters, run, device)
         require(stat_before and os.path.samestat(stat_before, adapter_file.stat()),
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")
         new.is_whole = True  # from here on an error or Ctrl-C leaves the directory, and names it
@@ -181,44 +181,44 @@ def log_base(base: MergeBase, n_adapted: int) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def write_merged(directory: Path, output: Path, base: MergeBase, adapter: dict[str, LinearAdapter],
+def write_merged(directory: Path, output: Path, base: MergeBase, adapters: dict[str, LinearAdapter],
                  run: TrainedRun, device: str) -> None:
     """Write the merged model into `directory`, which will be renamed to `output`. Raises ValueError
     if the disk has no room."""
-    gib, free = base.n_bytes / 2**30, shutil.disk_usage(directory).free / 2**30
+    gib, free = base.merged_bytes / 2**30, shutil.disk_usage(directory).free / 2**30
     require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, but {free:.1f} are free")
-    with tqdm(base.tensors, "merge", unit="tensor", disable=None) as names:  # off in a pipe
+    with tqdm(base.merged_shapes, "merge", unit="tensor", disable=None) as names:  # off in a pipe
         # a generator, so that one tensor after the other is merged and written; write_weights()
         # pairs them with their names by this order
-        tensors = (merged_tensor(name, base, adapter, device) for name in names)
+        tensors = (merged_tensor(name, base, adapters, device) for name in names)
         write_merged_files(directory, base, tensors, run)
-    print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB")
+    print(f"wrote {len(base.merged_shapes)} tensors, {gib:.3f} GiB")
 
 
-def merged_tensor(name: str, base: MergeBase, adapter: dict[str, LinearAdapter],
+def merged_tensor(name: str, base: MergeBase, adapters: dict[str, LinearAdapter],
                   device: str) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
     if name in base.linears_by_tensor:  # one or several linears of the decoder's layers
-        merged = merged_linears(name, base, adapter, device)
-    elif name in (base.names.embedding, base.names.head) and name in adapter:
-        merged = merged_table(name, base, adapter[name], device)
+        merged = merged_linears(name, base, adapters, device)
+    elif name in (base.names.embedding, base.names.lm_head) and name in adapters:
+        merged = merged_table(name, base, adapters[name], device)
     else:  # as the base has it, but for the dtype
         merged = base.weight(name, device)
-    _, dtype = base.tensors[name]
+    _, dtype = base.merged_shapes[name]
     return require_finite(merged.to("cpu", dtype), f"{base.paths[name]}: what {name} becomes")
 
 
-def merged_linears(name: str, base: MergeBase, adapter: dict[str, LinearAdapter],
+def merged_linears(name: str, base: MergeBase, adapters: dict[str, LinearAdapter],
                    device: str) -> torch.Tensor:
     """Return a merged tensor of linears, bf16 on the CPU: one linear; or all experts, or q, k and
     v, if the files have these in one tensor."""
-    shape, dtype = base.tensors[name]
+    shape, dtype = base.merged_shapes[name]
     merged = torch.empty(shape, dtype=dtype)
     for linear, place in base.linears_in(name, merged):
         weight = base.weight(linear, device)  # [out, in]
         weight = trained_weight(weight, linear, base)
-        if linear in adapter:
-            scaling, tensors = adapter[linear].scaling, adapter[linear].tensors(device)
+        if linear in adapters:
+            scaling, tensors = adapters[linear].scaling, adapters[linear].tensors(device)
             weight = add_adapter(weight, scaling, *tensors)
         place.copy_(weight.bfloat16())
     return merged
@@ -247,7 +247,7 @@ def add_adapter(
 def merged_table(name: str, base: MergeBase, adapter: LinearAdapter,
                  device: str) -> torch.Tensor:
     """Return the embedding or the lm_head with the trained rows of base.token_ids."""
-    (n_rows, _), _ = base.tensors[name]
+    (n_rows, _), _ = base.merged_shapes[name]
     (rows,) = adapter.tensors(device)
     return replace_rows(base.weight(name, device), n_rows, base.token_ids, rows)
 
@@ -336,8 +336,8 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
 def read_head(base: MergeBase, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the lm_head's weight and its bias, if any."""
     names = base.names
-    bias = base.weight(names.head_bias, device).to(base.dtype) if names.head_bias else None
-    head = base.weight(names.embedding if base.arch.tied else names.head, device)
+    bias = base.weight(names.lm_head_bias, device).to(base.dtype) if names.lm_head_bias else None
+    head = base.weight(names.embedding if base.arch.tied else names.lm_head, device)
     return head.to(base.dtype), bias
 
 

@@ -72,18 +72,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fsdp_qlora.checks.compare_with_transformers import compare_with_transformers
+from fsdp_qlora.checks.untrained_tokens import check_untrained_tokens
 from fsdp_qlora.config import SCHEDULES, Config, warmup_steps
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler, ShuffledSampler
-from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.evaluation.eval_loss import (
     evaluation_batches, evaluation_micro_batches, set_global_values, global_loss_values)
 from fsdp_qlora.evaluation.generation import generate_samples
 from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps
-from fsdp_qlora.evaluation.step_stats import gather_step_stats, mean_metrics
-from fsdp_qlora.evaluation.untrained_tokens import check_untrained_tokens
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
@@ -124,6 +123,7 @@ from fsdp_qlora.run.startup_log import (
     describe_steps, log_extension, log_parameters, log_startup, log_steps)
 from fsdp_qlora.run.state import Job, Run
 from fsdp_qlora.run.status import ACTIONS, Status
+from fsdp_qlora.run.step_stats import gather_step_stats, mean_metrics
 from fsdp_qlora.run.watch import watch_process
 
 SCRIPT = Path(__file__)
@@ -289,7 +289,7 @@ def make_run(job: Job, plan: Plan, status: Status, directory: Path, sampler: Row
              model: Model, adapter: Adapter, start_step: int) -> Run:
     """Make the Run, with its optimizer and, if planned, CUDA graphs."""
     cuda_graphs = None
-    if plan.graphs:
+    if plan.uses_cuda_graphs:
         cuda_graphs = CUDAGraphs(model, functools.partial(compute_loss, config=job.config))
     return Run(
         job=job, plan=plan, status=status, directory=directory, device=model.device,
@@ -607,7 +607,7 @@ def train_step(run: Run, step: int) -> tuple[Metrics, str | None]:
     number, both over all ranks, so it does not depend on how many ranks there are.
     """
     config = run.config
-    rows, micro_batches = run.prefetched or next_step(run, step)
+    rows, micro_batches = run.prefetched or rows_of_step(run, step)
     counts = step_counts(run, rows, micro_batches)  # before the list is emptied
     local_sums = accumulate_gradient(run, rows, micro_batches)
     sum_gradient(run)
@@ -615,7 +615,7 @@ def train_step(run: Run, step: int) -> tuple[Metrics, str | None]:
     stats = gather_step_stats(run.model, run.adapter, local_sums, pending_action(run))
     clip_gradient(run, stats.grad_norm)
     # prepared on the CPU while the GPU computes
-    run.prefetched = next_step(run, step + 1) if step < config.max_steps else None
+    run.prefetched = rows_of_step(run, step + 1) if step < config.max_steps else None
     stats = stats.on_host()  # waits for the GPU, once a step
     metrics = mean_metrics(stats.sums.tolist(), rows)
     norm = float(stats.grad_norm)
@@ -634,7 +634,7 @@ def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Metric
     tokens = int(rows.lengths.sum())
     computed_tokens = sum(len(x.input_ids) for x in micro_batches) * dist.get_world_size()
     return {"rows": len(rows), "tokens": tokens,
-            "trainable_tokens": int(rows.n_loss_tokens.sum()),
+            "loss_tokens": int(rows.n_loss_tokens.sum()),
             "micro_batches": len(micro_batches) * run.model.context.n_groups,
             "packing_efficiency": tokens / computed_tokens}
 
@@ -648,7 +648,7 @@ def step_cost(run: Run, tokens: float) -> Metrics:
     run.status.longest_step = max(run.status.longest_step, seconds)
     return {"seconds": seconds,
             "tokens_per_second_per_gpu": tokens / seconds / dist.get_world_size(),
-            "peak_memory_gib": memory_gib(run.device, run.plan.graphs)[1]}
+            "peak_memory_gib": memory_gib(run.device, run.plan.uses_cuda_graphs)[1]}
 
 
 def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -669,7 +669,7 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
     return sum(sums, start=torch.zeros_like(sums[0]))
 
 
-def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
+def rows_of_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
     rows = run.rows.select(run.sampler.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
@@ -697,8 +697,8 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
     ranks must call this.
 
     The names of the sums, in this order, are METRICS in model/preference_loss.py. What the sums are
-    divided by is Rows.loss_divisor. With plan.graphs this function is captured: it must not wait
-    for the GPU, nor read a Python value that changes between steps.
+    divided by is Rows.loss_divisor. With plan.uses_cuda_graphs this function is captured: it must
+    not wait for the GPU, nor read a Python value that changes between steps.
     """
     token_losses = model(micro_batch)  # cross-entropy of each token in the loss, fp64 [tokens]
     if config.loss != "sft":
@@ -781,7 +781,7 @@ def evaluate_and_log(run: Run, writer: MetricsWriter | None, step: int) -> bool:
     if writer:
         assert run.eval_rows, "it was evaluated"
         n_tokens = int(run.eval_rows.n_loss_tokens.sum())
-        writer.write_record({"step": step, **metrics, "eval_tokens": n_tokens,
+        writer.write_record({"step": step, **metrics, "eval_loss_tokens": n_tokens,
                              "eval_seconds": seconds,
                              **({"eval_samples": samples} if samples else {})})
     return True

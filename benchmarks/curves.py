@@ -55,7 +55,7 @@ def plain_layer(layer, x, micro_batch):
         return layer.vectors[where].view(shape) * (x.float() * scale).to(x.dtype)
 
     def rotated(x):
-        rope_index = layer.spec.mixer.token_mixer.rope_index
+        rope_index = layer.spec.mixer_sublayer.token_mixer.rope_index
         cos, sin = (t[:, None] for t in micro_batch.ropes[rope_index][:2])
         first, second = x.float().chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

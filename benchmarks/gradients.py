@@ -93,10 +93,10 @@ def traced(path, argv):
     sys.path.insert(0, str(ROOT))
     import train_fsdp_qlora as script
 
-    next_step = script.next_step
+    rows_of_step = script.rows_of_step
 
     def looked_at(run, step):
-        batch, micro_batches = next_step(run, step)
+        batch, micro_batches = rows_of_step(run, step)
         ids, labels = map(torch.cat, zip(*(batch.tokens(i) for i in range(len(batch)))))
         save_file({"ids": ids, "labels": labels, "lengths": batch.lengths}, path)
         return batch, micro_batches
@@ -104,7 +104,7 @@ def traced(path, argv):
     def leave_gradient(optimizer, adapter, rate):
         adapter.weights.data.copy_(adapter.weights.grad)
 
-    script.next_step, script.optimizer_step = looked_at, leave_gradient
+    script.rows_of_step, script.optimizer_step = looked_at, leave_gradient
     code = script.main(argv)
     sys.stdout.flush()
     os._exit(code)  # for the reason that the script does

@@ -37,10 +37,10 @@ LENGTH = 128  # so that nothing is cut: TRL joins KTO's mismatched answers befor
 LOSSES = "dpo", "ipo", "simpo", "orpo", "kto"
 LAYOUTS = {  # {name: (processes, flags)}
     "one process": (1, ["--recompute", "none"]),
-    "one process, recomputed, small bins": (1, ["--recompute", "all", "--micro_batch_tokens",
-                                                2 * LENGTH]),
-    "two processes, pairs in two bins": (2, ["--recompute", "none", "--shard_group_size", 2,
-                                             "--micro_batch_tokens", LENGTH]),
+    "one process, recomputed, small micro-batches": (
+        1, ["--recompute", "all", "--micro_batch_tokens", 2 * LENGTH]),
+    "two processes, pairs in two micro-batches": (
+        2, ["--recompute", "none", "--shard_group_size", 2, "--micro_batch_tokens", LENGTH]),
     "two processes, recomputed": (2, ["--recompute", "all", "--shard_group_size", 2])}
 RANK, ALPHA, SEED, ROWS, BATCH = 4, 64, 0, 7, 7
 

@@ -166,10 +166,10 @@ def ours(config, model, files, rows, held_out, args):
     steps, evals = ([r for r in records if key in r] for key in ("loss", "eval_loss"))
     for step in steps:
         which = step_rows(step["step"], len(rows), config)
-        assert step["trainable_tokens"] == rows.n_loss_tokens[which].sum(), (
+        assert step["loss_tokens"] == rows.n_loss_tokens[which].sum(), (
             "PEFT would get other batches"
         )
-    assert evals[0]["eval_tokens"] == held_out.n_loss_tokens.sum(), (
+    assert evals[0]["eval_loss_tokens"] == held_out.n_loss_tokens.sum(), (
         "PEFT would get other labels"
     )
     if config.seed == args.seeds[0] and (results / "loss.png").is_file():

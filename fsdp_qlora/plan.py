@@ -31,28 +31,29 @@ class Plan:
     offload_params: bool
     # attention of a micro-batch is one call for documents of any lengths or for short pieces of
     # them; False: documents have one length, or long pieces run one after the other
-    varlen_attention: bool = False
-    plain_attention: bool = False  # a layer's attention runs in plain torch
-    plain_recurrence: bool = False  # a mixer with a state runs in plain torch
+    is_varlen: bool = False
+    attention_is_eager: bool = False  # a layer's attention runs in plain torch
+    recurrence_is_eager: bool = False  # a mixer with a state runs in plain torch
     fused: bool = True  # each elementwise function is compiled to one kernel, as on a GPU
     state_bytes: float = 0.0  # bytes of optimizer state in GPU memory per weight of the adapter
-    token_rows: int = 0  # rows of the embedding and of the lm_head that are trained
+    n_token_rows: int = 0  # rows of the embedding and of the lm_head that are trained
 
     # ---- decided
     shard_group_size: int  # processes that share one copy of the model
     reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
     micro_batch_tokens: int  # maximum per micro-batch
-    recomputed: int  # number of layers, the first ones, that are recomputed in backward
+    n_recomputed: int  # number of layers, the first ones, that are recomputed in backward
     save_mid_residual: bool  # recomputed layers also save the sum after the mixer
     reuse_dequantized: bool  # their backward keeps dequantized weights for a second use
     n_mlp_saved: int = 0  # recomputed layers, the last ones, that save what their MLP needs
     n_attention_saved: int = 0  # the last ones before those, that save the results of attention
-    expert_ranges: int = 1  # number of ranges in which experts are dequantized, one after the other
+    n_expert_ranges: int = 1  # ranges in which experts are dequantized, one after the other
     context_parallel_size: int = 1  # processes that share each micro-batch
     embedding_on_host: bool = False  # the tables that no matmul reads are in host memory
-    graphs: bool = False  # CUDA graphs are used
-    why_no_graphs: str = ""
-    graph_room: int = 0  # memory that graphs reserve, in whole micro-batches, see use_cuda_graphs()
+    uses_cuda_graphs: bool = False
+    why_no_cuda_graphs: str = ""
+    # memory that graphs reserve, in whole micro-batches, see use_cuda_graphs()
+    cuda_graph_room: int = 0
 
     # ---- predicted
     # {kind, as printed: bytes} at a step's peak, see predict_memory()
@@ -72,7 +73,7 @@ class Plan:
         return self.shard_group_size > 1 or self.offload_params
 
     @property
-    def seen_keys(self) -> float:
+    def seen_keys_per_token(self) -> float:
         """Number of keys that the two pieces of a rank see, for each of its tokens, if ranks share
         micro-batches."""
         return self.context_parallel_size + 0.5
@@ -90,11 +91,11 @@ class Plan:
 
     def save_policy(self, index: int) -> SavePolicy:
         """Return what a layer saves for backward, see LayerFunction."""
-        if index >= self.recomputed:
+        if index >= self.n_recomputed:
             return "all"
-        if index >= self.recomputed - self.n_mlp_saved:
+        if index >= self.n_recomputed - self.n_mlp_saved:
             return "mlp"
-        if index >= self.recomputed - self.n_mlp_saved - self.n_attention_saved:
+        if index >= self.n_recomputed - self.n_mlp_saved - self.n_attention_saved:
             return "attention"
         return "mid_residual" if self.save_mid_residual else "input"
 
@@ -103,8 +104,9 @@ class Plan:
         """Sort key among plans of the same speed; the lowest is chosen: small groups, small
         micro-batches, few layers recomputed whole, few expert ranges. It prefers freeing gathered
         weights, and otherwise keeping the most activations and weights."""
-        return (self.shard_group_size, self.micro_batch_tokens, self.recomputed - self.n_mlp_saved,
-                self.expert_ranges, not self.reshard_after_forward, not self.save_mid_residual,
+        return (self.shard_group_size, self.micro_batch_tokens,
+                self.n_recomputed - self.n_mlp_saved, self.n_expert_ranges,
+                not self.reshard_after_forward, not self.save_mid_residual,
                 not self.reuse_dequantized, -self.n_attention_saved)
 
     def fits(self, limit: float, spare: float = FRAGMENTATION) -> bool:

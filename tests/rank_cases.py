@@ -187,10 +187,10 @@ def vocabulary(job, process):
             labels=labels[label_positions], label_positions=label_positions,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
         chunk_bytes, row = patching.get("LOGITS_CHUNK_BYTES"), 4 * model.arch.vocab_size
-        own_head = model.head
+        own_head = model.lm_head
         for chunk, n_bytes in ("8", row * 8), ("all", chunk_bytes), ("one", 1), ("large", row * 8):
             patching.replace("LOGITS_CHUNK_BYTES", n_bytes)
-            model.head = own_head * (1000 if chunk == "large" else 1)
+            model.lm_head = own_head * (1000 if chunk == "large" else 1)
             embedded = embed(model, ids)
             local = x.clone().requires_grad_()
             loss = LinearCrossEntropy.apply(local, model, micro_batch)
@@ -200,7 +200,7 @@ def vocabulary(job, process):
             out[f"{chunk}/grad"] = gather(grad).flatten(0, 1)
             out[f"{chunk}/loss"] = gather(loss.detach()).sum().float()
         patching.replace("LOGITS_CHUNK_BYTES", chunk_bytes)
-        model.head = own_head
+        model.lm_head = own_head
         return out
 
     return {

@@ -117,7 +117,7 @@ def trained(records):
         "learning_rate",
         "rows",
         "tokens",
-        "trainable_tokens",
+        "loss_tokens",
         "micro_batches",
     )
     return [[record[key] for key in keys] for record in records if "loss" in record]

@@ -166,7 +166,7 @@ def test_flash_attention_without_a_gpu_is_refused(start, model):
     refused(MODEL, start(model, "--attn", "flash_attention_2"), "--attn sdpa")
 
 
-def test_bins_below_the_longest_row_are_refused(start, model):
+def test_micro_batches_below_the_longest_row_are_refused(start, model):
     flag = "--micro_batch_tokens"
     line = refused(MODEL, start(model, flag, 9), f"{flag} 9", "--max_seq_len")
     longest = int(line.partition("the longest row has ")[2].split()[0])

@@ -19,7 +19,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from fsdp_qlora.data import example_formats as formats
 from fsdp_qlora.data.chat import closing_tokens
-from fsdp_qlora.data.template import set_template, with_day
+from fsdp_qlora.data.template import set_template, with_template_date
 
 
 @pytest.fixture
@@ -670,7 +670,7 @@ DATED = (
 @pytest.mark.parametrize("quoted", ['"%d %b %Y"', "'%d %b %Y'", "  '%d %b %Y' "])
 def test_template_prints_the_day_of_the_run(quoted, tokenizer, tmp_path):
     tokenizer.chat_template = template = DATED.replace('"%d %b %Y"', quoted)
-    dated = with_day(tokenizer, "2020-01-31")
+    dated = with_template_date(tokenizer, "2020-01-31")
     (document,) = encode_row({"messages": ASKED}, dated, tmp_path)
     assert "Today Date: 31 Jan 2020<|end|>" in whole([document], dated)[0]
     assert tokenizer.chat_template == template
@@ -680,7 +680,7 @@ def test_template_prints_the_day_of_the_run(quoted, tokenizer, tmp_path):
 
 def test_each_of_several_templates_prints_the_day(tokenizer, tmp_path):
     tokenizer.chat_template = {"default": DATED, "tool_use": DATED.removesuffix(CHATML) + TOOLS}
-    dated = with_day(tokenizer, "2020-01-31")
+    dated = with_template_date(tokenizer, "2020-01-31")
     for row in {"messages": ASKED}, {"messages": ASKED, "tools": [ADD]}:
         assert "31 Jan 2020" in whole(encode_row(row, dated, tmp_path), dated)[0]
     assert "strftime_now" in tokenizer.chat_template["tool_use"]

@@ -115,7 +115,7 @@ def test_pieces_equal_plain_torch(heads, kv_heads, lengths_q, lengths_k):
 
 def kernel_of(lengths, micro_step, context):
     """Which kernel the first micro-batch of a micro-step takes, of rows of these lengths."""
-    plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=sum(lengths))
+    plan = types.SimpleNamespace(uses_cuda_graphs=False, micro_batch_tokens=sum(lengths))
     model = types.SimpleNamespace(device=torch.device("cpu"), plan=plan, store=None,
                                   kernels=Kernels({"full": "one by one"}, {"full": "in one call"}))
     rows = make_rows([([1] * n, [1] * n) for n in lengths])

@@ -114,7 +114,7 @@ def test_evaluation_loss_equals_the_reference(nproc, name, runs, reference_loss,
     for record, values in zip(found, (None, middle, adapter_of(directory))):
         want, n_loss_tokens = reference_loss(values)
         assert abs(record["eval_loss"] - want) <= 1e-5 * want, record["step"]
-        assert record["eval_tokens"] == n_loss_tokens
+        assert record["eval_loss_tokens"] == n_loss_tokens
         assert record["eval_perplexity"] == math.exp(record["eval_loss"])
     assert abs(found[-1]["eval_loss"] - found[0]["eval_loss"]) > 0.05
 
@@ -382,8 +382,8 @@ def test_fraction_of_the_rows_is_not_trained_on(base, runs, read_metrics):
     records = read_metrics(directory)
     assert [record["step"] for record in evaluations(records)] == [0, 4, 8, 9]
     # 36 rows in 9 steps of 4: one epoch
-    of_steps = sum(record.get("trainable_tokens", 0) for record in records)
-    assert of_steps + records[0]["eval_tokens"] == n_loss_tokens
+    of_steps = sum(record.get("loss_tokens", 0) for record in records)
+    assert of_steps + records[0]["eval_loss_tokens"] == n_loss_tokens
     assert sum(record.get("rows", 0) for record in records) == 36
 
 

@@ -36,17 +36,17 @@ from test_layer import make_plan
 from test_merge_experts import watch_sums
 from transformers import AutoTokenizer
 
+from fsdp_qlora.checks import compare_with_transformers as check
+from fsdp_qlora.checks.compare_with_transformers import (
+    plain_model, random_adapter, random_hf_model, read_weights)
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.evaluation import compare_with_transformers as check
-from fsdp_qlora.evaluation.compare_with_transformers import (
-    plain_model, random_adapter, random_hf_model, read_weights)
 from fsdp_qlora.kernels import elementwise
 from fsdp_qlora.kernels.elementwise import (
     LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
     glu_weight_gradients)
-from fsdp_qlora.layer import experts, grouped_mm, router
+from fsdp_qlora.layer import grouped_mm, moe, router
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.init_adapter import read_adapter
@@ -55,12 +55,12 @@ from fsdp_qlora.lora.peft_names import expert_slices, peft_slices, stack_experts
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.from_config import make_architecture, text_config
-from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.families import FAMILIES
-from fsdp_qlora.pretrained.weight_formats import scaled_weight
+from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import ReadRequest, WeightReader, rows_in_memory, stored_tensors
+from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.pretrained.weight_formats import scaled_weight
 
 BAR = 1e-5  # of a relative difference in fp32
 MIXTURES = [name for name, make in TINY.items() if make_architecture(make(320)).moe]
@@ -76,7 +76,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     monkeypatch.setattr(check, "LENGTHS", tokens or check.LENGTHS)
     monkeypatch.setattr(check, "Plan", functools.partial(changed_plan, ranges))
     if torch_grouped:
-        for module in experts, grouped_mm:
+        for module in moe, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
     arch, reference = make_architecture(small), random_hf_model(small, seed())
@@ -100,7 +100,7 @@ def make_layers(model_config, arch, tensors, config):
 
 
 def changed_plan(ranges, **settings):
-    return Plan(**settings | {"expert_ranges": ranges})
+    return Plan(**settings | {"n_expert_ranges": ranges})
 
 
 @pytest.mark.parametrize("torch_grouped", [False, True])
@@ -304,12 +304,12 @@ def test_rows_at_once_are_an_even_share(monkeypatch):
     """However many tokens one expert has: memory is planned for no more."""
     seen = []
 
-    class ExpertChunk(experts.ExpertChunk):
+    class ExpertChunk(moe.ExpertChunk):
         def __init__(self, of, rows, routing, *weights):
             super().__init__(of, rows, routing, *weights)
             seen.append((rows.stop - rows.start, len(routing.token)))
 
-    monkeypatch.setattr(experts, "ExpertChunk", ExpertChunk)
+    monkeypatch.setattr(moe, "ExpertChunk", ExpertChunk)
     assert worst("qwen3_moe", True, monkeypatch, edit=one_for_all, ranges=4) < BAR
     assert seen and all(n <= -(-n_rows // 4) for n, n_rows in seen)
 
@@ -344,7 +344,7 @@ def test_backward_repeats_forwards_choice(ranges, monkeypatch):
 def sliced_results(layer, slice_tokens):
     """{result: tensor} of the recomputed MoE sublayer of a layer for 61 tokens, the last 29 of them
     padding, computed so many tokens at a time."""
-    sublayer = dataclasses.replace(layer.spec.mlp, slice_tokens=slice_tokens)
+    sublayer = dataclasses.replace(layer.spec.mlp_sublayer, slice_tokens=slice_tokens)
     x, mlp_input, grad = (
         torch.randn(61, layer.arch.hidden_size, generator=seed(n)) for n in range(3))
     batch = types.SimpleNamespace(n_unpadded=torch.tensor([32]), dropout_seeds=torch.arange(61))
@@ -379,7 +379,7 @@ def test_slices_of_tokens_give_what_all_tokens_give(name, kind, grouped, monkeyp
     """With dropout, ranges of experts, and slices that are in part or wholly padding."""
     if grouped != A_LOOP:
         monkeypatch.setattr(check, "Plan", functools.partial(changed_plan, 1))
-        for module in experts, grouped_mm:
+        for module in moe, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
     arch, reference = make_architecture(small), random_hf_model(small, seed())

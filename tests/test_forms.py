@@ -423,7 +423,7 @@ def test_several_forms_in_one_file_train_together(tokenizer, run_main, tiny_mode
     ):  # fmt: skip
         assert f", {form}" in line or f"({form}" in line, form
     (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())
-    assert f"{record['tokens']:,} tokens, {record['trainable_tokens']:,} of them in the" in line
+    assert f"{record['tokens']:,} tokens, {record['loss_tokens']:,} of them in the" in line
 
 
 FORMED = (  # a template whose markers are in the demo's vocabulary

@@ -102,7 +102,7 @@ def test_ctrl_c_saves_and_how_to_resume_is_the_last_word(start, tmp_path):
 def test_bug_of_a_rank_keeps_its_traceback(start, tree, tmp_path):
     script = tree / "train_fsdp_qlora.py"
     whole = script.read_text()
-    line = "    rows, micro_batches = run.prefetched or next_step(run, step)\n"
+    line = "    rows, micro_batches = run.prefetched or rows_of_step(run, step)\n"
     assert line in whole
     fault = '    if dist.get_rank() == 1 and step == 2:\n        raise KeyError("planted")\n'
     try:

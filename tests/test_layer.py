@@ -26,12 +26,12 @@ from test_released import CONFIGS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import segments_of
+from fsdp_qlora.checks import compare_with_transformers as check
+from fsdp_qlora.checks.compare_with_transformers import (
+    compare_with_transformers, random_hf_model, read_weights, text_model)
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.evaluation import compare_with_transformers as check
-from fsdp_qlora.evaluation.compare_with_transformers import (
-    compare_with_transformers, random_hf_model, read_weights, text_model)
 from fsdp_qlora.kernels import pieces, recurrence
 from fsdp_qlora.kernels.attention import eager_attention, sdpa_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
@@ -39,11 +39,11 @@ from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.layer import (
-    attention_mixer, autograd_mixers, experts, linears, mixer_sublayer, mlp)
+    attention_mixer, autograd_mixers, linears, mixer_sublayer, mlp, moe)
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
-from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.mla import MLAMixer
+from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
@@ -57,10 +57,10 @@ from fsdp_qlora.planner.costs import predict_memory
 from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import Heads
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
+from fsdp_qlora.pretrained.reader import rows_in_memory
+from fsdp_qlora.pretrained.records import AttentionGate, DeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.small_config import shrunk_config
-from fsdp_qlora.pretrained.reader import rows_in_memory
-from fsdp_qlora.pretrained.records import AttentionGate, DeltaNet, Mamba2
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.merge_check import MergeCheck
@@ -100,7 +100,7 @@ def make_plan(n_layers, saves="all", reuse_dequantized=False, compute_dtype="flo
     return Plan(
         compute_dtype=compute_dtype, n_layers=n_layers, shard_group_size=1,
         reshard_after_forward=True, micro_batch_tokens=sum(LENGTHS),
-        recomputed=0 if saves == "all" else n_layers, save_mid_residual=saves == "mid_residual",
+        n_recomputed=0 if saves == "all" else n_layers, save_mid_residual=saves == "mid_residual",
         n_mlp_saved=n_layers if saves == "mlp" else 0,
         n_attention_saved=n_layers if saves == "attention" else 0,
         reuse_dequantized=reuse_dequantized,
@@ -227,7 +227,7 @@ class Pair:
 
     def computed(self, saves, reuse_dequantized, compute_dtype="float32"):
         """The same by the package's model."""
-        if self.arch.parallel and saves != "all" or self.arch.moe and saves == "mlp":
+        if self.arch.parallel_residual and saves != "all" or self.arch.moe and saves == "mlp":
             saves = "input"  # see LayerFunction
         model = self.make(make_plan(self.arch.n_layers, saves, reuse_dequantized, compute_dtype))
         adapter_values(model, self.values)
@@ -250,7 +250,7 @@ def assert_equal(kept, monkeypatch, name, **settings):
     pair, (loss, grads) = pair_and_expected(name, **settings)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
     if slice_tokens == SLICED:
-        monkeypatch.setattr(experts, "EXPERT_SLICE_TOKENS", SLICED)
+        monkeypatch.setattr(moe, "EXPERT_SLICE_TOKENS", SLICED)
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
         monkeypatch.setattr(attention_mixer, "GROUP_BYTES", 1)  # and each key head
     got_loss, got = pair.computed(saves, reuse_dequantized)
@@ -383,7 +383,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     adapter_values(model, pair.values)
     cases = [*itertools.product((False, True), {0, 1, 2, n_layers}, (1,)), (False, 0, 0)]
     for middle, n_mlp, on_host in cases:
-        plan = dataclasses.replace(model.plan, recomputed=n_layers, n_mlp_saved=n_mlp,
+        plan = dataclasses.replace(model.plan, n_recomputed=n_layers, n_mlp_saved=n_mlp,
                                    save_mid_residual=middle, offload_activations=bool(on_host))
         for layer in model.layers:
             layer.save_policy, layer.adapter.grad = plan.save_policy(layer.index), None
@@ -643,9 +643,9 @@ def test_each_layer_has_the_layout_of_its_kind():
             # another number for each dropout, or two would drop the same values
             sites = [fused.dropout_site for fused in spec.fused_linears]
             assert len({*sites}) == len(sites) and max(sites) < ATTENTION_SITE, name
-            of, routed = spec.mixer, isinstance(spec.mlp, MoESublayer)
+            of, routed = spec.mixer_sublayer, isinstance(spec.mlp_sublayer, MoESublayer)
             sublayers = {NoMixerSublayer: "mlp", NoMLPSublayer: "mixer"}
-            sublayers = sublayers.get(type(of)) or sublayers.get(type(spec.mlp)) or "both"
+            sublayers = sublayers.get(type(of)) or sublayers.get(type(spec.mlp_sublayer)) or "both"
             heads = Heads(of.arch.n_heads, of.arch.n_kv_heads, of.arch.head_dim,
                           of.arch.keys_are_values)  # fmt: skip
             kind = [None, None, None, routed, heads, sublayers]
@@ -752,7 +752,7 @@ def test_check_at_start_passes(name):
 
 # {what is wrong: (a family, fields of its record or of the Architecture)}
 PLANTED = {
-    "norm offset": ("gemma", {"norm": "rms"}),
+    "norm offset": ("gemma", {"norm_kind": "rms"}),
     "halves instead of pairs": ("glm4", {"rotary_interleaved": False}),
     "pairs instead of halves": ("llama", {"rotary_interleaved": True}),
     "multiplier of residuals": ("granite", {"residual_multiplier": 1.0}),
@@ -768,7 +768,7 @@ PLANTED = {
     "gate": ("llama", {"gated": False, "mlp_in": ("mlp.up_proj",)}),
     "bias of norms": ("starcoder2", {"norm_bias": False}),
     "bases of rotary by layer": ("granite_swa", {"layer_thetas": False}),
-    "norm without 1": ("nemotron", {"norm": "layer"}),
+    "norm without 1": ("nemotron", {"norm_kind": "layer"}),
 }
 
 
@@ -849,9 +849,10 @@ def chunks_equal(rule, recurrence, inputs, grad, lengths):
 
 
 MIXERS = {  # {function: (mixer, what names of its tensors begin with, which part decays)}
-    autograd_mixers.delta_net: (DeltaNet(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
-    autograd_mixers.mamba2: (Mamba2(2, 3, 2, 3, 4, conv_bias=False, step_limits=(0.0, math.inf),
-                           norm_eps=1e-6), "mamba.", "dt")}  # fmt: skip
+    autograd_mixers.delta_net: (DeltaNetRecord(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
+    autograd_mixers.mamba2: (
+        Mamba2Record(2, 3, 2, 3, 4, conv_bias=False, step_limits=(0.0, math.inf), norm_eps=1e-6),
+        "mamba.", "dt")}  # fmt: skip
 
 
 @pytest.mark.parametrize("function", MIXERS, ids=lambda f: f.__name__)
@@ -876,7 +877,7 @@ def test_decays_of_large_values_are_finite(function):
 
 def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
     """Stand-ins for its kernels, which need a GPU."""
-    mixer, cpu = DeltaNet(2, 4, 16, 32, 4), torch.device("cpu")
+    mixer, cpu = DeltaNetRecord(2, 4, 16, 32, 4), torch.device("cpu")
     plain = recurrence.eager_delta_rule
 
     def fails(*_):
@@ -887,8 +888,8 @@ def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
 
     for rule, why in ((plain, ""), (fails, "RuntimeError: not on this GPU"), (leaks, "% off here"),
                       (lambda q, k, v, *rest: plain(k, q, v, *rest), "% off here")):
-        monkeypatch.setitem(recurrence.RECURRENCES, DeltaNet, dataclasses.replace(
-            recurrence.RECURRENCES[DeltaNet], fla=rule))
+        monkeypatch.setitem(recurrence.RECURRENCES, DeltaNetRecord, dataclasses.replace(
+            recurrence.RECURRENCES[DeltaNetRecord], fla=rule))
         got = recurrence.why_no_fla(mixer, cpu)
         assert got.endswith(why) and bool(got) == bool(why)
 
@@ -1154,7 +1155,7 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
     assert torch.equal(embed(model, ids), seen[0][0])
     norm, bias = (getattr(final, part, None) for part in ("weight", "bias"))
     assert (bias is None) == (not arch.norm_bias)
-    assert torch.equal(norm_of(x, norm, arch.norm, arch.norm_eps, bias), want)
+    assert torch.equal(norm_of(x, norm, arch.norm_kind, arch.norm_eps, bias), want)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_dynamic"])
@@ -1211,7 +1212,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     micro_batch = types.SimpleNamespace(
         longest=n, segments=segments, context_shard=None,
         attention_kernels=kernels)  # fmt: skip
-    mixer = make_layer_specs(arch, (), CONFIG)[0].mixer.token_mixer
+    mixer = make_layer_specs(arch, (), CONFIG)[0].mixer_sublayer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(batch=micro_batch, layer=layer, saves_attention=False)
     got, _ = attend(call, arch, mixer.window, (None, None, None), (0, 1))
@@ -1230,10 +1231,10 @@ def test_large_logits_do_not_overflow(name):
     pair = Pair(name)
     model, cap = pair.make(), pair.arch.logits_softcap
     adapter_values(model, pair.values)
-    model.head = model.head * 1000
+    model.lm_head = model.lm_head * 1000
     micro_batch = micro_batch_of([pair.ids], model)
     with torch.no_grad():
-        logits = model(micro_batch, wants_loss=False) @ model.head.t()
+        logits = model(micro_batch, wants_loss=False) @ model.lm_head.t()
         assert logits.max() > 100
         logits = cap * torch.tanh(logits / cap) if cap else logits
         want = F.cross_entropy(logits[:-1], pair.ids[1:], reduction="sum")

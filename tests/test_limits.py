@@ -23,16 +23,16 @@ from test_layer import VOCABULARY
 from test_memory import H200, PLAN
 from train_fsdp_qlora import learning_rate
 
+from fsdp_qlora.checks import compare_with_transformers as check
+from fsdp_qlora.checks import untrained_tokens
+from fsdp_qlora.checks.compare_with_transformers import compare_with_transformers
+from fsdp_qlora.checks.untrained_tokens import ZERO_ROW, untrained_rows
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache
 from fsdp_qlora.data.dataset import cache_key, prepare_rows
 from fsdp_qlora.data.encode import check_tokens
 from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.errors import RefusedExample
-from fsdp_qlora.evaluation import compare_with_transformers as check
-from fsdp_qlora.evaluation import untrained_tokens
-from fsdp_qlora.evaluation.compare_with_transformers import compare_with_transformers
-from fsdp_qlora.evaluation.untrained_tokens import ZERO_ROW, untrained_rows
 from fsdp_qlora.files import digest
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.plan import Plan
@@ -40,9 +40,9 @@ from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
     DoesNotFit, SearchInputs, Workload, check_host, pick_plan, use_cuda_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
-from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
 from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
+from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
 from fsdp_qlora.run.startup_log import log_startup
 from fsdp_qlora.run.state import Progress
 
@@ -94,7 +94,7 @@ def test_row_of_the_head_that_was_never_learned(kind, share, found, monkeypatch)
     half /= half.norm(dim=1, keepdim=True)
     head = torch.cat([half, -half]) + 5 * (kind == "distance")
     head[9] = head[9] * share if kind == "norm" else 5 + (head[9] - 5) * share
-    model = types.SimpleNamespace(head=head, group_size=1, gather=lambda own: own[None],
+    model = types.SimpleNamespace(lm_head=head, group_size=1, gather=lambda own: own[None],
                                   arch=types.SimpleNamespace(vocab_size=4000))  # fmt: skip
     name = {"norm": "a tiny row", "distance": "the mean of all rows"}[kind]
     name = ZERO_ROW if (kind, found) == ("norm", "zero") else name
@@ -155,7 +155,7 @@ def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypat
         plan, token_seconds=seconds))  # fmt: skip
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
     search = SearchInputs(None, None, (), workload, 10_000, H200)
-    assert use_cuda_graphs(plan_of(100), search, False).graphs == is_graphed
+    assert use_cuda_graphs(plan_of(100), search, False).uses_cuda_graphs == is_graphed
 
 
 GIB = 2**30
@@ -221,7 +221,7 @@ def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, mo
         rows, _, _ = prepare_rows([str(path)], tokenizer, 70_000, 200_000, "2020-01-31")
     assert len(rows) == 601 and rows.lengths.tolist() == [len(ids) for ids in wanted]
     assert all(torch.equal(part, ids) for i, ids in enumerate(wanted) for part in rows.tokens(i))
-    counts = torch.from_numpy(untrained_tokens.count_trained(rows, 200_000))
+    counts = torch.from_numpy(untrained_tokens.count_loss_tokens(rows, 200_000))
     assert torch.equal(counts, tokens.bincount(minlength=200_000))
 
 

@@ -23,7 +23,7 @@ from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
-from fsdp_qlora.layer import call, experts, grouped_mm, lora_matmul
+from fsdp_qlora.layer import call, grouped_mm, lora_matmul, moe
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.layer_costs.layer import LayerCosts
@@ -177,18 +177,18 @@ def counted_kernels(arch, plan):
     """The fields attention_kernels and recurrence of a micro-batch."""
     recurrence, kernels = None, dict.fromkeys(
         ATTENTION_TYPES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
-    if plan.plain_attention:
+    if plan.attention_is_eager:
         kernels = dict.fromkeys(ATTENTION_TYPES, eager_attention)
     if plan.n_attention_saved:
         kernels = dict.fromkeys(ATTENTION_TYPES, sdpa_attention)
-    if plan.context_parallel_size > 1 and not plan.varlen_attention:
+    if plan.context_parallel_size > 1 and not plan.is_varlen:
         kernels = dict.fromkeys(ATTENTION_TYPES, piece_attention)
     if mixer := recurrent_mixer(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         def recurrence(*args):
             return counted.apply(*args[:5])
 
-        if plan.plain_recurrence:
+        if plan.recurrence_is_eager:
             recurrence = RECURRENCES[type(mixer)].eager
     return {"attention_kernels": kernels, "recurrence": recurrence}
 
@@ -201,21 +201,21 @@ def only_shape(layer, fused, adapter):
 @pytest.fixture
 def kernels_make_shapes_alone(monkeypatch):
     """Products of experts, products in fp32, and dequantized weights."""
-    for module in (call, experts):
+    for module in (call, moe):
         monkeypatch.setattr(module, "dequantize", only_shape)
-    for module in (grouped_mm, experts):
+    for module in (grouped_mm, moe):
         monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
         monkeypatch.setattr(module, "grouped_matmul", lambda rows, weights, _: rows.new_empty(
             len(rows), weights.shape[2]))
     monkeypatch.setattr(grouped_mm, "grouped_outer", lambda a, b, chunk: a.new_empty(
         len(chunk.experts), a.shape[1], b.shape[1], dtype=torch.float32))
     monkeypatch.setattr(lora_matmul, "fp32_matmul", torch.mm)  # a GPU's reads bf16, too
-    clamped, route = experts.clamped_glu_backward_, experts.route
+    clamped, route = moe.clamped_glu_backward_, moe.route
 
     def clamped_and_seen(*args):  # its result counts beside what it reads, which is freed next
         return clamped(*args).detach()
 
-    monkeypatch.setattr(experts, "clamped_glu_backward_", clamped_and_seen)
+    monkeypatch.setattr(moe, "clamped_glu_backward_", clamped_and_seen)
 
     def even_route(call, x, choice, wants_bounds):  # to each expert as many rows
         routing = route(call, x, choice)
@@ -223,7 +223,7 @@ def kernels_make_shapes_alone(monkeypatch):
         routing.bounds = [rows * i // n for i in range(n + 1)] if wants_bounds else None
         return routing
 
-    monkeypatch.setattr(experts, "route", even_route)
+    monkeypatch.setattr(moe, "route", even_route)
 
 
 # ---- a layer of these ----
@@ -264,7 +264,7 @@ def fake_micro_batch(arch, plan, lengths):
 def shapes_alone(plan):
     """A mode in which tensors get no values. On the meta device, which takes a third of the time of
     the other, torch's attention has more temporaries than on a CPU."""
-    return FakeTensorMode() if plan.plain_attention else torch.device("meta")
+    return FakeTensorMode() if plan.attention_is_eager else torch.device("meta")
 
 
 def measure(arch, spec, index, plan, with_backward=True):
@@ -302,7 +302,7 @@ def planned(spec, plan):
 def plan_of(arch, saves, **settings):
     """One whose layers all keep that."""
     n = arch.n_layers
-    of_layers = {"recomputed": n * (saves != "all"), "save_mid_residual": saves == "mid_residual",
+    of_layers = {"n_recomputed": n * (saves != "all"), "save_mid_residual": saves == "mid_residual",
                  "n_mlp_saved": n * (saves == "mlp"),
                  "n_attention_saved": n * (saves == "attention"), "micro_batch_tokens": 2048}
     return Plan(**{**PLAN, "n_layers": n, **of_layers, **settings})
@@ -335,9 +335,9 @@ KINDS = [
 
 
 NOTHING, HELD = {}, {"reuse_dequantized": True}
-RANGES, NARROW = {"expert_ranges": 4}, {"expert_ranges": 16}
-PLAIN, PLAIN_ATTENTION = {"plain_recurrence": True}, {"plain_attention": True}
-LONG = {"plain_attention": True, "micro_batch_tokens": 8192}  # longer than a window
+RANGES, NARROW = {"n_expert_ranges": 4}, {"n_expert_ranges": 16}
+PLAIN, PLAIN_ATTENTION = {"recurrence_is_eager": True}, {"attention_is_eager": True}
+LONG = {"attention_is_eager": True, "micro_batch_tokens": 8192}  # longer than a window
 SLICES = {"micro_batch_tokens": 131_200}  # three
 EXPERTS = {"target_modules": ("all-linear", "experts")}
 AROUND = {"target_modules": ("all-linear", "fc1_latent_proj", "fc2_latent_proj")}
@@ -460,7 +460,7 @@ def test_plan_knows_the_heads_peak(
     with shapes_alone(plan):
         head, norm = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), torch.empty(
             arch.hidden_size, dtype=dtype)
-        model = types.SimpleNamespace(arch=arch, head=head, head_bias=None, norm=norm,
+        model = types.SimpleNamespace(arch=arch, lm_head=head, lm_head_bias=None, norm=norm,
                                       norm_bias=None, group_size=1, group_rank=0,
                                       own_rows=range(arch.vocab_size), token_rows=None,
                                       gather=lambda own: own[None])
@@ -477,7 +477,7 @@ def test_plan_knows_the_heads_peak(
             LinearCrossEntropy.apply(x, model, micro_batch, head_rows).sum().backward()
     # with graphs the plan says the head's alone
     got = storages.most
-    want = predict_memory(dataclasses.replace(plan, graphs=True), arch, specs).memory[
+    want = predict_memory(dataclasses.replace(plan, uses_cuda_graphs=True), arch, specs).memory[
         "live layer or head"]
     print(f"{got / 2**20:.1f} MiB at the peak, {want / 2**20:.1f} planned: {got / want:.4f}")
     assert got / want == pytest.approx(share, abs=0.002)
@@ -489,7 +489,7 @@ def test_plan_knows_the_heads_peak(
 def test_plan_counts_what_a_model_has_to_the_byte(family):
     """Its weights in 4 bits, their scales, and all other frozen tensors but the last norms'."""
     arch, model = tiny_plain_model(family)
-    tables = [model.embedding, model.head, model.per_layer_table, model.per_layer_projection]
+    tables = [model.embedding, model.lm_head, model.per_layer_table, model.per_layer_projection]
     got = sum({t.data_ptr(): t.nbytes for t in tables if t is not None}.values())
     for layer in model.layers:
         blocks = layer.packed_weights
@@ -564,7 +564,7 @@ class FakeExchange(KeyExchange):
     ("glm-4.7-flash", 0, "all", NOTHING, 0.954),
     ("glm-4.7-flash", 0, "input", {"micro_batch_tokens": 32_768}, 0.953),
     ("glm-4.7-flash", 0, "attention", {"micro_batch_tokens": 32_768}, 0.953),
-    ("glm-4.7-flash", 0, "input", {"context_parallel_size": 4, "varlen_attention": True}, 0.987),
+    ("glm-4.7-flash", 0, "input", {"context_parallel_size": 4, "is_varlen": True}, 0.987),
     ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384}, 0.888),
     ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384, "context_parallel_size": 8}, 0.948),
 ])  # fmt: skip

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import merge_adapters
 from fsdp_qlora.hashing import tensor_checksum
+from fsdp_qlora.merge import open_run
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.pretrained.reader import (
-    DTYPES, RandomWeights, ReadRequest, WeightReader, stored_tensors, tensors_of)
+    DTYPES, RandomWeights, ReadRequest, WeightReader, read_header, stored_tensors)
 from fsdp_qlora.pretrained.weight_formats import NF4_STATE
-from fsdp_qlora.run import open_run
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -55,7 +55,7 @@ def stored(tmp_path, monkeypatch):
                 requests.append(ReadRequest(name, shape, rows))
     for file in set(files.values()):
         save_file({n: t for n, t in tensors.items() if files[n] == file}, file)
-    return tensors, {n: tensors_of(file)[n] for n, file in files.items()}, requests
+    return tensors, {n: read_header(file)[n] for n, file in files.items()}, requests
 
 
 def right(tensors, request, got):
@@ -171,7 +171,7 @@ def test_sums_of_parts_add_up_to_that_of_the_whole(dtype, monkeypatch):
 def test_base_digest_looks_at_all_of_a_tensor(place, tiny_model, tmp_path):
     base = Path(shutil.copytree(tiny_model("llama"), tmp_path / "base"))
     before, path = base_digest(base), base / "model.safetensors"
-    stored = tensors_of(path)[LAYER]
+    stored = read_header(path)[LAYER]
     content = bytearray(path.read_bytes())
     content[stored.start + (stored.stop - 1 - stored.start) * place // 15] ^= 1
     path.write_bytes(content)

@@ -16,12 +16,12 @@ from families import TINY
 from test_benchmarks import bench
 from transformers import AutoModelForCausalLM
 
+from fsdp_qlora.checks.compare_with_transformers import plain_model
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
-from fsdp_qlora.evaluation.compare_with_transformers import plain_model
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention, sdpa_attention
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
@@ -51,7 +51,7 @@ GRAPHS = "CUDA graphs"
 # shapes, layers, peak allocated in GiB, tokens/s per GPU, what the plan has else than PLAN; on
 # H200s, below H100s. What measure_machine() finds there is 8e14 FLOP/s.
 PLAN = {"compute_dtype": "bfloat16", "shard_group_size": 1, "reshard_after_forward": True,
-        "micro_batch_tokens": 4096, "recomputed": 0, "save_mid_residual": False,
+        "micro_batch_tokens": 4096, "n_recomputed": 0, "save_mid_residual": False,
         "reuse_dequantized": False, "offload_activations": False,
         "offload_params": False}  # fmt: skip
 HELD = {"shard_group_size": 2, "save_mid_residual": True, "reuse_dequantized": True}
@@ -60,16 +60,16 @@ MEASURED = [
     ("llama-3-8b", 32, 17.65, 16_211, {}),
     ("llama-3-8b", 32, 53.21, 16_615, {"micro_batch_tokens": 16384}),
     ("llama-2-70b", 80, 92.78, 1_970, {}),
-    ("llama-2-70b", 80, 124.74, 1_866, {"recomputed": 7, "micro_batch_tokens": 8192, **HELD}),
-    ("llama-2-70b", 8, 6.28, 14_305, {"recomputed": 8, **HELD}),
+    ("llama-2-70b", 80, 124.74, 1_866, {"n_recomputed": 7, "micro_batch_tokens": 8192, **HELD}),
+    ("llama-2-70b", 8, 6.28, 14_305, {"n_recomputed": 8, **HELD}),
     # at ac0fff0
-    ("llama-3-8b", 32, 5.96, 11_573, {"recomputed": 32, **HELD}),
+    ("llama-3-8b", 32, 5.96, 11_573, {"n_recomputed": 32, **HELD}),
     (
         "llama-2-70b",
         80,
         20.40,
         1_444,
-        {"recomputed": 80, **HELD, "reuse_dequantized": False, "offload_activations": True},
+        {"n_recomputed": 80, **HELD, "reuse_dequantized": False, "offload_activations": True},
     ),
     # at d168899
     (
@@ -77,9 +77,9 @@ MEASURED = [
         80,
         20.33,
         1_424,
-        {"recomputed": 80, **HELD, "reuse_dequantized": False, "offload_activations": True},
+        {"n_recomputed": 80, **HELD, "reuse_dequantized": False, "offload_activations": True},
     ),
-    ("qwen2.5-32b", 64, 20.21, 3_044, {"recomputed": 55, **HELD}),
+    ("qwen2.5-32b", 64, 20.21, 3_044, {"n_recomputed": 55, **HELD}),
     ("qwen2.5-32b", 64, 38.46, 3_736, {"micro_batch_tokens": 2048}),
     # mixtures
     ("glm-4.5-air", 46, 120.03, 6_672, {"shard_group_size": 2, "micro_batch_tokens": 16384}),
@@ -88,7 +88,7 @@ MEASURED = [
         24,
         20.91,
         19_185,
-        {"recomputed": 14, "reuse_dequantized": True, "micro_batch_tokens": 8192},
+        {"n_recomputed": 14, "reuse_dequantized": True, "micro_batch_tokens": 8192},
     ),
     ("gpt-oss-120b", 36, 108.60, 13_733, {"micro_batch_tokens": 16384}),
     (
@@ -96,7 +96,7 @@ MEASURED = [
         46,
         123.61,
         6_900,
-        {"recomputed": 12, "reuse_dequantized": True, "micro_batch_tokens": 16384},
+        {"n_recomputed": 12, "reuse_dequantized": True, "micro_batch_tokens": 16384},
     ),
     (
         "qwen3-235b-a22b",
@@ -104,22 +104,23 @@ MEASURED = [
         124.86,
         2_759,
         {
-            "recomputed": 92,
+            "n_recomputed": 92,
             "reuse_dequantized": True,
-            "expert_ranges": 4,
+            "n_expert_ranges": 4,
             "micro_batch_tokens": 8192,
         },
     ),
     ("mistral-nemo-12b", 20, 13.36, 21_011, {}),
     ("qwen3-30b-a3b", 48, 63.58, 24_314, {"micro_batch_tokens": 16384}),
     ("glm-4.5-air", 46, 101.01, 6_465, {"micro_batch_tokens": 8192}),
-    ("qwen3-30b-a3b", 4, 5.07, 131_812, {"graphs": True}),  # reserved, as always with CUDA graphs
+    # reserved, as always with CUDA graphs
+    ("qwen3-30b-a3b", 4, 5.07, 131_812, {"uses_cuda_graphs": True}),
     (
         "qwen3-30b-a3b",
         4,
         4.40,
         118_999,
-        {"graphs": True, "recomputed": 4, "reuse_dequantized": True},
+        {"uses_cuda_graphs": True, "n_recomputed": 4, "reuse_dequantized": True},
     ),
     # at 2313221
     (
@@ -128,7 +129,7 @@ MEASURED = [
         20.83,
         1_702,
         {
-            "recomputed": 80,
+            "n_recomputed": 80,
             **HELD,
             "reuse_dequantized": False,
             "offload_activations": True,
@@ -140,26 +141,32 @@ MEASURED = [
         20,
         7.80,
         15_531,
-        {"recomputed": 20, **HELD, "reshard_after_forward": False},
+        {"n_recomputed": 20, **HELD, "reshard_after_forward": False},
     ),
-    ("qwen3-235b-a22b", 94, 125.01, 2_999, {"recomputed": 34, "micro_batch_tokens": 8192, **HELD}),
-    ("glm-4.5-air", 46, 41.42, 4_614, {"recomputed": 44, "micro_batch_tokens": 8192, **HELD}),
+    (
+        "qwen3-235b-a22b",
+        94,
+        125.01,
+        2_999,
+        {"n_recomputed": 34, "micro_batch_tokens": 8192, **HELD},
+    ),
+    ("glm-4.5-air", 46, 41.42, 4_614, {"n_recomputed": 44, "micro_batch_tokens": 8192, **HELD}),
     ("gpt-oss-120b", 36, 107.84, 14_217, {"micro_batch_tokens": 16384}),
     (
         "gpt-oss-120b",
         36,
         126.32,
         12_375,
-        {"recomputed": 9, "micro_batch_tokens": 16384, **HELD, "reshard_after_forward": False},
+        {"n_recomputed": 9, "micro_batch_tokens": 16384, **HELD, "reshard_after_forward": False},
     ),
 ]
-LONG_ROW = {"recomputed": 32, "save_mid_residual": True, "offload_activations": True,
+LONG_ROW = {"n_recomputed": 32, "save_mid_residual": True, "offload_activations": True,
             "embedding_on_host": True}  # of rank 32, one document a micro-batch
 ON_H100 = [
     ("qwen2.5-32b", 64, 57.68, 3_926, {}),
-    ("llama-2-70b", 80, 70.12, 1_748, {"recomputed": 9, **HELD, "save_mid_residual": False}),
+    ("llama-2-70b", 80, 70.12, 1_748, {"n_recomputed": 9, **HELD, "save_mid_residual": False}),
     ("llama-2-70b", 80, 64.37, 1_805, {"micro_batch_tokens": 2048}),
-    ("llama-2-70b", 80, 69.78, 1_592, {"recomputed": 49, "micro_batch_tokens": 8192, **HELD,
+    ("llama-2-70b", 80, 69.78, 1_592, {"n_recomputed": 49, "micro_batch_tokens": 8192, **HELD,
                                        "save_mid_residual": False}),
     ("llama-3-8b", 32, 53.21, 16_580, {"micro_batch_tokens": 16384}),
     # at 18630e0
@@ -167,17 +174,17 @@ ON_H100 = [
     ("nemotron-3-nano-30b", 52, 53.99, 20_724, {"micro_batch_tokens": 16384}),
     ("qwen3.5-9b", 32, 68.83, 13_990, {"micro_batch_tokens": 16384}),
     ("qwen3.5-9b", 32, 22.86, 12_977, {}),
-    ("qwen3.5-9b", 32, 23.19, 13_338, {"graphs": True}),
+    ("qwen3.5-9b", 32, 23.19, 13_338, {"uses_cuda_graphs": True}),
     ("lfm3-1.7b", 24, 26.88, 59_307, {"micro_batch_tokens": 16384}),
     # long rows
-    ("llama-3-8b", 32, 15.29, 12_520, {"recomputed": 32, "micro_batch_tokens": 16384,
+    ("llama-3-8b", 32, 15.29, 12_520, {"n_recomputed": 32, "micro_batch_tokens": 16384,
                                        "save_mid_residual": True, "reuse_dequantized": True}),
     ("llama-3-8b", 32, 6.96, 7_834, {"micro_batch_tokens": 22528, **LONG_ROW}),
     ("llama-3-8b", 32, 10.17, 4_144, {"micro_batch_tokens": 75776, **LONG_ROW}),
     # in plain torch
     ("llama-3-8b-dropout", 32, 53.67, 1_944,
-     {"micro_batch_tokens": 16384, "plain_attention": True}),
-    ("gemma-2-27b", 46, 53.13, 2_454, {"plain_attention": True}),
+     {"micro_batch_tokens": 16384, "attention_is_eager": True}),
+    ("gemma-2-27b", 46, 53.13, 2_454, {"attention_is_eager": True}),
 ]  # fmt: skip
 
 @functools.lru_cache(None)
@@ -233,12 +240,12 @@ def test_prediction_is_near_what_was_measured(name, layers, peak, speed, setting
     assert 0.9 < faster < 1.2
 
 
-@pytest.mark.parametrize("tokens, recomputed, peak", [(32_768, 2, 122.25), (262_144, 30, 85.11)])
-def test_peak_of_layers_of_two_kinds(tokens, recomputed, peak):
+@pytest.mark.parametrize("tokens, n_recomputed, peak", [(32_768, 2, 122.25), (262_144, 30, 85.11)])
+def test_peak_of_layers_of_two_kinds(tokens, n_recomputed, peak):
     """Measured with Qwen3.5-9B on an H200 at 7b8c5b2. Its delta nets need most in backward, but the
     last layer is attention: when the delta net before it runs, what it saved is free."""
     _, arch, specs = shapes_of("qwen3.5-9b")
-    plan = predicted(arch, specs, micro_batch_tokens=tokens, recomputed=recomputed,
+    plan = predicted(arch, specs, micro_batch_tokens=tokens, n_recomputed=n_recomputed,
                      offload_activations=True, reuse_dequantized=True)
     print(f"{plan.bytes / GIB:.2f} GiB, measured {peak}")
     assert plan.bytes / GIB == pytest.approx(peak, rel=0.03)
@@ -315,9 +322,9 @@ def test_plan_counts_what_a_layer_keeps_to_the_byte(family, saves):
             for n_layers in (one, one + 1) for n in (40, 56)}  # fmt: skip
 
     def planned(n_layers, n):
-        recomputed = 0 if saves == "all" else n_layers
+        n_recomputed = 0 if saves == "all" else n_layers
         plan = Plan(**{
-            **PLAN, "n_layers": n_layers, "recomputed": recomputed, "micro_batch_tokens": n,
+            **PLAN, "n_layers": n_layers, "n_recomputed": n_recomputed, "micro_batch_tokens": n,
             "save_mid_residual": saves == "mid_residual",
             "n_mlp_saved": n_layers if saves == "mlp" else 0})
         layers = count_layers(tuple(layer.spec for layer in model.layers[:n_layers]))
@@ -338,14 +345,14 @@ def test_sharding_offloading_and_recomputing_take_what_they_say():
         ({"shard_group_size": 4}, "4-bit weights", 1 / 4),
         ({"shard_group_size": 2}, "adapter and gradients", 1 / 2),
         ({"offload_params": True}, "4-bit weights", 0),
-        ({"recomputed": 40}, "kept by other layers", 1 / 2),
-        ({"micro_batch_tokens": 2048}, "kept by other layers", 1 / 2),
+        ({"n_recomputed": 40}, "saved by other layers", 1 / 2),
+        ({"micro_batch_tokens": 2048}, "saved by other layers", 1 / 2),
     ):
         got = dict(predicted(arch, specs, **settings).memory).get(kind, 0)
         assert got == pytest.approx(part * base[kind], rel=1e-3), settings
-    offloaded = predicted(arch, specs, recomputed=80, offload_activations=True)
+    offloaded = predicted(arch, specs, n_recomputed=80, offload_activations=True)
     assert offloaded.host_bytes == 79 * 4096 * 8192 * 2  # the last one's input stays
-    assert offloaded.bytes < predicted(arch, specs, recomputed=80).bytes - 4 * GIB
+    assert offloaded.bytes < predicted(arch, specs, n_recomputed=80).bytes - 4 * GIB
     whole = predicted(arch, specs, offload_params=True).host_bytes
     assert predicted(arch, specs, offload_params=True, shard_group_size=2).host_bytes * 2 == whole
     dora = shapes_of("llama-2-70b", adapter="dora")[1:]
@@ -355,7 +362,7 @@ def test_sharding_offloading_and_recomputing_take_what_they_say():
         predicted(*dora, micro_batch_tokens=n).memory["DoRA"] for n in (4096, 16384)
     )
     assert kept_of_more - kept == 3 * 4096 * 10 * 2 * 28672
-    recomputed, of_more = (predicted(*dora, recomputed=80, micro_batch_tokens=n).memory["DoRA"]
+    recomputed, of_more = (predicted(*dora, n_recomputed=80, micro_batch_tokens=n).memory["DoRA"]
                            for n in (4096, 16384))  # fmt: skip
     assert recomputed == of_more == kept
 
@@ -367,7 +374,7 @@ def test_adapter_and_its_gradient_are_counted_to_the_byte():
     assert predicted(arch, specs).memory["adapter and gradients"] == 2 * 4 * n
 
 
-def test_rows_of_the_evaluation_fit_into_the_bins():
+def test_rows_of_the_evaluation_fit_into_the_micro_batches():
     config, arch, specs = shapes_of("llama-3-8b", 1)
     rows, eval_rows = (make_rows([(list(range(n)),) * 2] * 2) for n in (10, 300))
     config = dataclasses.replace(config, max_steps=2, batch_size=2)
@@ -402,7 +409,7 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
     model = types.SimpleNamespace(device=cpu, plan=plan, store=None,
                                   kernels=Kernels({"full": "fixed_len"}, {"full": "varlen"}))
     kernel = make_micro_batch(rows, [[0, 1]], model).attention_kernels["full"]
-    assert plan.varlen_attention == (kernel == "varlen") == (lengths != (30, 30))
+    assert plan.is_varlen == (kernel == "varlen") == (lengths != (30, 30))
     assert workload.uneven_labels == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
 
 
@@ -420,13 +427,13 @@ def test_layers_of_different_sizes_add_up():
         return predicted(arch, specs, **settings).memory
 
     wides, narrows, mixed = (memory(*x) for x in (wide, narrow, wide[:4] + narrow[4:]))
-    for kind in "4-bit weights", "kept by other layers":
+    for kind in "4-bit weights", "saved by other layers":
         assert narrows[kind] < wides[kind] and 2 * mixed[kind] == wides[kind] + narrows[kind]
     assert mixed["live layer or head"] == wides["live layer or head"]
-    settings = {"shard_group_size": 2, "recomputed": 1}
+    settings = {"shard_group_size": 2, "n_recomputed": 1}
     one, other = (memory(a[0], *b[1:], **settings) for a, b in ((wide, narrow), (narrow, wide)))
-    assert one["kept by other layers"] * 8 == narrows["kept by other layers"] * 7
-    assert other["kept by other layers"] * 8 == wides["kept by other layers"] * 7
+    assert one["saved by other layers"] * 8 == narrows["saved by other layers"] * 7
+    assert other["saved by other layers"] * 8 == wides["saved by other layers"] * 7
     assert one["gathered weights"] == other["gathered weights"]  # room for the largest
 
 
@@ -440,21 +447,21 @@ def test_auto_recomputes_as_few_layers_as_fit():
     for limit_gib in (6, 8, 10, 12, 22.5):
         plan = choose("llama-3-8b", limit_gib, **flags)
         assert plan.fits(limit_gib * GIB) and plan.bytes <= (1 - FRAGMENTATION) * limit_gib * GIB
-        if plan.recomputed:
+        if plan.n_recomputed:
             _, arch, specs = shapes_of("llama-3-8b", **flags)
             same = {
                 "save_mid_residual": plan.save_mid_residual,
                 "reuse_dequantized": plan.reuse_dequantized,
             }
-            n = plan.recomputed - 1
-            fewer = predicted(arch, specs, shard_group_size=2, recomputed=n, **same)
+            n = plan.n_recomputed - 1
+            fewer = predicted(arch, specs, shard_group_size=2, n_recomputed=n, **same)
             assert fewer.bytes > 0.9 * limit_gib * GIB  # where that can be, a tenth stays free
-        chosen.append(plan.recomputed)
+        chosen.append(plan.n_recomputed)
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] > chosen[1] > chosen[2] > chosen[3] > chosen[4] == 0
-    assert choose("llama-3-8b", 0, **flags).recomputed == 0  # no limit
+    assert choose("llama-3-8b", 0, **flags).n_recomputed == 0  # no limit
     for recompute, n in ("all", 32), ("7", 7), ("none", 0):
-        assert choose("llama-3-8b", 80, recompute=recompute, **flags).recomputed == n
+        assert choose("llama-3-8b", 80, recompute=recompute, **flags).n_recomputed == n
 
 
 def test_recomputed_layers_keep_more_where_memory_allows():
@@ -462,7 +469,7 @@ def test_recomputed_layers_keep_more_where_memory_allows():
 
     def kept(limit_gib, **more):
         plan = choose("llama-2-70b", limit_gib, **flags, **more)
-        assert plan.recomputed == 80
+        assert plan.n_recomputed == 80
         return plan.save_mid_residual, plan.reuse_dequantized
 
     assert kept(27) == (False, False)
@@ -514,7 +521,7 @@ def test_parallel_layers_and_short_rows_save_no_results_of_attention():
     workload = Workload(8192, 8192, 8192, 8192.0, False, 1, torch.device("cuda"),
                         can_reuse_lse=True)  # fmt: skip
     for parallel in False, True:
-        changed = dataclasses.replace(arch, parallel=parallel)
+        changed = dataclasses.replace(arch, parallel_residual=parallel)
         assert can_save_attention(
             SearchInputs(config, changed, specs, workload, 80 * GIB, H200)) != parallel
     shorter = dataclasses.replace(workload, mean_document_tokens=8191)
@@ -538,12 +545,12 @@ def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkey
 def test_offloaded_results_of_attention_are_on_the_gpu_for_two_layers():
     """For the one that is recomputed, and for the one before it, which is fetched."""
     _, arch, specs = shapes_of("llama-3-8b")
-    plan = predicted(arch, specs, recomputed=32, n_attention_saved=32, offload_activations=True)
+    plan = predicted(arch, specs, n_recomputed=32, n_attention_saved=32, offload_activations=True)
     of_layer = 4096 * (2 * 4096 * 2 + 32 * 4)  # x, attention's output, and logsumexps in fp32
-    assert plan.memory["kept by recomputed layers"] == 2 * of_layer
+    assert plan.memory["saved by recomputed layers"] == 2 * of_layer
     assert plan.host_bytes == 31 * of_layer
-    first = predicted(arch, specs, recomputed=32, n_attention_saved=8, offload_activations=True)
-    assert first.memory["kept by recomputed layers"] == 2 * of_layer
+    first = predicted(arch, specs, n_recomputed=32, n_attention_saved=8, offload_activations=True)
+    assert first.memory["saved by recomputed layers"] == 2 * of_layer
     assert first.host_bytes == 31 * 4096 * 4096 * 2 + 7 * (of_layer - 4096 * 4096 * 2)
 
 
@@ -552,7 +559,7 @@ def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
     _, arch, specs = shapes_of("llama-3-8b")
     seconds = {}
     for saved in ({}, {"save_mid_residual": True}, {"n_attention_saved": 32}):
-        plan = predicted(arch, specs, recomputed=32, micro_batch_tokens=65_536, **saved)
+        plan = predicted(arch, specs, n_recomputed=32, micro_batch_tokens=65_536, **saved)
         seconds[tuple(saved)] = layer_seconds(
             plan, arch, count_layers(specs), H200, 65_536).compute
     of_input, of_sum, of_attention = seconds.values()
@@ -562,11 +569,11 @@ def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
     assert of_sum - of_attention == pytest.approx(kernel - projection)
 
 
-def test_copies_with_small_bins_are_preferred_where_gathers_cost_more():
+def test_copies_with_small_micro_batches_are_preferred_where_gathers_cost_more():
     """Measured on two H100s: 1,805 tokens/s per GPU, sharded 1,748 with layers recomputed."""
     machine = dataclasses.replace(H200, flops=8e14, bandwidth=3e12)
     plan = choose("llama-2-70b", 77.5, machine=machine, rows=8)
-    assert (plan.shard_group_size, plan.micro_batch_tokens, plan.recomputed) == (1, 2048, 0)
+    assert (plan.shard_group_size, plan.micro_batch_tokens, plan.n_recomputed) == (1, 2048, 0)
 
 
 def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits():
@@ -582,7 +589,8 @@ def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits():
     assert 10 < n_kept(host_gib=40) < n_kept(host_gib=60) < 50
     assert 0 < n_kept(bus=3e10) < 60 and n_kept(bus=5e9) == 0  # a slow bus
     assert n_kept(recompute="all") == 0
-    assert choose("llama-3-8b", 80, offload_activations=True).recomputed == 0  # all fits on the GPU
+    # all fits on the GPU
+    assert choose("llama-3-8b", 80, offload_activations=True).n_recomputed == 0
 
 
 def test_smallest_group_that_fits_is_chosen():
@@ -610,14 +618,14 @@ def test_experts_are_in_no_more_ranges_than_there_are_experts():
                         mean_document_tokens=2048, uneven_lengths=False,
                         world_size=1, device=torch.device("cuda"))  # fmt: skip
     plans = possible_plans(SearchInputs(config, arch, specs, workload, 0, H200), 1)
-    assert {plan.expert_ranges for plan in plans} == {1, 4, 8}
+    assert {plan.n_expert_ranges for plan in plans} == {1, 4, 8}
 
 
 def test_group_is_weighed_against_recomputation_by_time():
     """A fast link is cheaper than to compute again, a slow one is not."""
     fast, slow = (choose("llama-2-70b", 55, machine=machine) for machine in (H200, SLOW_BUS))
-    assert (fast.shard_group_size, fast.recomputed) == (2, 0)
-    assert slow.shard_group_size == 1 and slow.recomputed > 0
+    assert (fast.shard_group_size, fast.n_recomputed) == (2, 0)
+    assert slow.shard_group_size == 1 and slow.n_recomputed > 0
     for chosen, other, machine in ((fast, 1, H200), (slow, 2, SLOW_BUS)):
         forced = choose("llama-2-70b", 55, machine=machine, shard_group_size=other)
         assert chosen.token_seconds < forced.token_seconds
@@ -644,7 +652,7 @@ def test_gathered_weights_stay_until_backward_where_that_is_faster_and_fits():
     assert kept > freed + GIB
 
 
-def test_bins_hold_the_longest_row_and_no_more_than_a_step_has():
+def test_micro_batches_hold_the_longest_row_and_no_more_than_a_step_has():
     for longest, rows in (2048, 4), (2048, 1), (5000, 2), (300, 40):
         plan = choose("llama-3-8b", 140, longest=longest, rows=rows)
         assert longest <= plan.micro_batch_tokens <= 1.07 * longest * rows
@@ -701,16 +709,17 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     """And where the host is slower than the GPU: with short micro-batches."""
     short = {"longest": 200, "rows": 2}
     plan = choose("llama-3-8b", 140, **short)
-    assert plan.graphs and plan.shard_group_size == 1
+    assert plan.uses_cuda_graphs and plan.shard_group_size == 1
     _, arch, specs = shapes_of("llama-3-8b")
     for ranges, graphs in ((1, True), (4, False)):  # ends of experts' rows are read by the host
-        of_ranges = dataclasses.replace(plan, graphs=False, token_seconds=1, expert_ranges=ranges)
+        of_ranges = dataclasses.replace(
+            plan, uses_cuda_graphs=False, token_seconds=1, n_expert_ranges=ranges)  # fmt: skip
         workload = Workload(400, 200, 200, 200, True, 1, torch.device("cuda"))
         search = SearchInputs(None, arch, specs, workload, 140 * GIB, H200)
-        assert use_cuda_graphs(of_ranges, search, True).graphs == graphs
+        assert use_cuda_graphs(of_ranges, search, True).uses_cuda_graphs == graphs
     assert sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS)) > 0
-    assert choose("llama-3-8b", 140, gpus=1, **short).graphs
-    assert not choose("llama-3-8b", 140).graphs  # 4,096 tokens and more keep the GPU busy
+    assert choose("llama-3-8b", 140, gpus=1, **short).uses_cuda_graphs
+    assert not choose("llama-3-8b", 140).uses_cuda_graphs  # 4,096 tokens and more keep the GPU busy
     for settings in (
         {"why_no_capture": "attention runs in plain torch"},
         {"shard_group_size": 2},
@@ -718,35 +727,37 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
         {"offload_activations": True, "recompute": "all"},
     ):
         plan = choose("llama-3-8b", 140, **short, **settings)
-        assert not plan.graphs and GRAPHS not in " ".join(plan.memory)
+        assert not plan.uses_cuda_graphs and GRAPHS not in " ".join(plan.memory)
 
 
 def test_graphs_of_mixers():
     """flash-linear-attention takes many launches for a delta net; for Mamba-2 it waits."""
     full = {"uneven_lengths": False, "rows": 2, "micro_batch_tokens": 4096, "recompute": "none"}
-    assert choose("qwen3.5-9b", 75, gpus=1, **full).graphs
-    assert not choose("llama-3-8b", 75, gpus=1, **full).graphs
-    reasons = [why_no_capture(shapes_of(name)[1], H200, plain_recurrence=plain) for name, plain in (
-        ("qwen3.5-9b", False), ("qwen3.5-9b", True), ("granite-4-h-small", False))]
+    assert choose("qwen3.5-9b", 75, gpus=1, **full).uses_cuda_graphs
+    assert not choose("llama-3-8b", 75, gpus=1, **full).uses_cuda_graphs
+    reasons = [
+        why_no_capture(shapes_of(name)[1], H200, recurrence_is_eager=plain) for name, plain in (
+            ("qwen3.5-9b", False), ("qwen3.5-9b", True), ("granite-4-h-small", False))]
     assert reasons == ["", "a mixer runs in plain torch",
                        "flash-linear-attention waits for the GPU in Mamba-2"]
 
 
-def test_memory_of_graphs_by_how_many_shapes_the_bins_have():
+def test_memory_of_graphs_by_how_many_shapes_the_micro_batches_have():
     """Where they differ, graphs reserve two more micro-batches than where all have one shape."""
     _, arch, specs = shapes_of("llama-3.2-1b", 16)
-    one, several = (predicted(arch, specs, graphs=True, graph_room=n) for n in (0, 2))
-    of_a_bin = one.memory["kept by other layers"] + one.memory["live layer or head"]
-    assert 1.8 * of_a_bin < several.bytes - one.bytes <= 2 * of_a_bin
+    one, several = (
+        predicted(arch, specs, uses_cuda_graphs=True, cuda_graph_room=n) for n in (0, 2))
+    of_a_micro_batch = one.memory["saved by other layers"] + one.memory["live layer or head"]
+    assert 1.8 * of_a_micro_batch < several.bytes - one.bytes <= 2 * of_a_micro_batch
     short = {"longest": 200, "rows": 4}
     one = choose("llama-3-8b", 140, **short, uneven_lengths=False)
-    assert one.graphs and one.graph_room == 0
-    assert choose("llama-3-8b", 140, **short, uneven_lengths=True).graph_room == 2
+    assert one.uses_cuda_graphs and one.cuda_graph_room == 0
+    assert choose("llama-3-8b", 140, **short, uneven_lengths=True).cuda_graph_room == 2
     equal_lengths = {"uneven_lengths": False, "uneven_labels": True}
-    assert choose("llama-3-8b", 140, **short, **equal_lengths).graph_room == 2
+    assert choose("llama-3-8b", 140, **short, **equal_lengths).cuda_graph_room == 2
     # its last micro-batch is shorter
     odd = choose("llama-3-8b", 140, **short, uneven_lengths=False, batch_size=9)
-    assert odd.graphs and odd.graph_room == 2
+    assert odd.uses_cuda_graphs and odd.cuda_graph_room == 2
 
 
 def test_graphs_are_left_where_their_memory_is_not_there():
@@ -754,8 +765,8 @@ def test_graphs_are_left_where_their_memory_is_not_there():
     plan = choose("llama-3-8b", 140, **short)
     own = sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS))
     limit_gib = (plan.bytes - own / 2) / (1 - FRAGMENTATION) / GIB
-    assert not choose("llama-3-8b", limit_gib, **short).graphs
-    assert choose("llama-3-8b", limit_gib + own / GIB, **short).graphs
+    assert not choose("llama-3-8b", limit_gib, **short).uses_cuda_graphs
+    assert choose("llama-3-8b", limit_gib + own / GIB, **short).uses_cuda_graphs
 
 
 OFFLOADED = {"offload_activations": True, "offload_params": True, "recompute": "all",
@@ -858,7 +869,7 @@ def test_every_launch_of_a_layer_counts():
     """Of one with experts in 4 ranges that is recomputed and sharded, on a card where torch
     multiplies 128 experts one by one: 4 products each, and 2 more."""
     _, arch, specs = shapes_of("qwen3-30b-a3b")
-    plan = Plan(**{**PLAN, "n_layers": 48, "recomputed": 48, "expert_ranges": 4,
+    plan = Plan(**{**PLAN, "n_layers": 48, "n_recomputed": 48, "n_expert_ranges": 4,
                    "shard_group_size": 2})  # fmt: skip
     machine = dataclasses.replace(H200, why_no_grouped="another card")
     found = layer_seconds(plan, arch, count_layers(specs), machine, 2048)
@@ -873,7 +884,7 @@ def test_plan_for_a_cpu_counts_what_the_host_has():
     """Also what is offloaded there; else the kernel would end the run while it loads."""
     flags = {"device": "cpu", "gpus": 1}
     plan = choose("llama-2-70b", 0, **flags)
-    assert plan.recomputed and 34 * GIB < plan.bytes < 64 * GIB
+    assert plan.n_recomputed and 34 * GIB < plan.bytes < 64 * GIB
     # four tensors of a chunk of logits in fp32, as nothing is one kernel: 256 MiB each
     assert plan.memory["live layer or head"] > 4 * 2**28
     assert predicted(*shapes_of("llama-2-70b")[1:]).memory["live layer or head"] < 2**30
@@ -937,7 +948,7 @@ def test_long_pieces_are_planned_with_the_speed_of_whole_rows(longest, shortest,
                       context_parallel_size=size, offload_activations=True)  # fmt: skip
 
     one, two = plan(1), plan(2)
-    assert two.varlen_attention == is_varlen and one.varlen_attention == uneven
+    assert two.is_varlen == is_varlen and one.is_varlen == uneven
     if not uneven:  # the step takes half the time; one GPU computes uneven rows in one slow call
         assert 0.9 < one.token_seconds / two.token_seconds < 1.1
 
@@ -946,9 +957,9 @@ def test_exchanged_keys_take_what_was_measured():
     """Four layers of an 8B, offloaded, a row of 131,072 tokens on two H200, Flash Attention 2."""
     _, arch, specs = shapes_of("llama-3-8b", 4)
     plan = predicted(arch, specs, micro_batch_tokens=65_536, context_parallel_size=2,
-                     recomputed=4, offload_activations=True, varlen_attention=True)  # fmt: skip
+                     n_recomputed=4, offload_activations=True, is_varlen=True)  # fmt: skip
     assert 8.17 < plan.bytes / GIB < 1.02 * 8.17
-    pieces = predict_memory(dataclasses.replace(plan, varlen_attention=False), arch, specs)
+    pieces = predict_memory(dataclasses.replace(plan, is_varlen=False), arch, specs)
     kind = "keys and values of other ranks"
     assert pieces.memory[kind] < plan.memory[kind]  # for two ranks; no call has all keys
 
@@ -956,7 +967,7 @@ def test_exchanged_keys_take_what_was_measured():
 def test_latents_are_planned_as_what_ranks_exchange():
     """A link of a tenth of the speed hardly matters; kv_b runs for all keys that a rank sees."""
     _, arch, specs = shapes_of("deepseek-v3", 4)
-    shared = predicted(arch, specs, micro_batch_tokens=16_384, recomputed=4,
+    shared = predicted(arch, specs, micro_batch_tokens=16_384, n_recomputed=4,
                        context_parallel_size=8)  # fmt: skip
     alone = dataclasses.replace(shared, context_parallel_size=1)
 
@@ -966,7 +977,7 @@ def test_latents_are_planned_as_what_ranks_exchange():
 
     assert 1 < seconds(shared, link_bandwidth=H200.link_bandwidth / 10) / seconds(shared) < 1.05
     products = {"link_bandwidth": math.inf, "bandwidth": math.inf}  # they alone take time
-    kv_b = specs[0].mixer.token_mixer.kv_b
+    kv_b = specs[0].mixer_sublayer.token_mixer.kv_b
     flops = 4 * 3 * 2 * 7.5 * kv_b.n_weights  # layers, passes, a product and a sum, more keys
     assert seconds(shared, **products) - seconds(alone, **products) == pytest.approx(
         flops / (CONSTANTS.sustained * H200.flops), rel=1e-6)
@@ -987,7 +998,7 @@ def test_attention_counts_for_what_it_takes():
         return predict_time(plan, arch, specs, H200, document).token_seconds
 
     one_pass = 2 * (131_072 - 2048) * 4096 * 32 / (CONSTANTS.sustained * H200.flops)
-    of_short = seconds(2048, recomputed=32) - seconds(2048)
-    assert seconds(recomputed=32) - seconds() - of_short == pytest.approx(one_pass, rel=0.01)
-    slower = seconds(varlen_attention=True) / seconds()
+    of_short = seconds(2048, n_recomputed=32) - seconds(2048)
+    assert seconds(n_recomputed=32) - seconds() - of_short == pytest.approx(one_pass, rel=0.01)
+    slower = seconds(is_varlen=True) / seconds()
     assert 1.2 < slower < CONSTANTS.sustained * H200.flops / CONSTANTS.varlen_flops

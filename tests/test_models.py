@@ -14,8 +14,8 @@ from conftest import DEVICE, segments_of
 from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
+from fsdp_qlora.checks.compare_with_transformers import eager_kernels
 from fsdp_qlora.config import Config
-from fsdp_qlora.evaluation.compare_with_transformers import eager_kernels
 from fsdp_qlora.kernels import attention, pieces
 from fsdp_qlora.kernels.attention import (
     Kernels, architectures_by_attention_type, can_reuse_lse, eager_attention, kernel_matches,
@@ -93,7 +93,9 @@ def test_models_own_dropout_is_the_same_when_recomputed_in_slices(
 
 
 @pytest.mark.parametrize("kind", ["both", *APART])
-def test_models_own_dropout_is_there_and_does_not_depend_on_bins(kind, train, model_with_dropout):
+def test_models_own_dropout_is_there_and_does_not_depend_on_micro_batches(
+    kind, train, model_with_dropout
+):
     large, small = (
         train(name, model_with_dropout(kind), "--micro_batch_tokens", tokens)
         for name, tokens in (("large", 1000), ("small", 64))
@@ -106,7 +108,7 @@ def test_models_own_dropout_is_there_and_does_not_depend_on_bins(kind, train, mo
 def test_dropout_of_the_embedding_has_its_probability():
     arch = dataclasses.replace(make_architecture(DROPOUT["embedding"](8)), ropes=[])
     plan = Plan(compute_dtype="float32", n_layers=0, shard_group_size=1, reshard_after_forward=True,
-                micro_batch_tokens=800, recomputed=0, save_mid_residual=False,
+                micro_batch_tokens=800, n_recomputed=0, save_mid_residual=False,
                 reuse_dequantized=False, offload_activations=False, offload_params=False)
     model = Model(arch, (), plan, eager_kernels(arch), torch.device("cpu"))
     ids = torch.arange(800) % 8
@@ -134,7 +136,7 @@ def test_layers_of_one_width_are_planned_for(train, tiny_model):
     assert len(train("run", tiny_model("llama", hidden_size=64, intermediate_size=64))) == 2
 
 
-def test_bins_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
+def test_micro_batches_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
     """On a GPU micro-batches have round lengths; what is kept on the host has room for the
     plan's."""
     flags = tiny_model("llama"), "--recompute", "all", "--micro_batch_tokens", 100

@@ -13,17 +13,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from fsdp_qlora.config import Config
-from fsdp_qlora.evaluation import compare_with_transformers as check
-from fsdp_qlora.evaluation.compare_with_transformers import (
+from fsdp_qlora.checks import compare_with_transformers as check
+from fsdp_qlora.checks.compare_with_transformers import (
     plain_model, random_adapter, random_hf_model, read_weights)
+from fsdp_qlora.config import Config
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.model.shards import OwnBlocks
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.reader import stored_tensors
+from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, FourBitBlocks
 from fsdp_qlora.quant.nf4 import mxfp4_values
@@ -69,7 +69,7 @@ def test_weights_are_dequantized_to_the_bit():
     model, reference, _ = small_model()
     for i, layer in enumerate(model.layers):
         adapter = layer.adapter.bfloat16()
-        for key, fused in zip(("gate_up_proj", "down_proj"), layer.spec.mlp.fused_linears):
+        for key, fused in zip(("gate_up_proj", "down_proj"), layer.spec.mlp_sublayer.fused_linears):
             got = dequantize(layer, fused, adapter)[:, : fused.in_features]
             want = reference.get_parameter(f"model.layers.{i}.mlp.experts.{key}").bfloat16()
             assert torch.equal(got.view(len(want), -1, fused.in_features), want.transpose(1, 2))
@@ -79,7 +79,7 @@ def test_a_rank_may_have_a_part_of_a_row():
     """Blocks 2 to 6 of rows of three."""
     model, *_ = small_model(inner=3 * BLOCK)
     layer = model.layers[0]
-    fused = layer.spec.mlp.fused_linears[1]
+    fused = layer.spec.mlp_sublayer.fused_linears[1]
     linear = fused.linears[2]
     assert fused.in_features == 3 * BLOCK
     own, shard = OwnBlocks(linear, slice(2, 7), slice(1, 6)), FourBitBlocks.zeros(6, "cpu", 2)

@@ -132,7 +132,7 @@ def assert_near(run, reference, bar):
     for row, want_row in zip(rows, want_rows):
         for key in "loss", "grad_norm":
             assert abs(row[key] - want_row[key]) <= bar * want_row[key], (row, want_row)
-        assert row["trainable_tokens"] == want_row["trainable_tokens"]
+        assert row["loss_tokens"] == want_row["loss_tokens"]
     values = [torch.cat([a[name].flatten() for name in want]) for a in (adapter, want)]
     gap = (values[0] - values[1]).norm() / values[1].norm()
     print(f"adapters differ by {gap:.1e}")

@@ -39,14 +39,14 @@ from fsdp_qlora.evaluation import eval_loss
 from fsdp_qlora.exit_codes import (
     EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT)
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
+from fsdp_qlora.merge.new_directory import open_partial
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.run import checkpoints, status as lifecycle
 from fsdp_qlora.run.checkpoints import checkpoint_path, read_checkpoint
 from fsdp_qlora.run.divergence import why_diverged
-from fsdp_qlora.run.new_directory import open_partial
 from fsdp_qlora.run.metrics import MetricsWriter
-from fsdp_qlora.run.state import Progress
 from fsdp_qlora.run.resume import MUST_MATCH
+from fsdp_qlora.run.state import Progress
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text
 from fsdp_qlora.run.watch import watch_process
 
@@ -1071,14 +1071,14 @@ def test_error_of_one_rank_has_the_code_of_its_cause(error, code, capsys):
     assert words[code] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recomputed, offloads, first", [
+@pytest.mark.parametrize("n_recomputed, offloads, first", [
     (3, False, "--recompute all"), (4, False, "--offload_activations"),
     (4, True, "a smaller --micro_batch_tokens")])  # fmt: skip
-def test_advice_names_nothing_that_the_plan_does_already(recomputed, offloads, first):
+def test_advice_names_nothing_that_the_plan_does_already(n_recomputed, offloads, first):
     """By a flag or by itself."""
     plan = Plan(
         compute_dtype="bfloat16", n_layers=4, shard_group_size=1, reshard_after_forward=True,
-        micro_batch_tokens=64, recomputed=recomputed, save_mid_residual=False,
+        micro_batch_tokens=64, n_recomputed=n_recomputed, save_mid_residual=False,
         reuse_dequantized=False, offload_activations=offloads, offload_params=offloads)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with one_process():

@@ -28,7 +28,7 @@ from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context_parallel import NOT_SHARED, ContextGroup
-from train_fsdp_qlora import next_step
+from train_fsdp_qlora import rows_of_step
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert list(range(100)) not in epochs
 
 
-def test_neither_batch_size_nor_size_of_bins_changes_the_order():
+def test_neither_batch_size_nor_size_of_micro_batches_changes_the_order():
     rows = draw(6, 10, batch_size=8)
     assert rows == draw(12, 10, batch_size=4)
     for tokens in (64, 2048, None):  # nor so the number of GPUs: it is not asked for
@@ -110,18 +110,18 @@ def filled(lengths, micro_batches):
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
 @pytest.mark.parametrize("most", [1, 7, 64, 1000])
-def test_every_row_is_in_one_bin_and_no_bin_is_too_full(most, processes):
+def test_every_row_is_in_one_micro_batch_and_no_micro_batch_is_too_full(most, processes):
     draw = random.Random(most)
     for n_rows in (1, 2, 5, 30, 300):
         lengths = [draw.randint(1, most) for _ in range(n_rows)]
-        dealt = pack_rows(lengths, processes, most)
-        assert all(len(batch) == processes for batch in dealt)
-        rows = [i for batch in dealt for micro_batch in batch for i in micro_batch]
+        micro_steps = pack_rows(lengths, processes, most)
+        assert all(len(batch) == processes for batch in micro_steps)
+        rows = [i for batch in micro_steps for micro_batch in batch for i in micro_batch]
         assert sorted(rows) == list(range(n_rows))
-        sums = filled(lengths, dealt)
+        sums = filled(lengths, micro_steps)
         assert max(sums) <= most
-        assert len(dealt) >= math.ceil(sum(lengths) / (processes * most))
-        assert dealt == pack_rows(list(lengths), processes, most)
+        assert len(micro_steps) >= math.ceil(sum(lengths) / (processes * most))
+        assert micro_steps == pack_rows(list(lengths), processes, most)
 
 
 def fits(lengths, micro_batches, most):
@@ -159,20 +159,20 @@ def test_number_of_micro_batches_is_as_good_as_the_least_one(processes):
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8])
-def test_chat_rows_fill_their_bins(processes):
+def test_chat_rows_fill_their_micro_batches(processes):
     """Lengths as of chats: micro-batches as few as their tokens ask for, and each about as full."""
     draw = random.Random(processes)
     for _ in range(20):
         lengths = [min(2048, max(16, int(math.exp(draw.gauss(5.3, 0.9))))) for _ in range(64)]
-        dealt = pack_rows(lengths, processes, 4096)
-        sums = filled(lengths, dealt)
-        assert len(dealt) <= max(1, math.ceil(1.02 * sum(lengths) / (processes * 4096)))
+        micro_steps = pack_rows(lengths, processes, 4096)
+        sums = filled(lengths, micro_steps)
+        assert len(micro_steps) <= max(1, math.ceil(1.02 * sum(lengths) / (processes * 4096)))
         if len(sums) <= 8:  # of so many rows that their lengths even out
             assert max(sums) - min(sums) <= max(lengths)
             assert max(sums) <= max(1.05 * sum(lengths) / len(sums), max(lengths))
 
 
-def test_rows_of_one_length_fill_every_bin_alike():
+def test_rows_of_one_length_fill_every_micro_batch_alike():
     for rows, processes, most in (16, 2, 200), (8, 4, 100), (8, 4, 200), (6, 1, 250):
         micro_batches = pack_rows([100] * rows, processes, most)
         at_once = processes * (most // 100)
@@ -181,7 +181,7 @@ def test_rows_of_one_length_fill_every_bin_alike():
             assert len({len(one) for micro_batches in micro_batches for one in micro_batches}) == 1
 
 
-def test_bins_of_uneven_rows_are_about_equally_full():
+def test_micro_batches_of_uneven_rows_are_about_equally_full():
     """The slowest process makes all others wait: chat rows, 32 a process."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(64, generator=generator)
@@ -194,17 +194,17 @@ def test_bins_of_uneven_rows_are_about_equally_full():
 
 
 def test_rows_are_balanced_over_processes():
-    """Between micro-batches of one micro-batch, for whose longest all wait."""
+    """Between the micro-batches of one micro-step, for whose longest all wait."""
     lengths = [100, 10, 10, 10, 10, 10, 50, 50, 90, 60]
-    dealt = pack_rows(lengths, 2, 1000)
-    assert len(dealt) == 1 and filled(lengths, dealt) == [200, 200]
-    dealt = pack_rows([5, 5], 4, 1000)  # fewer rows than processes
-    assert len(dealt) == 1 and sorted(map(len, dealt[0])) == [0, 0, 1, 1]
+    micro_steps = pack_rows(lengths, 2, 1000)
+    assert len(micro_steps) == 1 and filled(lengths, micro_steps) == [200, 200]
+    micro_steps = pack_rows([5, 5], 4, 1000)  # fewer rows than processes
+    assert len(micro_steps) == 1 and sorted(map(len, micro_steps[0])) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("lengths, processes, documents_per_row", [
     ([], 2, 1), ([], 2, 2), ([11], 2, 1), ([4, 11, 4, 4], 1, 1), ([6, 5], 1, 2)])
-def test_rows_that_fit_no_bin_are_a_bug(lengths, processes, documents_per_row):
+def test_rows_that_fit_no_micro_batch_are_a_bug(lengths, processes, documents_per_row):
     """The plan's micro-batches have room for the longest row, and there are rows."""
     with pytest.raises(AssertionError, match="into micro-batches of 10 tokens"):
         pack_rows(lengths, processes, 10, documents_per_row)
@@ -213,9 +213,9 @@ def test_rows_that_fit_no_bin_are_a_bug(lengths, processes, documents_per_row):
 def test_many_rows_are_dealt():
     draw = random.Random(0)
     lengths = [draw.randint(2, 4096) for _ in range(50_000)]
-    dealt = pack_rows(lengths, 8, 4096 * 2)
-    assert sum(lengths) > 0.95 * 8 * 4096 * 2 * len(dealt)
-    assert sum(len(micro_batch) for batch in dealt for micro_batch in batch) == len(lengths)
+    micro_steps = pack_rows(lengths, 8, 4096 * 2)
+    assert sum(lengths) > 0.95 * 8 * 4096 * 2 * len(micro_steps)
+    assert sum(len(micro_batch) for batch in micro_steps for micro_batch in batch) == len(lengths)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_many_rows_are_dealt():
 
 
 def make_model(micro_batch_tokens):
-    plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=micro_batch_tokens)
+    plan = types.SimpleNamespace(uses_cuda_graphs=False, micro_batch_tokens=micro_batch_tokens)
     kernels = Kernels({"full": "same"}, {"full": "any"})
     return types.SimpleNamespace(
         device=CPU, plan=plan, store=None, kernels=kernels, context=NOT_SHARED)  # fmt: skip
@@ -259,13 +259,13 @@ def naive_micro_batch(rows, packed, rank):
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_bin_equals_one_token_at_a_time(processes):
+def test_micro_batch_equals_one_token_at_a_time(processes):
     draw, checked = random.Random(0), 0
     for seed in range(10):
         rows = make_pairs([draw.randint(2, 20) for _ in range(draw.randint(1, 24))], seed)
         for most in (20, 45, 400):
-            dealt = pack_rows([len(ids) for ids, _ in rows], processes, most)
-            for packed in dealt:
+            micro_steps = pack_rows([len(ids) for ids, _ in rows], processes, most)
+            for packed in micro_steps:
                 for rank in range(processes):
                     batch, model = make_rows(rows), make_model(most)
                     got = make_micro_batch(
@@ -287,7 +287,7 @@ def test_bin_equals_one_token_at_a_time(processes):
     assert checked > 4000
 
 
-def test_bins_end_at_a_few_lengths_on_a_gpu():
+def test_micro_batches_end_at_a_few_lengths_on_a_gpu():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     lengths = [round_up(n, gpu) for n in (1, 63, 64, 65, 2000, 2048, 2049, 9580)]
     assert lengths == [64, 64, 64, 128, 2048, 2048, 2176, 9728]
@@ -304,7 +304,7 @@ def test_chunks_for_flash_linear_attention():
     model.kernels = model.kernels._replace(recurrence=lambda *args: None)
     for lengths in [70, 1, 64, 65], [100, 100], [64, 64, 72]:
         batch = make_rows(make_pairs(lengths))
-        for model.plan.graphs in False, True:
+        for model.plan.uses_cuda_graphs in False, True:
             micro_batch = make_micro_batch(
                 batch, [list(range(len(lengths)))], model, torch.tensor(0)
             )
@@ -314,7 +314,7 @@ def test_chunks_for_flash_linear_attention():
                 and micro_batch.recurrence_chunks[: len(real)].tolist() == real
             )
             spare = micro_batch.recurrence_chunks[len(real) :]
-            if model.plan.graphs and len(lengths) > 2:
+            if model.plan.uses_cuda_graphs and len(lengths) > 2:
                 tables.append(len(micro_batch.recurrence_chunks))
                 assert tables[-1] == 200 // 64 + len(micro_batch.cu_seqlens) - 1
                 assert (
@@ -371,12 +371,12 @@ def test_seed_decides_order_and_dropout():
         run.sampler, run.rows = ShuffledSampler(rows, run.config), rows
         run.plan = run.model.plan
         with one_process():
-            _, (micro_batch,) = next_step(run, 1)
+            _, (micro_batch,) = rows_of_step(run, 1)
         keys.append(micro_batch.dropout_seeds.tolist())
     assert keys[0] == keys[1] and not set(keys[0]) & set(keys[2])
 
 
-def test_dropout_of_a_token_does_not_depend_on_its_bin():
+def test_dropout_of_a_token_does_not_depend_on_its_micro_batch():
     rows = make_pairs([9, 4, 12, 7, 3, 11])
     first = keys_of_rows(rows, 12, 1, 1)
     assert len(first) == 6
@@ -469,7 +469,7 @@ def test_run_is_not_resumed_with_other_labels(two_data_sets, run_main, demo_dire
     assert code == 7 and "--output_dir run" in line and "data set" in line
 
 
-def test_metrics_say_how_full_the_bins_are(two_data_sets, run_main, read_metrics):
+def test_metrics_say_how_full_the_micro_batches_are(two_data_sets, run_main, read_metrics):
     code, _, err = run_main("--dataset", "first.jsonl", "--output_dir", "full", "--batch_size", 5,
                             "--max_steps", 2, "--micro_batch_tokens", 40)  # fmt: skip
     assert code == 0, err

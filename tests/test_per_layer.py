@@ -192,8 +192,9 @@ def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, kv_t
     specs = make_layer_specs(arch, adapted_linears(arch, ["all-linear"]), Config(model=name))
     plan = Plan(
         compute_dtype="bfloat16", n_layers=arch.n_layers, shard_group_size=2,
-        reshard_after_forward=True, micro_batch_tokens=1024, recomputed=0, save_mid_residual=False,
-        reuse_dequantized=False, offload_activations=False, offload_params=False)  # fmt: skip
+        reshard_after_forward=True, micro_batch_tokens=1024, n_recomputed=0,
+        save_mid_residual=False, reuse_dequantized=False, offload_activations=False,
+        offload_params=False)  # fmt: skip
     on_gpu, on_host = (
         predict_memory(dataclasses.replace(plan, embedding_on_host=flag), arch, specs)
         for flag in (False, True))

@@ -93,11 +93,11 @@ def test_plan_is_that_of_a_run_there(directory):
     workload = Workload(
         tokens=32 * 1024, longest=1024, longest_row=1024, mean_document_tokens=1024,
         uneven_lengths=False, world_size=4,
-        device=torch.device("cuda"), why_no_capture=plan.why_no_graphs)  # fmt: skip
+        device=torch.device("cuda"), why_no_capture=plan.why_no_cuda_graphs)  # fmt: skip
     machine = gpu_machine(GPU_SPECS["4090"])
     assert limit == int(22.5 * GIB)
     assert plan == choose_plan(config, arch, specs, workload, limit, machine)
-    assert "one by one" in plan.why_no_graphs
+    assert "one by one" in plan.why_no_cuda_graphs
 
 
 def test_flags_count_as_on_the_machine_itself(run_main, directory):

@@ -299,16 +299,16 @@ def test_loss_rewards_and_gradients_equal_the_reference(nproc, name, results, ex
     assert loss != "kto" or max(want["kl"], want["eval_kl"]) > 0.1
 
 
-def test_answers_of_a_pair_may_be_in_bins_of_two_ranks():
+def test_answers_of_a_pair_may_be_in_micro_batches_of_two_ranks():
     """The micro-batches are as small as the longest document; every pair is in one micro-batch."""
     draw = random.Random(1)
     lengths = [draw.randint(1, 64) for _ in range(80)]
     for processes, tokens in (1, 128), (2, 64), (2, 300), (3, 64), (4, 1000):
-        dealt = pack_rows(lengths, processes, tokens, 2)
+        micro_steps = pack_rows(lengths, processes, tokens, 2)
         assert sorted(
-            i for micro_batches in dealt for micro_batch in micro_batches for i in micro_batch
+            i for micro_batches in micro_steps for micro_batch in micro_batches for i in micro_batch
         ) == list(range(80))
-        for micro_batches in dealt:
+        for micro_batches in micro_steps:
             assert len(micro_batches) == processes
             assert all(
                 sum(lengths[i] for i in micro_batch) <= tokens for micro_batch in micro_batches
@@ -425,7 +425,7 @@ RAN = {
     "dpo resumed by two": (2, "dpo", SHARED, "cut"),
     "kto resumed by two": (2, "kto", SHARED, "cut"),
     "dpo with dropout": (1, "dpo", ["--lora_dropout", 0.2], None),
-    "dpo with dropout, small bins": (1, "dpo", ["--lora_dropout", 0.2, *PAIR], None),
+    "dpo with dropout, small micro-batches": (1, "dpo", ["--lora_dropout", 0.2, *PAIR], None),
 }  # fmt: skip
 
 
@@ -483,7 +483,7 @@ def test_runs_end_alike(name, trained, read_metrics):
     other = f"{loss} whole" if what or nproc > 1 else "dpo with dropout"
     runs = trained(other), trained(name)
     want, got = (load_file(path / "adapter_model.safetensors") for path in runs)
-    is_same = nproc == 1 and "small bins" not in name
+    is_same = nproc == 1 and "small micro-batches" not in name
     for key, value in want.items():
         assert torch.equal(got[key], value) or not is_same, key
     records = [read_metrics(path) for path in runs]

@@ -443,7 +443,7 @@ def test_types_of_models_are_those_of_transformers():
 def test_records_of_a_family_have_the_fields_shown():
     """In the table of how to add one: `Record`: `field`, of Family."""
     (table,) = tables("| the family has | record, and the field of `Family` that holds it |")
-    fields = {f.name: str(f.type) for record in (records.Family, records.MoE)
+    fields = {f.name: str(f.type) for record in (records.Family, records.MoERecord)
               for f in dataclasses.fields(record)}  # fmt: skip
     seen = 0
     for row in table.splitlines()[2:]:
@@ -451,7 +451,8 @@ def test_records_of_a_family_have_the_fields_shown():
         assert {word for word in words if word.islower()} <= fields.keys(), row
         for *named, field in re.findall(r"((?:`[A-Z]\w+`,? ?)+): `(\w+)`", row):
             for record in re.findall(r"\w+", named[0]):
-                annotation = fields[field].replace("OtherMixer]", "ShortConv | DeltaNet | Mamba2]")
+                annotation = fields[field].replace(
+                    "OtherMixer]", "ShortConvRecord | DeltaNetRecord | Mamba2Record]")  # fmt: skip
                 assert hasattr(records, record) and record in annotation, row
                 seen += 1
     assert seen >= 7

@@ -20,20 +20,20 @@ from families import TINY
 from test_layer import Pair, adapter_values, make_model, make_plan
 
 import fsdp_qlora
+from fsdp_qlora.checks.compare_with_transformers import random_hf_model
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.evaluation.compare_with_transformers import random_hf_model
 from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import (
-    autograd_mixers, experts, lora_matmul, mla_context, mla_heads, per_layer, residual, router)
+    autograd_mixers, lora_matmul, mla_context, mla_heads, moe, per_layer, residual, router)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.records import DeltaNet, Mamba2
+from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.small_config import shrunk_config
 
 N, WIDTH, HEADS = 96, 128, 4
@@ -338,7 +338,7 @@ def mixer_states(function, mixer, tensors, projected, out):
 @pytest.mark.parametrize("double", [False, True])
 def test_decays_of_a_delta_net_are_fp32(double, stored):
     """Whatever dtype the files have them in."""
-    mixer = DeltaNet(2, 4, 16, 32, 4, norm_eps=0.0, double_beta=double)
+    mixer = DeltaNetRecord(2, 4, 16, 32, 4, norm_eps=0.0, double_beta=double)
     tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "norm.weight": FACTOR[:32],
                "conv1d.weight": draw(192, 1, 4)}  # fmt: skip
     tensors = {f"linear_attn.{key}": as_stored(value, stored) for key, value in tensors.items()}
@@ -349,7 +349,7 @@ def test_decays_of_a_delta_net_are_fp32(double, stored):
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_steps_and_decays_of_mamba_are_fp32(stored):
-    mixer = Mamba2(4, 32, 2, 16, 4, conv_bias=True, step_limits=(0.0, torch.inf), norm=False)
+    mixer = Mamba2Record(4, 32, 2, 16, 4, conv_bias=True, step_limits=(0.0, torch.inf), norm=False)
     tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "D": 0 * draw(4),
                "conv1d.weight": draw(192, 1, 4), "conv1d.bias": draw(192)}  # fmt: skip
     tensors = {f"mamba.{key}": as_stored(value, stored) for key, value in tensors.items()}
@@ -507,7 +507,7 @@ def has_fp32_values(tensor):
 def test_gradients_of_experts_are_fp32(name, monkeypatch):
     """Of the weights of a token's experts, and of the experts' adapters."""
     seen, true = [], router.route_backward
-    monkeypatch.setattr(experts, "route_backward", lambda call, routing, grad, x: (
+    monkeypatch.setattr(moe, "route_backward", lambda call, routing, grad, x: (
         seen.append(grad) or true(call, routing, grad, x)))
     small = shrunk_config(TINY[name](320))
     arch = make_architecture(small)
@@ -544,10 +544,10 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
     layer = model.layers[arch.layer_routed.index(True)]
     x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
     micro_batch = types.SimpleNamespace(dropout_seeds=None, n_unpadded=torch.tensor([N]))
-    _, kept = layer.spec.mlp.forward(LayerCall(layer, micro_batch), x, x)
+    _, kept = layer.spec.mlp_sublayer.forward(LayerCall(layer, micro_batch), x, x)
     factor, kept.shared.before_gate = kept.shared.factor.double(), out
     call = LayerCall(layer, micro_batch, is_backward=True)
-    got = layer.spec.mlp.shared.backward(call, kept, grad)
+    got = layer.spec.mlp_sublayer.shared.backward(call, kept, grad)
     sums = (grad.double() * out.double()).sum(-1, keepdim=True)
     check_rounding(got[:, :1], sums * factor * (1 - factor), "slope")
     assert not got[:, 1:].any()
@@ -558,8 +558,8 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     arch, weight = make_architecture(TINY["llama"](320)), draw(320, 64)
     x, labels = draw(N, 64), torch.arange(3, 3 + N)
     model = types.SimpleNamespace(
-        arch=arch, head=weight, head_bias=None, norm=torch.ones(64).bfloat16(), norm_bias=None,
-        group_size=1, group_rank=0, own_rows=range(320), token_rows=None,
+        arch=arch, lm_head=weight, lm_head_bias=None, norm=torch.ones(64).bfloat16(),
+        norm_bias=None, group_size=1, group_rank=0, own_rows=range(320), token_rows=None,
         gather=lambda own: own[None])  # fmt: skip
     micro_batch = types.SimpleNamespace(labels=labels, label_positions=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip

@@ -56,9 +56,10 @@ KEPT = "not resharded"  # in a run's name: gathered weights stay, which the plan
 GATHERED = {KEPT: [], f"{KEPT}, offloaded": MEMORY["two offloaded"]}
 # (processes, kind): {name of a run: its flags}
 RUNS = {
-    (1, "lora"): {"small bins": SMALL, "middle bins": MIDDLE, "one bin": LARGE,
+    (1, "lora"): {"small micro-batches": SMALL, "middle micro-batches": MIDDLE,
+                  "one micro-batch": LARGE,
                   **{name: flags + MIDDLE for name, flags in MEMORY.items()}},
-    (1, "dropout"): {"small bins": SMALL, "one bin": LARGE,
+    (1, "dropout"): {"small micro-batches": SMALL, "one micro-batch": LARGE,
                      "recomputed": [*MEMORY["all recomputed"], *MIDDLE],
                      "offloaded": [*MEMORY["everything offloaded"], *MIDDLE]},
     (1, "dora"): {"recomputed": [*MEMORY["all recomputed"], *MIDDLE],
@@ -66,7 +67,7 @@ RUNS = {
     (1, "some"): {"kept": [*MEMORY["none recomputed"], *MIDDLE],
                   "offloaded": [*MEMORY["two offloaded"], *SMALL]},
     (2, "lora"): {"a copy each": [*SMALL, "--shard_group_size", 1],
-                  "sharded, small bins": [*SMALL, "--shard_group_size", 2],
+                  "sharded, small micro-batches": [*SMALL, "--shard_group_size", 2],
                   **{name: [*flags, *MIDDLE, "--shard_group_size", 2]
                      for name, flags in (MEMORY | GATHERED).items()},
                   "sharded, shared micro-batches": [*SHARED, "--shard_group_size", 2],
@@ -92,8 +93,9 @@ RUNS = {
 }  # fmt: skip
 # whose parts others have, by `make test-slow`
 SLOW_RUNS = {
-    (1, "lora", "middle bins"), (1, "lora", "two offloaded"), (1, "lora", "weights offloaded"),
-    (1, "dropout", "small bins"), (2, "lora", "weights offloaded"),
+    (1, "lora", "middle micro-batches"), (1, "lora", "two offloaded"),
+    (1, "lora", "weights offloaded"), (1, "dropout", "small micro-batches"),
+    (2, "lora", "weights offloaded"),
     (2, "lora", "a copy each, offloaded"), (2, "dropout", "a copy each"),
     (3, "lora", "shared micro-batches")}  # fmt: skip
 
@@ -354,7 +356,7 @@ def test_speed_is_per_gpu(nproc, runs, read_metrics):
 def test_tensorboard_has_the_same_numbers_at_the_same_steps(runs, read_metrics):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    directory = runs(1, "lora", "small bins")
+    directory = runs(1, "lora", "small micro-batches")
     rows, events = read_metrics(directory), EventAccumulator(str(directory / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == set(rows[0])

@@ -28,9 +28,9 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
 from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.lora.targets import resolve_adapter
+from fsdp_qlora.merge.check import logits_of, trained_logits
 from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.run.merge_check import logits_of, trained_logits
 
 BAR = 1e-5
 QUICK = ["llama3", "qwen2", "gemma2", "qwen3_vl"]  # tied, not, scaled, in a wrapper
@@ -177,7 +177,7 @@ def test_new_tokens_are_added_once_and_stay_in_texts_unless_they_are_markers(cha
 
 def test_rows_begin_as_what_their_text_was_or_as_the_mean(capsys):
     """Of tables with 6 rows in the files, which have got 4 more."""
-    stored = {name: torch.randn(6, 16).bfloat16() for name in ("embedding", "head")}
+    stored = {name: torch.randn(6, 16).bfloat16() for name in ("embedding", "lm_head")}
     tables = {name: F.pad(table, (0, 0, 0, 4)) for name, table in stored.items()}
     model = types.SimpleNamespace(
         **tables, group_size=1, own_rows=range(10), device=torch.device("cpu"),

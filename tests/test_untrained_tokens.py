@@ -11,7 +11,7 @@ from conftest import needs_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from fsdp_qlora.evaluation.untrained_tokens import ZERO_ROW, untrained_rows
+from fsdp_qlora.checks.untrained_tokens import ZERO_ROW, untrained_rows
 
 ASKED = [{"role": "user", "content": "What is 3 plus 4?"},
          {"role": "assistant", "content": "The answer is 7."}]
@@ -78,8 +78,9 @@ def test_rows_that_were_never_trained_are_found():
     head[[4, 5, 6]], head[7], head[8] = head[3].clone(), 0.05 * head[7], 0
     head[9] = 1e-5 * head[9]
     head[10] = head.mean(0)
-    model = types.SimpleNamespace(head=head.bfloat16(), group_size=1, gather=lambda own: own[None],
-                                  arch=types.SimpleNamespace(vocab_size=300))  # fmt: skip
+    model = types.SimpleNamespace(
+        lm_head=head.bfloat16(), group_size=1, gather=lambda own: own[None],
+        arch=types.SimpleNamespace(vocab_size=300))  # fmt: skip
     assert untrained_rows(model) == {
         **dict.fromkeys(range(3, 7), "the same row as 3 of the others"), 7: "a tiny row",
         **dict.fromkeys((8, 9), ZERO_ROW), 10: "the mean of all rows"}  # fmt: skip

@@ -29,7 +29,8 @@ from fsdp_qlora.log import log
 from fsdp_qlora.ranks import n_cores
 
 
-TOLD = ValueError, OSError, MemoryError  # errors that a child process passes on to its parent
+# errors that a child process passes on to its parent
+CHILD_ERRORS = ValueError, OSError, MemoryError
 MANIFEST = "parts.json"  # the SHA-256 of each file of a table in order; written last
 PROGRESS_SECONDS = 5  # between two log lines about how many documents are encoded
 MakeBatches = Callable[..., Iterator[pyarrow.RecordBatch]]  # see write_table()
@@ -138,7 +139,7 @@ def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dic
     try:
         for path, work in works.items():
             receive, send = context.Pipe(duplex=False)
-            process = context.Process(target=tell_of_part, args=(send, path, *work))
+            process = context.Process(target=write_part_in_child, args=(send, path, *work))
             process.start()
             running[receive] = path.name, process
             send.close()  # so that the pipe ends when the process does
@@ -161,7 +162,7 @@ def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dic
                     running.pop(pipe)
                     process.join()
                 else:
-                    raise next((k for k in TOLD if k.__name__ == kind), ValueError)(value)
+                    raise next((k for k in CHILD_ERRORS if k.__name__ == kind), ValueError)(value)
     finally:
         for _, process in running.values():
             process.kill()
@@ -169,8 +170,10 @@ def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dic
     return digests
 
 
-def tell_of_part(pipe: Connection, path: Path, make_batches: MakeBatches, fragments: list[Fragment],
-                 settings: dict[str, Any]) -> None:
+def write_part_in_child(
+    pipe: Connection, path: Path, make_batches: MakeBatches, fragments: list[Fragment],
+    settings: dict[str, Any]
+) -> None:
     """Run write_part() in a process of its own. Sends its parent ("written", n more documents) and
     at the end ("done", SHA-256), or (kind, text) of an error."""
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
@@ -183,6 +186,6 @@ def tell_of_part(pipe: Connection, path: Path, make_batches: MakeBatches, fragme
         sha = write_part(path, make_batches, fragments, settings, lambda n: tell("written", n))
         message = "done", sha
     except Exception as e:
-        kind = next((k for k in TOLD if isinstance(e, k)), None)
+        kind = next((k for k in CHILD_ERRORS if isinstance(e, k)), None)
         message = (kind.__name__, str(e)) if kind else ("", f"{type(e).__name__}: {e}")
     tell(*message)

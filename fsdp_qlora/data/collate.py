@@ -41,13 +41,13 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
     """
     documents = micro_step[context.group_index]
     sizes = padded_sizes(rows, micro_step, model, context.size)
-    padded = pad_documents(rows.lengths[documents].tolist(), sizes, model.plan.graphs)
+    padded = pad_documents(rows.lengths[documents].tolist(), sizes, model.plan.uses_cuda_graphs)
     tensors = token_tensors(rows, documents, padded, sizes)
     if step_seed is not None:
         tensors["dropout_seeds"] = dropout_seeds(
             step_seed, documents, padded.lengths, tensors["position_ids"])
     if model.kernels.recurrence:
-        of_any_lengths = model.plan.graphs and not padded.is_fixed_len
+        of_any_lengths = model.plan.uses_cuda_graphs and not padded.is_fixed_len
         tensors["recurrence_chunks"] = chunk_table(padded.starts, of_any_lengths)
     shard = None
     is_fixed_len = padded.is_fixed_len
@@ -93,7 +93,7 @@ def padded_sizes(
     n_labels = max(int(rows.n_labels()[documents].sum()) for documents in micro_step)
     n_labels = min(n_labels, n_tokens // context_size)  # at most all of a shard's
     n_documents = max(map(len, micro_step))
-    if model.plan.graphs:
+    if model.plan.uses_cuda_graphs:
         n_documents = power_of_2(n_documents)
     return PaddedSizes(n_tokens, round_up(n_labels, model.device), n_documents, max(all_lengths))
 
@@ -121,7 +121,9 @@ class PaddedDocuments(NamedTuple):
     is_fixed_len: bool  # True if all have one length
 
 
-def pad_documents(lengths: list[int], sizes: PaddedSizes, graphs: bool) -> PaddedDocuments:
+def pad_documents(
+    lengths: list[int], sizes: PaddedSizes, uses_cuda_graphs: bool
+) -> PaddedDocuments:
     """Return the PaddedDocuments of documents of these lengths. The padding's are not longer than
     the longest, `sizes.longest`."""
     n_full, rest = divmod(sizes.n_tokens - sum(lengths), sizes.longest)
@@ -130,7 +132,7 @@ def pad_documents(lengths: list[int], sizes: PaddedSizes, graphs: bool) -> Padde
     if len(set(lengths)) == 1:
         return PaddedDocuments(lengths, starts, sizes.longest, is_fixed_len=True)
     longest = sizes.longest
-    if graphs:  # one graph serves micro-batches of other numbers of documents, too
+    if uses_cuda_graphs:  # one graph serves micro-batches of other numbers of documents, too
         longest = power_of_2(longest)
         n_empty = power_of_2(len(lengths) + 1) - len(lengths)  # at least one, for chunk_table()
         starts = F.pad(starts, (0, n_empty), value=sizes.n_tokens)
@@ -231,7 +233,7 @@ def make_answers(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes, model: M
         "documents": torch.tensor([[index_of[i] for i in row] for row in documents.tolist()]),
         "n_loss_tokens": n_loss_tokens, "ref_logps": ref_logps,
         "desirable": rows.desirable[documents]}
-    n_spare = power_of_2(len(documents)) - len(documents) if model.plan.graphs else 0
+    n_spare = power_of_2(len(documents)) - len(documents) if model.plan.uses_cuda_graphs else 0
     return Answers(**{name: to_device(F.pad(tensor, (0, 0, 0, n_spare)), model.device)
                       for name, tensor in tensors.items()})
 

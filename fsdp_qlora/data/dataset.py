@@ -42,7 +42,7 @@ from fsdp_qlora.data.example_formats import parse_example
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import NUMBER_COLUMNS, Rows, encode_document, random_rows
 from fsdp_qlora.data.sources import Fragment, find_fragments
-from fsdp_qlora.data.template import how_to_prompt, with_day
+from fsdp_qlora.data.template import how_to_prompt, with_template_date
 from fsdp_qlora.data.tokenization import tokenize
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
@@ -165,7 +165,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
                              " it as eos_token in tokenizer_config.json beside tokenizer.json"
                              " (create the file if there is none)")
         settings: dict[str, Any] = {
-            "tokenizer": with_day(tokenizer, template_date), "max_seq_len": max_seq_len,
+            "tokenizer": with_template_date(tokenizer, template_date), "max_seq_len": max_seq_len,
             "vocab_size": vocab_size, "renames": renames, "loss": loss}
         try:
             fragments, contents = fragments_of_all(sources)
@@ -252,10 +252,11 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
     """Return a digest of everything that determines the encoded data, including this code and the
     version of transformers."""
     code = {str(inspect.getsourcefile(f)) for f in
-            (find_fragments, parse_example, parse_preference, parse_chat, with_day, openai_calls,
-             encode_fragments, tokenize, encode_document)}
-    kind = LOSSES[loss]
-    forms = "pairs" if kind.documents_per_row == 2 else "judged" if kind.is_unpaired else "text"
+            (find_fragments, parse_example, parse_preference, parse_chat, with_template_date,
+             openai_calls, encode_fragments, tokenize, encode_document)}
+    loss_record = LOSSES[loss]
+    forms = ("pairs" if loss_record.documents_per_row == 2 else
+             "judged" if loss_record.is_unpaired else "text")
     return text_digest([
         sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
         vocab_size, renames, forms, str(tokenizer.chat_template or ""),

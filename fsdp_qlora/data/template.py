@@ -77,7 +77,9 @@ def read_template(path: Path) -> str:
     return template
 
 
-def with_day(tokenizer: PreTrainedTokenizerFast, template_date: str) -> PreTrainedTokenizerFast:
+def with_template_date(
+    tokenizer: PreTrainedTokenizerFast, template_date: str
+) -> PreTrainedTokenizerFast:
     """Return a copy of the tokenizer whose chat templates print `template_date`, YYYY-MM-DD, where
     they ask for today's date, as Llama 3's and gpt-oss's do. A resumed run must see the same
     examples, and so must all ranks around midnight.

@@ -36,7 +36,7 @@ ATTENTION_TYPES = "full", "window", "within"
 MAX_ERROR = 0.05
 SCORES_BYTES = 2**27  # bytes of scores, in fp32, that plain torch has in memory at once
 # torch 2.11 accepts fewer heads of keys without it; later versions need this argument
-GROUPED: dict[str, Any] = (
+GQA_KWARGS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {})
 
 
@@ -110,7 +110,7 @@ def varlen_attention(
         return torch_sink_attention(query, key, value, sinks, segments, arch, window)
     out: Tensor = varlen_attn(
         query, key, value, *segments.varlen, scale=arch.attention_scale,
-        window_size=(window - 1 if window else -1, 0), **GROUPED)
+        window_size=(window - 1 if window else -1, 0), **GQA_KWARGS)
     return out
 
 
@@ -198,7 +198,7 @@ def masked_eager_attention(
     return (weights @ value)[0].transpose(0, 1)
 
 
-def explicit_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int:
+def eager_attention_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int:
     """Return the peak bytes of scores and other intermediate values in eager_attention(),
     forward or backward, with micro-batches of n_tokens."""
     scores = min(SCORES_BYTES, 4 * arch.n_heads * n_tokens**2)

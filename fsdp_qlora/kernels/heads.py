@@ -109,8 +109,8 @@ def normed_heads(
         x = x.flatten(1)
         grad = None if grad is None else grad.flatten(1)
     if grad is None:
-        return norm_of(x, weight, arch.norm, arch.norm_eps).view(shape)
-    return norm_grad_of(grad, x, weight, arch.norm, arch.norm_eps).view(shape)
+        return norm_of(x, weight, arch.norm_kind, arch.norm_eps).view(shape)
+    return norm_grad_of(grad, x, weight, arch.norm_kind, arch.norm_eps).view(shape)
 
 
 def clamped(projected: Tensor, limit: float | None) -> Tensor:
@@ -137,7 +137,7 @@ def rotate_forward(
     if temperature is not None:
         out[0] = (out[0] * temperature[:, None]).to(projected.dtype)
     if arch.value_norm:
-        value = norm_of(value, None, arch.norm, arch.norm_eps)
+        value = norm_of(value, None, arch.norm_kind, arch.norm_eps)
     return torch.cat([*out, value.flatten(1)], 1)
 
 
@@ -158,7 +158,7 @@ def rotate_backward(
         if arch.qk_norm:
             before = heads_before
         if arch.value_norm:
-            grad_value = norm_grad_of(grad_value, value_before, None, arch.norm, arch.norm_eps)
+            grad_value = norm_grad_of(grad_value, value_before, None, arch.norm_kind, arch.norm_eps)
     grads = [grad_query.float(), grad_key.float()]
     out = []
     if temperature is not None:

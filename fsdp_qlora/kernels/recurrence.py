@@ -23,7 +23,7 @@ from fsdp_qlora.kernels.attention import MAX_ERROR, recomputed
 from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import DeltaNet, Mamba2
+from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record
 from fsdp_qlora.ranks import n_cores
 
 
@@ -32,8 +32,9 @@ RECURRENCE_CHUNK = 64  # tokens of a document that are computed at once; chunks 
 # ---- the gated delta rule ----
 
 # eager_delta_rule() and fla_delta_rule() take (query, key, value, g, beta, micro-batch), see
-# DeltaNet, and return q S [n, value heads, value_dim]. Query and key are [n, key heads, key_dim],
-# not normalized; value is [n, value heads, value_dim]; g, fp32, and beta are [n, value heads].
+# DeltaNetRecord, and return q S [n, value heads, value_dim]. Query and key are [n, key heads,
+# key_dim], not normalized; value is [n, value heads, value_dim]; g, fp32, and beta are [n, value
+# heads].
 
 
 def eager_delta_rule(
@@ -109,7 +110,7 @@ def outer_parts(query: Tensor, key: Tensor, decay: Tensor) -> tuple[Tensor, Tens
 
 
 @functools.cache
-def use_few_configurations() -> None:
+def limit_fla_autotuning() -> None:
     """Make fla try fewer kernel configurations. For each of its kernels fla compiles all
     configurations that it knows, one after the other, to time them. With a few of them, compiled in
     threads and timed for less long, the first call takes 10 s instead of 88, and later calls are as
@@ -166,7 +167,7 @@ def fla_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch
 ) -> Tensor:
     """The gated delta rule by the Triton kernels of flash-linear-attention (fla-core), in bf16."""
-    use_few_configurations()
+    limit_fla_autotuning()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     out, _ = chunk_gated_delta_rule(
@@ -175,7 +176,7 @@ def fla_delta_rule(
     return out[0]
 
 
-def eager_delta_rule_bytes(mixer: DeltaNet) -> int:
+def eager_delta_rule_bytes(mixer: DeltaNetRecord) -> int:
     """Return the bytes per token that are alive at once in eager_delta_rule()'s backward: fp32
     values of each value head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice the
     projected values."""
@@ -187,7 +188,7 @@ def eager_delta_rule_bytes(mixer: DeltaNet) -> int:
 # ---- the scan of Mamba-2 ----
 
 
-# eager_scan() and fla_scan() take (b, c, x, decay, step, micro-batch), see Mamba2, and return
+# eager_scan() and fla_scan() take (b, c, x, decay, step, micro-batch), see Mamba2Record, and return
 # C S [n, heads, head_dim]. b and c are [n, groups, state], x is [n, heads, head_dim]; decay, the
 # log of the factor on the state, and step, both fp32, are [n, heads].
 
@@ -230,7 +231,7 @@ def fla_scan(
 ) -> Tensor:
     """Mamba-2's scan by the Triton kernels of flash-linear-attention (fla-core), in bf16. It is
     attention with a decay per head, of queries C, keys B and values step x."""
-    use_few_configurations()
+    limit_fla_autotuning()
     return FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.recurrence_chunks)
 
 
@@ -283,7 +284,7 @@ class FlaScan(torch.autograd.Function):
         return dict(q=by_head[0], k=by_head[1], v=value, g=total, scale=1.0, **where)
 
 
-def eager_scan_bytes(mixer: Mamba2) -> int:
+def eager_scan_bytes(mixer: Mamba2Record) -> int:
     """Return the bytes per token that are alive at once in eager_scan()'s backward: fp32 values
     of each head, measured to 6 % with states of 128 and 256; and twice the projected values."""
     head_values = 8 * mixer.state + 8 * mixer.head_dim + 6 * RECURRENCE_CHUNK
@@ -303,30 +304,31 @@ class Recurrence:
 
 
 RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
-    DeltaNet: Recurrence(eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
-    Mamba2: Recurrence(eager_scan, fla_scan, eager_scan_bytes)}
+    DeltaNetRecord: Recurrence(eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
+    Mamba2Record: Recurrence(eager_scan, fla_scan, eager_scan_bytes)}
 
 
-def recurrent_mixer(arch: Architecture) -> DeltaNet | Mamba2 | None:
+def recurrent_mixer(arch: Architecture) -> DeltaNetRecord | Mamba2Record | None:
     """Return the mixer of a model's layers that has a state, one of RECURRENCES, or None."""
-    return next((x for x in arch.other_mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
+    records = arch.other_mixers.values()
+    return next((x for x in records if isinstance(x, (DeltaNetRecord, Mamba2Record))), None)
 
 
-def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
+def why_no_fla(mixer: DeltaNetRecord | Mamba2Record, device: torch.device) -> str:
     """Return why flash-linear-attention cannot be used; "" if its results match plain torch's,
     forward and backward, for two documents."""
     recurrence = RECURRENCES[type(mixer)]
     length = 3 * RECURRENCE_CHUNK // 2
     generator = torch.Generator(device).manual_seed(0)
     n = 2 * length
-    if isinstance(mixer, DeltaNet):
+    if isinstance(mixer, DeltaNetRecord):
         shapes = (mixer.key_heads, mixer.key_dim), (mixer.value_heads, mixer.value_dim)
     else:
         shapes = (mixer.groups, mixer.state), (mixer.heads, mixer.head_dim)
     settings: dict[str, Any] = dict(dtype=torch.bfloat16, device=device, generator=generator)
     first, second, third, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
     decay, factor = (torch.rand(n, shapes[1][0], **settings) for _ in range(2))
-    factor = factor if isinstance(mixer, DeltaNet) else factor.float()
+    factor = factor if isinstance(mixer, DeltaNetRecord) else factor.float()
     bounds = torch.tensor([0, length, n], dtype=torch.int32)
     trial: Any = types.SimpleNamespace(
         lengths=(length, length), cu_seqlens=bounds.to(device),

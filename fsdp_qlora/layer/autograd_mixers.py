@@ -19,7 +19,7 @@ from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import SavedGraph
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import DeltaNet, Mamba2, OtherMixer, ShortConv
+from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record, OtherMixer, ShortConvRecord
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,8 +182,8 @@ def gated_norm_backward(
 # ---- mixers ----
 
 
-def short_conv(call: LayerCall, projected: Tensor, record: ShortConv) -> Tensor:
-    """LFM2's mixer, see ShortConv. `projected` [n, 3 x hidden] contains b, c and x."""
+def short_conv(call: LayerCall, projected: Tensor, record: ShortConvRecord) -> Tensor:
+    """LFM2's mixer, see ShortConvRecord. `projected` [n, 3 x hidden] contains b, c and x."""
     tensors = call.layer.small_tensors
     b, c, x = projected.chunk(3, 1)
     conv = CausalConv.apply(b * x, tensors["conv.conv.weight"], tensors.get("conv.conv.bias"),
@@ -191,8 +191,8 @@ def short_conv(call: LayerCall, projected: Tensor, record: ShortConv) -> Tensor:
     return c * conv
 
 
-def delta_net(call: LayerCall, projected: Tensor, record: DeltaNet) -> Tensor:
-    """The gated delta net, see DeltaNet."""
+def delta_net(call: LayerCall, projected: Tensor, record: DeltaNetRecord) -> Tensor:
+    """The gated delta net, see DeltaNetRecord."""
     tensors = {name.removeprefix("linear_attn."): tensor
                for name, tensor in call.layer.small_tensors.items()}
     parts = delta_parts(projected, record)
@@ -214,8 +214,8 @@ def delta_net(call: LayerCall, projected: Tensor, record: DeltaNet) -> Tensor:
     return mixed.flatten(1)
 
 
-def mamba2(call: LayerCall, projected: Tensor, record: Mamba2) -> Tensor:
-    """Mamba-2, see Mamba2."""
+def mamba2(call: LayerCall, projected: Tensor, record: Mamba2Record) -> Tensor:
+    """Mamba-2, see Mamba2Record."""
     tensors = {name.removeprefix(f"{record.stem}."): tensor
                for name, tensor in call.layer.small_tensors.items()}
     widths, multipliers = record.widths, record.multipliers
@@ -243,7 +243,7 @@ def mamba2(call: LayerCall, projected: Tensor, record: Mamba2) -> Tensor:
     return mixed.flatten(1) * record.out_multiplier
 
 
-def delta_parts(projected: Tensor, record: DeltaNet) -> dict[str, Tensor]:
+def delta_parts(projected: Tensor, record: DeltaNetRecord) -> dict[str, Tensor]:
     """Split the outputs of the linears into {q, k, v, z, b, a: [n, width]}."""
     groups = record.key_heads if record.by_key_head else 1
     parts = {}
@@ -260,4 +260,4 @@ def delta_parts(projected: Tensor, record: DeltaNet) -> dict[str, Tensor]:
 # {kind of mixer: function (call, projected [n, widths], record) -> inputs of the output projection
 # [n, width], recorded by autograd}
 OTHER_MIXERS: dict[type, Callable[[LayerCall, Tensor, Any], Tensor]] = {
-    ShortConv: short_conv, DeltaNet: delta_net, Mamba2: mamba2}
+    ShortConvRecord: short_conv, DeltaNetRecord: delta_net, Mamba2Record: mamba2}

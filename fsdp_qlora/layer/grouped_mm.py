@@ -1,7 +1,7 @@
 """Grouped matmuls: rows, sorted by expert, each times its own expert's weight and adapter.
 
 A token's row is there once for each of its experts, so that an expert's rows are consecutive and
-each kind of matmul is one call. router.py sorts them, experts.py computes with them.
+each kind of matmul is one call. router.py sorts them, moe.py computes with them.
 """
 
 from __future__ import annotations

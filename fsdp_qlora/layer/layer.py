@@ -43,8 +43,8 @@ class SavedLayer:
     # keys of the store, see its put(); with "attention", x_key is also that of attention's results
     x_key: Any = None
     mid_residual_key: Any = None
-    mixer: SavedMixerSublayer | None = None
-    mlp: SavedMLP | SavedMoE | None = None
+    mixer_sublayer: SavedMixerSublayer | None = None
+    mlp_sublayer: SavedMLP | SavedMoE | None = None
     take_mlp: Callable[[], SavedMLP] | None = None  # takes the MLP's record from the store, once
     routing_choices: list[RoutingChoice] | None = None  # one per slice of tokens
 
@@ -84,11 +84,12 @@ class LayerFunction(torch.autograd.Function):
         ctx.kv_in = tuple(part.detach() for part in kv_in)
         call = LayerCall(layer, batch, ctx.kv_in, is_evaluation=is_evaluation)
         put, policy = batch.store.put, layer.save_policy
-        mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
+        mixer, mlp = layer.spec.mixer_sublayer, layer.spec.mlp_sublayer
+        parallel = layer.arch.parallel_residual
         if policy == "all":
             mid_residual, mixer_saved = mixer.forward(call, x)
             out, mlp_saved = mlp.forward(call, mid_residual, x if parallel else mid_residual)
-            ctx.saved = SavedLayer(mixer=mixer_saved, mlp=mlp_saved)
+            ctx.saved = SavedLayer(mixer_sublayer=mixer_saved, mlp_sublayer=mlp_saved)
             return call.scaled(out), *call.kv_out
         # put() returns a key for take(); they move activations to the host and back, if offloaded
         ctx.saved = saved = SavedLayer()
@@ -116,11 +117,12 @@ class LayerFunction(torch.autograd.Function):
         ctx.saved = None
         ctx.kv_in = ()
         call.grad_kv_out = grad_kv_out
-        mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
+        mixer, mlp = layer.spec.mixer_sublayer, layer.spec.mlp_sublayer
+        parallel = layer.arch.parallel_residual
         grad = call.scaled(grad)
         if policy == "all":
-            mixer_saved = saved.mixer
-            grad_mid_residual = mlp.backward(call, saved.mlp, grad)
+            mixer_saved = saved.mixer_sublayer
+            grad_mid_residual = mlp.backward(call, saved.mlp_sublayer, grad)
         elif policy in ("mlp", "mid_residual"):
             if policy == "mlp":
                 grad_mid_residual = mlp.backward(call, saved.take_mlp(), grad)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.pretrained.records import Linear
+from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.quant.nf4 import LORA_COLUMNS
 
@@ -30,7 +30,7 @@ OPTIM_BLOCKSIZE = 256  # values of the adapter that share one scale in bitsandby
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class LinearSlices(Linear):
+class LinearSlices(LinearShape):
     """A linear, and the slices of the layer's parameters that have its values. Made by
     fuse_linears() only."""
 
@@ -66,7 +66,7 @@ class FusedLinear:
 
     @property
     def outputs(self) -> slice:
-        """Slice of the outputs of the whole FusedLinear; this one may be a part() of it."""
+        """Slice of the outputs of the whole FusedLinear; this one may be a subset() of it."""
         return slice(self.linears[0].outputs.start, self.linears[-1].outputs.stop)
 
     @property
@@ -123,7 +123,7 @@ class Allocator:
 
 
 def fuse_linears(
-    dropout_site: int, linears: list[Linear], adapted: Collection[str], config: Config,
+    dropout_site: int, linears: list[LinearShape], adapted: Collection[str], config: Config,
     vectors: dict[str, tuple[slice, tuple[int, ...]]], allocator: Allocator, n_experts: int = 0
 ) -> FusedLinear:
     """Return the FusedLinear of these Linears; the linears named in `adapted` get an adapter.

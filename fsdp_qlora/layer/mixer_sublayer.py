@@ -1,4 +1,4 @@
-"""The token-mixing sublayer: x + out(mixer(in_proj(norm(x)))).
+"""The token-mixing sublayer: x + out_proj(mixer(in_proj(norm(x)))).
 
 The mixers are AttentionMixer (attention_mixer.py), MLAMixer (mla.py) and AutogradMixer
 (autograd_mixers.py).
@@ -38,7 +38,7 @@ class TokenMixer(Protocol):
         """Number of outputs of in_proj that the mixer reads."""
 
     def forward(self, call: LayerCall, saved: Any) -> Tensor:
-        """Return the inputs of the output projection [n, out.in_features], from saved.projected [n,
+        """Return the inputs of out_proj [n, out_proj.in_features], from saved.projected [n,
         projected_width]. May replace saved.projected; stores in `saved` what recompute_output() and
         backward() need."""
 
@@ -56,20 +56,21 @@ class MixerSublayer:
 
     arch: Architecture
     in_proj: FusedLinear  # q, k and v in attention
-    out: FusedLinear
+    out_proj: FusedLinear
     token_mixer: TokenMixer
-    # a second (out, token_mixer), which reads the remaining outputs of in_proj; both results are
-    # added, see Family.parallel_other_mixers
+    # a second (out_proj, token_mixer), which reads the remaining outputs of in_proj; both results
+    # are added, see Family.parallel_other_mixers
     second_path: tuple[FusedLinear, TokenMixer] | None = None
 
     @property
     def paths(self) -> tuple[tuple[FusedLinear, TokenMixer], ...]:
-        """One or two (out, token_mixer), whose outputs are added."""
-        return ((self.out, self.token_mixer), *([self.second_path] if self.second_path else ()))
+        """One or two (out_proj, token_mixer), whose outputs are added."""
+        first_path = self.out_proj, self.token_mixer
+        return (first_path, *([self.second_path] if self.second_path else ()))
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.in_proj, *(out for out, _ in self.paths), *self.mixer_linears
+        return self.in_proj, *(out_proj for out_proj, _ in self.paths), *self.mixer_linears
 
     @property
     def mixer_linears(self) -> tuple[FusedLinear, ...]:

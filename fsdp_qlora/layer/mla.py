@@ -37,12 +37,12 @@ from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import LatentAttention
+from fsdp_qlora.pretrained.records import MLARecord
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MLAMixer:
-    """The latent attention of one layer, see LatentAttention."""
+    """The latent attention of one layer, see MLARecord."""
 
     arch: Architecture
     rope_index: int | None  # of arch.ropes
@@ -52,8 +52,8 @@ class MLAMixer:
     saved_type = SavedMLA
 
     @property
-    def mla(self) -> LatentAttention:
-        mla: LatentAttention = self.arch.mla
+    def mla(self) -> MLARecord:
+        mla: MLARecord = self.arch.mla
         return mla
 
     @property
@@ -133,7 +133,7 @@ class MLAMixer:
         inputs = norm_padded(call, norm, latent, fused, self.mla.norm_eps)[:, : fused.in_features]
         grad = lora_matmul_backward(call, fused, lora_hidden, grad, inputs)
         return norm_backward(
-            latent, grad, None, call.vector(norm), self.arch.norm, self.mla.norm_eps)
+            latent, grad, None, call.vector(norm), self.arch.norm_kind, self.mla.norm_eps)
 
     @property
     def _projected_widths(self) -> list[int]:

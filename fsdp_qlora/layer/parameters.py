@@ -77,7 +77,7 @@ class LayerParameters(nn.Module):
         # index of the layer whose keys and values it reads; None: it has its own
         self.kv_source = arch.kv_sources[index]
         self.is_kv_source = index in arch.kv_sources
-        assert not arch.parallel or self.save_policy in ("all", "input"), "the MLP reads x"
+        assert not arch.parallel_residual or self.save_policy in ("all", "input"), "the MLP reads x"
         self.nested: NestedScales | None = None  # whole on every rank
         self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
         self.balance: Tensor | None = None  # sums over this step's micro-batches, see add_balance()

@@ -30,15 +30,15 @@ def gate_inputs_backward(grad: Tensor, gates: Tensor, inputs: Tensor, activation
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerLayerGate:
-    """The gate after one layer's MLP, x + norm(out(activation(gate(x)) * input))."""
+    """The gate after one layer's MLP, x + norm(out_proj(activation(gate(x)) * input))."""
 
     arch: Architecture
     gate: FusedLinear
-    out: FusedLinear
+    out_proj: FusedLinear
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.gate, self.out
+        return self.gate, self.out_proj
 
     @property
     def norm(self) -> str:
@@ -53,21 +53,21 @@ class PerLayerGate:
         saved.per_layer_x = x
         saved.per_layer_gates, saved.per_layer_gate_lora_hidden = lora_matmul(
             call, self.gate, inputs)
-        activated = x.new_empty(len(x), self.out.width)
-        self._activate(call, saved, activated[:, : self.out.in_features])
+        activated = x.new_empty(len(x), self.out_proj.width)
+        self._activate(call, saved, activated[:, : self.out_proj.in_features])
         # uses the MLP's dropout site: no family with this gate has dropout of its own
         out, saved.per_layer_branch, saved.per_layer_out_lora_hidden = matmul_and_add_residual(
-            call, x, self.out, activated, MLP_SITE, self.norm, wants_sum)
+            call, x, self.out_proj, activated, MLP_SITE, self.norm, wants_sum)
         return out
 
     def backward(self, call: LayerCall, saved: SavedPerLayer, grad: Tensor) -> Tensor:
         """Return the gradient of x from the gradient of the sum."""
         upstream = branch_gradient(call, saved.per_layer_branch, grad, self.norm, MLP_SITE)
         saved.per_layer_branch = None
-        activated = upstream.new_empty(len(upstream), self.out.in_features)
+        activated = upstream.new_empty(len(upstream), self.out_proj.in_features)
         self._activate(call, saved, activated)
         grad_activated = lora_matmul_backward(
-            call, self.out, saved.per_layer_out_lora_hidden, upstream, activated)
+            call, self.out_proj, saved.per_layer_out_lora_hidden, upstream, activated)
         grad_gates = gate_inputs_backward(
             grad_activated, saved.per_layer_gates, call.layer_input, self.arch.activation)
         del grad_activated

@@ -25,7 +25,7 @@ def norm_padded(
         return widen(x, fused)
     inputs = x.new_empty(len(x), fused.width)
     normalize(inputs[:, : fused.in_features], x, call.vector(name), call.vector(name, "bias"),
-              call.arch.norm, call.arch.norm_eps if eps is None else eps,
+              call.arch.norm_kind, call.arch.norm_eps if eps is None else eps,
               is_evaluation=call.is_evaluation)
     return inputs
 
@@ -34,7 +34,7 @@ def apply_norm(call: LayerCall, name: str, x: Tensor) -> Tensor:
     """Return the norm of x [n, hidden]."""
     arch = call.arch
     out = torch.empty_like(x)
-    normalize(out, x, call.vector(name), call.vector(name, "bias"), arch.norm, arch.norm_eps,
+    normalize(out, x, call.vector(name), call.vector(name, "bias"), arch.norm_kind, arch.norm_eps,
               is_evaluation=call.is_evaluation)
     return out
 
@@ -56,7 +56,8 @@ def norm_gradient(
     """Return `residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
     if name is None:
         return residual + grad
-    return norm_backward(x, grad, residual, call.vector(name), call.arch.norm, call.arch.norm_eps)
+    return norm_backward(
+        x, grad, residual, call.vector(name), call.arch.norm_kind, call.arch.norm_eps)
 
 
 def matmul_and_add_residual(
@@ -86,7 +87,7 @@ def add_residual(
     if post_norm:
         added = torch.empty_like(branch)
         normalize(added, branch, call.vector(post_norm), call.vector(post_norm, "bias"),
-                  arch.norm, arch.post_norm_eps, is_evaluation=call.is_evaluation)
+                  arch.norm_kind, arch.post_norm_eps, is_evaluation=call.is_evaluation)
     out = torch.add(x, added, alpha=arch.residual_multiplier)
     return out, branch if post_norm else None
 
@@ -100,5 +101,5 @@ def branch_gradient(
         grad = grad * arch.residual_multiplier
     if post_norm:
         weight = call.vector(post_norm)
-        grad = norm_backward(branch, grad, None, weight, arch.norm, arch.post_norm_eps)
+        grad = norm_backward(branch, grad, None, weight, arch.norm_kind, arch.post_norm_eps)
     return call.drop(grad, arch.residual_dropout, site)

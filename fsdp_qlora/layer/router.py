@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
-from fsdp_qlora.pretrained.records import MoE
+from fsdp_qlora.pretrained.records import MoERecord
 
 
 BALANCE = "load_balancing_loss", "busiest_expert"  # keys in metrics.jsonl, see add_balance()
@@ -53,7 +53,7 @@ def route(
     """Return the Routing of x [n, hidden]. `choice`: the choice of an earlier Routing of the same
     tokens. With wants_bounds this waits for the GPU, unless `choice` has the bounds. With
     ExpertNorms, x is not normed."""
-    moe: MoE = call.arch.moe
+    moe: MoERecord = call.arch.moe
     tensors = call.layer.small_tensors
     if moe.norms:
         x = router_norm(x, tensors[moe.norms.router_scale], call.arch.norm_eps)
@@ -102,7 +102,7 @@ def router_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> 
 
 def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
     """Return the factor of the chosen experts' weights: a number, or fp32 [n, k]."""
-    moe: MoE = call.arch.moe
+    moe: MoERecord = call.arch.moe
     if not moe.expert_scale:
         return moe.scale
     return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
@@ -147,7 +147,7 @@ def take_balance(layers: Iterable[LayerParameters], device: torch.device) -> Ten
     return total
 
 
-def best_experts(scores: Tensor, moe: MoE) -> Tensor:
+def best_experts(scores: Tensor, moe: MoERecord) -> Tensor:
     """Return the top_k experts of each token, int64 [n, k], by scores [n, experts]."""
     if moe.n_groups > 1:
         groups = scores.unflatten(1, (moe.n_groups, -1))
@@ -158,7 +158,7 @@ def best_experts(scores: Tensor, moe: MoE) -> Tensor:
 
 
 def chosen_weights(
-    scores: Tensor, chosen: Tensor, moe: MoE, dtype: torch.dtype
+    scores: Tensor, chosen: Tensor, moe: MoERecord, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the weights of the chosen experts before scaling, fp32 [n, k]; their scores; and the
     sum [n, 1] by which the scores are divided, None if they are not. `dtype`: the model's."""
@@ -174,7 +174,7 @@ def chosen_weights(
 def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of route()'s x [n, hidden] through the weights, from `grad`, the gradient
     of the weights, fp32 [n, k]. x is read only with ExpertNorms; else only its dtype is."""
-    moe: MoE = call.arch.moe
+    moe: MoERecord = call.arch.moe
     chosen = routing.chosen
     _, picked, total = chosen_weights(routing.scores, chosen, moe, x.dtype)
     grad = grad * weight_factor(call, chosen)

@@ -25,7 +25,7 @@ class SharedExpert:
     arch: Architecture
     gate_up: FusedLinear
     down: FusedLinear
-    gate: str | None  # a linear whose sigmoid multiplies the output, see MoE.shared_gate
+    gate: str | None  # a linear whose sigmoid multiplies the output, see MoERecord.shared_gate
     post_norm: str | None  # see ExpertNorms
     limit: float | None  # see LimitedActivation
 
@@ -59,7 +59,8 @@ class SharedExpert:
         arch, shared = self.arch, saved.shared
         if self.post_norm:
             weight = call.vector(self.post_norm)
-            grad = norm_backward(shared.before_norm, grad, None, weight, arch.norm, arch.norm_eps)
+            grad = norm_backward(
+                shared.before_norm, grad, None, weight, arch.norm_kind, arch.norm_eps)
             shared.before_norm = None
         from_gate: Tensor | int = 0  # the gradient of x through the gate
         if self.gate:

@@ -18,7 +18,6 @@ from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
 from fsdp_qlora.layer.attention_mixer import AttentionMixer
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.layer.call import LayerCall
-from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import Allocator, FusedLinear, fuse_linears
@@ -26,6 +25,7 @@ from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.layer.mixer_sublayer import MixerSublayer, TokenMixer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.router import RoutingChoice
@@ -38,8 +38,8 @@ class LayerSpec(ParameterLayout):
     """The two sublayers of one layer, on top of the layout of its parameters. LayerCosts
     (layer_costs/layer.py) is what such a layer costs."""
 
-    mixer: MixerSublayer | NoMixerSublayer
-    mlp: FeedForward
+    mixer_sublayer: MixerSublayer | NoMixerSublayer
+    mlp_sublayer: FeedForward
 
     @property
     def n_weights(self) -> int:
@@ -114,8 +114,9 @@ def _make_layer_spec(
     counts = allocator.counts
     mixer, mlp = _make_mixer(arch, kind, fused), _make_mlp(arch, kind, fused)
     return LayerSpec(
-        mixer=mixer, mlp=mlp, fused_linears=mixer.fused_linears + mlp.fused_linears,
-        vectors=vectors, small_tensors=small_tensors,
+        mixer_sublayer=mixer, mlp_sublayer=mlp,
+        fused_linears=mixer.fused_linears + mlp.fused_linears, vectors=vectors,
+        small_tensors=small_tensors,
         # at least one value, because FSDP2 shards it
         n_blocks=counts["blocks"], n_vectors=counts.get("vectors", 1), n_adapter=counts["adapter"],
         scaling=lora_scaling(config.lora_alpha, config.lora_rank, config.adapter == "rslora"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdp_qlora.kernels.attention import explicit_bytes
+from fsdp_qlora.kernels.attention import eager_attention_bytes
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, n_head_groups
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -50,9 +50,9 @@ class AttentionCosts:
         values = self._qkv_width + self.query_width
         values += kernel_values(self.arch, plan.micro_batch_tokens * itemsize)
         values += 2 * self.query_width * (self.arch.attention_gate is not None)
-        if plan.plain_attention:  # repeats keys and values for each query head, and has gradients
+        if plan.attention_is_eager:  # repeats keys and values for each query head; has gradients
             values += 4 * self.query_width
-            others = explicit_bytes(self.arch, self.mixer.window, plan.micro_batch_tokens)
+            others = eager_attention_bytes(self.arch, self.mixer.window, plan.micro_batch_tokens)
         return values * plan.micro_batch_tokens * itemsize + others
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_qlora.kernels.recurrence import RECURRENCES, RECURRENCE_CHUNK
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.records import DeltaNet, Mamba2, ShortConv
+from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record, ShortConvRecord
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,9 +27,9 @@ class AutogradCosts:
     @property
     def saves_projected(self) -> bool:
         record = self.mixer.record
-        if isinstance(record, DeltaNet):
+        if isinstance(record, DeltaNetRecord):
             return not record.by_key_head  # else it saves copies of its parts instead
-        return not (isinstance(record, Mamba2) and record.is_multiplied)
+        return not (isinstance(record, Mamba2Record) and record.is_multiplied)
 
     @property
     def saved_values(self) -> int:
@@ -38,7 +38,7 @@ class AutogradCosts:
     def live_bytes(self, plan: Plan) -> int:
         n, record = plan.micro_batch_tokens, self.mixer.record
         itemsize = plan.dtype.itemsize
-        if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(record))):
+        if plan.recurrence_is_eager and (recurrence := RECURRENCES.get(type(record))):
             return recurrence.eager_bytes_per_token(record) * n
         return self._costs.live_values(record, self.mixer.arch.hidden_size) * n * itemsize
 
@@ -57,7 +57,7 @@ class FunctionCosts:
     elementwise_values: Callable[[Any, int], int]  # read or written, forward and backward
 
 
-def delta_saved_values(record: DeltaNet, hidden: int) -> int:
+def delta_saved_values(record: DeltaNetRecord, hidden: int) -> int:
     """Values that delta_net() saves for backward: `projected`, without b and a if the parts are
     copies; query, key and value as the delta rule reads them; its output, before and after norm and
     gate. For each value head: a chunk's products, g and its input, fp32, and b before and after its
@@ -68,14 +68,14 @@ def delta_saved_values(record: DeltaNet, hidden: int) -> int:
             + (RECURRENCE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
 
 
-def delta_live_values(record: DeltaNet, hidden: int) -> int:
+def delta_live_values(record: DeltaNetRecord, hidden: int) -> int:
     """Gradients of the saved values, and fla's states. Counted, not measured."""
     states = record.value_heads * record.key_dim * record.value_dim // RECURRENCE_CHUNK
     head_values = record.value_heads * record.key_dim
     return 2 * sum(record.widths.values()) + 4 * head_values + 3 * record.widths["v"] + 2 * states
 
 
-def delta_elementwise_values(record: DeltaNet, hidden: int) -> int:
+def delta_elementwise_values(record: DeltaNetRecord, hidden: int) -> int:
     """Values moved by convolution, norm and gate, and by the delta rule's kernels, which take as
     long as moving this many. Counted, not measured."""
     widths = record.widths
@@ -83,7 +83,7 @@ def delta_elementwise_values(record: DeltaNet, hidden: int) -> int:
     return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * head_values
 
 
-def mamba2_saved_values(record: Mamba2, hidden: int) -> int:
+def mamba2_saved_values(record: Mamba2Record, hidden: int) -> int:
     """Values that mamba2() saves for backward: `projected`; x, B and C as the scan reads them;
     decay, step and step's two intermediate results, fp32; the scan's output plus D x, before and
     after norm and gate."""
@@ -92,7 +92,7 @@ def mamba2_saved_values(record: Mamba2, hidden: int) -> int:
             + 8 * record.heads)
 
 
-def mamba2_live_values(record: Mamba2, hidden: int) -> int:
+def mamba2_live_values(record: Mamba2Record, hidden: int) -> int:
     """Gradients of the saved values; B and C and their gradients for each head; fla's states, fp32.
     Counted, not measured."""
     widths = record.widths
@@ -101,7 +101,7 @@ def mamba2_live_values(record: Mamba2, hidden: int) -> int:
             + 4 * states)
 
 
-def mamba2_elementwise_values(record: Mamba2, hidden: int) -> int:
+def mamba2_elementwise_values(record: Mamba2Record, hidden: int) -> int:
     """Values moved, see delta_elementwise_values()."""
     widths = record.widths
     head_values = record.heads * (record.state + record.head_dim)
@@ -110,8 +110,8 @@ def mamba2_elementwise_values(record: Mamba2, hidden: int) -> int:
 
 MIXER_COSTS: dict[type, FunctionCosts] = {
     # saved: projected, b * x, conv's result, and that result times c
-    ShortConv: FunctionCosts(
+    ShortConvRecord: FunctionCosts(
         lambda record, hidden: 6 * hidden, lambda record, hidden: 7 * hidden,
         lambda record, hidden: 25 * hidden),
-    DeltaNet: FunctionCosts(delta_saved_values, delta_live_values, delta_elementwise_values),
-    Mamba2: FunctionCosts(mamba2_saved_values, mamba2_live_values, mamba2_elementwise_values)}
+    DeltaNetRecord: FunctionCosts(delta_saved_values, delta_live_values, delta_elementwise_values),
+    Mamba2Record: FunctionCosts(mamba2_saved_values, mamba2_live_values, mamba2_elementwise_values)}

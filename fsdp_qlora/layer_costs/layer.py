@@ -3,12 +3,12 @@
 The files of this folder have the names of those of layer/ whose sublayers they count:
 
     LayerCosts
-      MixerSublayerCosts                 mixer_sublayer.py
-        AttentionCosts           attention_mixer.py
-        MLACosts                 mla.py
-        AutogradCosts            autograd_mixers.py
-      MLPCosts                   mlp.py, with the gate of per_layer.py
-      MoECosts                   experts.py, with the shared expert and LatentMoE
+      MixerSublayerCosts    mixer_sublayer.py
+        AttentionCosts      attention_mixer.py
+        MLACosts            mla.py
+        AutogradCosts       autograd_mixers.py
+      MLPCosts              mlp.py, with the gate of per_layer.py
+      MoECosts              moe.py, with the shared expert and LatentMoE
 
 Counts are values per token, unless a name says bytes or weights. FeedForwardCosts is the interface
 of the second sublayer's costs; that of a mixer's is TokenMixerCosts.
@@ -21,14 +21,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.mixer_sublayer import MixerSublayer
 from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.spec import LayerSpec
-from fsdp_qlora.layer_costs.experts import MoECosts
 from fsdp_qlora.layer_costs.mixer_sublayer import MixerSublayerCosts
 from fsdp_qlora.layer_costs.mlp import MLPCosts
+from fsdp_qlora.layer_costs.moe import MoECosts
 from fsdp_qlora.plan import Plan, SavePolicy
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -41,42 +41,42 @@ class LayerCosts:
 
     @property
     def arch(self) -> Architecture:
-        return self.spec.mixer.arch
+        return self.spec.mixer_sublayer.arch
 
     @functools.cached_property
-    def mixer(self) -> MixerSublayerCosts | NoMixerSublayerCosts:
-        mixer = self.spec.mixer
+    def mixer_sublayer(self) -> MixerSublayerCosts | NoMixerSublayerCosts:
+        mixer = self.spec.mixer_sublayer
         if isinstance(mixer, MixerSublayer):
             return MixerSublayerCosts(mixer)
         return NoMixerSublayerCosts(mixer)
 
     @functools.cached_property
-    def mlp(self) -> FeedForwardCosts:
-        return FEED_FORWARD_COSTS[type(self.spec.mlp)](self.spec.mlp)
+    def mlp_sublayer(self) -> FeedForwardCosts:
+        return FEED_FORWARD_COSTS[type(self.spec.mlp_sublayer)](self.spec.mlp_sublayer)
 
     def saved_values(self, policy: SavePolicy) -> int:
         """Values per token that a layer saves for backward, see LayerFunction."""
         hidden = self.arch.hidden_size  # width of x and of mid_residual
         if policy == "all":
-            return self.mixer.saved_values + self.mlp.saved_values
+            return self.mixer_sublayer.saved_values + self.mlp_sublayer.saved_values
         if policy == "mlp":
-            return hidden + self.mlp.saved_values
-        more = {"mid_residual": hidden, "attention": self.mixer.attention_values}
-        return hidden + more.get(policy, 0) + self.mlp.choice_values
+            return hidden + self.mlp_sublayer.saved_values
+        more = {"mid_residual": hidden, "attention": self.mixer_sublayer.attention_values}
+        return hidden + more.get(policy, 0) + self.mlp_sublayer.choice_values
 
     def live_bytes(self, plan: Plan, policy: SavePolicy) -> int:
         """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
         and recomputed values."""
         n = plan.micro_batch_tokens
         itemsize = plan.dtype.itemsize
-        mixer = self.mixer.live_bytes(plan, recomputed=policy != "all")
-        mlp = self.mlp.live_bytes(plan, recomputed=policy not in ("all", "mlp"))
+        mixer = self.mixer_sublayer.live_bytes(plan, recomputed=policy != "all")
+        mlp = self.mlp_sublayer.live_bytes(plan, recomputed=policy not in ("all", "mlp"))
         if policy in ("input", "attention"):
             # mid_residual is recomputed first, and with it what the mixer needs
-            mlp += n * self.mixer.saved_values * itemsize
+            mlp += n * self.mixer_sublayer.saved_values * itemsize
         live = max(mixer, mlp)
         if policy == "attention":  # its results are among the saved ones, too
-            live -= n * self.mixer.attention_values * itemsize
+            live -= n * self.mixer_sublayer.attention_values * itemsize
         if self.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
             live += n * self.arch.hidden_size * itemsize
         return live
@@ -84,17 +84,17 @@ class LayerCosts:
     def active_weights(self, by_time: bool = False) -> float:
         """Weights that one token is multiplied by. With by_time, the weights of slow matmuls count
         more."""
-        speed = self.mlp.matmul_speed if by_time else 1
-        return (sum(fused.n_weights for fused in self.spec.mixer.fused_linears)
-                + self.mlp.active_weights / speed)
+        speed = self.mlp_sublayer.matmul_speed if by_time else 1
+        return (sum(fused.n_weights for fused in self.spec.mixer_sublayer.fused_linears)
+                + self.mlp_sublayer.active_weights / speed)
 
     def recomputed_weights(self, policy: SavePolicy) -> float:
         """Weights of the matmuls that a layer's backward computes again."""
         if policy == "all":
             return 0
-        wants_sum = policy in ("input", "attention") and not self.arch.parallel
-        weights = self.mixer.recomputed_weights(wants_sum)
-        return weights if policy == "mlp" else weights + self.mlp.recomputed_weights
+        wants_sum = policy in ("input", "attention") and not self.arch.parallel_residual
+        weights = self.mixer_sublayer.recomputed_weights(wants_sum)
+        return weights if policy == "mlp" else weights + self.mlp_sublayer.recomputed_weights
 
 
 class FeedForwardCosts(Protocol):

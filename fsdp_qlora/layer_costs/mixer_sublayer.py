@@ -71,7 +71,7 @@ class MixerSublayerCosts:
         sublayer = self.sublayer
         hidden = sublayer.arch.hidden_size
         values = hidden + sublayer.in_proj.padded_lora
-        values += sum(out.padded_lora for out, _ in sublayer.paths)
+        values += sum(out_proj.padded_lora for out_proj, _ in sublayer.paths)
         values += sum(mixer.saved_values for mixer in self.mixers)
         if any(mixer.saves_projected for mixer in self.mixers):  # in the same tensor: kept whole
             values += sum(mixer.projected_width for (_, mixer), costs in zip(
@@ -112,7 +112,7 @@ class MixerSublayerCosts:
     def recomputed_weights(self, wants_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""
         always = sum(fused.n_weights for fused in self._recomputed_linears)
-        return always + wants_sum * sum(out.n_weights for out, _ in self.sublayer.paths)
+        return always + wants_sum * sum(out_proj.n_weights for out_proj, _ in self.sublayer.paths)
 
     @property
     def elementwise_values(self) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdp_qlora.kernels.attention import explicit_bytes
+from fsdp_qlora.kernels.attention import eager_attention_bytes
 from fsdp_qlora.layer.attention_mixer import n_head_groups
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer_costs.attention_mixer import kernel_values
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import LatentAttention
+from fsdp_qlora.pretrained.records import MLARecord
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class MLACosts:
         return self.mixer.arch
 
     @property
-    def mla(self) -> LatentAttention:
+    def mla(self) -> MLARecord:
         return self.mixer.mla
 
     @property
@@ -67,9 +67,9 @@ class MLACosts:
         # heads are made from
         values = 4 * self.query_width + self.query_width + self.kv_b.out_features
         values += kernel_values(self.arch, plan.micro_batch_tokens * itemsize)
-        if plan.plain_attention:
+        if plan.attention_is_eager:
             values += 4 * self.query_width
-            others = explicit_bytes(self.arch, None, plan.micro_batch_tokens)
+            others = eager_attention_bytes(self.arch, None, plan.micro_batch_tokens)
         return values * plan.micro_batch_tokens * itemsize + others
 
     # ---- with context parallelism ----
@@ -89,20 +89,20 @@ class MLACosts:
         of heads of keys and values the rows that were received, LoRA's hidden values and kv_b's
         outputs."""
         rows = self.exchanged_values + self.kv_b.padded_lora + self.kv_b.out_features
-        if plan.plain_attention:  # its graph keeps keys and values
+        if plan.attention_is_eager:  # its graph keeps keys and values
             rows += 2 * self.query_width
-        return plan.seen_keys * rows - 2 * self.query_width
+        return plan.seen_keys_per_token * rows - 2 * self.query_width
 
     def _context_live_values(self, plan: Plan) -> float:
         """Return live_bytes(), besides context_saved_values(), as values per token of a rank's own.
         The gradients of kv_b's outputs replace these."""
-        seen, queries = plan.seen_keys, self.query_width
+        seen, queries = plan.seen_keys_per_token, self.query_width
         n_groups = n_head_groups(self.arch, plan.micro_batch_tokens * plan.dtype.itemsize)
         # a group's keys, values, and their gradients; where pieces run one after the other, also
         # those of a call, which are copied to their places; and see kernel_values()
-        in_a_call = 0 if plan.varlen_attention else seen - 1
+        in_a_call = 0 if plan.is_varlen else seen - 1
         group = 4 * seen + 2 * in_a_call + 3
-        if plan.plain_attention:
+        if plan.attention_is_eager:
             group += 4 * seen
         # afterwards kv_b's inputs and their gradient, in two dtypes
         projecting = 4 * seen * self.kv_b.width

@@ -29,7 +29,8 @@ class MLPCosts:
         arch, up, down = self.mlp.arch, self.mlp.gate_up, self.mlp.down
         hidden = arch.hidden_size
         values = up.out_features + up.padded_lora + down.padded_lora
-        values += hidden * (not arch.parallel)  # a parallel layer's x is counted with the mixer
+        # a parallel layer's x is counted with the mixer
+        values += hidden * (not arch.parallel_residual)
         values += self.per_layer.saved_values if self.per_layer else 0
         return values + hidden * (arch.mlp_post_norm is not None)
 

@@ -16,11 +16,11 @@ from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_files import open_adapter
 from fsdp_qlora.lora.peft_names import (
-    TensorSlice, as_saved, expert_slices, lora_settings, peft_slices, stack_experts,
-    token_row_names, token_row_settings, unstack_experts)
+    TensorSlice, expert_slices, make_lora_config, peft_slices, stack_experts, token_row_names,
+    token_row_settings, unstack_experts, with_adapter_form)
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
+from fsdp_qlora.pretrained.reader import read_header, read_tensor
 
 
 # {setting of adapter_config.json: the flag that sets it}
@@ -36,10 +36,10 @@ def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
     with errors_about(f"--init_adapter {directory}"):
         path, file = (directory / name for name in ADAPTER_FILES)
         try:
-            own_arch, arch = arch, as_saved(arch, read_json(path), tensors_of(file))
+            own_arch, arch = arch, with_adapter_form(arch, read_json(path), read_header(file))
         except (OSError, ValueError, SafetensorError) as e:
             raise ValueError(f"is not an adapter in PEFT's format: {e}")
-        wanted = lora_settings(
+        wanted = make_lora_config(
             arch, config.lora_rank, config.lora_alpha, config.adapter,
             adapted_linears(arch, config.target_modules),
             trainable_token_indices=token_row_settings(arch, token_ids))
@@ -60,8 +60,8 @@ def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
     return {name: value.float() for name, value in own.items()}
 
 
-def check_origin(config: Config, base_sha256: str,
-                 tokenizer: PreTrainedTokenizerFast | None) -> None:
+def check_init_adapter_base(config: Config, base_sha256: str,
+                            tokenizer: PreTrainedTokenizerFast | None) -> None:
     """Raise ValueError if the run that --init_adapter comes from had another base model than
     `base_sha256` ("": not known); log a line if it had another chat template. Rank 0 only."""
     directory = Path(str(config.init_adapter))

@@ -19,7 +19,7 @@ from fsdp_qlora.files import (
     ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, write_whole)
 from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.lora.peft_names import TensorSlice
-from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_tensor, tensors_of
+from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, read_tensor
 
 IGNORED = set("""lora_dropout target_modules exclude_modules peft_version task_type revision
     base_model_name_or_path inference_mode auto_mapping layers_pattern megatron_core
@@ -40,7 +40,7 @@ def open_adapter(
     """
     path, file = (directory / name for name in ADAPTER_FILES)
     check_settings(path, read_json(path), wanted.to_dict(), source, flags or {})
-    stored = tensors_of(file)
+    stored = read_header(file)
     found = {name: tensor.shape for name, tensor in stored.items()}
     odd = min((n for n in {*found, *shapes} if found.get(n) != shapes.get(n)), default="")
     if odd:

@@ -13,7 +13,7 @@ from peft import LoraConfig
 
 from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import AdapterForm, Linear
+from fsdp_qlora.pretrained.records import AdapterForm, LinearShape
 from fsdp_qlora.pretrained.tensor_names import renamed
 
 
@@ -46,9 +46,9 @@ def peft_slices(
     return {peft_name(arch, i, *part): where for part, where in spec.adapter_slices().items()}
 
 
-def file_slices(arch: Architecture, layer: int, linear: Linear, rank: int, adapter_type: str,
+def file_slices(arch: Architecture, layer: int, linear: LinearShape, rank: int, adapter_type: str,
                 slices_of_experts: TensorSlices) -> list[TensorSlice]:
-    """Return the TensorSlices of A, B and DoRA's magnitudes of a Linear's adapter.
+    """Return the TensorSlices of A, B and DoRA's magnitudes of a LinearShape's adapter.
     `slices_of_experts`: the result of expert_slices()."""
     n_out, n_in = linear.out_features, linear.in_features
     shapes: dict[str, tuple[int, ...]] = {
@@ -58,10 +58,10 @@ def file_slices(arch: Architecture, layer: int, linear: Linear, rank: int, adapt
     return [slices_of_experts.get(name, TensorSlice(name, shape)) for name, shape in names.items()]
 
 
-def as_saved(arch: Architecture, settings: Mapping[str, Any],
-             names: Iterable[str]) -> Architecture:
-    """Return `arch` with the MoE.adapters form in which an adapter with these settings and tensor
-    names was saved; that may be an older form."""
+def with_adapter_form(arch: Architecture, settings: Mapping[str, Any],
+                      names: Iterable[str]) -> Architecture:
+    """Return `arch` with the MoERecord.adapters form in which an adapter with these settings and
+    tensor names was saved; that may be an older form."""
     if not arch.moe:
         return arch
     form: AdapterForm = "modules"
@@ -73,7 +73,7 @@ def as_saved(arch: Architecture, settings: Mapping[str, Any],
 def token_row_names(arch: Architecture) -> list[str]:
     """Return PEFT's names of TokenRows.rows, one for each table."""
     modules = [f"{arch.module_prefix}{arch.embedding}"]
-    modules += [] if arch.tied else [arch.head_names[0].removesuffix(".weight")]
+    modules += [] if arch.tied else [arch.lm_head_names[0].removesuffix(".weight")]
     return [f"base_model.model.{module}.token_adapter.trainable_tokens_delta" for module in modules]
 
 
@@ -84,7 +84,7 @@ def token_row_settings(arch: Architecture, ids: Sequence[int]) -> dict[str, list
     return {module: [*ids] for module in modules} if ids else None
 
 
-def lora_settings(
+def make_lora_config(
     arch: Architecture, rank: int, alpha: int, adapter_type: str, adapted: Collection[str],
     **others: Any
 ) -> LoraConfig:

@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.log import log
-from fsdp_qlora.lora.peft_names import expert_settings, lora_settings, token_row_settings
+from fsdp_qlora.lora.peft_names import expert_settings, make_lora_config, token_row_settings
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.tensor_names import renamed
 
@@ -51,7 +51,7 @@ def resolve_adapter(
     if config.trainable_tokens and (arch.per_layer or arch.embedding_norm):
         raise ValueError("--trainable_tokens: this model's embedding does more than PEFT computes"
                          f" with trained rows ({arch.family}): drop the flag")
-    if config.trainable_tokens and arch.head_bias:
+    if config.trainable_tokens and arch.lm_head_bias:
         raise ValueError("--trainable_tokens: PEFT 0.21 ignores the bias of an lm_head with trained"
                          f" rows ({arch.family}): drop the flag")
     words = requested_words(arch, config)
@@ -59,7 +59,7 @@ def resolve_adapter(
         f" {config.lora_alpha}, on {' '.join(words)}")
     adapted = adapted_linears(arch, config.target_modules)
     check_rank(arch, config.lora_rank, adapted)
-    lora_config = lora_settings(
+    lora_config = make_lora_config(
         arch, config.lora_rank, config.lora_alpha, config.adapter, adapted,
         lora_dropout=config.lora_dropout, target_modules=peft_targets(arch, config, words),
         task_type="CAUSAL_LM", base_model_name_or_path=base_name,

@@ -153,8 +153,8 @@ def put_record(store: ActivationStore, record: Any) -> Callable[[], Any]:
 def make_store(plan: Plan, device: torch.device) -> ActivationStore:
     """Return the store of what recomputed layers save for backward: on the GPU or in host memory.
     """
-    if not plan.offload_activations or not plan.recomputed:
+    if not plan.offload_activations or not plan.n_recomputed:
         return DeviceActivations()
     n_puts = sum(2 if plan.save_policy(i) in ("mid_residual", "mlp") else 1
-                 for i in range(plan.recomputed))
+                 for i in range(plan.n_recomputed))
     return OffloadedActivations(n_puts, plan.n_copied_at_once, plan.micro_batch_tokens, device)

@@ -30,7 +30,7 @@ def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tenso
 def logits_of_hidden(model: ModelParameters, hidden_states: Tensor) -> Tensor:
     """Return the logits, fp32 [n, tokens of this rank's rows], of normed `hidden_states` [n,
     hidden]."""
-    logits = F.linear(hidden_states, model.head, model.head_bias)
+    logits = F.linear(hidden_states, model.lm_head, model.lm_head_bias)
     return scaled_logits(logits, model.arch.logits_multiplier, model.arch.logits_softcap)
 
 
@@ -105,7 +105,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, model: ModelParameters, batch: MicroBatch,
                 head_rows: Tensor | None = None) -> Tensor:
         arch = model.arch
-        weight = model.head
+        weight = model.lm_head
         shards = model.group_size
 
         def reduce_scatter(whole: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
             part = x[batch.label_positions[chunk]]
             logits = F.linear(
-                model.gather(final_norm(model, part)).flatten(0, 1), weight, model.head_bias)
+                model.gather(final_norm(model, part)).flatten(0, 1), weight, model.lm_head_bias)
             labels = all_labels[:, chunk].flatten()
             absent = labels < 0
             own_labels = labels - model.own_rows.start

@@ -31,7 +31,7 @@ from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
-from fsdp_qlora.pretrained.records import Linear
+from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
 from fsdp_qlora.pretrained.weight_formats import (
     NF4_SUFFIXES, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
@@ -150,8 +150,8 @@ def fill_model(
         fill_layer(model, i, shard, names, read, nf4_states)
     model.norm, model.norm_bias = (name and read(name).to(device, dtype)
                                    for name in (names.norm, names.norm_bias))
-    model.head = model.embedding if arch.tied else table(names.head, hidden)
-    model.head_bias = names.head_bias and read(names.head_bias).to(device, dtype)
+    model.lm_head = model.embedding if arch.tied else table(names.lm_head, hidden)
+    model.lm_head_bias = names.lm_head_bias and read(names.lm_head_bias).to(device, dtype)
 
 
 def zero_shard(model: Model, i: int, device: torch.device) -> FourBitBlocks:
@@ -273,7 +273,7 @@ def weight_rows(
 
 
 def quantized_values(
-    read: ReadTensor, name: str, linear: Linear, nf4_states: NF4States, dtype: torch.dtype,
+    read: ReadTensor, name: str, linear: LinearShape, nf4_states: NF4States, dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
     """Return a whole linear outside of the layers, [out, in], with the values that its NF4 has."""

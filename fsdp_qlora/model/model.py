@@ -102,7 +102,7 @@ def verify_model(model: Model, plan: Plan) -> None:
                 n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
         n_bytes["other frozen"] += sum(t.nbytes for t in layer.small_tensors.values())
     tables = {id(t): t.nbytes for t in (
-        model.embedding, model.head, model.head_bias, model.norm, model.norm_bias,
+        model.embedding, model.lm_head, model.lm_head_bias, model.norm, model.norm_bias,
         model.per_layer_table, model.per_layer_projection, model.per_layer_norm) if t is not None}
     n_bytes["other frozen"] += sum(tables.values())
     log_each_rank(

@@ -40,7 +40,7 @@ class ModelParameters(nn.Module):
     embedding: Tensor
     norm: Tensor
     norm_bias: Tensor | None
-    head: Tensor
+    lm_head: Tensor
     # for models with an input for each layer: the table, the projection with the values of its NF4,
     # the norm's weight
     per_layer_table: Tensor
@@ -67,8 +67,8 @@ class ModelParameters(nn.Module):
         self.own_rows = shard_range(arch.vocab_size, self.group_rank, self.group_size)
         self.layers = nn.ModuleList(
             DecoderLayer(arch, spec, i, plan) for i, spec in enumerate(specs))
-        self.embedding = self.norm = self.norm_bias = self.head = self.frequencies = None
-        self.head_bias: Tensor | None = None  # of own_rows; None: the lm_head has no bias
+        self.embedding = self.norm = self.norm_bias = self.lm_head = self.frequencies = None
+        self.lm_head_bias: Tensor | None = None  # of own_rows; None: the lm_head has no bias
         self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
 
     def set_frequencies(
@@ -88,7 +88,7 @@ class ModelParameters(nn.Module):
     def write_token_rows(self) -> None:
         """Copy the trained rows of --trainable_tokens into the tables."""
         if self.token_rows:
-            self.token_rows.write(self.embedding, self.head)
+            self.token_rows.write(self.embedding, self.lm_head)
 
 
 def shard_range(n: int, shard: int, shards: int) -> range:

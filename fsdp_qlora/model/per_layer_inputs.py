@@ -29,5 +29,5 @@ def per_layer_inputs(model: ModelParameters, ids: Tensor, embeddings: Tensor) ->
 @elementwise
 def add_inputs(projected: Tensor, looked_up: Tensor, weight: Tensor, arch: Architecture) -> Tensor:
     """Combine the two parts of per_layer_inputs()'s result."""
-    projected = norm_of(projected * arch.hidden_size**-0.5, weight, arch.norm, arch.norm_eps)
+    projected = norm_of(projected * arch.hidden_size**-0.5, weight, arch.norm_kind, arch.norm_eps)
     return (projected + looked_up) * 2**-0.5

@@ -101,7 +101,7 @@ LOSSES = {
                       documents_per_row=1)}
 # {name in metrics.jsonl, which is TRL's: the answers that it averages over}. The sums have this
 # order: --loss sft has the first only, pairs have all but the last. mean_metrics()
-# divides them, in evaluation/step_stats.py
+# divides them, in run/step_stats.py
 METRICS = {
     "loss": "all", "rewards/chosen": "good", "rewards/rejected": "bad", "rewards/accuracies": "all",
     "logps/chosen": "good", "logps/rejected": "bad", "kl": "all"}

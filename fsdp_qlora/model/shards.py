@@ -63,7 +63,7 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
 def weight_requests(
     model: ModelParameters, names: TensorNames, nf4_states: Collection[str]
 ) -> list[ReadRequest]:
-    """Return the Requests for all that this rank reads, in the order of use. `nf4_states`: the
+    """Return the ReadRequests for all that this rank reads, in the order of use. `nf4_states`: the
     names of the weights that are in NF4 in the files, see check_files()."""
     arch = model.arch
     table = (arch.vocab_size - arch.added_rows, arch.hidden_size)
@@ -91,18 +91,18 @@ def weight_requests(
     for name in filter(None, (names.norm, names.norm_bias)):
         requests += whole_requests(name, table[1:])
     if not arch.tied:
-        requests.append(ReadRequest(names.head, table, stored_rows))
-    if names.head_bias:
-        requests.append(ReadRequest(names.head_bias, table[:1], stored_rows))
+        requests.append(ReadRequest(names.lm_head, table, stored_rows))
+    if names.lm_head_bias:
+        requests.append(ReadRequest(names.lm_head_bias, table[:1], stored_rows))
     return requests
 
 
 def linear_requests(
     own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool
 ) -> list[ReadRequest]:
-    """Return the Requests for this rank's blocks of a linear: whole rows, in FP8, INT4 and MXFP4
-    with their scales; in NF4 the packed codes, their scales, and the whole second level of these
-    scales."""
+    """Return the ReadRequests for this rank's blocks of a linear: whole rows, in FP8, INT4 and
+    MXFP4 with their scales; in NF4 the packed codes, their scales, and the whole second level of
+    these scales."""
     linear, blocks = own.linear, own.in_linear
     n_out, n_in = linear.out_features, linear.in_features
     if linear.mxfp4:
@@ -130,7 +130,7 @@ def linear_requests(
 def whole_requests(
     name: str, shape: tuple[int, ...], in_nf4: bool = False, source: StackedSlice | None = None,
 ) -> list[ReadRequest]:
-    """Return the Requests for a tensor that each rank reads whole."""
+    """Return the ReadRequests for a tensor that each rank reads whole."""
     if in_nf4:
         keys = name, *(f"{name}.{part}" for part in NF4_SUFFIXES)
         return [ReadRequest(key, (1,), range(1)) for key in keys]

@@ -3,10 +3,10 @@
     predict_memory()         bytes by kind, at the peak of a step
       count_layers()         LayerTotals of all layers
       activation_peak()      saved and live values, at the worst kind of layer
-      head_bytes(), gathered_bytes(), exchanged_bytes(), dora_bytes()
+      lm_head_bytes(), gathered_bytes(), exchanged_bytes(), dora_bytes()
     predict_time()           seconds of a token
       layer_seconds()        compute_seconds() with moved_bytes(); n_launches(); wait_seconds()
-      head_seconds()
+      lm_head_seconds()
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     costs = [by_spec[spec] for spec in specs]
 
     def running_sum(policy: SavePolicy) -> list[int]:
-        values = {kind: kind.saved_values(policy) for kind in by_spec.values()}
+        values = {layer_costs: layer_costs.saved_values(policy) for layer_costs in by_spec.values()}
         return list(itertools.accumulate((values[x] for x in costs), initial=0))
 
-    def last_indices(kind: LayerCosts) -> list[int]:
+    def last_indices(layer_costs: LayerCosts) -> list[int]:
         return list(itertools.accumulate(
-            (i if x is kind else -1 for i, x in enumerate(costs)), max, initial=-1))
+            (i if x is layer_costs else -1 for i, x in enumerate(costs)), max, initial=-1))
 
     bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
     vectors_each = [spec.n_vectors for spec in specs]
     return LayerTotals(
-        last_index={kind: last_indices(kind) for kind in by_spec.values()},
+        last_index={layer_costs: last_indices(layer_costs) for layer_costs in by_spec.values()},
         saved_values={policy: running_sum(policy) for policy in SAVE_POLICIES},
         packed_bytes=sum(bytes_each), largest_packed=max(bytes_each),
         n_small=sum(math.prod(shape) for spec in specs
@@ -96,13 +96,14 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         recomputed_weights={
             policy: sum(layer.recomputed_weights(policy) for layer in costs)
             for policy in SAVE_POLICIES},
-        mlp_values=max(layer.mlp.saved_values for layer in costs),
-        attention_values=max(layer.mixer.attention_values for layer in costs),
+        mlp_values=max(layer.mlp_sublayer.saved_values for layer in costs),
+        attention_values=max(layer.mixer_sublayer.attention_values for layer in costs),
         mean_query_width=sum(
-            layer.mixer.query_width * (CONSTANTS.wide_heads if layer.arch.head_dim > 256 else 1)
+            layer.mixer_sublayer.query_width
+            * (CONSTANTS.wide_heads if layer.arch.head_dim > 256 else 1)
             for layer in costs) / len(costs),
         elementwise_values=sum(sublayer.elementwise_values for layer in costs
-                               for sublayer in (layer.mixer, layer.mlp)))
+                               for sublayer in (layer.mixer_sublayer, layer.mlp_sublayer)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -126,8 +127,8 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     looked_up_bytes = (
         table_bytes * (not arch.tied) + arch.vocab_size * n_inputs * itemsize / shards)
     by_recomputed, by_others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
-    head = head_bytes(plan, arch, table_bytes)
-    row_weights = plan.token_rows * arch.hidden_size
+    head = lm_head_bytes(plan, arch, table_bytes)
+    row_weights = plan.n_token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else packed_bytes,
         "embedding, head, norms": table_bytes + looked_up_bytes * (not plan.embedding_on_host)
@@ -136,29 +137,30 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         "adapter and gradients": 2 * plan.n_layers * adapter_bytes / shards + 8 * row_weights,
         "optimizer's state": plan.state_bytes * (
             plan.n_layers * layers.n_adapter / shards + row_weights),
-        "kept by recomputed layers": by_recomputed,
-        "kept by other layers": by_others,
+        "saved by recomputed layers": by_recomputed,
+        "saved by other layers": by_others,
         # plus the shared keys and values, their gradients, and one layer's gradients of them
         "per-layer inputs, shared keys and values":
             (n_inputs + 3 * shared_kv_values(arch)) * value_bytes,
-        "live layer or head": head if plan.graphs else max(live, head),
+        "live layer or head": head if plan.uses_cuda_graphs else max(live, head),
         # FSDP2 copies it for the sum over ranks
         "one layer's adapter gradient": adapter_bytes * (3 if plan.uses_fsdp else 1),
         "gathered weights": gathered_bytes(plan, layers, itemsize),
         "keys and values of other ranks": exchanged_bytes(plan, arch, specs, value_bytes),
         "DoRA": dora_bytes(plan, specs)}
-    if plan.graphs:  # besides the memory above, which evaluations need
-        memory["CUDA graphs' own"] = plan.graph_room * (by_recomputed + by_others + live) + live
+    if plan.uses_cuda_graphs:  # besides the memory above, which evaluations need
+        of_micro_batch = by_recomputed + by_others + live
+        memory["CUDA graphs' own"] = plan.cuda_graph_room * of_micro_batch + live
     host = looked_up_bytes * plan.embedding_on_host + packed_bytes * plan.offload_params
     if plan.offload_activations:  # all but the last put(), which stays on the GPU
         offloaded, _ = saved_bytes(plan, layers, value_bytes)
-        last = put_values(plan.save_policy(plan.recomputed - 1), layers, arch.hidden_size)
+        last = put_values(plan.save_policy(plan.n_recomputed - 1), layers, arch.hidden_size)
         host += max(0, offloaded - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
 
 
-def head_bytes(plan: Plan, arch: Architecture, table_bytes: float) -> float:
+def lm_head_bytes(plan: Plan, arch: Architecture, table_bytes: float) -> float:
     """Return the bytes that the lm_head and the loss need besides weights. `table_bytes`: those of
     this rank's rows of the lm_head."""
     itemsize = plan.dtype.itemsize
@@ -181,8 +183,8 @@ def shared_kv_values(arch: Architecture) -> int:
 
 def layer_ranges(plan: Plan) -> list[tuple[int, int]]:
     """Return (start, stop) of the ranges of layers that save the same, see Plan.save_policy()."""
-    first_mlp = plan.recomputed - plan.n_mlp_saved
-    bounds = 0, first_mlp - plan.n_attention_saved, first_mlp, plan.recomputed, plan.n_layers
+    first_mlp = plan.n_recomputed - plan.n_mlp_saved
+    bounds = 0, first_mlp - plan.n_attention_saved, first_mlp, plan.n_recomputed, plan.n_layers
     return [(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop]
 
 
@@ -196,7 +198,7 @@ def saved_bytes(
     for start, stop in layer_ranges(plan):
         values = layers.saved_values[plan.save_policy(start)]
         n_bytes = (values[min(stop, n_layers)] - values[min(start, n_layers)]) * value_bytes
-        if start < plan.recomputed:
+        if start < plan.n_recomputed:
             recomputed += n_bytes
         else:
             others += n_bytes
@@ -220,7 +222,7 @@ def activation_peak(
     peaks = []
     for start, stop in layer_ranges(plan):
         policy = plan.save_policy(start)
-        for kind, last_index in layers.last_index.items():
+        for layer_costs, last_index in layers.last_index.items():
             if last_index[stop] < start:
                 continue  # the range has no such layer
             recomputed, others = saved_bytes(plan, layers, value_bytes, last_index[stop] + 1)
@@ -229,13 +231,14 @@ def activation_peak(
                 put = put_values(policy, layers, hidden)
                 of_mixer = hidden if policy == "mlp" else put
                 on_gpu = min(recomputed, value_bytes * (of_mixer + plan.n_copied_at_once * put))
-            peaks.append((on_gpu, others, kind.live_bytes(plan, policy)))
+            peaks.append((on_gpu, others, layer_costs.live_bytes(plan, policy)))
     return max(peaks, key=sum)
 
 
 def mla_costs(layer: LayerCosts) -> MLACosts | None:
     """Return the costs of a layer's latent attention, None if its model has none."""
-    mla = layer.mixer.mixers[0] if isinstance(layer.mixer, MixerSublayerCosts) else None
+    sublayer = layer.mixer_sublayer
+    mla = sublayer.mixers[0] if isinstance(sublayer, MixerSublayerCosts) else None
     return mla if isinstance(mla, MLACosts) else None
 
 
@@ -249,25 +252,25 @@ def exchanged_bytes(
         return 0
     if mla := mla_costs(LayerCosts(specs[0])):
         # its live_bytes() counts what else backward needs
-        n_saved = max(1, plan.n_layers - plan.recomputed)
+        n_saved = max(1, plan.n_layers - plan.n_recomputed)
         return n_saved * mla.context_saved_values(plan) * value_bytes
     kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
     is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)
-    seen = plan.seen_keys
+    seen = plan.seen_keys_per_token
     # the peak is in the backward of the first group of heads: live_bytes() counts the gradients of
     # all groups' keys and values, but those of the other groups do not exist yet
     n_groups = n_head_groups(arch, value_bytes)
     kept = (seen - 1 + 1 / n_groups) * kv_width
     # a group's kernel makes the gradients of the keys and values that it sees, with grouped-query
     # attention one for each query head; kernel_values() counts those of this rank's own tokens
-    in_a_call = seen if plan.varlen_attention else seen - 1
+    in_a_call = seen if plan.is_varlen else seen - 1
     kernel = seen * kv_width + 2 * (in_a_call - 1) * query_width * is_grouped
-    if not plan.varlen_attention:  # the results of a call are copied to their places
+    if not plan.is_varlen:  # the results of a call are copied to their places
         kernel += in_a_call * kv_width
     # after the kernel: rows sent and received, and their sum in fp32
     exchange = (2.5 * n + 5) * kv_width - (5 if is_grouped else 3) * query_width
-    kept_whole = max(0, plan.n_layers - plan.recomputed - 1) * seen * kv_width
+    kept_whole = max(0, plan.n_layers - plan.n_recomputed - 1) * seen * kv_width
     return (kept_whole + kept + max(kernel, exchange) / n_groups) * value_bytes
 
 
@@ -298,7 +301,7 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
     size = 4 * sum(widths) + (itemsize + 8) * n * max(widths)
     if plan.context_parallel_size > 1 and (mla := mla_costs(LayerCosts(specs[0]))):
         # kv_b also computes for the keys of other ranks
-        size += int((itemsize + 8) * plan.seen_keys * plan.micro_batch_tokens
+        size += int((itemsize + 8) * plan.seen_keys_per_token * plan.micro_batch_tokens
                     * mla.kv_b.out_features)
     return size
 
@@ -320,7 +323,8 @@ def predict_time(
     not compared.
     """
     layer = layer_seconds(plan, arch, count_layers(specs), machine, mean_document_tokens)
-    seconds = layer.total(plan.graphs) * arch.n_layers + head_seconds(plan, arch, machine)
+    seconds = layer.total(plan.uses_cuda_graphs) * arch.n_layers
+    seconds += lm_head_seconds(plan, arch, machine)
     return dataclasses.replace(plan, token_seconds=seconds / plan.micro_batch_tokens)
 
 
@@ -350,7 +354,7 @@ class TimeConstants:
     dropped_score_bytes: float = 640
     # fraction of a recomputed layer's weights that is dequantized a third time
     dequantized_again: float = 1
-    held_dequantized_again: float = 0.5  # with reuse_dequantized
+    reused_dequantized_again: float = 0.5  # with reuse_dequantized
     # launches of a layer in both passes
     launches: float = 100  # of any layer
     recomputed_launches: float = 80  # more if it is recomputed
@@ -367,7 +371,7 @@ class TimeConstants:
     range_wait_launches: float = 30  # a pass waits for the GPU this long, in launches
     # fraction of the shorter of computing and both copies that is lost when they overlap
     copy_disturbance: float = 0.1
-    head_flops: float = 4  # per logit and hidden value: 2 matmuls of 2; counted
+    lm_head_flops: float = 4  # per logit and hidden value: 2 matmuls of 2; counted
     logits_passes: float = 5  # times that a logit is read or written
 
 
@@ -385,12 +389,12 @@ class LayerSeconds:
     launches: float  # CPU time for all kernels
     waits: float  # for the GPU, with ranges of experts; for other ranks' keys and values
 
-    def total(self, graphs: bool) -> float:
+    def total(self, uses_cuda_graphs: bool) -> float:
         """Return the seconds of the layer."""
         # NCCL's kernels delay the matmuls; copies to and from host memory hardly do
         layer = sum(max(work + self.gathers / 2, self.copies)
                     for work in (self.forward, self.compute - self.forward))
-        layer = max(layer, 0 if graphs else self.launches)
+        layer = max(layer, 0 if uses_cuda_graphs else self.launches)
         return layer + (
             CONSTANTS.copy_disturbance * min(self.compute, 2 * self.copies) + self.waits)
 
@@ -422,7 +426,7 @@ def layer_seconds(
 
 def fraction_recomputed(plan: Plan) -> float:
     """Return the fraction of the layers that backward recomputes whole."""
-    return (plan.recomputed - plan.n_mlp_saved) / plan.n_layers
+    return (plan.n_recomputed - plan.n_mlp_saved) / plan.n_layers
 
 
 def weights_multiplied_again(plan: Plan, layers: LayerTotals) -> float:
@@ -443,14 +447,14 @@ def compute_seconds(
     if plan.context_parallel_size > 1 and (mla := mla_costs(next(iter(layers.last_index)))):
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
-        flops += 2 * n * (plan.seen_keys - 1) * (2 + again) * mla.kv_b.n_weights
+        flops += 2 * n * (plan.seen_keys_per_token - 1) * (2 + again) * mla.kv_b.n_weights
     attended_tokens = min(n * plan.context_parallel_size, mean_document_tokens)
     # a recomputed layer's forward, unless its results are reused
-    passes = CONSTANTS.attention_passes + (plan.recomputed - plan.n_attention_saved) / n_layers
+    passes = CONSTANTS.attention_passes + (plan.n_recomputed - plan.n_attention_saved) / n_layers
     attention_flops = 2 * n * passes * attended_tokens * layers.mean_query_width
     attention_speed = min(
         CONSTANTS.sustained * machine.flops,
-        CONSTANTS.varlen_flops if plan.varlen_attention else CONSTANTS.fixed_len_flops)
+        CONSTANTS.varlen_flops if plan.is_varlen else CONSTANTS.fixed_len_flops)
     moved = moved_bytes(plan, arch, layers, attended_tokens)
     return (flops / (CONSTANTS.sustained * machine.flops) + attention_flops / attention_speed
             + moved / machine.bandwidth)
@@ -464,7 +468,7 @@ def moved_bytes(
     n, n_layers, itemsize = plan.micro_batch_tokens, arch.n_layers, plan.dtype.itemsize
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
-    share = (CONSTANTS.held_dequantized_again if plan.reuse_dequantized
+    share = (CONSTANTS.reused_dequantized_again if plan.reuse_dequantized
              else CONSTANTS.dequantized_again)
     uses = 2 * (layers.n_weights / n_layers) + (
         fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
@@ -472,12 +476,12 @@ def moved_bytes(
              + n * layers.elementwise_values / n_layers * itemsize)
     if plan.context_parallel_size > 1 and (mla := mla_costs(next(iter(layers.last_index)))):
         # made in forward, and twice in backward; and their gradients
-        moved += n * plan.seen_keys * 4 * mla.key_values * itemsize
-    if plan.plain_attention:
+        moved += n * plan.seen_keys_per_token * 4 * mla.key_values * itemsize
+    if plan.attention_is_eager:
         score_bytes = (CONSTANTS.dropped_score_bytes if arch.attention_dropout
                        else CONSTANTS.score_bytes)
         moved += n * attended_tokens * arch.n_heads * score_bytes
-    if arch.moe and plan.expert_ranges > 1:  # the experts' rows are copied
+    if arch.moe and plan.n_expert_ranges > 1:  # the experts' rows are copied
         routed = sum(arch.layer_routed) / n_layers
         width = arch.expert_gate_up[0].in_features
         moved += routed * CONSTANTS.range_copies * n * arch.moe.top_k * width * itemsize
@@ -490,7 +494,7 @@ def wait_seconds(
     """Return how long a mean layer waits for the GPU, and for other ranks' keys and values."""
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     waits = 0.0
-    if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
+    if routed and (plan.n_expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
         waits = routed * (1 + again) * CONSTANTS.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
@@ -507,7 +511,7 @@ def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
     range_launches = CONSTANTS.range_launches + CONSTANTS.recomputed_range_launches * again
     launches = (CONSTANTS.launches + CONSTANTS.recomputed_launches * again
                 + CONSTANTS.fsdp_launches * plan.uses_fsdp
-                + routed * (CONSTANTS.routed_launches + range_launches * plan.expert_ranges))
+                + routed * (CONSTANTS.routed_launches + range_launches * plan.n_expert_ranges))
     if mixer := recurrent_mixer(arch):
         n_mixers = sum(
             arch.other_mixers.get(name or "") is mixer for name in arch.layer_other_mixer)
@@ -517,9 +521,9 @@ def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
     return launches
 
 
-def head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
+def lm_head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return the predicted time of the lm_head and the loss for one micro-batch."""
     logits = plan.micro_batch_tokens * arch.vocab_size
     speed = CONSTANTS.sustained * machine.flops
-    return (CONSTANTS.head_flops * logits * arch.hidden_size / speed
+    return (CONSTANTS.lm_head_flops * logits * arch.hidden_size / speed
             + CONSTANTS.logits_passes * logits * plan.dtype.itemsize / machine.bandwidth)

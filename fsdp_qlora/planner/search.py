@@ -35,7 +35,7 @@ from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import Mamba2
+from fsdp_qlora.pretrained.records import Mamba2Record
 from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 
@@ -60,16 +60,16 @@ class Workload:
     uneven_lengths: bool  # True if the documents that are trained differ in length
     world_size: int
     device: torch.device
-    plain_attention: bool = False
-    plain_recurrence: bool = False
+    attention_is_eager: bool = False
+    recurrence_is_eager: bool = False
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
     state_bytes: float = 0.0  # see Plan
     uneven_labels: bool = False  # True if they differ in the number of their tokens in the loss
     shortest: int = 0  # tokens of the shortest document that is trained
     can_reuse_lse: bool = False  # see can_reuse_lse()
 
-    def varlen_attention(self, context_size: int) -> bool:
-        """Return Plan.varlen_attention, as make_micro_batch() decides it."""
+    def is_varlen(self, context_size: int) -> bool:
+        """Return Plan.is_varlen, as make_micro_batch() decides it."""
         if context_size == 1:
             return self.uneven_lengths
         return not has_long_pieces(self.shortest, context_size)
@@ -130,7 +130,7 @@ def agree_on_plan(
     workload = make_workload(
         config, sampler, eval_rows, dist.get_world_size(), device,
         why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
-        plain_attention=attention_is_eager, plain_recurrence=recurrence_is_eager,
+        attention_is_eager=attention_is_eager, recurrence_is_eager=recurrence_is_eager,
         state_bytes=state_bytes)
     if workload.mean_document_tokens >= LONG_DOCUMENT:
         workload = dataclasses.replace(
@@ -143,8 +143,8 @@ def agree_on_plan(
 
 def make_workload(
     config: Config, sampler: RowSampler, eval_rows: Rows | None, world_size: int,
-    device: torch.device, why_no_capture: str, plain_attention: bool = False,
-    state_bytes: float = 0.0, plain_recurrence: bool = False, can_reuse_lse: bool = False,
+    device: torch.device, why_no_capture: str, attention_is_eager: bool = False,
+    state_bytes: float = 0.0, recurrence_is_eager: bool = False, can_reuse_lse: bool = False,
 ) -> Workload:
     """Return the Workload of a run on the rows of this sampler."""
     rows = sampler.rows
@@ -160,9 +160,9 @@ def make_workload(
         tokens=tokens, longest=longest, longest_row=longest_row, shortest=int(rows.lengths.min()),
         mean_document_tokens=float(lengths.square().sum() / lengths.sum()),
         uneven_lengths=uneven_lengths, uneven_labels=uneven_labels, world_size=world_size,
-        device=device, plain_attention=plain_attention, plain_recurrence=plain_recurrence,
-        why_no_capture=why_no_capture, state_bytes=state_bytes,
-        can_reuse_lse=can_reuse_lse)
+        device=device, attention_is_eager=attention_is_eager,
+        recurrence_is_eager=recurrence_is_eager, why_no_capture=why_no_capture,
+        state_bytes=state_bytes, can_reuse_lse=can_reuse_lse)
 
 
 def longest_document(rows: Rows) -> int:
@@ -177,15 +177,15 @@ def longest_of_rows(rows: Rows) -> int:
 
 
 def why_no_capture(
-    arch: Architecture, machine: Machine, plain_attention: bool = False,
-    plain_recurrence: bool = False,
+    arch: Architecture, machine: Machine, attention_is_eager: bool = False,
+    recurrence_is_eager: bool = False,
 ) -> str:
     """Return why CUDA graphs cannot capture a layer, or ""."""
-    if plain_attention:
+    if attention_is_eager:
         return "attention runs in plain torch"
-    if plain_recurrence:
+    if recurrence_is_eager:
         return "a mixer runs in plain torch"
-    if isinstance(recurrent_mixer(arch), Mamba2):
+    if isinstance(recurrent_mixer(arch), Mamba2Record):
         return "flash-linear-attention waits for the GPU in Mamba-2"
     return machine.why_no_grouped if arch.moe else ""
 
@@ -284,15 +284,15 @@ def affordable_plans(search: SearchInputs, context_size: int) -> list[Plan]:
 def possible_plans(search: SearchInputs, context_size: int) -> Iterator[Plan]:
     """Yield all plans that the flags allow."""
     config, arch, workload = search.config, search.arch, search.workload
-    varlen_attention = workload.varlen_attention(context_size)
+    is_varlen = workload.is_varlen(context_size)
     plan_with = functools.partial(
         Plan, compute_dtype=config.compute_dtype, n_layers=arch.n_layers,
         offload_activations=config.offload_activations, offload_params=config.offload_params,
-        varlen_attention=varlen_attention, plain_attention=workload.plain_attention,
-        plain_recurrence=workload.plain_recurrence, fused=workload.device.type == "cuda",
+        is_varlen=is_varlen, attention_is_eager=workload.attention_is_eager,
+        recurrence_is_eager=workload.recurrence_is_eager, fused=workload.device.type == "cuda",
         context_parallel_size=context_size, state_bytes=workload.state_bytes,
-        token_rows=len(config.trainable_tokens or ()) * arch.n_tables)
-    saves_attention = can_save_attention(search) and not varlen_attention
+        n_token_rows=len(config.trainable_tokens or ()) * arch.n_tables)
+    saves_attention = can_save_attention(search) and not is_varlen
     n_experts = arch.moe.n_experts if arch.moe else 1
     ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
     for n_shards, n_tokens, n_recomputed in itertools.product(
@@ -303,7 +303,7 @@ def possible_plans(search: SearchInputs, context_size: int) -> Iterator[Plan]:
         for reshard, way, n_ranges in itertools.product(reshards, ways, ranges):
             plan = plan_with(
                 shard_group_size=n_shards, reshard_after_forward=reshard,
-                micro_batch_tokens=n_tokens, recomputed=n_recomputed, expert_ranges=n_ranges,
+                micro_batch_tokens=n_tokens, n_recomputed=n_recomputed, n_expert_ranges=n_ranges,
                 **way._asdict())
             yield search.predict_memory(plan)
 
@@ -355,11 +355,13 @@ def ways_to_recompute(
     config, arch = search.config, search.arch
     # if all layers are recomputed, they can also save what their MLP needs, in host memory
     can_save_mlp = (config.offload_activations and config.recompute == "auto"
-                    and not arch.moe and not arch.parallel and n_recomputed == arch.n_layers)
+                    and not arch.moe and not arch.parallel_residual
+                    and n_recomputed == arch.n_layers)
     n_saved = list(saved_counts(
         n_recomputed, range(n_recomputed + 1) if can_save_mlp else (0,), saves_attention,
         in_part=n_recomputed == recomputed_counts(config, arch)[-1]))
-    mid_residual = (False,) if arch.parallel else (True, False)  # parallel: the MLP reads x
+    # in a parallel layer the MLP reads x
+    mid_residual = (False,) if arch.parallel_residual else (True, False)
     options = list(itertools.product(mid_residual, (True, False)))
     # no layer recomputed: all options are the same plan
     for (saves_mid, reuses), (n_mlp, n_attention) in itertools.product(
@@ -373,8 +375,8 @@ def can_save_attention(search: SearchInputs) -> bool:
     and no layer that has another one's keys."""
     workload, arch = search.workload, search.arch
     return (workload.can_reuse_lse and workload.mean_document_tokens >= LONG_DOCUMENT
-            and not arch.parallel and set(arch.kv_sources) == {None}
-            and all(LayerCosts(spec).mixer.attention_values for spec in search.specs))
+            and not arch.parallel_residual and set(arch.kv_sources) == {None}
+            and all(LayerCosts(spec).mixer_sublayer.attention_values for spec in search.specs))
 
 
 def saved_counts(
@@ -483,18 +485,19 @@ def use_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: bool
     they are not used.
 
     Graphs never free their memory. If micro-batches have several shapes, that memory has gaps, and
-    micro-batches without a graph need memory of their own: graph_room is 2 micro-batches. If all
-    micro-batches have one shape, the memory of the runs before the capture is free again.
+    micro-batches without a graph need memory of their own: cuda_graph_room is 2 micro-batches. If
+    all micro-batches have one shape, the memory of the runs before the capture is free again.
     """
-    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_micro_batches else 0)
+    graphed = dataclasses.replace(
+        plan, uses_cuda_graphs=True, cuda_graph_room=2 if uneven_micro_batches else 0)
     graphed = search.predict_time(search.predict_memory(graphed))
     reasons = {
         "FSDP2 gathers the weights": plan.uses_fsdp,
         "activations are offloaded": plan.offload_activations,
         "ranks exchange keys and values": plan.context_parallel_size > 1,
         search.workload.why_no_capture: search.workload.why_no_capture,
-        "ranges of experts wait for the GPU": plan.expert_ranges > 1,
+        "ranges of experts wait for the GPU": plan.n_expert_ranges > 1,
         "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
         "no memory for them": not graphed.fits(search.memory_bound)}
     reason = next((text for text, is_so in reasons.items() if is_so), "")
-    return dataclasses.replace(plan, why_no_graphs=reason) if reason else graphed
+    return dataclasses.replace(plan, why_no_cuda_graphs=reason) if reason else graphed

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
-from fsdp_qlora.pretrained.records import Family, Linear
+from fsdp_qlora.pretrained.records import Family, LinearShape
 
 XIELU = "mlp.act_fn"  # prefix of a layer's xIELU scalars
 XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
@@ -59,14 +59,15 @@ class Architecture(Family):
     n_kv_heads: int  # this and head_dim are those of the first layer, see layer_heads
     head_dim: int  # width of queries and keys
     vocab_size: int
-    gate_up: list[Linear]  # in layers without experts; their concatenated outputs are gate and up,
-    #                        or up alone without a gate
-    down: list[Linear]
-    shared_gate_up: list[Linear]  # in layers with experts: the shared expert's, or none
-    shared_down: list[Linear]
-    expert_latent: list[Linear]  # into the latent space of the experts and back; or none
-    expert_gate_up: list[Linear]  # those of expert 0, expert 1, ..
-    expert_down: list[Linear]
+    # in layers without experts; their concatenated outputs are gate and up, or up alone without a
+    # gate
+    gate_up: list[LinearShape]
+    down: list[LinearShape]
+    shared_gate_up: list[LinearShape]  # in layers with experts: the shared expert's, or none
+    shared_down: list[LinearShape]
+    expert_latent: list[LinearShape]  # into the latent space of the experts and back; or none
+    expert_gate_up: list[LinearShape]  # those of expert 0, expert 1, ..
+    expert_down: list[LinearShape]
     # settings for rope_frequencies(), one for each kind of rotary, with the layers' "head_dim"
     ropes: list[dict[str, Any]]
     layer_rope: list[int | None]  # one per layer, see LayerKind, like the next six
@@ -82,7 +83,7 @@ class Architecture(Family):
     added_rows: int  # rows of the embedding and of the lm_head that the files lack
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # such prefixes in files; tried in turn
-    head_names: list[str]  # names of the lm_head's weight in files; tried in turn
+    lm_head_names: list[str]  # names of the lm_head's weight in files; tried in turn
 
     def with_token(self, last_id: int) -> Architecture:
         """Return this Architecture with tables that have a row for token `last_id`. Longer tables
@@ -125,7 +126,7 @@ class Architecture(Family):
         """Return True if layers of this kind have softmax attention."""
         return (self.parallel_other_mixers or not kind.other_mixer) and kind.sublayers != "mlp"
 
-    def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
+    def attention_linears(self) -> tuple[list[LinearShape], list[LinearShape]]:
         """Return the linears whose concatenated outputs are q, k, v and perhaps attention's gates;
         and those that compute attention's output."""
         width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
@@ -139,11 +140,11 @@ class Architecture(Family):
             name = gate.linear or "q_proj"
             n_gates = self.n_heads if gate.per_head in (True, "per-head") else width
             widths[name] = widths.get(name, 0) + n_gates
-        return ([Linear(f"{self.attention}.{name}", n, self.hidden_size, self.qkv_bias)
+        return ([LinearShape(f"{self.attention}.{name}", n, self.hidden_size, self.qkv_bias)
                  for name, n in widths.items()],
-                [Linear(self.attention_out, self.hidden_size, width, self.out_bias)])
+                [LinearShape(self.attention_out, self.hidden_size, width, self.out_bias)])
 
-    def mixer_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
+    def mixer_groups(self, kind: LayerKind) -> dict[str, list[LinearShape]]:
         """Return the groups of fused_groups() that belong to the token mixer's sublayer."""
         if kind.sublayers == "mlp":
             return {"in_proj": [], "out": []}
@@ -157,7 +158,7 @@ class Architecture(Family):
             return {"in_proj": mixer_in, "out": mixer_out}
         return {"in_proj": in_proj + mixer_in, "out": out, "mixer_out": mixer_out}
 
-    def mlp_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
+    def mlp_groups(self, kind: LayerKind) -> dict[str, list[LinearShape]]:
         """Return the groups of fused_groups() that belong to the MLP sublayer."""
         if kind.sublayers == "mixer":
             return {"gate_up": [], "down": []}
@@ -178,15 +179,15 @@ class Architecture(Family):
             groups |= {"per_layer_gate": gate, "per_layer_out": out}
         return groups
 
-    def fused_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
+    def fused_groups(self, kind: LayerKind) -> dict[str, list[LinearShape]]:
         """Return {name: Linears that read one input, perhaps none} of a layer. Their values follow
         one another in this order, and the number of a group is its dropout site, see drop()."""
         return self.mixer_groups(kind) | self.mlp_groups(kind)
 
-    def linears(self, kind: LayerKind) -> list[Linear]:
+    def linears(self, kind: LayerKind) -> list[LinearShape]:
         return [linear for group in self.fused_groups(kind).values() for linear in group]
 
-    def all_linears(self) -> list[Linear]:
+    def all_linears(self) -> list[LinearShape]:
         """Return the linears of all kinds of layers, each name once."""
         return list({x.name: x for kind in dict.fromkeys(self.layer_kinds)
                      for x in self.linears(kind)}.values())

@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.records import (
-    AdapterForm, AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE,
-    PerLayerInputs, ShortConv)
+    AdapterForm, AttentionGate, DeltaNetRecord, ExpertNorms, Family, Mamba2Record, MLARecord,
+    MoERecord, PerLayerInputs, ShortConvRecord)
 
 BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {  # for --random_weights, without a config.json
     name: dict(
@@ -27,13 +27,13 @@ POST_NORMS: dict[str, Any] = dict(
     attention_norm=None, attention_post_norm="post_attention_layernorm",
     mlp_norm=None, mlp_post_norm="post_feedforward_layernorm")
 GEMMA: dict[str, Any] = dict(
-    norm="rms_plus_one", sqrt_embedding=True, rounded_multiplier=True)
+    norm_kind="rms_plus_one", sqrt_embedding=True, rounded_multiplier=True)
 GEMMA2: dict[str, Any] = GEMMA | POST_NORMS | dict(
     attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm",
     windowed_layers="layer_types", activation="config.hidden_activation",
     query_scalar="config.query_pre_attn_scalar")
 GEMMA4: dict[str, Any] = GEMMA2 | dict(
-    norm="rms_fp32", query_scalar=None, attention_scale=1.0, qk_norm="head", value_norm=True,
+    norm_kind="rms_fp32", query_scalar=None, attention_scale=1.0, qk_norm="head", value_norm=True,
     keys_are_values="config.attention_k_eq_v", ropes_by_layer_type=True,
     logits_softcap="config.final_logit_softcapping", layer_scalar="layer_scalar",
     n_kv_shared_layers="config.num_kv_shared_layers", double_wide_mlp="config.use_double_wide_mlp",
@@ -41,18 +41,20 @@ GEMMA4: dict[str, Any] = GEMMA2 | dict(
     # with "vision" only pixels see later tokens; with "all", is_causal is False
     unused=("use_bidirectional_attention",))
 COHERE: dict[str, Any] = dict(
-    norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm", parallel=True,
+    norm_kind="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm",
+    parallel_residual=True,
     rotary_interleaved=True, logits_multiplier="config.logit_scale")
-OLMO2: dict[str, Any] = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
+OLMO2: dict[str, Any] = POST_NORMS | dict(norm_kind="rms_fp32", qk_norm="full")
 ONE_GATE_UP: dict[str, Any] = dict(mlp_in=("mlp.gate_up_proj",))
 GLM: dict[str, Any] = ONE_GATE_UP | dict(
     out_bias=False, rotary_interleaved=True, partial_rotary=True)
 GLM4: dict[str, Any] = GLM | dict(
     attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")
 UNGATED: dict[str, Any] = dict(gated=False, mlp_in=("mlp.up_proj",))
-LAYER_NORM: dict[str, Any] = dict(norm="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
+LAYER_NORM: dict[str, Any] = dict(
+    norm_kind="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
 NEMOTRON: dict[str, Any] = dict(
-    norm="layer_plus_one", norm_eps="config.norm_eps", partial_rotary=True)
+    norm_kind="layer_plus_one", norm_eps="config.norm_eps", partial_rotary=True)
 GRANITE: dict[str, Any] = dict(
     attention_scale="config.attention_multiplier",
     embedding_multiplier="config.embedding_multiplier",
@@ -81,10 +83,10 @@ DEEPSEEK: dict[str, Any] = dict(
     top_groups="config.topk_group", normalized="config.norm_topk_prob",
     sum_eps=1e-20, scale="config.routed_scaling_factor", rounded_weights=False)
 MLA: dict[str, Any] = dict(
-    mla=LatentAttention(), qkv_bias=False, out_bias=False, mlp_bias=False,
+    mla=MLARecord(), qkv_bias=False, out_bias=False, mlp_bias=False,
     rotary_interleaved="config.rope_interleave")
 INDEXED: dict[str, Any] = MLA | dict(
-    mla=LatentAttention(index_topk="config.index_topk"), rotary_interleaved=True,
+    mla=MLARecord(index_topk="config.index_topk"), rotary_interleaved=True,
     unused=("index_head_dim", "index_n_heads", "indexer_types"))
 HUNYUAN: dict[str, Any] = dict(
     qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
@@ -94,9 +96,9 @@ LFM2: dict[str, Any] = dict(
     final_norm="embedding_norm", qk_norm="head", q_norm="self_attn.q_layernorm",
     k_norm="self_attn.k_layernorm", attention_out="self_attn.out_proj", activation="silu",
     mlp_in=("feed_forward.w1", "feed_forward.w3"), mlp_out="feed_forward.w2",
-    other_mixers={"conv": ShortConv()})
+    other_mixers={"conv": ShortConvRecord()})
 QWEN3_NEXT: dict[str, Any] = dict(
-    norm="rms_plus_one", qk_norm="head", partial_rotary=True, attention_gate=AttentionGate())
+    norm_kind="rms_plus_one", qk_norm="head", partial_rotary=True, attention_gate=AttentionGate())
 QWEN3_NEXT_EXPERTS: dict[str, Any] = dict(
     shared_size="config.shared_expert_intermediate_size", shared_gate="mlp.shared_expert_gate")
 FAMILIES: dict[str, Family] = {
@@ -113,7 +115,7 @@ FAMILIES: dict[str, Family] = {
     "stablelm": Family(**LAYER_NORM, qkv_bias="config.use_qkv_bias", partial_rotary=True),
     "iquestcoder": Family(),
     "cwm": Family(windowed_layers="layer_types"),
-    "helium": Family(norm="rms_fp32", rotary_interleaved=True, out_bias=False),
+    "helium": Family(norm_kind="rms_fp32", rotary_interleaved=True, out_bias=False),
     "mistral": Family(windowed_layers="all"),
     "ministral": Family(windowed_layers="layer_types"),
     "ministral3": Family(windowed_layers="all", query_temperature=True),
@@ -126,9 +128,10 @@ FAMILIES: dict[str, Family] = {
                       mlp_norm="feedforward_layernorm"),
     "phi": Family(
         **LAYER_NORM, gated=False, mlp_in=("mlp.fc1",), mlp_out="mlp.fc2",
-        mlp_norm="input_layernorm", parallel=True, qkv_bias=True, out_bias=True, mlp_bias=True,
+        mlp_norm="input_layernorm", parallel_residual=True, qkv_bias=True, out_bias=True,
+        mlp_bias=True,
         attention_out="self_attn.dense", partial_rotary=True, final_norm="final_layernorm",
-        head_bias=True, embedding_dropout="config.embd_pdrop",
+        lm_head_bias=True, embedding_dropout="config.embd_pdrop",
         residual_dropout="config.resid_pdrop"),
     "phi3": Family(**ONE_GATE_UP, one_qkv=True, partial_rotary=True, windowed_layers="all"),
     "gemma": Family(**GEMMA),
@@ -138,14 +141,14 @@ FAMILIES: dict[str, Family] = {
                          attention_softcap="config.attn_logit_softcapping",
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
-    "gemma4_text": Family(**GEMMA4, moe=MoE(
+    "gemma4_text": Family(**GEMMA4, moe=MoERecord(
         used="config.enable_moe_block", top_k="config.top_k_experts", experts="experts",
         router="router.proj", shared_mlp=True, rounded_weights=False, norms=ExpertNorms(),
         expert_scale="router.per_expert_scale", adapters="stacked")),
     "gemma4_unified_text": Family(**GEMMA4),
     "muse_glimmer_text": Family(
         **POST_NORMS | dict(attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
-        norm="rms_plus_one", post_norm_eps="config.post_norm_eps", final_norm_kind="rms_fp32",
+        norm_kind="rms_plus_one", post_norm_eps="config.post_norm_eps", final_norm_kind="rms_fp32",
         embedding_norm=True, qkv_bias=False, out_bias=False, qk_norm="without weight",
         query_factor="config.qk_scale_factor", windowed_layers="layer_types",
         no_rotary="layer_rope_theta", attention_gate=AttentionGate("gate_proj"),
@@ -155,10 +158,11 @@ FAMILIES: dict[str, Family] = {
     "granite_swa": Family(**GRANITE_SWA),
     "granitemoehybrid": Family(
         **GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
-        rotary_if="config.position_embedding_type", other_mixers={"linear_attention": Mamba2()},
+        rotary_if="config.position_embedding_type",
+        other_mixers={"linear_attention": Mamba2Record()},
         unused=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
                 "mamba_chunk_size"),
-        moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
+        moe=MoERecord(**GRANITE_EXPERTS, shared_mlp=True)),
     "falcon_h1": Family(
         peft_refuses=("out_proj",), final_norm="final_layernorm", mlp_norm="pre_ff_layernorm",
         qkv_bias=False, out_bias=False, mlp_bias=False, mlp_out="feed_forward.down_proj",
@@ -167,7 +171,7 @@ FAMILIES: dict[str, Family] = {
         logits_multiplier="config.lm_head_multiplier", key_multiplier="config.key_multiplier",
         attention_in_multiplier="config.attention_in_multiplier",
         attention_out_multiplier="config.attention_out_multiplier",
-        mlp_multipliers="config.mlp_multipliers", other_mixers={"hybrid": Mamba2(
+        mlp_multipliers="config.mlp_multipliers", other_mixers={"hybrid": Mamba2Record(
             in_bias=False, out_bias=False, norm="config.mamba_rms_norm",
             norm_first="config.mamba_norm_before_gate", in_multiplier="config.ssm_in_multiplier",
             multipliers="config.ssm_multipliers", out_multiplier="config.ssm_out_multiplier")},
@@ -177,7 +181,8 @@ FAMILIES: dict[str, Family] = {
                           post_norm_if="config.use_post_norm"),
     "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
     "cohere2": Family(**COHERE, no_rotary="full", windowed_layers="layer_types"),
-    "olmo": Family(norm="layer", norm_weight=False, norm_eps=1e-5, qkv_limit="config.clip_qkv"),
+    "olmo": Family(
+        norm_kind="layer", norm_weight=False, norm_eps=1e-5, qkv_limit="config.clip_qkv"),
     "olmo2": Family(**OLMO2),
     "olmo3": Family(**OLMO2, ropes_by_layer_type=True, windowed_layers="layer_types"),
     "nanochat": Family(
@@ -222,9 +227,9 @@ FAMILIES: dict[str, Family] = {
     # that it has there
     "qwen3_5_text": Family(
         **QWEN3_NEXT, prefixes=("model.", "model.language_model."),
-        other_mixers={"linear_attention": DeltaNet()}),
+        other_mixers={"linear_attention": DeltaNetRecord()}),
     "olmo_hybrid": Family(
-        **OLMO2, other_mixers={"linear_attention": DeltaNet(
+        **OLMO2, other_mixers={"linear_attention": DeltaNetRecord(
             in_projs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
             norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval",
             split_conv=True)},
@@ -235,76 +240,76 @@ FAMILIES: dict[str, Family] = {
         unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
                 "linear_dt_init_floor")),
     # MoE models
-    "qwen3_moe": Family(qk_norm="head", windowed_layers="all", moe=MoE(
+    "qwen3_moe": Family(qk_norm="head", windowed_layers="all", moe=MoERecord(
         normalized="config.norm_topk_prob")),
-    "qwen2_moe": Family(qkv_bias="config.qkv_bias", windowed_layers="layer_types", moe=MoE(
+    "qwen2_moe": Family(qkv_bias="config.qkv_bias", windowed_layers="layer_types", moe=MoERecord(
         shared_size="config.shared_expert_intermediate_size",
         shared_gate="mlp.shared_expert_gate", normalized="config.norm_topk_prob",
         adapters="parameters")),
-    "mixtral": Family(windowed_layers="all", moe=MoE(**MIXTRAL, rounded_weights=False)),
-    "minimax_m2": Family(qk_norm="full", partial_rotary=True, moe=MoE(
+    "mixtral": Family(windowed_layers="all", moe=MoERecord(**MIXTRAL, rounded_weights=False)),
+    "minimax_m2": Family(qk_norm="full", partial_rotary=True, moe=MoERecord(
         **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias",
         rounded_weights=False)),
-    "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, moe=MoE(
+    "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, moe=MoERecord(
         expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
-    "flex_olmo": Family(**OLMO2, moe=MoE(
+    "flex_olmo": Family(**OLMO2, moe=MoERecord(
         expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
     "cohere2_moe": Family(
         **COHERE, no_rotary="full", windowed_layers="layer_types",
         dense_rotary="config.prefix_dense_sliding_window_pattern",
         intermediate_size="config.prefix_dense_intermediate_size",
-        unused=("rope_theta", "rope_scaling"), moe=MoE(  # both are in rope_parameters, too
+        unused=("rope_theta", "rope_scaling"), moe=MoERecord(  # both are in rope_parameters, too
             expert_size="config.intermediate_size", shared_size="config.intermediate_size",
             n_shared="config.num_shared_experts", shared="mlp.shared_experts",
             combination="config.shared_expert_combination_strategy",
             scores="config.expert_selection_fn", ranks_logits=True, rounded_scores=True,
             softmax_of_chosen=True, normalized="config.norm_topk_prob")),
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
-                         moe=MoE(**GRANITE_EXPERTS)),
+                         moe=MoERecord(**GRANITE_EXPERTS)),
     "granitemoeshared": Family(**GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
-                               moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
+                               moe=MoERecord(**GRANITE_EXPERTS, shared_mlp=True)),
     "granitemoe_swa": Family(**GRANITE_SWA, **GRANITE_SHARED,
-                             moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
+                             moe=MoERecord(**GRANITE_EXPERTS, shared_mlp=True)),
     "flint": Family(
-        norm="rms_fp32", qk_norm="head", windowed_layers="layer_types", no_rotary="full",
-        sinks=True, renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoE(
+        norm_kind="rms_fp32", qk_norm="head", windowed_layers="layer_types", no_rotary="full",
+        sinks=True, renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoERecord(
             shared_size="config.shared_expert_intermediate_size", fp32_router=True,
             scores="sigmoid", normalized="config.norm_topk_prob", rounded_weights=False,
             adapters="parameters")),
-    "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoE(
+    "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoERecord(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
         fp32_router=True, rounded_weights=False)),
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
-                       qk_norm_if="config.use_qk_norm", moe=MoE(**DEEPSEEK)),
+                       qk_norm_if="config.use_qk_norm", moe=MoERecord(**DEEPSEEK)),
     "sarvam_moe": Family(
         out_bias=False, partial_rotary=True, qk_norm="head", qk_norm_if="config.use_qk_norm",
-        fused_qkv="self_attn.query_key_value", moe=MoE(**DEEPSEEK, adapters="parameters"),
+        fused_qkv="self_attn.query_key_value", moe=MoERecord(**DEEPSEEK, adapters="parameters"),
         renames=(("model.embed_tokens.", "model.word_embeddings."),
                  (".self_attn.o_proj.", ".attention.dense."),
                  (".self_attn.q_norm.", ".attention.query_layernorm."),
                  (".self_attn.k_norm.", ".attention.key_layernorm."),
                  (".self_attn.", ".attention."),
                  (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"))),
-    "sarvam_mla": Family(**MLA, moe=MoE(**DEEPSEEK)),
-    "glm4v_moe_text": Family(out_bias=False, partial_rotary=True, moe=MoE(**DEEPSEEK)),
-    "glm4_moe_lite": Family(**MLA, moe=MoE(**DEEPSEEK)),
-    "deepseek_v3": Family(**MLA, moe=MoE(**DEEPSEEK)),
+    "sarvam_mla": Family(**MLA, moe=MoERecord(**DEEPSEEK)),
+    "glm4v_moe_text": Family(out_bias=False, partial_rotary=True, moe=MoERecord(**DEEPSEEK)),
+    "glm4_moe_lite": Family(**MLA, moe=MoERecord(**DEEPSEEK)),
+    "deepseek_v3": Family(**MLA, moe=MoERecord(**DEEPSEEK)),
     "axk1": Family(
         **MLA, mlp_post_norm="mlp.post_mlp_layernorm", post_norm_of_experts=True,
         renames=(("mlp.post_mlp_layernorm", "post_mlp_layernorm"),),
-        moe=MoE(**DEEPSEEK, correction_or_zeros=True, adapters="parameters")),
-    "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoE(**DEEPSEEK | dict(
+        moe=MoERecord(**DEEPSEEK, correction_or_zeros=True, adapters="parameters")),
+    "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoERecord(**DEEPSEEK | dict(
         scores="softmax", correction=None, normalized=False, group_best=1,
         groups_if="config.topk_method"))),
-    "deepseek_v32": Family(**INDEXED, moe=MoE(**DEEPSEEK)),
-    "glm_moe_dsa": Family(**INDEXED, moe=MoE(**DEEPSEEK)),
-    "mistral4": Family(**MLA, query_temperature=True, moe=MoE(**DEEPSEEK | dict(
+    "deepseek_v32": Family(**INDEXED, moe=MoERecord(**DEEPSEEK)),
+    "glm_moe_dsa": Family(**INDEXED, moe=MoERecord(**DEEPSEEK)),
+    "mistral4": Family(**MLA, query_temperature=True, moe=MoERecord(**DEEPSEEK | dict(
         fp32_router=False, scores="softmax", rounded_scores=True, correction=None,
         rounded_weights=True, adapters="stacked"))),
-    "dots1": Family(qk_norm="head", windowed_layers="layer_types", moe=MoE(**DEEPSEEK)),
+    "dots1": Family(qk_norm="head", windowed_layers="layer_types", moe=MoERecord(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
-                         moe=MoE(**DEEPSEEK)),
+                         moe=MoERecord(**DEEPSEEK)),
     "kolibri1": Family(
         qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm="head",
         windowed_layers="layer_types", no_rotary="full_if_window",
@@ -312,16 +317,16 @@ FAMILIES: dict[str, Family] = {
         attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm",
         renames=((".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
                  (".post_self_attn_layernorm.", ".post_attn_norm."),
-                 (".post_mlp_layernorm.", ".post_ffn_norm.")), moe=MoE(
+                 (".post_mlp_layernorm.", ".post_ffn_norm.")), moe=MoERecord(
             shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
             fp32_router=True, scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
             ranks_logits=True, normalized="config.norm_topk_prob", rounded_weights=False,
             adapters="parameters")),
     "exaone_moe": Family(
-        qk_norm="head", windowed_layers="layer_types", no_rotary="full_if_window", moe=MoE(
+        qk_norm="head", windowed_layers="layer_types", no_rotary="full_if_window", moe=MoERecord(
             **DEEPSEEK | dict(n_experts="config.num_experts", n_shared="config.num_shared_experts"),
             renames=(("mlp.gate.e_score", "mlp.e_score"),))),
-    "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), moe=MoE(
+    "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), moe=MoERecord(
         shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
         shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
         correction="mlp.e_score_correction_bias", sum_eps=1e-20,
@@ -330,18 +335,18 @@ FAMILIES: dict[str, Family] = {
                  ("mlp.e_score_correction_bias", "mlp.expert_bias"),
                  ("mlp.shared_experts.", "mlp.shared_mlp.")))),
     "mellum": Family(qk_norm="head", windowed_layers="layer_types", ropes_by_layer_type=True,
-                     unused=("mtp_layer_types", "mtp_mlp_layer_types"), moe=MoE(
+                     unused=("mtp_layer_types", "mtp_mlp_layer_types"), moe=MoERecord(
                          normalized="config.norm_topk_prob")),
     "qwen3_5_moe_text": Family(
         **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
         prefixes=("model.", "model.language_model."),
-        other_mixers={"linear_attention": DeltaNet()},
-        moe=MoE(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
+        other_mixers={"linear_attention": DeltaNetRecord()},
+        moe=MoERecord(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
     "qwen3_next": Family(
-        **QWEN3_NEXT, other_mixers={"linear_attention": DeltaNet(
+        **QWEN3_NEXT, other_mixers={"linear_attention": DeltaNetRecord(
             in_projs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
-        moe=MoE(**QWEN3_NEXT_EXPERTS, normalized="config.norm_topk_prob")),
-    "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoE(
+        moe=MoERecord(**QWEN3_NEXT_EXPERTS, normalized="config.norm_topk_prob")),
+    "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoERecord(
         first_dense="config.num_dense_layers", experts="feed_forward.experts",
         router="feed_forward.gate", scores="sigmoid", rounded_scores=True,
         correction="feed_forward.expert_bias",
@@ -350,22 +355,22 @@ FAMILIES: dict[str, Family] = {
         # renames for experts only, whose names have a number before: layers without experts have w1
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
                       in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
-    "qwen3_vl_moe_text": Family(qk_norm="head", moe=MoE(adapters="stacked")),
+    "qwen3_vl_moe_text": Family(qk_norm="head", moe=MoERecord(adapters="stacked")),
     "nemotron_h": Family(
-        peft_refuses=("out_proj",), norm="rms_fp32", norm_eps="config.layer_norm_epsilon",
+        peft_refuses=("out_proj",), norm_kind="rms_fp32", norm_eps="config.layer_norm_epsilon",
         one_sublayer=True, embedding="embeddings", final_norm="norm_f",
         prefixes=("model.", "backbone."), attention_norm="norm", mlp_norm="norm",
         attention="mixer", attention_out="mixer.o_proj",
         qkv_bias=False, out_bias=False, rotary_if=False, gated=False, mlp_in=("mixer.up_proj",),
         mlp_out="mixer.down_proj", activation="config.mlp_hidden_act", other_mixers={
-            "linear_attention": Mamba2(
+            "linear_attention": Mamba2Record(
                 heads="config.mamba_num_heads", head_dim="config.mamba_head_dim",
                 groups="config.n_groups", state="config.ssm_state_size",
                 kernel="config.conv_kernel", conv_bias="config.use_conv_bias",
                 in_bias="config.use_bias", out_bias="config.use_bias",
                 step_limits=(0.0, math.inf), min_step="config.time_step_min",
                 norm_eps="config.layer_norm_epsilon", stem="mixer")},
-        moe=MoE(**DEEPSEEK | dict(
+        moe=MoERecord(**DEEPSEEK | dict(
             experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts",
             adapters="stacked",
             correction="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
@@ -382,21 +387,21 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True, ropes_by_layer_type=True,
         heads_by_layer="config.num_attention_heads_per_layer",
         attention_gate=AttentionGate(
-            "g_proj", per_head="config.gating", activation="softplus"), moe=MoE(
+            "g_proj", per_head="config.gating", activation="softplus"), moe=MoERecord(
             shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
             scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
             scale="config.moe_routed_scaling_factor", adapters="parameters",
             renames=(("mlp.shared_experts.", "mlp.shared_expert."),
                      ("mlp.gate.e_score", "mlp.experts.e_score")))),
     "step3p5": Family(
-        norm="rms_plus_one", qkv_bias=False, out_bias=False, qk_norm="head",
+        norm_kind="rms_plus_one", qkv_bias=False, out_bias=False, qk_norm="head",
         windowed_layers="layer_types", partial_rotary=True, ropes_by_layer_type=True,
         query_scalar="config.query_pre_attn_scalar",
         attention_gate=AttentionGate("g_proj", per_head=True),
         mlp_limits="config.swiglu_limits_shared",
         unused=("num_sliding_attention_heads", "num_local_experts", "mtp_layer_types",
                 "mtp_mlp_layer_types"),
-        moe=MoE(
+        moe=MoERecord(
             n_experts="config.n_routed_experts", shared_size="config.share_expert_dim",
             shared="mlp.shared_experts", scores="sigmoid", rounded_weights=False,
             correction="mlp.gate.e_score_correction_bias", limits="config.swiglu_limits",
@@ -407,28 +412,29 @@ FAMILIES: dict[str, Family] = {
                      *((f"mlp.experts.{x}_proj", f"moe.{x}_proj.weight")
                        for x in ("gate", "up", "down"))))),
     "afmoe": Family(
-        norm="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head",
+        norm_kind="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head",
         windowed_layers="layer_types", no_rotary="full", attention_gate=AttentionGate("gate_proj"),
         sqrt_embedding="config.mup_enabled",
         attention_post_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm",
         mlp_post_norm="post_mlp_layernorm", unused=("global_attn_every_n_layers",),
-        moe=MoE(
+        moe=MoERecord(
             shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
             shared="mlp.shared_experts", first_dense="config.num_dense_layers",
             router="mlp.router.gate", scores="sigmoid", correction="mlp.expert_bias",
             sum_eps=1e-20, scale="config.route_scale", rounded_weights=False)),
     # use_bias in a config is refused, because it would also give the lm_head a bias
-    "ernie4_5_moe": Family(rotary_interleaved=True, moe=MoE(
+    "ernie4_5_moe": Family(rotary_interleaved=True, moe=MoERecord(
         n_experts="config.moe_num_experts", top_k="config.moe_k",
         shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
         first_dense="config.moe_layer_start_index", shared="mlp.shared_experts",
         fp32_router=True, correction="mlp.gate.moe_statics.e_score_correction_bias",
         correction_is_row=True, renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
     # another swiglu_limit or swiglu_alpha than these in a config is refused
-    "gpt_oss": Family(norm="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoE(
-        n_experts="config.num_local_experts", expert_size="config.intermediate_size",
-        router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
-        adapters="stacked"))}
+    "gpt_oss": Family(
+        norm_kind="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoERecord(
+            n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+            router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True,
+            transposed=True, adapters="stacked"))}
 # {outer model type: types of its text models}; the outer model changes no logits
 MULTIMODAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",),
@@ -453,7 +459,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     # audio
     "voxtral": ("llama",), "glmasr": ("llama",), "omniasr": ("llama",), "qwen2_audio": ("qwen2",),
     "qwen3_asr": ("qwen3",), "vibevoice_asr": ("qwen2",)}
-# {outer model type: MoE.adapters inside it}, if it differs from that of the text model alone
+# {outer model type: MoERecord.adapters inside it}, if it differs from that of the text model alone
 ADAPTERS_INSIDE: dict[str, AdapterForm] = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 # {outer model type: the text model's module inside it}, if it is not model.language_model
 TEXT_MODULES = {"nemotron_h_omni": "language_model.model"} | dict.fromkeys(

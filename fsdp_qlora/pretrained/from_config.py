@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from fsdp_qlora.pretrained.architecture import ActivationLimits, Architecture, Heads, rotary_dim
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.pretrained.records import (
-    ACTIVATIONS, LAYER_TYPES, Family, Linear, MoE, PerLayerInputs)
+    ACTIVATIONS, LAYER_TYPES, Family, LinearShape, MoERecord, PerLayerInputs)
 from fsdp_qlora.quant.blocks import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
@@ -131,7 +131,7 @@ def make_architecture(model_config: PreTrainedConfig) -> Architecture:
     if not family.post_norm_if:
         values.update(attention_post_norm=None, mlp_post_norm=None)
     values.update(make_factors(c, family, head_dim, values["ropes"]))
-    values["final_norm_kind"] = family.final_norm_kind or family.norm
+    values["final_norm_kind"] = family.final_norm_kind or family.norm_kind
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
     values["attention_dropout"] = family.attention_dropout or 0.0
@@ -139,8 +139,8 @@ def make_architecture(model_config: PreTrainedConfig) -> Architecture:
     values["layer_activation_limits"] = make_limits(c, family)
     values["per_layer"] = make_per_layer(c, family)
     n_out = inner * (1 + family.gated) // len(family.mlp_in)
-    gate_up = [Linear(name, n_out, hidden, family.mlp_bias) for name in family.mlp_in]
-    down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
+    gate_up = [LinearShape(name, n_out, hidden, family.mlp_bias) for name in family.mlp_in]
+    down = [LinearShape(family.mlp_out, hidden, inner, family.mlp_bias)]
     in_mxfp4 = stored_format(model_config).get("quant_method") == "mxfp4"
     values.update(make_experts(c, family, in_mxfp4, (gate_up, down)))
     if values["moe"] and (form := ADAPTERS_INSIDE.get(model_config.model_type)):
@@ -159,13 +159,14 @@ def make_architecture(model_config: PreTrainedConfig) -> Architecture:
 
 def make_names(model_config: PreTrainedConfig, family: Family) -> dict[str, Any]:
     """Return {field of Architecture: value} of the fields about names in files."""
-    prefixes, head_names = [*family.prefixes], ["lm_head.weight"]
+    prefixes, lm_head_names = [*family.prefixes], ["lm_head.weight"]
     if model_config.model_type in MULTIMODAL:
         module = TEXT_MODULES.get(model_config.model_type, "model.language_model")
         prefixes = [f"{module}.", *(f"language_model.{prefix}" for prefix in family.prefixes),
                     "model.language_model.model.", "model."]  # HyperCLOVA X's, Qwen2-VL's files
-        head_names += ["language_model.lm_head.weight", "model.language_model.lm_head.weight"]
-    return dict(module_prefix=prefixes[0], checkpoint_prefixes=prefixes, head_names=head_names)
+        lm_head_names += ["language_model.lm_head.weight", "model.language_model.lm_head.weight"]
+    return dict(
+        module_prefix=prefixes[0], checkpoint_prefixes=prefixes, lm_head_names=lm_head_names)
 
 
 def make_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:
@@ -286,7 +287,7 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
 
 def make_experts(
     c: PreTrainedConfig, family: Family, in_mxfp4: bool,
-    dense: tuple[list[Linear], list[Linear]],
+    dense: tuple[list[LinearShape], list[LinearShape]],
 ) -> dict[str, Any]:
     """Return {field of Architecture: value} of the fields about experts. `in_mxfp4`: the files
     have the experts in MXFP4. `dense`: the linears of the MLP without experts."""
@@ -314,17 +315,20 @@ def make_experts(
 
 
 def expert_linears(
-    hidden: int, family: Family, moe: MoE, in_mxfp4: bool, dense: tuple[list[Linear], list[Linear]],
-) -> dict[str, list[Linear]]:
+    hidden: int, family: Family, moe: MoERecord, in_mxfp4: bool,
+    dense: tuple[list[LinearShape], list[LinearShape]],
+) -> dict[str, list[LinearShape]]:
     """Return {field of Architecture: its linears} of EXPERT_FIELDS. `in_mxfp4`, `dense`: see
     make_experts()."""
-    def mlp(stem: str, inner: int, bias: bool, outer: int) -> tuple[list[Linear], list[Linear]]:
+    def mlp(
+        stem: str, inner: int, bias: bool, outer: int
+    ) -> tuple[list[LinearShape], list[LinearShape]]:
         """Return the linears of an MLP that read its input, and those that compute its output."""
         names = ("gate", "up") if family.gated else ("up",)
-        return ([Linear(f"{stem}.{x}_proj", inner, outer, bias) for x in names],
-                [Linear(f"{stem}.down_proj", outer, inner, bias)])
+        return ([LinearShape(f"{stem}.{x}_proj", inner, outer, bias) for x in names],
+                [LinearShape(f"{stem}.down_proj", outer, inner, bias)])
 
-    def expert(i: int) -> tuple[list[Linear], list[Linear]]:
+    def expert(i: int) -> tuple[list[LinearShape], list[LinearShape]]:
         """Return mlp() of one expert."""
         stem, inner = f"{moe.experts}.{i}", moe.expert_size
         if not moe.one_gate_up:
@@ -332,19 +336,19 @@ def expert_linears(
         if in_mxfp4 and (hidden % BLOCK or inner % BLOCK):
             raise ValueError(f"MXFP4 with rows of {hidden} and {inner} weights is not supported,"
                              f" only with multiples of {BLOCK}")
-        return ([Linear(f"{stem}.gate_up_proj", 2 * inner, hidden, False, in_mxfp4)],
-                [Linear(f"{stem}.down_proj", hidden, inner, False, in_mxfp4)])
+        return ([LinearShape(f"{stem}.gate_up_proj", 2 * inner, hidden, False, in_mxfp4)],
+                [LinearShape(f"{stem}.down_proj", hidden, inner, False, in_mxfp4)])
 
-    shared: tuple[list[Linear], list[Linear]] = [], []
+    shared: tuple[list[LinearShape], list[LinearShape]] = [], []
     if shared_size := (moe.shared_size or 0) * (moe.n_shared or 0):
         shared = mlp(moe.shared, shared_size, family.mlp_bias, hidden)
     if moe.shared_mlp and dense[1][0].in_features:  # Granite's may have no shared expert
         shared = dense
-    latent = list[Linear]()
+    latent = list[LinearShape]()
     if size := moe.latent_size:
         into, back = moe.latent_linears
-        latent = [Linear(into, size, hidden, family.mlp_bias),
-                  Linear(back, hidden, size, family.mlp_bias)]
+        latent = [LinearShape(into, size, hidden, family.mlp_bias),
+                  LinearShape(back, hidden, size, family.mlp_bias)]
     experts = [expert(i) for i in range(moe.n_experts)]
     return {"shared_gate_up": shared[0], "shared_down": shared[1], "expert_latent": latent,
             "expert_gate_up": [linear for gate_up, _ in experts for linear in gate_up],

@@ -81,7 +81,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     ValueError."""
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if whole.is_file():  # takes precedence over an index, as in transformers
-        return tensors_of(whole)
+        return read_header(whole)
     if not index.is_file():
         raise ValueError(f"{directory}: has neither {index.name} nor {whole.name}; only"
                          " safetensors are read")
@@ -93,14 +93,14 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{index}: names {file!r}, a path outside the directory")
         if not (directory / file).is_file():
             raise ValueError(f"{directory / file}: missing, but named in {index.name}")
-    found = {file: tensors_of(directory / file) for file in set(names.values())}
+    found = {file: read_header(directory / file) for file in set(names.values())}
     for name, file in names.items():
         if name not in found[file]:
             raise ValueError(f"{directory / file}: lacks {name}, which the index puts there")
     return {name: found[file][name] for name, file in names.items()}
 
 
-def tensors_of(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return {name: StoredTensor} of a safetensors file, from its header. Raises ValueError."""
     try:
         with safe_open(path, "pt"):

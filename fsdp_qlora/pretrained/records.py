@@ -1,4 +1,4 @@
-"""Records to fill for a family: Family, and those of experts, mixers and more; Linear.
+"""Records to fill for a family: Family, and those of experts, mixers and more; LinearShape.
 
 families.py has the table of families, architecture.py what follows from the values of one model.
 """
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
-FromConfig = Any  # "config.x" in a Family or MoE; the value of field x in an Architecture
+FromConfig = Any  # "config.x" in a Family or MoERecord; the value of field x in an Architecture
 
 # shape of the weight of a query or key norm: "head" [head_dim], "heads" [heads, head_dim], "full"
 # [all]; or "without weight", by head
@@ -44,7 +44,7 @@ class ExpertNorms(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MoE:
+class MoERecord:
     """The experts of an MoE model: how the router works, and how they differ from Qwen3's.
     "config.x" means the same as in Family.
 
@@ -113,7 +113,7 @@ class AttentionGate:
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentAttention:
+class MLARecord:
     """DeepSeek's multi-head latent attention (MLA). "config.x" means the same as in Family.
 
     q_a_proj and kv_a_proj_with_mqa compute two latents of a token. From the norms of these,
@@ -135,18 +135,19 @@ class LatentAttention:
     index_topk: int | FromConfig | None = None
     indexer: str = "self_attn.indexer."  # prefix of the names of its tensors
 
-    def linear_groups(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
+    def linear_groups(self, hidden: int, heads: int) -> dict[str, list[LinearShape]]:
         """Return the groups of a layer's linears, see Architecture.mixer_groups()."""
         query_width = heads * (self.nope_dim + self.rope_dim)
         key_value_width = heads * (self.nope_dim + self.value_dim)
-        kv_a = Linear("self_attn.kv_a_proj_with_mqa", self.kv_rank + self.rope_dim, hidden, False)
-        kv_b = Linear("self_attn.kv_b_proj", key_value_width, self.kv_rank, False)
-        out = Linear("self_attn.o_proj", hidden, heads * self.value_dim, False)
+        kv_a_width = self.kv_rank + self.rope_dim
+        kv_a = LinearShape("self_attn.kv_a_proj_with_mqa", kv_a_width, hidden, False)
+        kv_b = LinearShape("self_attn.kv_b_proj", key_value_width, self.kv_rank, False)
+        out = LinearShape("self_attn.o_proj", hidden, heads * self.value_dim, False)
         if not self.q_rank:
-            q = Linear("self_attn.q_proj", query_width, hidden, False)
+            q = LinearShape("self_attn.q_proj", query_width, hidden, False)
             return {"in_proj": [q, kv_a], "out": [out], "kv_b": [kv_b]}
-        q_a = Linear("self_attn.q_a_proj", self.q_rank, hidden, False)
-        q_b = Linear("self_attn.q_b_proj", query_width, self.q_rank, False)
+        q_a = LinearShape("self_attn.q_a_proj", self.q_rank, hidden, False)
+        q_b = LinearShape("self_attn.q_b_proj", query_width, self.q_rank, False)
         return {"in_proj": [q_a, kv_a], "out": [out], "q_b": [q_b], "kv_b": [kv_b]}
 
     def norms(self) -> dict[str, tuple[int, ...]]:
@@ -156,17 +157,17 @@ class LatentAttention:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShortConv:
+class ShortConvRecord:
     """LFM2's token mixer: in_proj outputs b, c and x, [3 x hidden]; out_proj reads c * conv(b * x),
     where conv sums each channel's last `kernel` tokens. "config.x" means the same as in Family."""
 
     kernel: int | FromConfig = "config.conv_L_cache"
     bias: bool | FromConfig = "config.conv_bias"  # for conv, in_proj and out_proj
 
-    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+    def linears(self, hidden: int) -> tuple[list[LinearShape], list[LinearShape]]:
         """Return the linears that read its input, and those that compute its output."""
-        return ([Linear("conv.in_proj", 3 * hidden, hidden, self.bias)],
-                [Linear("conv.out_proj", hidden, hidden, self.bias)])
+        return ([LinearShape("conv.in_proj", 3 * hidden, hidden, self.bias)],
+                [LinearShape("conv.out_proj", hidden, hidden, self.bias)])
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return {name in the layer: shape} of its tensors other than linears."""
@@ -175,7 +176,7 @@ class ShortConv:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaNet:
+class DeltaNetRecord:
     """The gated delta net of Qwen3-Next and Qwen3.5. "config.x" means the same as in Family.
 
     Its linears output query and key [key heads, key_dim], value and z [value heads, value_dim], b
@@ -209,12 +210,12 @@ class DeltaNet:
         return {"q": keys, "k": keys, "v": values, "z": values,
                 "b": self.value_heads, "a": self.value_heads}
 
-    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+    def linears(self, hidden: int) -> tuple[list[LinearShape], list[LinearShape]]:
         """Return the linears that read its input, and those that compute its output."""
         widths = self.widths
-        return ([Linear(f"linear_attn.{name}", sum(widths[x] for x in parts), hidden, False)
+        return ([LinearShape(f"linear_attn.{name}", sum(widths[x] for x in parts), hidden, False)
                  for name, parts in self.in_projs],
-                [Linear(f"linear_attn.{self.out}", hidden, widths["v"], False)])
+                [LinearShape(f"linear_attn.{self.out}", hidden, widths["v"], False)])
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return {name in the layer: shape} of its tensors other than linears."""
@@ -229,7 +230,7 @@ class DeltaNet:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mamba2:
+class Mamba2Record:
     """Mamba-2. "config.x" means the same as in Family.
 
     in_proj outputs z and x [heads, head_dim], B and C [groups, state] and dt [heads]. x, B and C go
@@ -270,11 +271,11 @@ class Mamba2:
         inner, states = self.heads * self.head_dim, self.groups * self.state
         return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.heads}
 
-    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+    def linears(self, hidden: int) -> tuple[list[LinearShape], list[LinearShape]]:
         """Return the linears that read its input, and those that compute its output."""
         widths = self.widths
-        return ([Linear(f"{self.stem}.in_proj", sum(widths.values()), hidden, self.in_bias)],
-                [Linear(f"{self.stem}.out_proj", hidden, widths["x"], self.out_bias)])
+        return ([LinearShape(f"{self.stem}.in_proj", sum(widths.values()), hidden, self.in_bias)],
+                [LinearShape(f"{self.stem}.out_proj", hidden, widths["x"], self.out_bias)])
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return {name in the layer: shape} of its tensors other than linears."""
@@ -287,7 +288,8 @@ class Mamba2:
         return {f"{self.stem}.{name}": shape for name, shape in shapes.items()}
 
 
-OtherMixer = ShortConv | DeltaNet | Mamba2  # token mixers other than softmax attention
+# token mixers other than softmax attention
+OtherMixer = ShortConvRecord | DeltaNetRecord | Mamba2Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,14 +312,14 @@ class PerLayerInputs:
     out: str = "per_layer_projection"
     norm: str = "post_per_layer_input_norm"
 
-    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+    def linears(self, hidden: int) -> tuple[list[LinearShape], list[LinearShape]]:
         """Return the linears of a layer, gate and out."""
-        return ([Linear(self.gate, self.size, hidden, False)],
-                [Linear(self.out, hidden, self.size, False)])
+        return ([LinearShape(self.gate, self.size, hidden, False)],
+                [LinearShape(self.out, hidden, self.size, False)])
 
-    def projection_linear(self, hidden: int, n_layers: int) -> Linear:
+    def projection_linear(self, hidden: int, n_layers: int) -> LinearShape:
         """Return the projection, one linear for the whole model."""
-        return Linear(self.projection, n_layers * self.size, hidden, False)
+        return LinearShape(self.projection, n_layers * self.size, hidden, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +328,7 @@ class Family:
     """
 
     # ---- norms
-    norm: str = "rms"  # kind, see norm_of(); also for the final norm, q_norm and k_norm
+    norm_kind: str = "rms"  # see norm_of(); also for the final norm, q_norm and k_norm
     norm_eps: float | FromConfig = "config.rms_norm_eps"
     norm_weight: bool = True  # False: the final norm and the four norms below have no weight
     norm_bias: bool = False  # the final norm and the four norms below have a bias
@@ -367,7 +369,7 @@ class Family:
     attention_softcap: float | FromConfig | None = None
     sinks: bool = False  # attention's softmax has one more logit per head, without a value
     attention_gate: AttentionGate | None = None
-    mla: LatentAttention | None = None  # instead of q_proj, k_proj and v_proj
+    mla: MLARecord | None = None  # instead of q_proj, k_proj and v_proj
 
     # ---- rotary and windows
     # rotates pairs (0, 1), (2, 3), .. instead of halves
@@ -395,8 +397,9 @@ class Family:
     # LFM2: two thirds of intermediate_size, times a factor, rounded up to a multiple; see
     # mlp_width()
     two_thirds_wide: bool | FromConfig = False
-    mlp_limits: FromConfig = None  # like MoE.limits, for the MLP and the shared expert
-    parallel: bool = False  # the MLP reads attention's normed input, and both outputs are added
+    mlp_limits: FromConfig = None  # like MoERecord.limits, for the MLP and the shared expert
+    # the MLP reads attention's normed input, and both outputs are added
+    parallel_residual: bool = False
 
     # ---- factors
     attention_scale: float | FromConfig | None = None  # None: see the next two
@@ -435,18 +438,18 @@ class Family:
     other_mixers: dict[str, OtherMixer] = dataclasses.field(default_factory=dict)
     # layers with a mixer also have softmax attention, and both outputs are added
     parallel_other_mixers: bool = False
-    moe: MoE | None = None  # experts, instead of the MLP
+    moe: MoERecord | None = None  # experts, instead of the MLP
     per_layer: PerLayerInputs | None = None
 
     # ---- embedding and lm_head
     embedding: str = "embed_tokens"  # its name in the model
     embedding_norm: bool = False  # embeddings are divided by their root mean square
-    head_bias: bool = False  # the lm_head has a bias
+    lm_head_bias: bool = False  # the lm_head has a bias
 
     # ---- names in files
     prefixes: tuple[str, ...] = ("model.",)  # of a model's names; the first one is transformers'
     # pairs: a part of a tensor's name here, and the part that files may have instead; those of
-    # experts are in MoE.renames
+    # experts are in MoERecord.renames
     renames: tuple[tuple[str, str], ...] = ()
     peft_refuses: tuple[str, ...] = ()  # name endings of linears to which PEFT adds no adapter
 
@@ -457,7 +460,7 @@ class Family:
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class LinearShape:
     """Name and shape of one weight matrix of a layer; not an nn.Linear."""
 
     name: str  # name in the layer, in transformers and checkpoints

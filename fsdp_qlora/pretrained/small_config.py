@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from fsdp_qlora.pretrained.architecture import Architecture, Heads, rotary_dim
 from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
-from fsdp_qlora.pretrained.records import Family, Mamba2
+from fsdp_qlora.pretrained.records import Family, Mamba2Record
 
 
 # {config field with limits by layer: limit in the small layers of the check}. These limits clamp
@@ -185,7 +185,7 @@ def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, di
     """Return the rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights.
     """
     mixers = FAMILIES[arch.family].other_mixers.values()
-    record = next((x for x in mixers if isinstance(x, Mamba2)), None)
+    record = next((x for x in mixers if isinstance(x, Mamba2Record)), None)
     if not record:
         return []
     sizes = {"heads": 4, "head_dim": 32, "groups": min(2, getattr(

@@ -20,7 +20,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import stored_format, text_config
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, ReadRequest, StackedSlice, StoredTensor, WeightReader)
-from fsdp_qlora.pretrained.records import Linear
+from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.weight_formats import (
     FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_SUFFIXES, NF4_STATE, PER_INT32)
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
@@ -35,8 +35,8 @@ HasShape = StoredTensor | torch.Tensor
 class TensorNames:
     """The names, in the files, of the tensors that are read; tensor_names() fills it."""
 
-    # {name: Linear} of the linears that are in 4 bits in training
-    linears: dict[str, Linear] = field(default_factory=dict)
+    # {name: LinearShape} of the linears that are in 4 bits in training
+    linears: dict[str, LinearShape] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # {name: shape} of all tensors
     # {name: StackedSlice} of tensors that are a part of a larger one, whose name is then in
     # `shapes`; in MXFP4, which has two tensors, {name + each of MX_SUFFIXES: StackedSlice}
@@ -50,8 +50,8 @@ class TensorNames:
     embedding: str = ""
     norm: str | None = None  # None: it has no weight
     norm_bias: str | None = None
-    head: str = ""
-    head_bias: str | None = None  # None: it has no bias
+    lm_head: str = ""
+    lm_head_bias: str | None = None  # None: it has no bias
     stem: str = ""  # prefix of the text model's names
     layer_prefix: str = "layers."  # prefix of the layers' names, before a layer's number
     # pairs: a part of a name here, and the part that these files have instead
@@ -110,7 +110,7 @@ def tensor_names(arch: Architecture, stored: Mapping[str, HasShape]) -> TensorNa
     stems = arch.checkpoint_prefixes
     stem = next((s for s in stems if name_in_files(f"{s}{arch.embedding}.weight", arch, stored)
                  in stored), stems[0])
-    head = next((name for name in arch.head_names if name in stored), arch.head_names[0])
+    head = next((name for name in arch.lm_head_names if name in stored), arch.lm_head_names[0])
     embedding, norm, bias = (name_in_files(f"{stem}{name}", arch, stored) for name in (
         f"{arch.embedding}.weight", f"{arch.final_norm}.weight", f"{arch.final_norm}.bias"))
     layer_prefix = renamed(f"{stem}layers.", arch.renames)
@@ -121,8 +121,8 @@ def tensor_names(arch: Architecture, stored: Mapping[str, HasShape]) -> TensorNa
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in stored))
     names = TensorNames(
         shapes={embedding: table}, embedding=embedding, norm=norm if arch.norm_weight else None,
-        norm_bias=bias if arch.norm_bias else None, head=head,
-        head_bias=head.removesuffix("weight") + "bias" if arch.head_bias else None, stem=stem,
+        norm_bias=bias if arch.norm_bias else None, lm_head=head,
+        lm_head_bias=head.removesuffix("weight") + "bias" if arch.lm_head_bias else None, stem=stem,
         layer_prefix=layer_prefix, renames=renames)
     if arch.per_layer:
         add_per_layer(names, arch)
@@ -136,8 +136,8 @@ def tensor_names(arch: Architecture, stored: Mapping[str, HasShape]) -> TensorNa
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
         names.shapes[head] = table
-    if names.head_bias:
-        names.shapes[names.head_bias] = table[:1]
+    if names.lm_head_bias:
+        names.shapes[names.lm_head_bias] = table[:1]
     return names
 
 
@@ -210,7 +210,7 @@ def add_fused(
     return {*stacked, *fused}
 
 
-def add_int4(names: TensorNames, name: str, linear: Linear) -> None:
+def add_int4(names: TensorNames, name: str, linear: LinearShape) -> None:
     """Add the tensors of a linear in INT4 whose weight would be called `name` in 16 bits."""
     packed, scales, n_out = name + INT4_PACKED, name + INT4_SCALE, linear.out_features
     names.linears[packed], names.aliases[name], names.scaled[packed] = linear, packed, scales
@@ -360,7 +360,7 @@ def check_tensors(
     missing = [name for name in wanted if name not in stored]
     if missing:
         hint = ""
-        if missing == [names.head]:
+        if missing == [names.lm_head]:
             hint = (". If the head is tied, set tie_word_embeddings to true in config.json, also in"
                     " its text_config")
         raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that its"
@@ -382,12 +382,12 @@ def check_tensors(
                 hint = f", and F8_E4M3 with its {name}_scale_inv"
             raise ValueError(f"{path.name}: {name} is {dtype}, which is not supported;"
                              f" {', '.join(dtypes)} are{hint}")
-    is_tied = names.head not in wanted
-    if is_tied and names.head in stored and not same_bytes(stored[names.head],
-                                                           stored[names.embedding]):
+    is_tied = names.lm_head not in wanted
+    if is_tied and names.lm_head in stored and not same_bytes(
+            stored[names.lm_head], stored[names.embedding]):
         raise ValueError(f"config.json has tie_word_embeddings true, but the checkpoint's"
-                         f" {names.head} is not its {names.embedding}: transformers then uses both;"
-                         " set tie_word_embeddings to false there")
+                         f" {names.lm_head} is not its {names.embedding}: transformers then uses"
+                         " both; set tie_word_embeddings to false there")
 
 
 def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:

@@ -91,7 +91,7 @@ def check_room(config: Config, directory: Path, n_adapter_weights: int,
     state_bytes, _ = probe_optimizer(make_optimizer, config)
     adapter = 4 * n_adapter_weights  # fp32
     checkpoint = (4 + state_bytes) * n_adapter_weights + 2**20
-    n_existing = len(checkpoints_of(directory))
+    n_existing = len(list_checkpoints(directory))
     # plus 2: the best checkpoint, and the one that is being written
     wanted = adapter + checkpoint * max(1, config.keep_checkpoints + 2 - n_existing)
     free = shutil.disk_usage(directory).free
@@ -138,7 +138,7 @@ def move_aside_and_remove(path: Path) -> None:
         remove(aside)
 
 
-def checkpoints_of(directory: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """Return [(step, path)] of everything that is named like a checkpoint, the latest first. Rank 0
     only."""
     steps_and_paths = [(int(match[1]), path) for path in directory.iterdir()
@@ -150,7 +150,7 @@ def drop_checkpoints(run: Run, step: int) -> None:
     """Remove the checkpoints that exceed --keep_checkpoints, if the latest one is complete. The
     best one stays. Rank 0 only."""
     try:
-        older = [(s, path) for s, path in checkpoints_of(run.directory) if s < step]
+        older = [(s, path) for s, path in list_checkpoints(run.directory) if s < step]
         older = [path for s, path in older[run.config.keep_checkpoints - 1 :]
                  if s != run.progress.best_step]
         if older:
@@ -189,7 +189,7 @@ def newest_checkpoint(
     the damaged ones that it skips. Raises ValueError, which names `flag`, if all are damaged;
     OSError if one cannot be read. Rank 0 only."""
     broken = []
-    for _, path in checkpoints_of(directory):
+    for _, path in list_checkpoints(directory):
         try:
             return path, read_checkpoint(path)
         except ValueError as e:

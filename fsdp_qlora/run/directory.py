@@ -1,6 +1,6 @@
 """The output directory of a run: its lock, train_config.json and the tokenizer.
 
-Checkpoints in it are in checkpoints.py, metrics in metrics.py; trained_run.py reads it for a merge.
+Checkpoints in it are in checkpoints.py, metrics in metrics.py; merge/trained_run.py reads it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fsdp_qlora.memory import log_memory
 from fsdp_qlora.ranks import RunEnd, gather_objects, on_rank_0
 from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, save_adapter
 from fsdp_qlora.run.divergence import why_worse
-from fsdp_qlora.run.metrics import losses_of
+from fsdp_qlora.run.metrics import read_losses
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import LOST_DIRECTORY
 
@@ -53,7 +53,7 @@ def finish_run(run: Run, script: Path) -> None:
     log_memory("at the end", run.device)
     if how := how_to_prompt(run.rows.template_kwargs):
         log(how)
-    if why := on_rank_0(lambda: why_worse(losses_of(run.directory))):
+    if why := on_rank_0(lambda: why_worse(read_losses(run.directory))):
         log(f"warning: {why}. Try a lower --learning_rate")
     log_adapter(run, script)
     run.status.write("complete", 0, "; ".join(filter(None, ["the adapter is saved", how])))

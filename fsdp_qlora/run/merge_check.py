@@ -1,18 +1,15 @@
 """MergeCheck: inputs of the lm_head recorded in training, by which a merge is checked.
 
-checkpoints.py writes them, merge_adapters.py compares.
+checkpoints.py writes them, merge/check.py makes logits of them for merge_adapters.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
-from transformers import PreTrainedModel
 
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import pack_rows
@@ -20,12 +17,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.peft_names import token_row_names
 from fsdp_qlora.model.fsdp import reshard_all
-from fsdp_qlora.model.lm_head import scaled_logits
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.merged_model import replace_rows
-from fsdp_qlora.pretrained.reader import read_tensor, tensors_of
-
 
 PROBE_ROWS, PROBE_TOKENS = 4, 64  # the first rows, and the first tokens of each
 
@@ -85,32 +77,3 @@ def no_adapter(adapter: Adapter) -> Iterator[None]:
     adapter.set_token_rows(dict(zip(token_row_names(adapter.arch), adapter.initial_rows)))
     yield
     adapter.set_weights(weights)
-
-
-def trained_logits(
-    file: Path, head: torch.Tensor, bias: torch.Tensor | None, arch: Architecture,
-    token_ids: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
-    vocabulary] on the CPU, from what training has recorded in `file`, see
-    MergeCheck.hidden_states(). `head`, `bias`: the base's lm_head; `token_ids`: the tokens whose
-    rows were trained."""
-    recorded = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
-                for name, stored in tensors_of(file).items()}
-
-    def logits(name: str) -> torch.Tensor:
-        weight = head
-        if token_ids:
-            weight = replace_rows(head, arch.vocab_size, token_ids, recorded[f"rows_{name}"])
-        return scaled_logits(F.linear(recorded[name], weight, bias).cpu(),
-                             arch.logits_multiplier, arch.logits_softcap)
-
-    return logits("without_adapter"), logits("with_adapter")
-
-
-@torch.no_grad()
-def logits_of(model: PreTrainedModel, rows: list[list[int]]) -> torch.Tensor:
-    """Return transformers' logits of these rows, fp32 [tokens of all rows, vocabulary] on the CPU.
-    """
-    inputs = [torch.tensor([row], device=model.device) for row in rows]
-    return torch.cat([model(input_ids).logits[0].float().cpu() for input_ids in inputs])

@@ -213,7 +213,7 @@ def earlier_records(path: Path, start_step: int, evaluated: int) -> str:
     return "".join(lines.values())
 
 
-def losses_of(directory: Path, last_step: float = math.inf) -> list[float]:
+def read_losses(directory: Path, last_step: float = math.inf) -> list[float]:
     """Return the losses of the steps until `last_step` from a run's metrics.jsonl; [] if it cannot
     be read."""
     with contextlib.suppress(OSError):

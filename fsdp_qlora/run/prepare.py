@@ -10,7 +10,7 @@ from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.tokenizer import check_tokenizer
 from fsdp_qlora.files import read_json
 from fsdp_qlora.layer.spec import make_layer_specs
-from fsdp_qlora.lora.init_adapter import check_origin, read_adapter
+from fsdp_qlora.lora.init_adapter import check_init_adapter_base, read_adapter
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import fetch_weights, open_model
@@ -57,7 +57,7 @@ def prepare(flags: Config, directory: Path, status: Status, is_dry: bool) -> Job
         weights_dir, base_sha256 = fetch_weights(config, base.directory, model_name, is_dry)
     digests = agree_on_digests(config, rows, eval_rows, base_sha256)
     if config.init_adapter and is_new:
-        on_rank_0(check_origin, config, base_sha256, tokenizer)
+        on_rank_0(check_init_adapter_base, config, base_sha256, tokenizer)
     return Job(
         config=config, base=base, weights_dir=weights_dir, rows=rows, eval_rows=eval_rows,
         template_date=template_date, lora_config=lora_config, specs=specs, digests=digests,

@@ -18,7 +18,7 @@ from fsdp_qlora.exit_codes import EXITS
 from fsdp_qlora.files import ADAPTER_WEIGHTS, as_json, read_json
 from fsdp_qlora.log import log
 from fsdp_qlora.ranks import RunEnd, gather_objects
-from fsdp_qlora.run.checkpoints import checkpoints_of, newest_checkpoint
+from fsdp_qlora.run.checkpoints import list_checkpoints, newest_checkpoint
 
 
 # flags that a resumed run cannot change, besides rows and base model
@@ -103,7 +103,7 @@ def set_aside_later(directory: Path, step: int) -> None:
     """Rename everything that is named like a checkpoint later than `step`, from which the run
     resumes. Otherwise --keep_checkpoints would count it, or a later start would resume from it.
     Rank 0 only."""
-    for later, path in checkpoints_of(directory):
+    for later, path in list_checkpoints(directory):
         if later > step:
             with contextlib.suppress(OSError):
                 os.replace(path, path.with_name(f"{path.name}.broken-{time.time_ns()}"))

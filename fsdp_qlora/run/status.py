@@ -73,7 +73,7 @@ class Status:
         self.deadline = math.inf  # time.monotonic() after which the process counts as frozen
         self.stop_reason: str | None = None
         self.signal_time = -math.inf  # time.monotonic() of the last signal
-        self.is_ending, self.has_said_end, self.end_lock = False, False, threading.Lock()
+        self.is_ending, self.has_logged_end, self.end_lock = False, False, threading.Lock()
 
     def begin(self, config: Config, start_step: int) -> None:
         """Record that the run in the directory has these flags, and where it starts."""
@@ -171,13 +171,13 @@ class Status:
             # torchrun is lost, all ranks know
             is_alone = code != EXIT_RESUMABLE or (
                 message.startswith(LOST) and os.getppid() == self.parent)
-            if not self.has_said_end:
+            if not self.has_logged_end:
                 tell_torchrun(line)
-            if (is_rank_0() or is_alone) and not self.has_said_end:
+            if (is_rank_0() or is_alone) and not self.has_logged_end:
                 if code:  # 0: a dry run, which writes nothing
                     self.write("stopped" if code == EXIT_RESUMABLE else "failed", code, message)
                 print_error(line)
-            self.has_said_end = True
+            self.has_logged_end = True
 
     def leave(self, code: int, message: str) -> NoReturn:
         """End this process now, whatever its main thread is doing."""
@@ -278,7 +278,7 @@ def out_of_memory_text(error: Exception, plan: Plan | None, device: torch.device
     helps = ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
     if plan:
         is_done = {
-            "--recompute all": plan.recomputed == plan.n_layers,
+            "--recompute all": plan.n_recomputed == plan.n_layers,
             "--offload_activations": plan.offload_activations,
             "--offload_params": plan.offload_params}
         helps = [*(flag for flag in is_done if not is_done[flag]), *helps]

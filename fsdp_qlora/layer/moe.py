@@ -15,7 +15,7 @@ With ExpertNorms (Gemma 4), router and experts each read mlp_input through a nor
 ExpertLatent (latent_moe.py), the experts read and write a narrower space.
 
 No token is dropped, however uneven the router is. Work is cut three times: slices of tokens
-(EXPERT_SLICE_TOKENS), only where experts are recomputed; ranges of experts (Plan.expert_ranges),
+(EXPERT_SLICE_TOKENS), only where experts are recomputed; ranges of experts (Plan.n_expert_ranges),
 which are dequantized together; chunks, at most an even share of the rows, which are multiplied
 together.
 """
@@ -51,7 +51,7 @@ from fsdp_qlora.layer.router import (
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import ExpertNorms, MoE
+from fsdp_qlora.pretrained.records import ExpertNorms, MoERecord
 
 
 # tokens of recomputed experts at once. Each slice dequantizes all experts three times: those of
@@ -74,7 +74,7 @@ class MoESublayer:
     slice_tokens: int = dataclasses.field(default_factory=lambda: EXPERT_SLICE_TOKENS)
 
     @property
-    def moe(self) -> MoE:
+    def moe(self) -> MoERecord:
         assert self.arch.moe, "the layer has experts"
         return self.arch.moe
 
@@ -122,7 +122,7 @@ class MoESublayer:
         # includes columns for the shared expert's adapter, which lora_matmul() fills
         inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.first_linear)
         x = inputs[:, : arch.hidden_size]
-        wants_bounds = call.layer.plan.expert_ranges > 1 or bool(
+        wants_bounds = call.layer.plan.n_expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
         saved.routing = route(call, mlp_input if norms else x, routing_choice, wants_bounds)
         needs_branch = wants_sum or arch.mlp_post_norm is not None
@@ -178,7 +178,7 @@ class MoESublayer:
     ) -> Tensor:
         """backward() for ExpertNorms: experts, router and shared expert each have their own norm.
         `upstream`: the gradient of the sum of their normed outputs."""
-        mlp_input, kind, eps = saved.mlp_input, self.arch.norm, self.arch.norm_eps
+        mlp_input, kind, eps = saved.mlp_input, self.arch.norm_kind, self.arch.norm_eps
         grad_out = norm_backward(
             saved.expert_output, upstream, None, call.vector(norms.after), kind, eps)
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
@@ -358,7 +358,7 @@ class MoESublayer:
         at most an even share of the rows, so that memory does not depend on the router's choice."""
         n_rows = len(routing.token)
         ranges = cut_experts(
-            self.expert_gate_up, self.expert_down, call.layer.plan.expert_ranges)
+            self.expert_gate_up, self.expert_down, call.layer.plan.n_expert_ranges)
         most = math.ceil(n_rows / len(ranges))
         for experts, *parts in ranges:
             first, stop = 0, n_rows

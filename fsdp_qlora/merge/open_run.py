@@ -13,18 +13,18 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import (
-    TensorSlice, as_saved, expert_slices, file_slices, lora_settings, token_row_names,
-    token_row_settings)
+    TensorSlice, expert_slices, file_slices, make_lora_config, token_row_names, token_row_settings,
+    with_adapter_form)
 from fsdp_qlora.lora.targets import adapted_linears
+from fsdp_qlora.merge.merge_base import MergeBase
+from fsdp_qlora.merge.merged_model import auto_class, merged_tensors
+from fsdp_qlora.merge.peft_run import open_peft_run
+from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
-from fsdp_qlora.pretrained.merge_base import MergeBase
-from fsdp_qlora.pretrained.merged_model import auto_class, merged_tensors
-from fsdp_qlora.pretrained.reader import OTHER_BASE, stored_tensors, tensors_of
+from fsdp_qlora.pretrained.reader import OTHER_BASE, read_header, stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.run.peft_run import open_peft_run
-from fsdp_qlora.run.trained_run import TrainedRun, find_train_config, read_run
 
 
 def open_run(
@@ -58,11 +58,11 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
         if in_4bit != bool(nf4_states):
             raise ValueError(f"is {'' if nf4_states else 'not '}quantized already. With"
                              " --base_model name the one in training")
-        tensors, paths = merged_tensors(stored, names, nf4_states, model_config)
+        merged_shapes, paths = merged_tensors(stored, names, nf4_states, model_config)
     return MergeBase(
-        directory=directory, stored=stored, names=names, nf4_states=nf4_states, tensors=tensors,
-        paths=paths, auto_class=auto_class(model_config), dtype=getattr(torch, dtype), arch=arch,
-        checksums=checksums)
+        directory=directory, stored=stored, names=names, nf4_states=nf4_states,
+        merged_shapes=merged_shapes, paths=paths, auto_class=auto_class(model_config),
+        dtype=getattr(torch, dtype), arch=arch, checksums=checksums)
 
 
 def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
@@ -71,9 +71,9 @@ def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
     if token_ids:
         base.token_ids = token_ids
         base.arch = base.arch.with_token(max(token_ids))
-        for name in {base.names.embedding, base.names.head} & base.tensors.keys():
-            (_, hidden), dtype = base.tensors[name]
-            base.tensors[name] = (base.arch.vocab_size, hidden), dtype
+        for name in {base.names.embedding, base.names.lm_head} & base.merged_shapes.keys():
+            (_, hidden), dtype = base.merged_shapes[name]
+            base.merged_shapes[name] = (base.arch.vocab_size, hidden), dtype
 
 
 def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
@@ -93,11 +93,11 @@ def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
     """
     rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
-    arch = as_saved(base.arch, read_json(path), tensors_of(file))
+    arch = with_adapter_form(base.arch, read_json(path), read_header(file))
     names = base.names
     adapted = set(adapted_linears(arch, run.config["target_modules"]))
-    lora = lora_settings(arch, rank, alpha, adapter_type, adapted,
-                         trainable_token_indices=token_row_settings(arch, base.token_ids))
+    lora = make_lora_config(arch, rank, alpha, adapter_type, adapted,
+                            trainable_token_indices=token_row_settings(arch, base.token_ids))
     slices = {}
     slices_of_experts = expert_slices(arch, rank)
     for name, linear in names.linears.items():
@@ -111,12 +111,12 @@ def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
 
 def token_row_slices(base: MergeBase, arch: Architecture) -> dict[str, list[TensorSlice]]:
     """Return {embedding or lm_head: the TensorSlice of its trained rows}. `arch`: see
-    as_saved()."""
+    with_adapter_form()."""
     if not base.token_ids:
         return {}
     names = base.names
-    tables = dict(zip((names.embedding, names.head), token_row_names(arch)))
-    if arch.tied and names.head in base.tensors:  # a copy of the embedding
-        tables[names.head] = tables[names.embedding]
+    tables = dict(zip((names.embedding, names.lm_head), token_row_names(arch)))
+    if arch.tied and names.lm_head in base.merged_shapes:  # a copy of the embedding
+        tables[names.lm_head] = tables[names.embedding]
     shape = len(base.token_ids), arch.hidden_size
     return {table: [TensorSlice(name, shape)] for table, name in tables.items()}

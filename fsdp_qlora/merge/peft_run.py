@@ -18,14 +18,14 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
 from fsdp_qlora.lora.peft_names import TensorSlice
+from fsdp_qlora.merge.merge_base import MergeBase
+from fsdp_qlora.merge.merged_model import auto_class, in_order
+from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
-from fsdp_qlora.pretrained.merge_base import MergeBase
-from fsdp_qlora.pretrained.merged_model import auto_class, in_order
-from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, stored_tensors, tensors_of
-from fsdp_qlora.pretrained.records import Linear
+from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, stored_tensors
+from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames
-from fsdp_qlora.run.trained_run import TrainedRun
 
 
 def open_peft_run(
@@ -34,7 +34,7 @@ def open_peft_run(
     """Return the run, the base and the adapter for a merge that cannot be checked: that
     transformers loaded the base with load_in_4bit, from bf16, is taken on trust."""
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
-    settings, adapter_tensors = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
+    settings, adapter_tensors = {**LoraConfig().to_dict(), **read_json(path)}, read_header(file)
     directory = model_directory(base_model, "weights", "--base_model")
     with errors_about(f"--base_model {directory}"):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -69,13 +69,14 @@ def open_peft_run(
     lora = LoraConfig(r=r, **{key: settings[key] for key in (
         "lora_alpha", "use_rslora", "use_dora")})
     adapter = open_linear_adapters(adapter_dir, lora, slices, "this merge")
-    tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(stored) if x.dtype in FLOATS}
+    merged_shapes = {name: (tensor.shape, torch.bfloat16)
+                     for name, tensor in in_order(stored) if tensor.dtype in FLOATS}
     names = TensorNames(
-        linears={name: Linear(name, stored[name].shape[0], stored[name].shape[1], bias=False)
+        linears={name: LinearShape(name, stored[name].shape[0], stored[name].shape[1], bias=False)
                  for name in linears})
     base = MergeBase(
-        directory=directory, stored=stored, names=names, tensors=tensors,
-        paths={name: stored[name].path for name in tensors}, auto_class=model_class,
+        directory=directory, stored=stored, names=names, merged_shapes=merged_shapes,
+        paths={name: stored[name].path for name in merged_shapes}, auto_class=model_class,
         dtype=torch.bfloat16)
     run = TrainedRun(base_model=str(directory), template=template_beside(adapter_dir))
     return run, base, adapter

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_qlora.files import ADAPTER_FILES, digest, read_json, text_digest
 from fsdp_qlora.run.directory import MERGE_CHECK_FILE, QUANTIZATION, RESULTS
-from fsdp_qlora.run.metrics import losses_of
+from fsdp_qlora.run.metrics import read_losses
 
 
 def find_train_config(directory: Path) -> Path:
@@ -88,7 +88,7 @@ def read_run(directory: Path) -> TrainedRun:
         tokenizer=tokenizer,  # with --trainable_tokens it may have more tokens than the base's
         extras=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
         template=path.with_name("chat_template.jinja") if is_given else None,
-        token_ids=token_ids, losses=losses_of(path.parent, last_step))
+        token_ids=token_ids, losses=read_losses(path.parent, last_step))
 
 
 def refuse_unmergeable(run: dict[str, Any], path: Path) -> None:

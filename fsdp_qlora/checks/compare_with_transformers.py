@@ -25,8 +25,8 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.dequantize import dequantize
-from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
 from fsdp_qlora.model.lm_head import eager_losses, logits_of_hidden, scaled_logits
@@ -35,15 +35,15 @@ from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
+from fsdp_qlora.pretrained.small_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 
 KERNEL_PACKAGES = "fla", "causal_conv1d"
 # tokens of the two documents in one micro-batch; with longrope one is long and one is short
 LENGTHS = 24, 18
 CHECK_RANK, CHECK_ALPHA = 4, 8  # LoRA rank and alpha
-CHECKED = ("lora", False), ("dora", True)  # (kind of adapter, True if layers are recomputed)
+CHECKED = ("lora", False), ("dora", True)  # (adapter_type, True if layers are recomputed)
 CHECK_LIMIT = 1e-4  # relative difference; another order of fp32 sums causes 1e-6
 # relative difference between weights and their NF4; it is 0.1, and 1.4 with wrong weights
 NF4_ROUNDING = 0.2
@@ -61,8 +61,8 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
         ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
         tensors = dict(reference.state_dict())
         names = tensor_names(arch, tensors)
-        for kind, recompute in CHECKED:
-            model = plain_model(small, arch, tensors, max(LENGTHS), kind, recompute)
+        for adapter_type, recompute in CHECKED:
+            model = plain_model(small, arch, tensors, max(LENGTHS), adapter_type, recompute)
             weights = read_weights(model, names)
             random_adapter(model, generator)
             ours = results(model, ids)
@@ -76,9 +76,9 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
             wrong = {what: value for what, value in differences.items() if not value < CHECK_LIMIT}
             wrong |= {} if weight_error < NF4_ROUNDING else {"weights as read": weight_error}
             if wrong:
-                kinds = ", ".join(map(str, dict.fromkeys(arch.layer_kinds)))
+                layer_kinds = ", ".join(map(str, dict.fromkeys(arch.layer_kinds)))
                 raise ValueError(
-                    f"{arch.family} with {kinds} and {kind} differs from transformers"
+                    f"{arch.family} with {layer_kinds} and {adapter_type} differs from transformers"
                     f" {transformers.__version__}: "
                     + ", ".join(f"{what} by {value:.1e}" for what, value in wrong.items())
                     + ": please report this")
@@ -94,7 +94,7 @@ def random_hf_model(model_config: PreTrainedConfig, generator: torch.Generator) 
         reference = text_model(model_config, **settings).eval()
     # Nemotron's norms multiply by 1 + weight, but transformers initializes weights to 1, not 0.
     # That would make attention so sharp that fp32's rounding shows (3e-5)
-    too_large = make_architecture(model_config).norm == "layer_plus_one"
+    too_large = make_architecture(model_config).norm_kind == "layer_plus_one"
     corrections = {n: p for n, p in reference.state_dict().items()
                    if "correction" in n or n.endswith(("expert_bias", "layer_scalar"))}
     for name, p in {**dict(reference.named_parameters()), **corrections}.items():
@@ -136,9 +136,9 @@ def without_kernels() -> Iterator[None]:
 def text_class(model_config: PreTrainedConfig) -> Any:
     """Return transformers' class of a text model without its lm_head. AutoModel does not know Step
     3.7's."""
-    kind = type(model_config)
-    module = importlib.import_module(kind.__module__.replace("configuration", "modeling"))
-    return getattr(module, kind.__name__.replace("Config", "Model"))
+    config_type = type(model_config)
+    module = importlib.import_module(config_type.__module__.replace("configuration", "modeling"))
+    return getattr(module, config_type.__name__.replace("Config", "Model"))
 
 
 class TextModel(nn.Module):
@@ -163,28 +163,31 @@ class TextModel(nn.Module):
 
 def plain_model(
     model_config: PreTrainedConfig, arch: Architecture, tensors: Mapping[str, torch.Tensor],
-    max_seq_len: int, kind: str | None = None, recompute: bool = False,
+    max_seq_len: int, adapter_type: str | None = None, recompute: bool = False,
 ) -> Model:
     """Return a Model of this process alone, in fp32 on the CPU, from {name in a checkpoint:
     tensor}.
 
-    `kind`: the kind of adapter on all linears; None: no adapter. `recompute`: recompute all layers,
-    in slices of tokens, as if memory were short.
+    `adapter_type`: of the adapters on all linears; None: no adapter. `recompute`: recompute all
+    layers, in slices of tokens, as if memory were short.
     """
     config: Any = types.SimpleNamespace(
-        lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0, adapter=kind or "lora")
+        lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0,
+        adapter=adapter_type or "lora")
     plan = Plan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
-        reshard_after_forward=True, micro_batch_tokens=64, recomputed=arch.n_layers * recompute,
+        reshard_after_forward=True, micro_batch_tokens=64, n_recomputed=arch.n_layers * recompute,
         save_mid_residual=False, reuse_dequantized=recompute, offload_activations=False,
-        offload_params=False, expert_ranges=3 if recompute else 1)
+        offload_params=False, n_expert_ranges=3 if recompute else 1)
     adapted = {linear.name for linear in arch.all_linears()}
-    if kind == "dora":
+    if adapter_type == "dora":
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
-    specs = make_layer_specs(arch, adapted if kind else (), config)
+    specs = make_layer_specs(arch, adapted if adapter_type else (), config)
     if recompute:
-        specs = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
-                 if isinstance(x.mlp, (MLPSublayer, MoESublayer)) else x for x in specs]
+        specs = [
+            dataclasses.replace(
+                x, mlp_sublayer=dataclasses.replace(x.mlp_sublayer, slice_tokens=25))
+            if isinstance(x.mlp_sublayer, (MLPSublayer, MoESublayer)) else x for x in specs]
     model = Model(arch, specs, plan, eager_kernels(arch), torch.device("cpu"))
     names = tensor_names(arch, tensors)
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})

@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import math
 
-from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.mlp import token_slices
+from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import MoE
+from fsdp_qlora.pretrained.records import MoERecord
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200
@@ -32,7 +32,7 @@ class MoECosts:
         return self.experts.arch
 
     @property
-    def moe(self) -> MoE:
+    def moe(self) -> MoERecord:
         return self.experts.moe
 
     @property
@@ -68,7 +68,7 @@ class MoECosts:
     @property
     def saved_values(self) -> int:
         arch, moe = self.arch, self.moe
-        values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
+        values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel_residual)
         # the Routing: scores in fp32; for each row, four int64 numbers and two fp32 weights
         values += 2 * moe.n_experts + (4 * 4 + 2 * 2) * moe.top_k
         if self.shared:
@@ -111,14 +111,15 @@ class MoECosts:
         if up.n_lora:  # A's gradient, also in fp32
             chunk += 3 * self.moe.n_experts * up.n_lora * up.in_features
         weights = sum(fused.out_features * fused.width for fused in (up, down))
-        values = math.ceil(chunk / plan.expert_ranges) + math.ceil(weights / plan.expert_ranges)
+        values = math.ceil(chunk / plan.n_expert_ranges) + math.ceil(weights / plan.n_expert_ranges)
         n_inputs = recomputed or up.n_lora > 0
         values += n * self.arch.hidden_size * (1 + n_inputs + self._has_branch_gradient)
-        if plan.expert_ranges > 1:  # and all rows' outputs in forward, their gradients in backward,
-            # when the first range's saved gate and up are gone
+        if plan.n_expert_ranges > 1:
+            # and all rows' outputs in forward, their gradients in backward, when the first range's
+            # saved gate and up are gone
             only_backward = row_values - up.width - down.width
             gone = 0 if recomputed else min(self._gate_up_size, only_backward)
-            values += max(0, rows * up.in_features - rows * gone // plan.expert_ranges)
+            values += max(0, rows * up.in_features - rows * gone // plan.n_expert_ranges)
         return values
 
     def _row_values(self, recomputed: bool) -> int:

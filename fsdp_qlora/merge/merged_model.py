@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from fsdp_qlora.files import read_json, write_tensors
+from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.pretrained.hub import copy_small_files
-from fsdp_qlora.pretrained.merge_base import MergeBase
 from fsdp_qlora.pretrained.reader import StoredTensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import INT4_PACKED, INT4_SHAPE, NF4_SUFFIXES
@@ -38,7 +38,7 @@ def merged_tensors(
     base's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form of
     gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
     tensors, paths, text_prefix = {}, {}, names.stem
-    known, scales = {*names.shapes, names.head}, {*names.scaled.values()}
+    known, scales = {*names.shapes, names.lm_head}, {*names.scaled.values()}
     for name, tensor in in_order(stored):
         shape = names.shapes.get(name, tensor.shape)
         if name not in known:
@@ -85,7 +85,7 @@ def in_order(stored: dict[str, StoredTensor]) -> list[tuple[str, StoredTensor]]:
 def copy_all_but_weights(base: MergeBase, directory: Path) -> None:
     """Write config.json, the index of tensors, and copies of the base's other files."""
     copy_small_files(base.directory, directory)
-    index = {"metadata": {"total_size": base.n_bytes},
+    index = {"metadata": {"total_size": base.merged_bytes},
              "weight_map": {name: path.name for name, path in base.paths.items()}}
     config = read_json(base.directory / "config.json")
     config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
@@ -101,8 +101,9 @@ def copy_all_but_weights(base: MergeBase, directory: Path) -> None:
 
 
 def write_weights(base: MergeBase, directory: Path, tensors: Iterator[torch.Tensor]) -> None:
-    """Write the merged tensors, in the order of base.tensors, in files like the base's."""
+    """Write the merged tensors, in the order of base.merged_shapes, in files like the base's."""
     for path in dict.fromkeys(base.paths.values()):
-        described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}
+        described = {name: base.merged_shapes[name]
+                     for name, its_path in base.paths.items() if its_path == path}
         write_tensors(directory / path.name, described, tensors)
     assert not list(tensors), "there are more tensors than names"

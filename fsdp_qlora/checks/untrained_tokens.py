@@ -28,7 +28,7 @@ VALUES_AT_ONCE = 2**22  # labels or weights that are read at once
 def untrained_rows(model: Model) -> dict[int, str]:
     """Return the tokens whose rows of the lm_head were never trained, {token: the evidence in
     words}. All ranks of model.group must call this."""
-    vocab_size, head = model.arch.vocab_size, model.head
+    vocab_size, head = model.arch.vocab_size, model.lm_head
     size = math.ceil(vocab_size / model.group_size)
 
     def gather(own: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def check_untrained_tokens(model: Model, rows: Rows, base: BaseModel) -> dict[in
     if not (tokenizer := base.tokenizer):
         return {}
     untrained = untrained_rows(model)
-    counts = count_trained(rows, base.arch.vocab_size)
+    counts = count_loss_tokens(rows, base.arch.vocab_size)
     frozen = {i: why for i, why in untrained.items() if i not in base.trainable_ids}
     zero = {i for i, why in frozen.items() if why == ZERO_ROW}
     with raise_on_all_ranks():
@@ -84,7 +84,7 @@ def check_untrained_tokens(model: Model, rows: Rows, base: BaseModel) -> dict[in
     return untrained
 
 
-def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
+def count_loss_tokens(rows: Rows, vocab_size: int) -> np.ndarray:
     """Return how often each token is in the loss, [vocabulary]."""
     counts = np.zeros(vocab_size, np.int64)
     for labels in rows.labels:

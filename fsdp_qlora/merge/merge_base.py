@@ -26,7 +26,7 @@ class MergeBase:
     stored: dict[str, StoredTensor]  # {name: tensor in the base's files}
     names: TensorNames  # the tensors that are read
     # {name: (shape, dtype)} of the merged model, file by file
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    merged_shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     paths: dict[str, Path]  # {name: the base's file that the merged file replaces}
     auto_class: Any  # transformers' class that loads it
     dtype: torch.dtype  # dtype in which training computed
@@ -45,14 +45,15 @@ class MergeBase:
                        for linear, index in linears}
 
     @property
-    def n_bytes(self) -> int:
+    def merged_bytes(self) -> int:
         """Bytes of the merged model."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
+        return sum(math.prod(shape) * dtype.itemsize
+                   for shape, dtype in self.merged_shapes.values())
 
     @property
     def unused(self) -> list[str]:
         """The files' tensors that are neither read nor copied."""
-        used = {*self.tensors, *self.names.shapes}
+        used = {*self.merged_shapes, *self.names.shapes}
         return [name for name in self.stored
                 if name not in used and not name.endswith(NF4_SUFFIXES)]
 
