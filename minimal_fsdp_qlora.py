@@ -87,8 +87,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
 
-# hide a harmless warning: PEFT and build_model() call methods by names that transformers 6 drops,
-# because transformers 5.20 has no others
+# hide a harmless warning: PEFT and build_model() use names that transformers 6 will drop; their new
+# names do not exist yet in transformers 5.20
 warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
 
 # dtype of the model's unquantized weights, of activations and of matmuls; LoRA's weights are fp32
@@ -360,7 +360,7 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
     for name, _ in causal_lm.named_parameters():
         if ".lora_" not in name and bare_name(name) not in handles:
             fail(f"{model_dir}: no model*.safetensors has {bare_name(name)}")
-    # a tied lm_head, too, because a file may have it
+    # remove_duplicate=False names a tied lm_head, too: some files store it
     used = {bare_name(name) for tensors in (causal_lm.named_parameters, causal_lm.named_buffers)
             for name, _ in tensors(remove_duplicate=False)}
     if unused := sorted(set(handles) - used):
@@ -690,9 +690,10 @@ def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> Non
     Each file is written beside that of the last save, and then replaces it. So a run that is killed
     during a save can leave half-written files only in partial/.
 
-    To use the adapter, load it with the model in NF4, as it was trained. With other settings than
-    those of NF4_KWARGS the 4-bit weights would differ, and the adapter would fit them less well,
-    without an error:
+    To use the adapter, load it with the model in NF4, as it was trained. With another quant_type or
+    compress_statistics (here: use_double_quant) than in NF4_KWARGS the 4-bit weights would differ,
+    and the adapter would fit them less well, without an error. quant_storage may differ: it only
+    packs the same codes in another dtype.
 
         nf4 = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -873,7 +874,7 @@ def encode_answer(
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = tokenizer(prompt + answer_text, add_special_tokens=False)["input_ids"]
     if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross from the prompt into the answer
-        # only here, because a SentencePiece tokenizer may add a space before answer_text
+        # not always tokenized apart: SentencePiece may add a space before a text of its own
         ids = prompt_ids + tokenizer(answer_text, add_special_tokens=False)["input_ids"]
     return make_row(ids, n_prompt=len(prompt_ids))
 
