@@ -191,6 +191,9 @@ def check_args(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             fail(f"--{name} {value}: must be above 0")
+    for path in (args.dataset, args.eval_dataset):
+        if path and not Path(path).is_file():
+            fail(f"{path}: no such file")  # now, not after a download
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fail now, not after training
     if Path(args.output_dir, "adapter_model.safetensors").exists():
         fail(f"--output_dir {args.output_dir}: already has an adapter")
@@ -308,9 +311,10 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
 def load_and_shard(
     model: PeftModel, args: Namespace, model_dir: Path, device: torch.device
 ) -> None:
-    """Read, quantize and shard one decoder layer after the other, then the rest of the model. So a
-    GPU holds as a whole only the layer that is being loaded, with the copies that shard_layer()
-    compares, and at the end embedding and lm_head (4 GiB for a 70B).
+    """Read, quantize and shard one decoder layer after the other, then the rest of the model.
+
+    So the only unsharded weights on a GPU are the layer that is being loaded, with the copies that
+    shard_layer() compares, and at the end the embedding and lm_head (4 GiB for a 70B).
 
     Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
     on the GPU, or in host memory with --offload. A layer is an FSDP unit: all ranks gather it as a
@@ -496,8 +500,8 @@ def train(
     # matrix
     dtensors = [p for p in model.parameters()
                 if p.requires_grad and p.to_local().numel()]  # with many ranks a shard can be empty
-    shards = [nn.Parameter(p.to_local().detach().to(device, copy=True)) for p in dtensors]
-    optimizer = bnb.optim.PagedAdamW8bit(shards, lr=args.learning_rate, weight_decay=0.0)
+    shard_copies = [nn.Parameter(p.to_local().detach().to(device, copy=True)) for p in dtensors]
+    optimizer = bnb.optim.PagedAdamW8bit(shard_copies, lr=args.learning_rate, weight_decay=0.0)
     n_steps = len(train_rows) // args.batch_size
     scheduler = LambdaLR(optimizer, lambda n_done: lr_factor(n_done + 1, n_steps))
     torch.manual_seed(SEED + dist.get_rank())  # for dropout, if you add it
@@ -521,16 +525,16 @@ def train(
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)  # for the log and the check: the gradients are already summed
-        for dtensor, shard in zip(dtensors, shards):
-            shard.grad = dtensor.grad.to_local().to(device)
-        norm = clip_gradient(shards)
+        for dtensor, shard_copy in zip(dtensors, shard_copies):
+            shard_copy.grad = dtensor.grad.to_local().to(device)
+        norm = clip_gradient(shard_copies)
         stop_if_diverged(step, step_loss, norm)
 
         optimizer.step()
-        for dtensor, shard in zip(dtensors, shards):
-            dtensor.to_local().detach().copy_(shard.detach())
+        for dtensor, shard_copy in zip(dtensors, shard_copies):
+            dtensor.to_local().detach().copy_(shard_copy.detach())
         model.zero_grad()  # the DTensors' gradients
-        optimizer.zero_grad()  # and the shards', which would use memory during the next step
+        optimizer.zero_grad()  # and the copies', which would use memory during the next step
 
         n_tokens = sum(len(row.ids) for row in batch)
         speed = n_tokens / (time.perf_counter() - started) / dist.get_world_size()
@@ -605,13 +609,15 @@ def evaluate(
 ) -> float:
     """Return the mean loss per token of eval_rows, which are the same on every rank.
 
-    To generate text, add this after the loop over micro-batches, on all ranks and equally often:
+    To generate text, pass the tokenizer from main() through train() to here, and add this after the
+    loop over micro-batches, on all ranks and equally often:
 
         row = eval_rows[0]
         ids = row.ids[row.labels == IGNORE_INDEX][None].to(device)  # its prompt; a text has none
         model.unshard()  # embedding and lm_head, because generate() calls no forward of `model`
         output_ids = model.generate(input_ids=ids, max_new_tokens=64, synced_gpus=True)
         model.reshard()
+        log(tokenizer.decode(output_ids[0]))
     """
     model.eval()
     for module in model.modules():
@@ -737,8 +743,6 @@ def read_rows(
     """Return the rows of a data set, cut at --max_seq_len, that have a token in the loss. Lines are
     read in random order until there are `n_needed` rows. Every rank reads all of this, and returns
     the same rows: 16 bytes of host memory per token, on each rank."""
-    if not Path(path).is_file():
-        fail(f"{path}: no such file")
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(Path(path).read_bytes()).hexdigest())
     if len(set(digests)) > 1:  # ranks with different rows would train wrongly, without an error
@@ -834,13 +838,14 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
     """Tokenize a line of the data set. Returns the row of its text, or a row for each answer of its
     conversation.
 
-    Each answer follows exactly the prompt that a server renders for the messages before it. Each
-    answer is a row of its own that repeats these messages, because a template may change an answer
-    that other messages follow: Qwen3's drops its reasoning. So the start of a long conversation is
-    computed once for each answer.
+    Each answer is a row of its own, after exactly the prompt that a server renders for the messages
+    before it. One row for the whole conversation would differ from that, because a template may
+    change earlier answers: Qwen3's drops their reasoning. The price: the start of a long
+    conversation is computed again for each of its answers.
     """
-    # other columns: example = {"messages": [{"role": "user", "content": example["prompt"]}, ...]}
-    # (check_example() then sees these keys alone)
+    # if your data set has other columns, convert a line here, for example:
+    #     example = {"messages": [{"role": "user", "content": example["prompt"]}, ...]}
+    # check_example() then no longer sees, or refuses, the columns that you leave out
     if isinstance(example, dict):  # datasets' to_json() writes null for what a row lacks
         example = {key: value for key, value in example.items() if value is not None}
     check_example(example)

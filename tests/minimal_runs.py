@@ -219,8 +219,8 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
         ("            save_adapter(", "            evaluate(model, eval_rows, args, device)\n"
          "            save_adapter(")],
     "LoRA+": [
-        ("PagedAdamW8bit(shards,", 'PagedAdamW8bit([{"params": shards[::2]},'
-         ' {"params": shards[1::2], "lr": 16 * args.learning_rate}],')],
+        ("PagedAdamW8bit(shard_copies,", 'PagedAdamW8bit([{"params": shard_copies[::2]},'
+         ' {"params": shard_copies[1::2], "lr": 16 * args.learning_rate}],')],
     "initial adapter": [
         ('("default", init_lora_weights)', '("default", init_lora_weights)\n'
          '    file = safe_open("llama-adapter/adapter_model.safetensors", "pt")\n'
