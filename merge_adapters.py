@@ -32,7 +32,7 @@ nothing is compared.
             merged_tensor           for each tensor of the base, one of three:
                 merged_linears          a linear, or all that are in it (experts; q, k and v):
                     base.weight             read it, in any format
-                    trained_weight          W: round it to NF4
+                    frozen_weight           W: round it to NF4
                     add_adapter             W + scaling * B @ A, in fp32; then round to bf16
                 merged_table            embedding or lm_head: put in the trained rows of tokens
                 base.weight             any other, as it is
@@ -216,7 +216,7 @@ def merged_linears(name: str, base: MergeBase, adapters: dict[str, LinearAdapter
     merged = torch.empty(shape, dtype=dtype)
     for linear, place in base.linears_in(name, merged):
         weight = base.weight(linear, device)  # [out, in]
-        weight = trained_weight(weight, linear, base)
+        weight = frozen_weight(weight, linear, base)
         if linear in adapters:
             scaling, tensors = adapters[linear].scaling, adapters[linear].tensors(device)
             weight = add_adapter(weight, scaling, *tensors)
@@ -224,7 +224,7 @@ def merged_linears(name: str, base: MergeBase, adapters: dict[str, LinearAdapter
     return merged
 
 
-def trained_weight(weight: torch.Tensor, linear: str, base: MergeBase) -> torch.Tensor:
+def frozen_weight(weight: torch.Tensor, linear: str, base: MergeBase) -> torch.Tensor:
     """Return W, the weight that training computed with, from the one in the base's files."""
     weight = weight.to(base.dtype)
     if base.is_4bit(linear):

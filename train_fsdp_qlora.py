@@ -117,7 +117,7 @@ from fsdp_qlora.run.metrics import MetricsWriter, draw_losses, log_evaluation, l
 from fsdp_qlora.run.plan_for import print_plan_for
 from fsdp_qlora.run.prepare import prepare
 from fsdp_qlora.run.resolve import resolve_config, save_interval
-from fsdp_qlora.run.resume import check_resumable, set_aside_later, step_to_resume
+from fsdp_qlora.run.resume import check_resumable, set_aside_newer, step_to_resume
 from fsdp_qlora.run.start import end_process
 from fsdp_qlora.run.startup_log import (
     describe_steps, log_extension, log_parameters, log_startup, log_steps)
@@ -249,7 +249,7 @@ def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:
         on_rank_0(check_resumable, config, directory, job.digests, job.saved_run)
         return 0
     start_step = on_rank_0(step_to_resume, config, directory, job.digests)
-    on_rank_0(set_aside_later, directory, start_step)
+    on_rank_0(set_aside_newer, directory, start_step)
     status.begin(config, start_step)
     if start_step:
         status.checkpoint = checkpoints.checkpoint_path(directory, start_step).name
@@ -267,7 +267,8 @@ def make_plan(job: Job, sampler: RowSampler, limit: int,
             recurrence=choose_recurrence(arch, config.compute_dtype, device))
     plan = agree_on_plan(config, arch, job.specs, sampler, job.eval_rows, limit, device, kernels,
                          optimizer_state_bytes(make_optimizer, config))
-    if plan.context_parallel_size > 1:  # no plan shares micro-batches of recurrent models
+    if plan.context_parallel_size > 1:
+        # `recurrence` stays None: no plan shares the micro-batches of a recurrent model
         with raise_on_all_ranks():
             kernels = choose_attention(config, arch, device, whole_documents=False)
     return kernels, plan
@@ -451,8 +452,8 @@ def make_context_group(size: int) -> ContextGroup:
 
 
 def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
-    """Make each decoder layer an FSDP2 unit, if there is something to gather: its 4-bit weights,
-    norms and biases, and its adapter.
+    """Make each decoder layer an FSDP2 unit, of its 4-bit weights, norms, biases and adapter. Do
+    nothing if there is nothing to gather, see Plan.uses_fsdp.
 
     FourBitBlocks, in quant/blocks.py, lets FSDP2 gather 4-bit weights as bytes; with
     --offload_params from host memory, in place of CPUOffloadPolicy. The embedding and lm_head are

@@ -54,7 +54,7 @@ def ensure_ref_logps(run: Run) -> None:
     ref_logps = {name: torch.full((len(rows.lengths),), math.nan, dtype=torch.float64)
                  for name, (rows, _) in needed.items()}  # NaN: not known yet
     if not run.saved_step:
-        run.progress.init_adapter = on_rank_0(identify_model, run)["init_adapter"]
+        run.progress.init_adapter = on_rank_0(reference_digests, run)["init_adapter"]
     on_rank_0(read_ref_logps, run, ref_logps)
     for values in ref_logps.values():
         dist.broadcast(values, 0)
@@ -124,7 +124,7 @@ def describe_missing(missing: dict[str, torch.Tensor], needed: dict[str, RefLogp
 def why_no_start(run: Run) -> str:
     """Return why the adapter with which a resumed run began cannot be loaded again, or "". Rank 0
     only."""
-    if run.progress.init_adapter == identify_model(run)["init_adapter"]:
+    if run.progress.init_adapter == reference_digests(run)["init_adapter"]:
         return ""
     return (f"--init_adapter {run.config.init_adapter}: is missing or has changed since this run"
             " began, but the reference of some rows must be computed with it")
@@ -133,7 +133,7 @@ def why_no_start(run: Run) -> str:
 def read_ref_logps(run: Run, ref_logps: dict[str, torch.Tensor]) -> None:
     """Fill `ref_logps` from the run's file, if the file is undamaged and belongs to this data and
     model. Rank 0 only."""
-    path, settings = run.directory / REF_LOGPS_FILE, identify_model(run)
+    path, settings = run.directory / REF_LOGPS_FILE, reference_digests(run)
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -158,12 +158,12 @@ def write_ref_logps(run: Run, ref_logps: dict[str, torch.Tensor]) -> None:
     digests = {name: tensor_digest(values) for name, values in ref_logps.items()}
     try:
         run.status.check_lock()
-        write_whole(run.directory / REF_LOGPS_FILE, ref_logps, {**identify_model(run), **digests})
+        write_whole(run.directory / REF_LOGPS_FILE, ref_logps, {**reference_digests(run), **digests})
     except (OSError, SafetensorError) as e:
         log(f"warning: cannot write {REF_LOGPS_FILE}: {e}; a resumed run computes it again")
 
 
-def identify_model(run: Run) -> dict[str, str]:
+def reference_digests(run: Run) -> dict[str, str]:
     """Return digests of the rows and the base model together, and of the adapter that the run
     begins with."""
     adapter = Path(run.config.init_adapter or "") / ADAPTER_WEIGHTS

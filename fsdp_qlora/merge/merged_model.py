@@ -20,7 +20,7 @@ from fsdp_qlora.quant.blocks import MX_BLOCK
 
 
 def is_multimodal(model_config: transformers.PretrainedConfig) -> bool:
-    """Return True if the config has that of a language model inside."""
+    """Return True if the config contains another one, that of its language model."""
     return hasattr(model_config, "text_config")
 
 

@@ -130,5 +130,3 @@ def template_beside(adapter_dir: Path) -> Path | None:
 def bare_name(name: str) -> str:
     """Return a name without the prefixes of PEFT and of multimodal models."""
     return re.sub(r"^(base_model\.model\.)?((model|language_model)\.)*", "", name)
-
-

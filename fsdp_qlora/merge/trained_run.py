@@ -28,13 +28,13 @@ class TrainedRun:
     config: dict[str, Any] = field(default_factory=dict)  # from train_config.json, as the next four
     quantization: dict[str, Any] = field(default_factory=dict)
     base_sha256: str | None = None
-    # "asked" of train_config.json, see how_to_prompt()
+    # "asked" of train_config.json: [{"answers": number, "chat_template_kwargs": {..}}]
     template_kwargs: list[dict[str, Any]] = field(default_factory=list)
     probe_input_ids: list[list[int]] = field(default_factory=list)
     merge_check_file: Path | None = None  # MERGE_CHECK_FILE; None: nothing to compare with
     tokenizer: list[Path] = field(default_factory=list)  # files to use if the base has none
     extras: list[Path] = field(default_factory=list)  # files that replace the base's
-    template: Path | None = None  # the chat template of --chat_template
+    template: Path | None = None  # of --chat_template, or beside a PEFT adapter; None: the base's
     token_ids: list[int] = field(default_factory=list)  # the tokens of --trainable_tokens
     losses: list[float] = field(default_factory=list)  # of each step until the adapter was saved
 

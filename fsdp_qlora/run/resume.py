@@ -99,7 +99,7 @@ def check_resumable(config: Config, directory: Path, digests: dict[str, str | No
         refuse_other_run(config, directory, {**digests, "base_sha256": base}, saved_run)
 
 
-def set_aside_later(directory: Path, step: int) -> None:
+def set_aside_newer(directory: Path, step: int) -> None:
     """Rename everything that is named like a checkpoint later than `step`, from which the run
     resumes. Otherwise --keep_checkpoints would count it, or a later start would resume from it.
     Rank 0 only."""
