@@ -158,7 +158,8 @@ def write_ref_logps(run: Run, ref_logps: dict[str, torch.Tensor]) -> None:
     digests = {name: tensor_digest(values) for name, values in ref_logps.items()}
     try:
         run.status.check_lock()
-        write_whole(run.directory / REF_LOGPS_FILE, ref_logps, {**reference_digests(run), **digests})
+        write_whole(
+            run.directory / REF_LOGPS_FILE, ref_logps, {**reference_digests(run), **digests})
     except (OSError, SafetensorError) as e:
         log(f"warning: cannot write {REF_LOGPS_FILE}: {e}; a resumed run computes it again")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ def open_peft_run(
 ) -> tuple[TrainedRun, MergeBase, dict[str, LinearAdapter]]:
     """Return the run, the base and the adapter for a merge that cannot be checked: that
     transformers loaded the base with load_in_4bit, from bf16, is taken on trust."""
-    path, file = (adapter_dir / name for name in ADAPTER_FILES)
-    settings, adapter_tensors = {**LoraConfig().to_dict(), **read_json(path)}, read_header(file)
+    config_file, adapter_file = (adapter_dir / name for name in ADAPTER_FILES)
+    settings = {**LoraConfig().to_dict(), **read_json(config_file)}
+    adapter_tensors = read_header(adapter_file)
     directory = model_directory(base_model, "weights", "--base_model")
     with errors_about(f"--base_model {directory}"):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -42,32 +44,15 @@ def open_peft_run(
             raise ValueError("is quantized already")
     model_class, stored = auto_class(config), stored_tensors(directory)
     print(f"warning: {adapter_dir} has no train_config.json, so it is assumed that it was"
-          f" trained on {directory} in NF4 with double quantization (its {path.name} names"
+          f" trained on {directory} in NF4 with double quantization (its {config_file.name} names"
           f" {settings['base_model_name_or_path']}), and nothing will be compared")
-    in_4bit, others = linears_in_4bit(directory, config, model_class, stored)
-    slices, r = dict[str, list[TensorSlice]](), settings["r"]
-    for stem in sorted({name.rpartition(".lora_")[0] or name for name in adapter_tensors}):
-        name = {**in_4bit, **others}.get(bare_name(stem), "")
-        if not name:
-            raise ValueError(f"{file}: {stem} is not a linear of the layers of {directory}: another"
-                             " base model?")
-        n_out, n_in = stored[name].shape
-        slices[name] = [TensorSlice(f"{stem}.lora_A.weight", (r, n_in)),
-                        TensorSlice(f"{stem}.lora_B.weight", (n_out, r))]
-        if settings["use_dora"]:
-            slices[name].append(TensorSlice(f"{stem}.lora_magnitude_vector", (n_out,)))
-    linears = [*in_4bit.values()]
-    if slices.keys() & others.values():  # then the base was loaded with these linears
-        if not all(others.values()):
-            raise ValueError(f"--base_model {directory}: its tensors outside the text model have"
-                             " other names than transformers: use the adapter unmerged")
-        linears += others.values()
-    elif others:
-        print(f"note: {len(others)} linears outside the text model, such as {min(others)}, have no"
-              " adapter and stay as the base has them: whether they were in NF4 in training is not"
-              " known")
-    lora = LoraConfig(r=r, **{key: settings[key] for key in (
-        "lora_alpha", "use_rslora", "use_dora")})
+    in_text, outside = linears_in_4bit(directory, config, model_class, stored)
+    with errors_about(str(adapter_file)):
+        slices = slices_by_linear(
+            adapter_tensors, settings, directory, {**in_text, **outside}, stored)
+    linears = [*in_text.values(), *quantized_outside(directory, outside, slices)]
+    lora = LoraConfig(**{key: settings[key] for key in (
+        "r", "lora_alpha", "use_rslora", "use_dora")})
     adapter = open_linear_adapters(adapter_dir, lora, slices, "this merge")
     merged_shapes = {name: (tensor.shape, torch.bfloat16)
                      for name, tensor in in_order(stored) if tensor.dtype in FLOATS}
@@ -80,6 +65,44 @@ def open_peft_run(
         dtype=torch.bfloat16)
     run = TrainedRun(base_model=str(directory), template=template_beside(adapter_dir))
     return run, base, adapter
+
+
+def slices_by_linear(
+    adapter_tensors: Iterable[str], settings: dict[str, Any], directory: Path,
+    linears: dict[str, str], stored: dict[str, StoredTensor]
+) -> dict[str, list[TensorSlice]]:
+    """Return {linear: the TensorSlices of its adapter}. `linears`: {bare_name(): name in the files
+    of the base in `directory`}. Raises ValueError if the adapter has another linear."""
+    slices = {}
+    for stem in sorted({name.rpartition(".lora_")[0] or name for name in adapter_tensors}):
+        name = linears.get(bare_name(stem), "")
+        if not name:
+            raise ValueError(f"{stem} is not a linear of the layers of {directory}: another base"
+                             " model?")
+        n_out, n_in = stored[name].shape
+        slices[name] = [TensorSlice(f"{stem}.lora_A.weight", (settings["r"], n_in)),
+                        TensorSlice(f"{stem}.lora_B.weight", (n_out, settings["r"]))]
+        if settings["use_dora"]:
+            slices[name].append(TensorSlice(f"{stem}.lora_magnitude_vector", (n_out,)))
+    return slices
+
+
+def quantized_outside(
+    directory: Path, outside: dict[str, str], slices: dict[str, list[TensorSlice]]
+) -> list[str]:
+    """Return the linears outside the text model that were in NF4 in training: all of them if one
+    has an adapter; else it is not known, and none. Raises ValueError if the files have other
+    names."""
+    if slices.keys() & outside.values():  # then the base was loaded with these linears
+        if not all(outside.values()):
+            raise ValueError(f"--base_model {directory}: its tensors outside the text model have"
+                             " other names than transformers: use the adapter unmerged")
+        return [*outside.values()]
+    if outside:
+        print(f"note: {len(outside)} linears outside the text model, such as {min(outside)}, have"
+              " no adapter and stay as the base has them: whether they were in NF4 in training is"
+              " not known")
+    return []
 
 
 def linears_in_4bit(
