@@ -42,7 +42,8 @@ def pack_rows(lengths: list[int], n_groups: int, max_tokens: int,
     fewest = max(1, math.ceil(sum(lengths) / (n_groups * max_tokens)))
     for n in range(fewest, len(rows) + 1):
         if documents_per_row == 1:
-            # sorted by their size: those of a micro-step, for whose fullest all wait, are alike
+            # sorted by size, so that those of one micro-step are alike: all ranks wait for its
+            # fullest
             micro_batches = distribute_evenly(range(len(lengths)), lengths, n * n_groups)
             micro_steps = [micro_batches[i : i + n_groups]
                            for i in range(0, len(micro_batches), n_groups)]

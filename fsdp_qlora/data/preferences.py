@@ -130,7 +130,7 @@ def examples_of_answers(
     if isinstance(answers[0], dict):
         answers = [[answer] for answer in answers]
     is_whole = are_conversations(answers)
-    example, answers = alike(example, answers, is_whole)
+    example, answers = in_one_form(example, answers, is_whole)
     for asked, answered in ANSWERS.items():
         if asked in example:
             check_answers(asked, example[asked], answers)
@@ -143,7 +143,7 @@ def examples_of_answers(
     return examples, COMPLETION, isinstance(answers[0], str)
 
 
-def alike(
+def in_one_form(
     example: dict[str, Any], answers: list[Any], is_whole: bool
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return the example with its question in a key of ANSWERS, and the answers: a prompt and its

@@ -44,7 +44,9 @@ class Kernels(NamedTuple):
     """The kernels of token mixers. Of attention they are {one of ATTENTION_TYPES: kernel}, for
     micro-batches whose documents have one length or any lengths."""
 
-    fixed_len: dict[str, Callable]  # one length; with context parallelism, long: has_long_pieces()
+    # documents of one length; with context parallelism long pieces of any lengths, see
+    # has_long_pieces()
+    fixed_len: dict[str, Callable]
     varlen: dict[str, Callable]  # any lengths
     recurrence: Callable | None = None  # of a mixer with a state; None: there is none
 

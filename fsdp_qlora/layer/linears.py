@@ -126,7 +126,7 @@ def fuse_linears(
     dropout_site: int, linears: list[LinearShape], adapted: Collection[str], config: Config,
     vectors: dict[str, tuple[slice, tuple[int, ...]]], allocator: Allocator, n_experts: int = 0
 ) -> FusedLinear:
-    """Return the FusedLinear of these Linears; the linears named in `adapted` get an adapter.
+    """Return the FusedLinear of these linears; the linears named in `adapted` get an adapter.
 
     `vectors` is {name: (slice, shape)} of the layer's norms and biases. With n_experts, the linears
     belong to that many experts, one after the other, and all have adapters or none has.

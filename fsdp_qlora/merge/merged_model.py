@@ -30,7 +30,7 @@ def auto_class(model_config: transformers.PretrainedConfig) -> Any:
             transformers.AutoModelForCausalLM)
 
 
-def merged_tensors(
+def merged_shapes_and_paths(
     stored: dict[str, StoredTensor], names: TensorNames, nf4_states: dict[str, Any],
     model_config: transformers.PretrainedConfig,
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:

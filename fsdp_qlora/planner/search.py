@@ -1,7 +1,7 @@
 """Find the fastest plan that fits in memory.
 
     agree_on_plan()          measures the machine, make_workload(); all ranks take rank 0's plan
-      choose_plan()          the plan to run, or DoesNotFit
+      choose_plan()          the plan to run, or DoesNotFit; refuse_flags() first, check_host() last
         find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
                              pick_plan() takes the fastest of those that fit, by predict_time()
         check_plan()         where none fits, suggest_flags() tries flags and names those that help
@@ -194,7 +194,7 @@ def choose_plan(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
     limit: int, machine: Machine,
 ) -> Plan:
-    """Return the plan to run within `limit` bytes per GPU, 0: within the memory of the host. Raises
+    """Return the plan to run within `limit` bytes per GPU, see SearchInputs.limit. Raises
     ValueError with what would help."""
     refuse_flags(config, arch, workload)
     search = SearchInputs(config, arch, specs, workload, limit, machine)

@@ -1,7 +1,8 @@
 """FAMILIES: how each supported model type differs from Llama.
 
 To add a family whose parts are known, add one record to FAMILIES. from_config.py makes an
-Architecture of it and a config.json. """
+Architecture of it and a config.json.
+"""
 
 from __future__ import annotations
 
