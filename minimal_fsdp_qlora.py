@@ -15,8 +15,8 @@ loop. The model comes from transformers, the 4-bit linears from bitsandbytes, th
 
 It trains dense text models of transformers (Llama, Qwen3, Gemma 3, ...), but no mixture of experts.
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
-or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU:
-with --offload a 70B fits on one of 24 GB. Without a GPU the file runs on the CPU.
+or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU;
+with --offload, 24 GB is enough for a 70B. Without a GPU the file runs on the CPU.
 
     to change                                     edit
     flags                                         parse_args(), check_args()
@@ -313,8 +313,9 @@ def load_and_shard(
 ) -> None:
     """Read, quantize and shard one decoder layer after the other, then the rest of the model.
 
-    So the only unsharded weights on a GPU are the layer that is being loaded, with the copies that
-    shard_layer() compares, and at the end the embedding and lm_head (4 GiB for a 70B).
+    So while the model loads, the only unsharded weights on a GPU are the layer that is being
+    loaded, with the copies that shard_layer() compares, and at the end the embedding and lm_head
+    (4 GiB for a 70B).
 
     Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
     on the GPU, or in host memory with --offload. A layer is an FSDP unit: all ranks gather it as a
@@ -404,7 +405,7 @@ def init_lora(
     module: LoraLayer, name: str, init_lora_weights: bool | str, device: torch.device
 ) -> None:
     """Materialize LoRA in fp32, with PEFT's initial values. `init_lora_weights` is True or
-    "gaussian"; PEFT's other choices need the weights.
+    "gaussian"; PEFT's other choices do not work here.
 
     To begin with an existing adapter, do not load it by PeftModel.from_pretrained(), because this
     function would overwrite it. Keep get_peft_model(), give LoraConfig the adapter's r, lora_alpha,
@@ -463,8 +464,9 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     layer.unshard()
     for linear, codes in zip(linears, before):
         if not torch.equal(linear.weight.view(torch.uint8), codes):
-            raise RuntimeError("FSDP2 has changed 4-bit weights: every layer must have LoRA in"
-                               " fp32, and MixedPrecisionPolicy's param_dtype must be None")
+            raise RuntimeError("gathered 4-bit weights differ from those that this rank quantized:"
+                               " every layer must have LoRA in fp32, MixedPrecisionPolicy's"
+                               " param_dtype must be None, and all machines need the same model")
     layer.reshard()
 
 
@@ -693,8 +695,8 @@ def copy_tokenizer(model_dir: Path, output_dir: str) -> None:
 def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> None:
     """Gather the adapter; rank 0 writes it in PEFT's format.
 
-    Each file is written beside that of the last save, and then replaces it. So a run that is killed
-    during a save can leave half-written files only in partial/.
+    Each file is written in partial/, and then replaces that of the last save. So a run that is
+    killed during a save can leave half-written files only there.
 
     To use the adapter, load it with the model in NF4, as it was trained. With another quant_type or
     compress_statistics (here: use_double_quant) than in NF4_KWARGS the 4-bit weights would differ,
@@ -715,9 +717,10 @@ def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> Non
             name, quantization_config=nf4, dtype=torch.bfloat16, device_map="cpu").dequantize()
         PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
 
-    Then copy tokenizer* and chat_template* from "adapter" to "merged". load_in_4bit quantizes a
-    vision tower, too, but training left it in bf16: for a Gemma 3 that reads images, add
-    llm_int8_skip_modules=["model.vision_tower", "lm_head"] to nf4.
+    Then copy tokenizer*, chat_template* and special_tokens_map.json, where they exist, from
+    "adapter" to "merged". load_in_4bit quantizes a vision tower, too, but training left it in bf16:
+    for a Gemma 3 that reads images, add llm_int8_skip_modules=["model.vision_tower", "lm_head"] to
+    nf4.
     """
     state_dict = {name: p.detach().to(device).full_tensor().cpu()
                   for name, p in model.named_parameters() if p.requires_grad}
