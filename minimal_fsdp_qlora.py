@@ -16,7 +16,7 @@ loop. The model comes from transformers, the 4-bit linears from bitsandbytes, th
 It trains dense text models of transformers (Llama, Qwen3, Gemma 3, ...), but no mixture of experts.
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU;
-with --offload, 24 GB is enough for a 70B. Without a GPU the file runs on the CPU.
+with --offload, a GPU of 24 GB is enough for a 70B. Without a GPU the file runs on the CPU.
 
     to change                                     edit
     flags                                         parse_args(), check_args()
@@ -110,19 +110,18 @@ class Row(NamedTuple):
     """The tokens of a text, or of an answer and all messages before it.
 
     Every field must be a tensor with one value per token, because read_rows() cuts all fields at
-    --max_seq_len. So a weight in the loss would be one more field, fp32 [tokens].
+    --max_seq_len. To weight the loss, add a field of fp32 [tokens], also if all tokens of an answer
+    have the same weight.
     """
 
     ids: Tensor  # [tokens]
     labels: Tensor  # [tokens]: labels[i] is ids[i], or IGNORE_INDEX
 
 
-# Every rank (process) runs the same calls in the same order, because some are collectives. A call
-# on one rank alone, as in `if dist.get_rank() == 0: evaluate(...)`, would wait forever for the
-# other ranks.
-
-
 def main() -> None:
+    """Run the job. Every rank (process) runs the same calls in the same order, because some are
+    collectives: a call on one rank alone, as in `if dist.get_rank() == 0: evaluate(...)`, would
+    wait forever for the other ranks."""
     args = parse_args()
     device = init_distributed()
     check_args(args)
@@ -563,10 +562,11 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     batch = [no_loss] * (-len(batch) % world_size) + batch
     while batch:
         longest = len(batch[-1].ids)
-        # max(): a row longer than max_seq_len, which only an edit can let in, goes alone
-        n_rows = max(1, (args.micro_batch_size * args.max_seq_len) // longest) * world_size
-        yield batch[-n_rows:][rank::world_size]
-        del batch[-n_rows:]
+        # max(): at least one, even if an edit lets in a row longer than
+        # micro_batch_size * max_seq_len
+        n_rows = max(1, (args.micro_batch_size * args.max_seq_len) // longest)  # of each rank
+        yield batch[-n_rows * world_size :][rank::world_size]
+        del batch[-n_rows * world_size :]
 
 
 def count_loss_tokens(rows: list[Row]) -> int:
