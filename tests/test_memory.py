@@ -251,6 +251,20 @@ def test_peak_of_layers_of_two_kinds(tokens, n_recomputed, peak):
     assert plan.bytes / GIB == pytest.approx(peak, rel=0.03)
 
 
+@pytest.mark.parametrize("name, layers, speed, settings", [
+    ("qwen3.5-9b", 32, 11_354, {"n_recomputed": 2}),
+    ("glm-4.7-flash", 4, 54_852, {"n_recomputed": 4, "n_attention_saved": 4})])  # fmt: skip
+def test_attention_of_wide_heads_is_slower(name, layers, speed, settings):
+    """Rows of 32,768 tokens on an H200 at 7b8c5b2; heads of 256 values."""
+    _, arch, specs = shapes_of(name, layers)
+    plan = predicted(arch, specs, micro_batch_tokens=32_768, offload_activations=True,
+                     reuse_dequantized=True, **settings)
+    measured_on = dataclasses.replace(H200, flops=8e14, bandwidth=4e12)
+    got = 1 / predict_time(plan, arch, specs, measured_on, 32_768).token_seconds
+    print(f"{got:.0f} tokens/s, measured {speed}")
+    assert got == pytest.approx(speed, rel=0.08)
+
+
 class CountedAttention(torch.autograd.Function):
     """Stands where a kernel stands, and saves what Flash Attention saves."""
 

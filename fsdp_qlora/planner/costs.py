@@ -99,11 +99,17 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         mlp_values=max(layer.mlp_sublayer.saved_values for layer in costs),
         attention_values=max(layer.mixer_sublayer.attention_values for layer in costs),
         mean_query_width=sum(
-            layer.mixer_sublayer.query_width
-            * (CONSTANTS.wide_heads if layer.arch.head_dim > 256 else 1)
+            layer.mixer_sublayer.query_width * attention_slowdown(layer.arch.head_dim)
             for layer in costs) / len(costs),
         elementwise_values=sum(sublayer.elementwise_values for layer in costs
                                for sublayer in (layer.mixer_sublayer, layer.mlp_sublayer)))
+
+
+def attention_slowdown(head_dim: int) -> float:
+    """Return how many times as long the attention of a head takes as its width tells."""
+    if head_dim > 256:
+        return CONSTANTS.widest_heads
+    return CONSTANTS.wide_heads if head_dim > 128 else 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -345,9 +351,11 @@ class TimeConstants:
     # Flash Attention 2, which does not use Hopper's own instructions, 345 TFLOP/s (2 x H200)
     fixed_len_flops: float = 575e12
     varlen_flops: float = 350e12
-    # slowdown by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192 tokens
-    # of Gemma 4 31B (H100), forward and backward
-    wide_heads: float = 11
+    # slowdown of attention for heads of more than 128 values, to 256: by rows of 32,768 tokens of
+    # Qwen3.5-9B and GLM-4.7-Flash (H200); for heads of more than 256, by flex_attention, measured:
+    # 41 ms for 8,192 tokens of Gemma 4 31B (H100), forward and backward
+    wide_heads: float = 1.6
+    widest_heads: float = 11
     # bytes that plain torch moves for each score of attention, in both passes, without and with
     # dropout; from one row each
     score_bytes: float = 170
