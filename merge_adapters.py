@@ -23,8 +23,9 @@ of the effect the last line is a warning, and the exit code is 0.
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
 PEFT. It assumes that they were trained on this base in NF4 with double quantization, which are not
-transformers' defaults, and cannot check that. All linears that load_in_4bit quantizes become W, and
-nothing is compared.
+transformers' defaults, and cannot check that. All linears that load_in_4bit quantizes become W (in a
+multimodal model those outside the text model only if one of them has an adapter), and nothing is
+compared.
 
     merge
         open_run                the run, its base model and its adapter, which belong together
@@ -37,7 +38,7 @@ nothing is compared.
                 merged_table            embedding or lm_head: put in the trained rows of tokens
                 base.weight             any other, as it is
             write_merged_files      write each as it is made, beside the tokenizer and the template
-        check_merge             compare its logits with those that training recorded
+        check_merge             compare its logits with those of the states that training recorded
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """

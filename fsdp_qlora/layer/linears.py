@@ -1,5 +1,5 @@
-"""Slices: which part of a layer's flat parameters, and which rows of a fused matmul, belong to each
-linear.
+"""LinearSlices and FusedLinear: which part of a layer's flat parameters, and which rows of a fused
+matmul, belong to each linear.
 
 pretrained/architecture.py says which linears a model has, model/load.py fills them, lora_matmul.py
 computes with them. For k_proj, with `own` its OwnBlocks on rank 0:

@@ -1,4 +1,4 @@
-"""TrainedRun: what a merge reads of a run or of a checkpoint, every file checked by its SHA-256."""
+"""TrainedRun: what a merge reads of a run or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ class TrainedRun:
 
 
 def read_run(directory: Path) -> TrainedRun:
-    """Return the run in a directory, or the run that contains a checkpoint. Raises ValueError if a
-    file has changed since it was written, or if a merge does not support the run."""
+    """Return the run in a directory, or the run that contains a checkpoint. Raises ValueError if
+    train_config.json, the adapter's weights or the merge check's file has another SHA-256 than when
+    it was written, or if a merge does not support the run."""
     path = find_train_config(directory)
     needed = [path, *(directory / name for name in (*ADAPTER_FILES, MERGE_CHECK_FILE))]
     missing = [p.name for p in needed if not p.is_file()]

@@ -1,10 +1,11 @@
 """Find the fastest plan that fits in memory.
 
     agree_on_plan()          measures the machine, make_workload(); all ranks take rank 0's plan
-      choose_plan()          the plan to run, or DoesNotFit; refuse_flags() first, check_host() last
+      choose_plan()          the plan to run, or DoesNotFit; refuse_flags() first
         find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
                              pick_plan() takes the fastest of those that fit, by predict_time()
-        check_plan()         where none fits, suggest_flags() tries flags and names those that help
+        check_plan(),        raise if it does not fit; suggest_flags() tries flags and names those
+        check_host()         that help; check_host() on a CPU
         use_cuda_graphs()    CUDA graphs, where they make it faster
 """
 

@@ -51,15 +51,15 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
     """
     directory = Path(config.output_dir or "")
 
-    def claim_and_find() -> tuple[str, list[str], bool, bool]:
+    def claim_and_judge() -> tuple[str, list[str], bool, bool]:
         saved_run = read_json(directory / "train_config.json", {})
         holder, made = claim_directory(config, directory, saved_run, status)
-        is_complete, may_write = find_run(config, user_config, directory, saved_run)
+        is_complete, may_write = judge_run(config, user_config, directory, saved_run)
         if not is_complete:
             remove_torn_files(directory)
         return holder, made, is_complete, may_write
 
-    holder, made, is_complete, may_write_status = on_rank_0(claim_and_find)
+    holder, made, is_complete, may_write_status = on_rank_0(claim_and_judge)
     status.directory, status.may_write = directory, may_write_status
     if not user_config.output_dir:
         status.how_to_resume = f"the same command with --output_dir {directory} resumes it"
@@ -99,7 +99,7 @@ def claim_directory(config: Config, directory: Path, saved_run: dict[str, Any],
     return holder, made
 
 
-def find_run(config: Config, user_config: Config, directory: Path,
+def judge_run(config: Config, user_config: Config, directory: Path,
              saved_run: dict[str, Any]) -> tuple[bool, bool]:
     """Return whether the run that `saved_run` describes is this one and complete; and whether
     status.json may be written, because it is not another run's. Raises ValueError if the directory
