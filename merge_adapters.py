@@ -23,8 +23,8 @@ of the effect the last line is a warning, and the exit code is 0.
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
 PEFT. It assumes that they were trained on this base in NF4 with double quantization, which are not
-transformers' defaults, and cannot check that. All linears that load_in_4bit quantizes become W (in a
-multimodal model those outside the text model only if one of them has an adapter), and nothing is
+transformers' defaults, and cannot check that. All linears that load_in_4bit quantizes become W (in
+a multimodal model those outside the text model only if one of them has an adapter), and nothing is
 compared.
 
     merge
