@@ -66,7 +66,7 @@ from typing import Any, NamedTuple, NoReturn
 
 # less fragmentation of GPU memory. `import torch` reads these settings; a user's own are kept
 if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 import bitsandbytes as bnb
 import torch
