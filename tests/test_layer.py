@@ -53,7 +53,7 @@ from fsdp_qlora.model.fsdp import set_local
 from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.planner.costs import predict_memory
+from fsdp_qlora.planner.predict_memory import predict_memory
 from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import Heads
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
@@ -502,7 +502,7 @@ def test_slices_of_tokens_are_all_of_them():
 def test_what_is_computed_again_is_there_once(name, saves, monkeypatch):
     """One slice of the MLP at a time; weights are held for their second use alone, and the
     attention's not beside the MLP's."""
-    forward, slices, at_once = mlp.MLPSublayer.forward, [], []
+    forward, slices, at_once = mlp.DenseMLPSublayer.forward, [], []
 
     def watched(sublayer, call, *args, **settings):
         at_once.append(sum(ref() is not None for ref in slices))
@@ -519,7 +519,7 @@ def test_what_is_computed_again_is_there_once(name, saves, monkeypatch):
 
     pair, backward = pair_and_expected(name)[0], mixer_sublayer.MixerSublayer.backward
     monkeypatch.setattr(mixer_sublayer.MixerSublayer, "backward", then)
-    monkeypatch.setattr(mlp.MLPSublayer, "forward", watched)
+    monkeypatch.setattr(mlp.DenseMLPSublayer, "forward", watched)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", SLICED)
     pair.computed(saves, True)
     assert len(at_once) > 4 * (saves != "all") and set(at_once) == {0}
@@ -1009,7 +1009,7 @@ WRONG_CODE = {
     ),
     "slices computed again": (
         "llama",
-        "MLPSublayer.backward_in_slices",
+        "DenseMLPSublayer.backward_in_slices",
         lambda f: lambda *a: f(*a).roll(1, 0),
     ),
     "inputs of layers": ("gemma4_e", "add_inputs", lambda f: lambda *a: f(*a).roll(1, 1)),

@@ -33,7 +33,7 @@ from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.lm_head import LinearCrossEntropy
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.planner.costs import exchanged_bytes, predict_memory
+from fsdp_qlora.planner.predict_memory import exchanged_bytes, predict_memory
 from fsdp_qlora.pretrained.architecture import rotary_dim
 
 

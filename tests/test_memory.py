@@ -29,12 +29,14 @@ from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner import search
-from fsdp_qlora.planner.costs import (
-    CONSTANTS, count_layers, layer_seconds, predict_memory, predict_time, saved_bytes)
+from fsdp_qlora.planner.layer_totals import count_layers, saved_bytes
 from fsdp_qlora.planner.machine import Machine
+from fsdp_qlora.planner.predict_memory import predict_memory
+from fsdp_qlora.planner.predict_time import layer_seconds, predict_time
 from fsdp_qlora.planner.search import (
     DoesNotFit, SearchInputs, Workload, agree_on_plan, can_save_attention, choose_plan,
     possible_plans, use_cuda_graphs, why_no_capture)
+from fsdp_qlora.planner.time_constants import CONSTANTS
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import read_model_config

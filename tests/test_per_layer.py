@@ -30,7 +30,7 @@ from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.planner.costs import predict_memory
+from fsdp_qlora.planner.predict_memory import predict_memory
 from fsdp_qlora.pretrained.from_config import make_architecture
 
 NAMES = "gemma4_e", "gemma4_wide"

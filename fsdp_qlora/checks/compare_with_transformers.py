@@ -25,7 +25,7 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.dequantize import dequantize
-from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.mlp import DenseMLPSublayer
 from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
@@ -187,7 +187,7 @@ def plain_model(
         specs = [
             dataclasses.replace(
                 x, mlp_sublayer=dataclasses.replace(x.mlp_sublayer, slice_tokens=25))
-            if isinstance(x.mlp_sublayer, (MLPSublayer, MoESublayer)) else x for x in specs]
+            if isinstance(x.mlp_sublayer, (DenseMLPSublayer, MoESublayer)) else x for x in specs]
     model = Model(arch, specs, plan, eager_kernels(arch), torch.device("cpu"))
     names = tensor_names(arch, tensors)
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})

@@ -25,27 +25,30 @@ class LayerCall:
         self, layer: LayerParameters, batch: MicroBatch, kv_in: tuple[Tensor, ...] = (),
         is_backward: bool = False, is_evaluation: bool = False
     ) -> None:
+        # what the call reads
         self.layer, self.batch, self.arch, self.spec = layer, batch, layer.arch, layer.spec
+        self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
+        self.kv_in = kv_in  # keys and values of the kv_source
         self.is_backward = is_backward
         self.is_evaluation = is_evaluation  # True: no backward will follow
         # True if autograd's graph of this forward is needed: by the backward that is running it
         # now, or later, if the layer saves everything
         self.saves_graph = is_backward or layer.save_policy == "all" and not is_evaluation
-        self.dropout_seeds = batch.dropout_seeds  # see drop()
-        self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
-        self.kv_in = kv_in  # keys and values of the kv_source
-        self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
-        self.grad_kv_out: tuple[Tensor, ...] = ()  # from those layers
-        self.grad_kv_in: tuple[Tensor, ...] = ()  # for the kv_source
         self.saves_attention = layer.save_policy == "attention" and not is_evaluation
+        self.reuses_dequantized = (is_backward and layer.plan.reuse_dequantized
+                                   and layer.save_policy not in ("all", "mlp"))
+        # what changes while the sublayers run
+        self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
+        self.dropout_seeds = batch.dropout_seeds  # see drop()
+        # weights to use twice: a recomputed layer's backward first runs forward() again
+        self.dequantized: dict[FusedLinear, Tensor] = {}
         # for each group of heads the two results of attention_with_lse(): in forward to be saved,
         # in backward those saved; none if the micro-batch's kernel is none of LSE_KERNELS
         self.attention_results: list[Tensor] = []
-        self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
-        # weights to use twice: a recomputed layer's backward first runs forward() again
-        self.dequantized: dict[FusedLinear, Tensor] = {}
-        self.reuses_dequantized = (is_backward and layer.plan.reuse_dequantized
-                                   and layer.save_policy not in ("all", "mlp"))
+        # what the sublayers return through the call
+        self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
+        self.grad_kv_out: tuple[Tensor, ...] = ()  # from those layers
+        self.grad_kv_in: tuple[Tensor, ...] = ()  # for the kv_source
         if is_backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 

@@ -1,6 +1,6 @@
 """Identity sublayers, for layers that have only a mixer or only an MLP (Nemotron-H).
 
-They have the interfaces of MixerSublayer and of FeedForward.
+They have the interfaces of MixerSublayer and of MLPSublayer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NoMixerSublayer(_Identity):
 
 
 class NoMLPSublayer(_Identity):
-    """An identity that is a FeedForward."""
+    """An identity that is an MLPSublayer."""
 
     def forward(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor

@@ -31,8 +31,8 @@ SLICE_TOKENS = 4096  # tokens of a recomputed MLP at once; fewer make its matmul
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MLPSublayer:
-    """The MLP of one layer, a FeedForward (spec.py)."""
+class DenseMLPSublayer:
+    """The MLP of one layer, an MLPSublayer (spec.py)."""
 
     arch: Architecture
     gate_up: FusedLinear  # up alone in an MLP without a gate

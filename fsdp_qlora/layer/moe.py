@@ -61,7 +61,7 @@ EXPERT_SLICE_TOKENS = 65536
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MoESublayer:
-    """The experts of one layer, a FeedForward (spec.py)."""
+    """The experts of one layer, an MLPSublayer (spec.py)."""
 
     arch: Architecture
     shared: SharedExpert | None

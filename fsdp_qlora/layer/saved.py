@@ -101,7 +101,7 @@ class SavedGatedMLP:
 
 @dataclasses.dataclass
 class SavedMLP(SavedMLPInput, SavedGatedMLP, SavedPerLayer):
-    """The tensors that an MLPSublayer saves. Flat, because put_record() offloads all tensors of a
+    """The tensors that a dense MLP saves. Flat, because put_record() offloads all tensors of a
     record in one put()."""
 
     branch: Tensor = None  # [n, hidden], the branch before its norm

@@ -1,6 +1,6 @@
 """LayerSpec: the two sublayers of a layer, and its parameters.
 
-Layers of one model may differ, so each has its LayerSpec; layers of one kind share it. FeedForward
+Layers of one model may differ, so each has its LayerSpec; layers of one kind share it. MLPSublayer
 is the interface of the second sublayer; that of the first one's mixer is TokenMixer.
 """
 
@@ -24,7 +24,7 @@ from fsdp_qlora.layer.linears import Allocator, FusedLinear, fuse_linears
 from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.layer.mixer_sublayer import MixerSublayer, TokenMixer
 from fsdp_qlora.layer.mla import MLAMixer
-from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.mlp import DenseMLPSublayer
 from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
@@ -39,21 +39,21 @@ class LayerSpec(ParameterLayout):
     (layer_costs/layer.py) is what such a layer costs."""
 
     mixer_sublayer: MixerSublayer | NoMixerSublayer
-    mlp_sublayer: FeedForward
+    mlp_sublayer: MLPSublayer
 
     @property
     def n_weights(self) -> int:
         return sum(fused.n_weights for fused in self.fused_linears)
 
 
-class FeedForward(Protocol):
-    """Interface of the sublayers after the mixer: MLPSublayer, MoESublayer and NoMLPSublayer.
+class MLPSublayer(Protocol):
+    """Interface of the sublayers after the mixer: DenseMLPSublayer, MoESublayer and NoMLPSublayer.
 
     Such a sublayer adds MLP(norm(mlp_input)) to `mid_residual`, the sum after the mixer.
     `mlp_input` is `mid_residual` too, except in a parallel layer (Cohere), where it is the layer's
     own x.
 
-    What they cost is in layer_costs/, see FeedForwardCosts.
+    What they cost is in layer_costs/, see MLPSublayerCosts.
     """
 
     @property
@@ -142,7 +142,7 @@ def _make_mixer(
 
 def _make_mlp(
     arch: Architecture, kind: LayerKind, fused: Mapping[str, FusedLinear]
-) -> FeedForward:
+) -> MLPSublayer:
     """`fused`: see _make_mixer()."""
     if kind.routed:
         assert arch.moe, "the layer has experts"
@@ -159,4 +159,4 @@ def _make_mlp(
         return NoMLPSublayer(arch)
     per_layer = (PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"])
                  if arch.per_layer else None)
-    return MLPSublayer(arch, fused["gate_up"], fused["down"], per_layer, kind.limits.mlp)
+    return DenseMLPSublayer(arch, fused["gate_up"], fused["down"], per_layer, kind.limits.mlp)

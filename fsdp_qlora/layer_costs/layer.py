@@ -7,10 +7,10 @@ The files of this folder have the names of those of layer/ whose sublayers they 
         AttentionCosts      attention_mixer.py
         MLACosts            mla.py
         AutogradCosts       autograd_mixers.py
-      MLPCosts              mlp.py, with the gate of per_layer.py
+      DenseMLPCosts         mlp.py, with the gate of per_layer.py
       MoECosts              moe.py, with the shared expert and LatentMoE
 
-Counts are values per token, unless a name says bytes or weights. FeedForwardCosts is the interface
+Counts are values per token, unless a name says bytes or weights. MLPSublayerCosts is the interface
 of the second sublayer's costs; that of a mixer's is TokenMixerCosts.
 """
 
@@ -23,11 +23,12 @@ from typing import Any, Protocol
 
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.mixer_sublayer import MixerSublayer
-from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.mlp import DenseMLPSublayer
 from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.mixer_sublayer import MixerSublayerCosts
-from fsdp_qlora.layer_costs.mlp import MLPCosts
+from fsdp_qlora.layer_costs.mla import MLACosts
+from fsdp_qlora.layer_costs.mlp import DenseMLPCosts
 from fsdp_qlora.layer_costs.moe import MoECosts
 from fsdp_qlora.plan import Plan, SavePolicy
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -51,8 +52,15 @@ class LayerCosts:
         return NoMixerSublayerCosts(mixer)
 
     @functools.cached_property
-    def mlp_sublayer(self) -> FeedForwardCosts:
-        return FEED_FORWARD_COSTS[type(self.spec.mlp_sublayer)](self.spec.mlp_sublayer)
+    def mlp_sublayer(self) -> MLPSublayerCosts:
+        return MLP_SUBLAYER_COSTS[type(self.spec.mlp_sublayer)](self.spec.mlp_sublayer)
+
+    @property
+    def mla(self) -> MLACosts | None:
+        """The costs of the layer's latent attention, None if it has none."""
+        sublayer = self.mixer_sublayer
+        mixer = sublayer.mixers[0] if isinstance(sublayer, MixerSublayerCosts) else None
+        return mixer if isinstance(mixer, MLACosts) else None
 
     def saved_values(self, policy: SavePolicy) -> int:
         """Values per token that a layer saves for backward, see LayerFunction."""
@@ -97,8 +105,8 @@ class LayerCosts:
         return weights if policy == "mlp" else weights + self.mlp_sublayer.recomputed_weights
 
 
-class FeedForwardCosts(Protocol):
-    """Interface of the costs of a FeedForward."""
+class MLPSublayerCosts(Protocol):
+    """Interface of the costs of an MLPSublayer."""
 
     @property
     def saved_values(self) -> int:
@@ -150,10 +158,10 @@ class NoMixerSublayerCosts(_NoCosts):
 
 
 class NoMLPCosts(_NoCosts):
-    """A FeedForwardCosts."""
+    """An MLPSublayerCosts."""
 
     recomputed_weights = 0
 
 
-FEED_FORWARD_COSTS: dict[type, Callable[[Any], FeedForwardCosts]] = {
-    MLPSublayer: MLPCosts, MoESublayer: MoECosts, NoMLPSublayer: NoMLPCosts}
+MLP_SUBLAYER_COSTS: dict[type, Callable[[Any], MLPSublayerCosts]] = {
+    DenseMLPSublayer: DenseMLPCosts, MoESublayer: MoECosts, NoMLPSublayer: NoMLPCosts}

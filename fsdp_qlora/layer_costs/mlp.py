@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from fsdp_qlora.layer.mlp import MLPSublayer, token_slices
+from fsdp_qlora.layer.mlp import DenseMLPSublayer, token_slices
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer_costs.dequantize import weight_bytes
 from fsdp_qlora.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MLPCosts:
-    """The costs of an MLPSublayer, a FeedForwardCosts."""
+class DenseMLPCosts:
+    """The costs of a DenseMLPSublayer, an MLPSublayerCosts."""
 
-    mlp: MLPSublayer
+    mlp: DenseMLPSublayer
 
     choice_values = 0
     matmul_speed = 1
@@ -75,7 +75,7 @@ class MLPCosts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerLayerCosts:
-    """The costs of a PerLayerGate, in the terms of FeedForwardCosts."""
+    """The costs of a PerLayerGate, in the terms of MLPSublayerCosts."""
 
     per_layer: PerLayerGate
 

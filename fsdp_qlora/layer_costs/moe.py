@@ -21,7 +21,7 @@ GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on a
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MoECosts:
-    """The costs of a MoESublayer, a FeedForwardCosts."""
+    """The costs of a MoESublayer, an MLPSublayerCosts."""
 
     experts: MoESublayer
 

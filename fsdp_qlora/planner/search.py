@@ -33,8 +33,9 @@ from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.micro_batch.context_parallel import LONG_SHARE, has_long_pieces
 from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.plan import FRAGMENTATION, Plan
-from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
+from fsdp_qlora.planner.predict_memory import predict_memory
+from fsdp_qlora.planner.predict_time import predict_time
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.records import Mamba2Record
 from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
