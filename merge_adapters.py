@@ -14,18 +14,19 @@ The adapter was trained on NF4 weights, so it must be merged into those. A weigh
     merged, rounded to bf16     0.012390   in training it was not rounded here
 
 A base that is already in 4 bits is only dequantized. With DoRA each row of the sum is rescaled to
-its magnitude. A linear of the decoder's layers without an adapter becomes W; all other tensors are
-the base's, rounded to bf16 (a few small ones stay in fp32), but for the rows of --trainable_tokens.
-The result is compared with the trained model, by the logits of the first 64 tokens of four training
-rows. If they differ by more than the adapter's whole effect, the merge fails: the result stays in a
-hidden directory, which the error names and the next merge into --output_dir replaces. Above a fifth
-of the effect the last line is a warning, and the exit code is 0.
+its magnitude. A linear without an adapter becomes W, if it was in 4 bits in training; all other
+tensors are the base's, rounded to bf16 (a few small ones stay in fp32), but for the rows of
+--trainable_tokens. The result is compared with the trained model, by the logits of the first 64
+tokens of four training rows. If they differ by more than the adapter's whole effect, the merge
+fails: the result stays in a hidden directory, which the error names, and which the next merge into
+--output_dir empties at its start. Above a fifth of the effect the last line is a warning, and the
+exit code is 0.
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
 PEFT. It assumes that they were trained on this base in NF4 with double quantization, which are not
-transformers' defaults, and cannot check that. All linears that load_in_4bit quantizes become W (in
-a multimodal model those outside the text model only if one of them has an adapter), and nothing is
-compared.
+transformers' defaults, quantized from bf16, and cannot check that. All linears that load_in_4bit
+quantizes become W (in a multimodal model those outside the text model only if one of them has an
+adapter), and nothing is compared.
 
     merge
         open_run                the run, its base model and its adapter, which belong together
@@ -199,7 +200,7 @@ def write_merged(directory: Path, output: Path, base: MergeBase, adapters: dict[
 def merged_tensor(name: str, base: MergeBase, adapters: dict[str, LinearAdapter],
                   device: str) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
-    if name in base.linears_by_tensor:  # one or several linears of the decoder's layers
+    if name in base.linears_by_tensor:  # one or several linears that were in 4 bits
         merged = merged_linears(name, base, adapters, device)
     elif name in (base.names.embedding, base.names.lm_head) and name in adapters:
         merged = merged_table(name, base, adapters[name], device)

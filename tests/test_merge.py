@@ -938,7 +938,8 @@ def test_check_that_fails_leaves_the_merged_model(trained, tmp_path, monkeypatch
 
 def assert_left(partial, error):
     """The merged model, in a directory that the error names."""
-    assert error.endswith(f"; the merged model is left in {partial}")
+    assert error.endswith(f"; the merged model is left in {partial}: rename it before the next"
+                          " merge, which would delete it")
     names = {path.name for path in partial.iterdir()}
     assert "model.safetensors.index.json" in names and ".lock" not in names
 

@@ -11,23 +11,27 @@ from typing import Any
 import torch
 
 from fsdp_qlora.errors import errors_about
+from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import StoredTensor, read_tensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import (
     INT4_PACKED, MX_SUFFIXES, NF4_SUFFIXES, dequantize_stored, mxfp4_weight, scaled_weight)
 
+OTHER_BASE = ("are not those of the base model in training. Use that one with --base_model;"
+              " --allow_other_base merges into this one")
+
 
 @dataclasses.dataclass
 class MergeBase:
-    """A base model, and the tensors of the model that a merge makes from it."""
+    """A base model, and which tensors and files the merged model will have."""
 
     directory: Path
     stored: dict[str, StoredTensor]  # {name: tensor in the base's files}
     names: TensorNames  # the tensors that are read
     # {name: (shape, dtype)} of the merged model, file by file
     merged_shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    paths: dict[str, Path]  # {name: the base's file that the merged file replaces}
+    paths: dict[str, Path]  # {name: the base's file; the merged one has the same file name}
     auto_class: Any  # transformers' class that loads it
     dtype: torch.dtype  # dtype in which training computed
     # for weights that are in NF4 in the files, see check_files()
@@ -82,12 +86,15 @@ class MergeBase:
 
     def read(self, name: str, device: str, part: str | None = None, index: Any = ...,
              transposed: bool = False) -> torch.Tensor:
-        """Return a tensor of the files, or the `part` of it at `index`, as read_tensor() does.
-        Raises ValueError if its values do not match its checksum in `checksums`."""
-        part = part or name
-        return read_tensor(
-            self.stored[name], name, device, checksum=self.checksums.get(part), index=index,
-            what=part, transposed=transposed)
+        """Return a tensor of the files, or the `part` of it at `index`; if `transposed`, its
+        transpose. Raises ValueError if its values do not match its checksum in `checksums`."""
+        stored, part = self.stored[name], part or name
+        tensor = read_tensor(stored, name, device, index)
+        tensor = tensor.t().contiguous() if transposed else tensor
+        checksum = self.checksums.get(part)
+        if checksum and checksum != as_hex(int(tensor_checksum(tensor))):
+            raise ValueError(f"{stored.path}: the values of {part} {OTHER_BASE}")
+        return tensor
 
     def weight(self, name: str, device: str) -> torch.Tensor:
         """Return a tensor, or a linear as [out, in], with the values that the files store: NF4

@@ -35,15 +35,16 @@ def merged_shapes_and_paths(
     model_config: transformers.PretrainedConfig,
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:
     """Return {name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the
-    base's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form of
-    gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
-    tensors, paths, text_prefix = {}, {}, names.stem
+    base's file with the tensor, after which the merged file is named}. Experts in MXFP4 become
+    [experts, in, out], the form of gpt-oss, the only family with MXFP4. Raises ValueError for what
+    cannot be merged."""
+    tensors, paths = {}, {}
     known, scales = {*names.shapes, names.lm_head}, {*names.scaled.values()}
     for name, tensor in in_order(stored):
         shape = names.shapes.get(name, tensor.shape)
         if name not in known:
             # a multimodal model has other parts besides its text model, which are copied
-            if not is_multimodal(model_config) or name.startswith(text_prefix):
+            if not is_multimodal(model_config) or name.startswith(names.stem):
                 continue
             if name.endswith((*NF4_SUFFIXES, INT4_PACKED)):
                 raise ValueError(f"{tensor.path}: {name} is of a weight in 4-bit outside the text"
@@ -68,8 +69,9 @@ def merged_shapes_and_paths(
 def replace_rows(
     table: torch.Tensor, vocab_size: int, ids: Sequence[int], rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Return a table [vocab_size, hidden] from a shorter one: with these rows of the tokens `ids`,
-    and the mean of all old rows where there were none, as initial_rows() of training sets them."""
+    """Return a copy of `table` with `rows` as those of the tokens `ids`. If it has fewer than
+    `vocab_size` rows, rows are added first, each the mean of all of them, as fill_added_rows() does
+    in training."""
     mean = torch.stack([part.double().sum(0) for part in table.split(2**14)]).sum(0) / len(table)
     added = mean.to(table.dtype).expand(vocab_size - len(table), -1)
     table = torch.cat([table, added])

@@ -61,7 +61,8 @@ def new_directory(output: Path) -> Iterator[NewDirectory]:
             why = "stopped" if isinstance(e, KeyboardInterrupt) else str(e) or type(e).__name__
             is_bug = not isinstance(e, (ValueError, OSError, MemoryError, KeyboardInterrupt))
             kind = RuntimeError if is_bug else ValueError  # a bug ends with a traceback
-            raise kind(f"{why}; the merged model is left in {new.path}") from e
+            raise kind(f"{why}; the merged model is left in {new.path}: rename it before the"
+                       " next merge, which would delete it") from e
         finally:  # not before: another merge would think that this one has died
             (new.path / ".lock").unlink(missing_ok=True)
     sync_file(new.path.parent)

@@ -16,14 +16,14 @@ from fsdp_qlora.lora.peft_names import (
     TensorSlice, expert_slices, file_slices, make_lora_config, token_row_names, token_row_settings,
     with_adapter_form)
 from fsdp_qlora.lora.targets import adapted_linears
-from fsdp_qlora.merge.merge_base import MergeBase
+from fsdp_qlora.merge.merge_base import OTHER_BASE, MergeBase
 from fsdp_qlora.merge.merged_model import auto_class, merged_shapes_and_paths
 from fsdp_qlora.merge.peft_run import open_peft_run
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
-from fsdp_qlora.pretrained.reader import OTHER_BASE, read_header, stored_tensors
+from fsdp_qlora.pretrained.reader import read_header, stored_tensors
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 
 

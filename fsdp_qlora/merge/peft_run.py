@@ -44,8 +44,9 @@ def open_peft_run(
             raise ValueError("is quantized already")
     model_class, stored = auto_class(config), stored_tensors(directory)
     print(f"warning: {adapter_dir} has no train_config.json, so it is assumed that it was"
-          f" trained on {directory} in NF4 with double quantization (its {config_file.name} names"
-          f" {settings['base_model_name_or_path']}), and nothing will be compared")
+          f" trained on {directory} in NF4 with double quantization, quantized from bf16 (its"
+          f" {config_file.name} names {settings['base_model_name_or_path']}), and nothing will be"
+          " compared")
     in_text, outside = linears_in_4bit(directory, config, model_class, stored)
     with errors_about(str(adapter_file)):
         slices = slices_by_linear(
@@ -131,6 +132,9 @@ def linears_in_4bit(
                         " depending on the version of transformers, which the adapter does not"
                         " tell: use it unmerged, or train with train_fsdp_qlora.py")
         if isinstance(module, bnb.nn.Linear4bit):
+            if module.source_cls is not nn.Linear:  # Conv1D: quantized from its transpose
+                raise ValueError(f"--base_model {directory}: {name} is a Conv1D, which the files"
+                                 " have as [in, out]: use the adapter unmerged")
             bare = bare_name(name)
             if bare not in by_name and module in text_modules:
                 raise ValueError(f"--base_model {directory}: has no {name}.weight, which"

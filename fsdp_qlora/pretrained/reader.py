@@ -21,14 +21,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.files import read_json
-from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.ranks import gather_objects
 
 READERS = 8  # threads per rank that read weights; each copies about 5 GB/s from the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
 READ_AHEAD = 2**29  # bytes read but not yet quantized, so that reading and quantizing overlap
-OTHER_BASE = ("are not those of the base model in training. Use that one with --base_model;"
-              " --allow_other_base merges into this one")
 RANDOM_STD = 0.02  # standard deviation of --random_weights
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
@@ -117,25 +114,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor(
-    stored: StoredTensor, name: str, device: torch.device | str = "cpu",
-    checksum: str | None = None, index: Any = ..., what: str | None = None,
-    transposed: bool = False,
+    stored: StoredTensor, name: str, device: torch.device | str = "cpu", index: Any = ...,
 ) -> torch.Tensor:
-    """Return one whole tensor, or its part at `index`, which errors call `what`; if `transposed`,
-    its transpose. Raises ValueError if its tensor_checksum(), as hex, is not `checksum`. The file
-    is opened for each tensor, because mapped pages would add up."""
+    """Return one whole tensor, or its part at `index`. The file is opened for each tensor, because
+    mapped pages would add up."""
     if index is ... and stored.dtype in DTYPES:
         # safetensors would parse the header again: 27 ms for a file with 24,000 tensors (a CPU)
         tensor = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
         read_chunk(stored.path, stored.start, tensor)
-        tensor = tensor.view(DTYPES[stored.dtype]).view(stored.shape).to(device)
-    else:
-        with safe_open(stored.path, "pt") as tensors:
-            tensor = tensors.get_slice(name)[index].to(device)
-    tensor = tensor.t().contiguous() if transposed else tensor
-    if checksum and checksum != as_hex(int(tensor_checksum(tensor))):
-        raise ValueError(f"{stored.path}: the values of {what or name} {OTHER_BASE}")
-    return tensor
+        return tensor.view(DTYPES[stored.dtype]).view(stored.shape).to(device)
+    with safe_open(stored.path, "pt") as tensors:
+        return tensors.get_slice(name)[index].to(device)
 
 
 def all_finite(values: torch.Tensor, name: str) -> torch.Tensor:

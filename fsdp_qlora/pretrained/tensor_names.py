@@ -84,14 +84,18 @@ class TensorNames:
             whole, index = name.removesuffix(INT4_PACKED), ...
             if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
                 whole, rows, columns = source.name, source.rows, source.columns
-                expert, first = divmod(rows.start, self.shapes[whole][1])
-                index = expert, slice(first, first + len(rows))
-                if len(self.shapes[whole]) == 2:  # of query, key and value
+                shape = self.shapes[whole]
+                if len(shape) == 2:  # query, key and value
                     index = slice(rows.start, rows.stop)
-                elif columns:
-                    index = *index, slice(columns.start, columns.stop)
-                elif len(rows) == self.shapes[whole][1]:  # MXFP4 is merged in another shape
-                    index = expert
+                else:  # [experts, ..]
+                    expert, first = divmod(rows.start, shape[1])
+                    index = expert, slice(first, first + len(rows))
+                    if columns:
+                        index = *index, slice(columns.start, columns.stop)
+                    elif len(rows) == shape[1]:
+                        index = expert
+                    # a merge writes MXFP4 as [experts, in, out]: only a whole expert has one index
+                    assert index == expert or not linear.mxfp4, "gate and up are one linear"
             parts.setdefault(whole.removesuffix("_blocks"), []).append((name, index))
         return parts
 

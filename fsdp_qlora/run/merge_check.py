@@ -19,7 +19,7 @@ from fsdp_qlora.lora.peft_names import token_row_names
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.model import Model
 
-PROBE_ROWS, PROBE_TOKENS = 4, 64  # the first rows, and the first tokens of each
+CHECK_ROWS, CHECK_TOKENS = 4, 64  # the first rows, and the first tokens of each
 
 
 class MergeCheck:
@@ -27,8 +27,8 @@ class MergeCheck:
 
     def __init__(self, rows: Rows) -> None:
         documents = rows.as_documents()
-        first = documents.select(torch.arange(min(PROBE_ROWS, len(documents))))
-        self.rows = dataclasses.replace(first, lengths=first.lengths.clamp(max=PROBE_TOKENS))
+        first = documents.select(torch.arange(min(CHECK_ROWS, len(documents))))
+        self.rows = dataclasses.replace(first, lengths=first.lengths.clamp(max=CHECK_TOKENS))
         self.input_ids = [self.rows.tokens(i)[0].tolist() for i in range(len(self.rows))]
         self.without_adapter = self.initial_rows = torch.empty(0)  # until begin()
 
@@ -37,14 +37,24 @@ class MergeCheck:
         if model.token_rows:
             self.initial_rows = adapter.initial_rows[-1].cpu()
         with no_adapter(adapter):
-            self.without_adapter = self.hidden_states(model)["with_adapter"]
+            self.without_adapter = self.lm_head_inputs(model)
+
+    def hidden_states(self, model: Model) -> dict[str, torch.Tensor]:
+        """Return what a merge is checked by: the lm_head's inputs, {"with_adapter": as they are
+        now, "without_adapter": from begin()}; and with --trainable_tokens the lm_head's rows of
+        these tokens, rows_with_adapter and rows_without_adapter [tokens, hidden]. All ranks must
+        call this."""
+        inputs = {"with_adapter": self.lm_head_inputs(model),
+                  "without_adapter": self.without_adapter}
+        if trained := model.token_rows:
+            inputs["rows_with_adapter"] = trained.rows[-1].cpu()
+            inputs["rows_without_adapter"] = self.initial_rows
+        return inputs
 
     @torch.no_grad()
-    def hidden_states(self, model: Model) -> dict[str, torch.Tensor]:
+    def lm_head_inputs(self, model: Model) -> torch.Tensor:
         """Return the lm_head's inputs for all tokens, one row after the other, [tokens, hidden] on
-        the CPU: {"with_adapter": as it is now, "without_adapter": from begin()}; and with
-        --trainable_tokens the lm_head's rows of these tokens, rows_with_adapter and
-        rows_without_adapter [tokens, hidden]. All ranks must call this.
+        the CPU. All ranks must call this.
 
         Each rank computes the same rows. Nothing is compiled for them: that would take longer than
         everything else, and could change the kernels of training and evaluation.
@@ -59,12 +69,7 @@ class MergeCheck:
                 state_of_row.update(zip(  # padding is after the rows
                     micro_step[0], hidden_states.split(micro_batch.lengths)))
         reshard_all(model)
-        now = torch.cat([state_of_row[i] for i in range(len(rows))])
-        inputs = {"with_adapter": now, "without_adapter": self.without_adapter}
-        if trained := model.token_rows:
-            inputs["rows_with_adapter"] = trained.rows[-1].cpu()
-            inputs["rows_without_adapter"] = self.initial_rows
-        return inputs
+        return torch.cat([state_of_row[i] for i in range(len(rows))])
 
 
 @contextlib.contextmanager
