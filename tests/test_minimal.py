@@ -919,6 +919,22 @@ def test_merge_refuses(argv, words, base, runs, tmp_path, capsys, monkeypatch):
     assert words in capsys.readouterr().err
 
 
+def test_merge_refuses_conv1d(tmp_path, capsys):
+    """GPT-2's files have these weights as [in, out]; transformers quantizes their transposes."""
+    config = transformers.GPT2Config(n_embd=64, n_head=4, n_layer=1, vocab_size=64, n_positions=64)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "base")
+    # attention's output is square: its shape tells nothing
+    lora = LoraConfig(r=8, target_modules=["attn.c_proj"], init_lora_weights=False)
+    model = get_peft_model(model, lora)  # sets fan_in_fan_out, which it does not in 4 bits
+    lora.fan_in_fan_out = False
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(SystemExit, match="1"):
+        merge("--adapter_dir", tmp_path / "adapter", "--base_model", tmp_path / "base",
+              "--output_dir", tmp_path / "out")  # fmt: skip
+    assert "c_attn is a Conv1D, which the files have as [in, out]" in capsys.readouterr().err
+
+
 def save_peft(base, adapter, targets):
     """Save an adapter of PEFT's on a base that transformers loaded with load_in_4bit. Returns
     {parameter: value} of the model that would be trained, merged and dequantized."""
