@@ -453,7 +453,7 @@ def test_plan_knows_the_heads_peak(
     --trainable_tokens need x in backward, when the logits are gone."""
     _, arch, specs = shapes_of(name)
     n, dtype = 4096, torch.bfloat16
-    plan = plan_of(arch, "all", micro_batch_tokens=n, fused=fused)
+    plan = plan_of(arch, "all", micro_batch_tokens=n, fuses_elementwise=fused)
     if fused:  # a GPU's product makes no copies of what it reads
         monkeypatch.setattr(lm_head, "fp32_matmul", lambda a, b: torch.empty(
             len(a), b.shape[1]))

@@ -29,10 +29,10 @@ class ExpertLatent:
         return self.entry, self.exit
 
     def enter(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> None:
-        """Project x [n, hidden] to the experts' inputs [n, latent], and set saved.expert_latent to
+        """Project x [n, hidden] to the experts' inputs [n, latent], and set saved.latent_inputs to
         them.
         """
-        saved.expert_latent, saved.entry_lora_hidden = lora_matmul(
+        saved.latent_inputs, saved.entry_lora_hidden = lora_matmul(
             call, self.entry, widen(x, self.entry))
 
     def leave(
@@ -59,6 +59,6 @@ class ExpertLatent:
     def enter_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor, x: Tensor
     ) -> Tensor:
-        """Return the gradient of x, from the gradient of saved.expert_latent."""
-        saved.expert_latent = None
+        """Return the gradient of x, from the gradient of saved.latent_inputs."""
+        saved.latent_inputs = None
         return lora_matmul_backward(call, self.entry, saved.entry_lora_hidden, grad, x)

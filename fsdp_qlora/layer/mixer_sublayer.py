@@ -94,9 +94,10 @@ class MixerSublayer:
         # the post norm's backward also reads the branch
         needs_branch = wants_sum or arch.attention_post_norm is not None
         branch = None
-        for (fused, mixer), saved_path in zip(self.paths, saved.paths):
-            out_inputs = widen(mixer.forward(call, saved_path), fused)
-            added, saved_path.out_lora_hidden = lora_matmul(call, fused, out_inputs, needs_branch)
+        for (out_proj, mixer), saved_path in zip(self.paths, saved.paths):
+            out_inputs = widen(mixer.forward(call, saved_path), out_proj)
+            added, saved_path.out_lora_hidden = lora_matmul(
+                call, out_proj, out_inputs, needs_branch)
             branch = added if branch is None else branch.add_(added)
         out, saved.branch = None, None
         if branch is not None:
@@ -115,10 +116,10 @@ class MixerSublayer:
         upstream = branch_gradient(
             call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         saved.branch = None
-        for (fused, mixer), saved_path in zip(self.paths, saved.paths):
+        for (out_proj, mixer), saved_path in zip(self.paths, saved.paths):
             mixed = mixer.recompute_output(call, saved_path)
             grad_mixed = lora_matmul_backward(
-                call, fused, saved_path.out_lora_hidden, upstream, mixed)
+                call, out_proj, saved_path.out_lora_hidden, upstream, mixed)
             mixed = None
             grads.append(mixer.backward(call, saved_path, grad_mixed))
         del upstream, grad_mixed

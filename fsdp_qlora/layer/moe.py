@@ -54,8 +54,9 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.records import ExpertNorms, MoERecord
 
 
-# tokens of recomputed experts at once. Each slice dequantizes all experts three times: those of
-# gpt-oss-20b in 3 of about 100 ms on an H100 (counted), so predict_time() counts one slice alone
+# tokens of recomputed experts at once. Each slice dequantizes all experts three times. In a layer of
+# gpt-oss-20b that takes 3 ms of a slice's 100 on an H100 (counted), so predict_time() counts one
+# slice alone
 EXPERT_SLICE_TOKENS = 65536
 
 
@@ -237,7 +238,7 @@ class MoESublayer:
         """Return the inputs of the routed experts. `x`: the normed inputs [n, hidden] in forward();
         None: they are saved or computed again."""
         if self.expert_latent:
-            return saved.expert_latent
+            return saved.latent_inputs
         if norms := self.moe.norms:
             return apply_norm(call, norms.before, saved.mlp_input)
         return self._inputs(call, saved) if x is None else x

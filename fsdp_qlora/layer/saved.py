@@ -126,6 +126,6 @@ class SavedMoE(SavedMLPInput):
     expert_output: Tensor = None  # [n, hidden], the experts' output, before a norm of their own
     shared: SavedSharedExpert = None
     # for the latent space, see ExpertLatent
-    expert_latent: Tensor = None
+    latent_inputs: Tensor = None  # [n, latent], the experts' inputs
     entry_lora_hidden: Tensor = None
     exit_inputs: Tensor = None

@@ -10,7 +10,8 @@ The files of this folder have the names of those of layer/ whose sublayers they 
       DenseMLPCosts         mlp.py, with the gate of per_layer.py
       MoECosts              moe.py, with the shared expert and LatentMoE
 
-Counts are values per token, unless a name says bytes or weights. MLPSublayerCosts is the interface
+Counts are values per token, unless a name says bytes or weights; tests/test_live_memory.py compares
+them with the storages that are alive while a real layer runs. MLPSublayerCosts is the interface
 of the second sublayer's costs; that of a mixer's is TokenMixerCosts.
 """
 

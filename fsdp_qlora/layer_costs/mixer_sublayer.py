@@ -98,16 +98,16 @@ class MixerSublayerCosts:
         in_proj, hidden = self.sublayer.in_proj, self.sublayer.arch.hidden_size
         itemsize = plan.dtype.itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
-        dequantized = self.sublayer.fused_linears if reuse_dequantized else self._recomputed_linears
-        weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in dequantized]
-        others = sum(weights) if reuse_dequantized else max(weights)
+        kept = self.sublayer.fused_linears if reuse_dequantized else self._recomputed_linears
+        sizes = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in kept]
+        dequantized = sum(sizes) if reuse_dequantized else max(sizes)
         value_bytes = plan.micro_batch_tokens * itemsize
         mixing = (self.saved_values - hidden if recomputed else 0) * value_bytes
         mixing += sum(mixer.live_bytes(plan) for mixer in self.mixers)
         # the gradient of in_proj's outputs; its inputs, and their gradient
         projecting = (in_proj.out_features + 2 * in_proj.width) * value_bytes
         residuals = 2 * hidden * value_bytes  # gradients: of x and of the sum
-        return residuals + max(mixing, projecting) + others
+        return residuals + max(mixing, projecting) + dequantized
 
     def recomputed_weights(self, wants_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""

@@ -42,7 +42,8 @@ class DenseMLPCosts:
         n = token_slices(n_tokens, self.mlp.slice_tokens)[0].stop if recomputed else n_tokens
         up_weights = weight_bytes(up, itemsize, reuse_dequantized)
         down_weights = weight_bytes(down, itemsize, reuse_dequantized)
-        # first the gradient of glu()'s result, with down's weight; then the gradient of the inputs
+        # first the gradient of glu()'s result, with down's weight; then the gradient of the inputs,
+        # and the inputs made again (a recomputed slice still has them, see below)
         first = n * (down.width + hidden) * itemsize + down_weights
         second = n * up.width * (2 - recomputed) * itemsize + up_weights
         if reuse_dequantized:

@@ -112,8 +112,8 @@ class MoECosts:
             chunk += 3 * self.moe.n_experts * up.n_lora * up.in_features
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         values = math.ceil(chunk / plan.n_expert_ranges) + math.ceil(weights / plan.n_expert_ranges)
-        n_inputs = recomputed or up.n_lora > 0
-        values += n * self.arch.hidden_size * (1 + n_inputs + self._has_branch_gradient)
+        has_inputs = recomputed or up.n_lora > 0
+        values += n * self.arch.hidden_size * (1 + has_inputs + self._has_branch_gradient)
         if plan.n_expert_ranges > 1:
             # and all rows' outputs in forward, their gradients in backward, when the first range's
             # saved gate and up are gone

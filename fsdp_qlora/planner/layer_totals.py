@@ -9,6 +9,7 @@ import math
 
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
+from fsdp_qlora.layer_costs.mla import MLACosts
 from fsdp_qlora.plan import SAVE_POLICIES, Plan, SavePolicy
 from fsdp_qlora.planner.time_constants import CONSTANTS
 from fsdp_qlora.quant.blocks import BLOCK
@@ -42,6 +43,11 @@ class LayerTotals:
     # values of a token's queries in a layer, mean over the layers; those of wide heads count more
     mean_query_width: float
     elementwise_values: int  # values per token that elementwise work reads or writes
+
+    @property
+    def mla(self) -> MLACosts | None:
+        """The costs of latent attention, which all layers have if the first has it; else None."""
+        return next(iter(self.last_index)).mla
 
 
 @functools.lru_cache(8)

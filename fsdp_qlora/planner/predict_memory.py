@@ -78,7 +78,7 @@ def lm_head_bytes(plan: Plan, arch: Architecture, table_bytes: float) -> float:
     inputs = 2 * arch.hidden_size * plan.micro_batch_tokens * itemsize  # x and its gradient
     n_rows = min(plan.micro_batch_tokens, LOGITS_CHUNK_BYTES // (4 * arch.vocab_size))
     n_logits = n_rows * arch.vocab_size
-    if plan.fused:  # a chunk of logits, its gradient, and a quarter more
+    if plan.fuses_elementwise:  # a chunk of logits, its gradient, and a quarter more
         return inputs + 2.5 * itemsize * n_logits
     # logits and gradient with four tensors in fp32, 20 bytes; or the lm_head, and its product with
     # rows of x, in fp32
@@ -148,7 +148,9 @@ def exchanged_bytes(
     kernel = seen * kv_width + 2 * (in_a_call - 1) * query_width * is_grouped
     if not plan.is_varlen:  # the results of a call are copied to their places
         kernel += in_a_call * kv_width
-    # after the kernel: rows sent and received, and their sum in fp32
+    # after the kernel, in kv_width: the gradients of the keys that are seen (n + 0.5), those sent
+    # back and received (1.5 n + 0.5), in fp32 their sum (2) and the rows to which one rank's part
+    # is added (2); less what kernel_values() counts, which is free by then
     exchange = (2.5 * n + 5) * kv_width - (5 if is_grouped else 3) * query_width
     kept_whole = max(0, plan.n_layers - plan.n_recomputed - 1) * seen * kv_width
     return (kept_whole + kept + max(kernel, exchange) / n_groups) * value_bytes

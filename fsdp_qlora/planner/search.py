@@ -41,7 +41,9 @@ from fsdp_qlora.pretrained.records import Mamba2Record
 from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 
-# fractions of the memory that a plan must, and should, leave free, FRAGMENTATION included
+# fractions of the memory, FRAGMENTATION included. The fastest plan is sought among those that leave
+# MIN_FREE, and of equally fast ones those that leave GOOD_FREE are preferred. If none leaves
+# MIN_FREE, the smallest plan runs, unless it leaves less than FRAGMENTATION
 MIN_FREE, GOOD_FREE = 0.07, 0.1
 MUCH_FASTER = 0.8  # fraction of a step's time, for which ranks share micro-batches
 # tokens of a mean document, from which attention's results may be saved: its forward then takes
@@ -208,7 +210,8 @@ def choose_plan(
     # micro-batches have several shapes if the rows do, or if a step's last micro-batches have fewer
     # rows
     least = workload.least_tokens(plan.context_parallel_size)
-    n_rows = workload.world_size * (plan.micro_batch_tokens // least)
+    n_groups = workload.world_size // plan.context_parallel_size
+    n_rows = n_groups * (plan.micro_batch_tokens // least)
     uneven_micro_batches = (workload.uneven_lengths or workload.uneven_labels
                             or config.batch_size % n_rows > 0)
     return use_cuda_graphs(plan, search, uneven_micro_batches)
@@ -291,7 +294,8 @@ def possible_plans(search: SearchInputs, context_size: int) -> Iterator[Plan]:
         Plan, compute_dtype=config.compute_dtype, n_layers=arch.n_layers,
         offload_activations=config.offload_activations, offload_params=config.offload_params,
         is_varlen=is_varlen, attention_is_eager=workload.attention_is_eager,
-        recurrence_is_eager=workload.recurrence_is_eager, fused=workload.device.type == "cuda",
+        recurrence_is_eager=workload.recurrence_is_eager,
+        fuses_elementwise=workload.device.type == "cuda",
         context_parallel_size=context_size, state_bytes=workload.state_bytes,
         n_token_rows=len(config.trainable_tokens or ()) * arch.n_tables)
     saves_attention = can_save_attention(search) and not is_varlen

@@ -393,7 +393,8 @@ def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
 def make_positions(
     c: PreTrainedConfig, family: Family, layer_heads: list[Heads]
 ) -> dict[str, Any]:
-    """Return {field of Architecture: value} of the fields about positions."""
+    """Return {field of Architecture: value} of the fields about positions; and layer_other_mixer
+    and layer_sublayers, which follow from the same layer types."""
     types = layer_types(c, family)
     slides = sliding_layers(c, family, types)
     ropes: list[dict[str, Any]] = []
