@@ -34,7 +34,8 @@ class Plan:
     is_varlen: bool = False
     attention_is_eager: bool = False  # a layer's attention runs in plain torch
     recurrence_is_eager: bool = False  # a mixer with a state runs in plain torch
-    fuses_elementwise: bool = True  # each elementwise function is compiled to one kernel, as on a GPU
+    # each elementwise function is compiled to one kernel, as on a GPU
+    fuses_elementwise: bool = True
     state_bytes: float = 0.0  # bytes of optimizer state in GPU memory per weight of the adapter
     n_token_rows: int = 0  # rows of the embedding and of the lm_head that are trained
 
