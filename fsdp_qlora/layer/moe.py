@@ -54,8 +54,8 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.records import ExpertNorms, MoERecord
 
 
-# tokens of recomputed experts at once. Each slice dequantizes all experts three times. In a layer of
-# gpt-oss-20b that takes 3 ms of a slice's 100 on an H100 (counted), so predict_time() counts one
+# tokens of recomputed experts at once. Each slice dequantizes all experts three times. In a layer
+# of gpt-oss-20b that takes 3 ms of a slice's 100 on an H100 (counted), so predict_time() counts one
 # slice alone
 EXPERT_SLICE_TOKENS = 65536
 
