@@ -538,6 +538,7 @@ def train(run: Run) -> list[Metrics]:
         compile_dynamic()  # else kernels would be compiled anew for each number of tokens
     with raise_on_all_ranks():
         writer = MetricsWriter(run, start_step) if is_rank_0() else None
+    gc.freeze()  # garbage collection need not look at what is there by now
     run.step_start = clock()
     run.save_due = run.step_start + save_interval(config).seconds
     status.extend_deadline()
@@ -555,8 +556,8 @@ def train(run: Run) -> list[Metrics]:
             if writer:
                 writer.write_step(record)
             if step == start_step + 1:
-                # freeze all objects made so far: garbage collection would scan them again and
-                # again, on one rank at a time while the others wait
+                # and what compiling has made: garbage collection would scan it again and again,
+                # on one rank at a time while the others wait
                 gc.collect()
                 gc.freeze()
             evaluate_and_save(run, writer, step, action)
