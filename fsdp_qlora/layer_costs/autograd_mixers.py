@@ -69,10 +69,10 @@ def delta_saved_values(record: DeltaNetRecord, hidden: int) -> int:
 
 
 def delta_live_values(record: DeltaNetRecord, hidden: int) -> int:
-    """Values of fla's backward at its end: the states and their gradient; for each value head w, its
-    gradient and that of k; u, its gradient, the new values and two gradients of v; those of q and
-    k. Besides, the gradients of the gated norm's result and of z, and that of its input, which is
-    free by then. Counted in fla 0.6; a row of 262,144 tokens of Qwen3.5-9B took 0.3 % more."""
+    """Values of fla's backward at its end: the states and their gradient; for each value head w,
+    its gradient and that of k; u, its gradient, the new values and two gradients of v; those of q
+    and k. Besides, the gradients of the gated norm's result and of z, and that of its input, which
+    is free by then. Counted in fla 0.6; a row of 262,144 tokens of Qwen3.5-9B took 0.3 % more."""
     states = record.value_heads * record.key_dim * record.value_dim // RECURRENCE_CHUNK
     head_values = record.value_heads * record.key_dim
     widths = record.widths
