@@ -23,6 +23,8 @@ from fsdp_qlora.quant.triton_trial import why_no_triton
 
 Result = TypeVar("Result")
 
+LARGE_BYTES = 2**30  # of a tensor; kernels of larger ones are compiled without trying block sizes
+
 
 def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
     """Decorator: compile the function to one kernel on a GPU; not on a CPU, where compiling takes
@@ -39,8 +41,12 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
     numbers = itertools.count()
 
     @functools.cache
-    def compiled(*kind: Any) -> Callable[..., Result]:
-        return compiled_copy(function, f"{function.__name__}_{next(numbers)}")
+    def compiled(is_large: bool, *kind: Any) -> Callable[..., Result]:
+        name = f"{function.__name__}_{next(numbers)}"
+        # torch tries some sizes of blocks. For that it copies what a function overwrites to pinned
+        # host memory, which it keeps: 84 GiB for a row of 262,144 tokens of Qwen3.5-9B
+        options = {"triton.autotune_pointwise": False} if is_large else None
+        return compiled_copy(function, name, options)
 
     @functools.wraps(function)
     def call(*args: Any, is_evaluation: bool = False, dynamic: bool = False) -> Result:
@@ -54,10 +60,12 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
         # each limit has a kernel of its own: if the limit varies, glu_backward_() compiled by torch
         # 2.13 returns wrong values
         limits = (x for x in args if isinstance(x, LimitedActivation))
+        is_large = max(x.nbytes for x in tensors) >= LARGE_BYTES
         n_compiled = compiled.cache_info().misses
-        result = compiled(is_evaluation, dynamic, *limits, *widths)(*args)
+        result = compiled(is_large, is_evaluation, dynamic, *limits, *widths)(*args)
         if compiled.cache_info().misses > n_compiled:
-            # what compiling leaves keeps the frames of all callers alive, and so their tensors
+            # compiling leaves objects that keep the frames of all callers alive, and so the tensors
+            # in them: 2.8 GiB in the first step of GLM-4.7-Flash with a row of 32,768 tokens
             gc.collect()
         return result
 
@@ -75,15 +83,14 @@ def compile_dynamic() -> None:
     _all_dynamic = True
 
 
-def compiled_copy(function: Callable[..., Result], name: str) -> Callable[..., Result]:
-    """Return a compiled copy of a function. To torch it is another function, because it has another
-    code object."""
-    copy = types.FunctionType(
+def compiled_copy(
+    function: Callable[..., Result], name: str, options: dict[str, Any] | None = None
+) -> Callable[..., Result]:
+    """Return a compiled copy of a function, with these options of Inductor. To torch it is another
+    function, because it has another code object."""
+    return torch.compile(types.FunctionType(
         function.__code__.replace(co_name=name), function.__globals__, function.__name__,
-        function.__defaults__, function.__closure__)
-    # torch would try some sizes of blocks, and for that copy what a function overwrites to pinned
-    # host memory, which it keeps: 84 GiB for a row of 262,144 tokens of Qwen3.5-9B
-    return torch.compile(copy, options={"triton.autotune_pointwise": False})
+        function.__defaults__, function.__closure__), options=options)
 
 
 def standardized(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
