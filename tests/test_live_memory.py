@@ -250,7 +250,7 @@ def fake_micro_batch(arch, plan, lengths):
         cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=DeviceActivations(),
         **counted_kernels(arch, plan),
         n_unpadded=torch.empty(1, dtype=torch.int64),
-        layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
+        per_layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
     frequencies = [
         (torch.empty(rotary_dim(rope, rope["head_dim"]) // 2), 1.0) for rope in arch.ropes]
     micro_batch.ropes = {
@@ -517,7 +517,7 @@ def test_plan_counts_what_layers_have_in_common():
     memory = predict_memory(plan, arch, specs).memory
     assert (
         memory["per-layer inputs, shared keys and values"]
-        == micro_batch.layer_inputs.nbytes + 3 * kv_to_share > 3 * kv_to_share > 0
+        == micro_batch.per_layer_inputs.nbytes + 3 * kv_to_share > 3 * kv_to_share > 0
     )
     n_adapter = sum(spec.n_adapter for spec in specs)
     assert memory["optimizer's state"] == 2 * n_adapter

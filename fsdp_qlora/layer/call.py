@@ -82,9 +82,9 @@ class LayerCall:
         return self.layer.vectors[where].view(shape)
 
     @property
-    def layer_input(self) -> Tensor:
+    def per_layer_input(self) -> Tensor:
         """The layer's own input for its tokens, see PerLayerInputs."""
-        return self.batch.layer_inputs[self.tokens, self.layer.index]
+        return self.batch.per_layer_inputs[self.tokens, self.layer.index]
 
     def scaled(self, x: Tensor) -> Tensor:
         """Return x times the layer's scalar, if the family has one."""

@@ -69,12 +69,12 @@ class PerLayerGate:
         grad_activated = lora_matmul_backward(
             call, self.out_proj, saved.per_layer_out_lora_hidden, upstream, activated)
         grad_gates = gate_inputs_backward(
-            grad_activated, saved.per_layer_gates, call.layer_input, self.arch.activation)
+            grad_activated, saved.per_layer_gates, call.per_layer_input, self.arch.activation)
         del grad_activated
         grad_x = lora_matmul_backward(
             call, self.gate, saved.per_layer_gate_lora_hidden, grad_gates, saved.per_layer_x)
         return grad + grad_x
 
     def _activate(self, call: LayerCall, saved: SavedPerLayer, out: Tensor) -> None:
-        gate_inputs(out, saved.per_layer_gates, call.layer_input, self.arch.activation,
+        gate_inputs(out, saved.per_layer_gates, call.per_layer_input, self.arch.activation,
                     is_evaluation=call.is_evaluation)

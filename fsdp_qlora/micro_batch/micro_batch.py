@@ -42,7 +42,7 @@ class MicroBatch:
     context_shard: ContextShard | None = None  # this rank's part; None: it has all
     # what all layers read, set by Model.hidden()
     ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
-    layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
+    per_layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
     segments: Segments | None = None  # the keys that attention reads; None: see context_shard
 
 

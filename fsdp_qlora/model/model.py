@@ -41,11 +41,11 @@ class Model(ModelParameters):
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the last layer's output [tokens, hidden]. Gives the batch what all layers read:
-        its ropes, segments and layer_inputs."""
+        its ropes, segments and per_layer_inputs."""
         x = embed(self, batch.input_ids)
         dropout = self.arch.embedding_dropout
         if self.arch.per_layer:
-            batch.layer_inputs = per_layer_inputs(self, batch.input_ids, x)
+            batch.per_layer_inputs = per_layer_inputs(self, batch.input_ids, x)
         if dropout and batch.dropout_seeds is not None:
             x = drop(x, batch.dropout_seeds, EMBEDDING_SITE, dropout)
         batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
