@@ -173,7 +173,7 @@ def vocabulary(job, process):
 
     def look(run):
         model, out = run.model, {}
-        rank, ranks, hidden = model.group_rank, model.group_size, model.arch.hidden_size
+        rank, ranks, hidden = model.shard_rank, model.shard_group_size, model.arch.hidden_size
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(17 * ranks, hidden, generator=generator).to(model.norm.dtype)
         labels = torch.randint(model.arch.vocab_size, (17 * ranks,), generator=generator)
@@ -195,7 +195,7 @@ def vocabulary(job, process):
             local = x.clone().requires_grad_()
             loss = LinearCrossEntropy.apply(local, model, micro_batch)
             (grad,) = torch.autograd.grad(loss.sum() * 0.25, local)
-            gather = lambda t: all_gather(t, model.group)  # noqa: E731
+            gather = lambda t: all_gather(t, model.shard_group)  # noqa: E731
             out[f"{chunk}/embedded"] = gather(embedded).flatten(0, 1)
             out[f"{chunk}/grad"] = gather(grad).flatten(0, 1)
             out[f"{chunk}/loss"] = gather(loss.detach()).sum().float()
@@ -332,7 +332,7 @@ def resumed(job, process):
     def training_loop(run):
         adapter, n = run.adapter, run.model.layers[0].spec.n_adapter
         for key, value in sharded_state(run.optimizer).items():
-            whole = all_gather(adapter.by_layer(value).contiguous(), adapter.group)
+            whole = all_gather(adapter.by_layer(value).contiguous(), adapter.shard_group)
             whole = whole.transpose(0, 1).flatten(1)  # [layers, all ranks' parts]
             out[key] = whole[:, : n // OPTIM_BLOCKSIZE if key.startswith("absmax") else n]
         out["done"] = torch.tensor([run.saved_step, run.optimizer.state[adapter.weights]["step"]])

@@ -1150,7 +1150,7 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
         x = torch.randn(64, arch.hidden_size, dtype=torch.bfloat16)
         want = final(x)
     table = reference.get_input_embeddings().weight.detach()
-    model = types.SimpleNamespace(group_size=1, arch=arch, embedding=table,
+    model = types.SimpleNamespace(shard_group_size=1, arch=arch, embedding=table,
                                   own_rows=range(len(table)), token_rows=None)
     assert torch.equal(embed(model, ids), seen[0][0])
     norm, bias = (getattr(final, part, None) for part in ("weight", "bias"))

@@ -461,7 +461,7 @@ def test_plan_knows_the_heads_peak(
         head, norm = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), torch.empty(
             arch.hidden_size, dtype=dtype)
         model = types.SimpleNamespace(arch=arch, lm_head=head, lm_head_bias=None, norm=norm,
-                                      norm_bias=None, group_size=1, group_rank=0,
+                                      norm_bias=None, shard_group_size=1, shard_rank=0,
                                       own_rows=range(arch.vocab_size), token_rows=None,
                                       gather=lambda own: own[None])
         head_rows = None

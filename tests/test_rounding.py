@@ -559,7 +559,7 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     x, labels = draw(N, 64), torch.arange(3, 3 + N)
     model = types.SimpleNamespace(
         arch=arch, lm_head=weight, lm_head_bias=None, norm=torch.ones(64).bfloat16(),
-        norm_bias=None, group_size=1, group_rank=0, own_rows=range(320), token_rows=None,
+        norm_bias=None, shard_group_size=1, shard_rank=0, own_rows=range(320), token_rows=None,
         gather=lambda own: own[None])  # fmt: skip
     micro_batch = types.SimpleNamespace(labels=labels, label_positions=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip

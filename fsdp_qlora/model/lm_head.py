@@ -36,7 +36,7 @@ def logits_of_hidden(model: ModelParameters, hidden_states: Tensor) -> Tensor:
 
 def greedy_tokens(model: ModelParameters, hidden_states: Tensor) -> Tensor:
     """Return the most probable next token after each of the normed `hidden_states` [n, hidden],
-    int64 [n]. All ranks of the group must call this, with the same hidden_states."""
+    int64 [n]. All ranks of the shard group must call this, with the same hidden_states."""
     top, best = logits_of_hidden(model, hidden_states).max(-1)
     top, best = model.gather(top), model.gather(best + model.own_rows.start)
     return best.gather(0, top.argmax(0)[None])[0]
@@ -106,21 +106,21 @@ class LinearCrossEntropy(torch.autograd.Function):
                 head_rows: Tensor | None = None) -> Tensor:
         arch = model.arch
         weight = model.lm_head
-        shards = model.group_size
+        n_shards = model.shard_group_size
 
         def reduce_scatter(whole: Tensor) -> Tensor:
             """Return this rank's tokens of the sum over ranks of [tokens of all ranks, width]."""
-            if shards == 1:
+            if n_shards == 1:
                 return whole
-            own = whole.new_empty(len(whole) // shards, whole.shape[1])
-            dist.reduce_scatter_tensor(own, whole, group=model.group)
+            own = whole.new_empty(len(whole) // n_shards, whole.shape[1])
+            dist.reduce_scatter_tensor(own, whole, group=model.shard_group)
             return own
 
         logits_args = arch.logits_multiplier, arch.logits_softcap
         is_evaluation = not ctx.needs_input_grad[0]
         token_losses = torch.empty(len(batch.labels), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
-        all_labels = model.gather(batch.labels)  # [shards, n], negative where padded
+        all_labels = model.gather(batch.labels)  # [n_shards, n], negative where padded
         trained = None if is_evaluation or head_rows is None else model.token_rows
         if trained:  # the gradients of the logits of trained rows
             ctx.grad_logits = x.new_empty(len(batch.labels), len(trained.ids))
@@ -136,11 +136,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             own_labels = own_labels.where(is_own, -1)
             statistics = logits_statistics(logits, own_labels, *logits_args, dynamic=True)
             statistics = model.gather(statistics)
-            top, total, label_logit = statistics.unbind(1)  # each [shards, n]
+            top, total, label_logit = statistics.unbind(1)  # each [n_shards, n]
             global_top = top.amax(0)
             log_sum = global_top + ((top - global_top).exp() * total).sum(0).log()
             losses = (log_sum - label_logit.sum(0)).masked_fill(absent, 0)
-            token_losses[chunk] = losses.view(shards, -1)[model.group_rank]
+            token_losses[chunk] = losses.view(n_shards, -1)[model.shard_rank]
             if is_evaluation:
                 continue
             grad = logits_gradient(

@@ -93,8 +93,8 @@ def verify_model(model: Model, plan: Plan) -> None:
                 f"layer {i}: {name} is{' not' * plan.uses_fsdp} FSDP2's")
             assert not local.is_meta, f"layer {i}: {name} was not loaded"
             assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
-            shards = p.device_mesh["shard"].size() if isinstance(p, DTensor) else 1
-            assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
+            n_shards = p.device_mesh["shard"].size() if isinstance(p, DTensor) else 1
+            assert len(local) * n_shards == len(p), f"layer {i}: {name} is not sharded evenly"
             parts = [local.packed, local.scales] if isinstance(local, FourBitBlocks) else [local]
             kind = {"packed_weights": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
             n_bytes[kind] += sum(part.nbytes for part in parts)

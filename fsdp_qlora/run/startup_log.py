@@ -133,13 +133,13 @@ def log_plan(
 
 def describe_copies(plan: Plan, n: int, place: str) -> str:
     """Describe the layout of the weights over `n` GPUs or processes."""
-    shards = plan.shard_group_size
+    n_shards = plan.shard_group_size
     if n == 1:
         return f"weights on one {place}"
-    if shards == 1:
+    if n_shards == 1:
         return f"weights replicated on {count(n, place)}"
-    copies = f", {n // shards} copies" if shards < n else ""
-    return f"weights sharded over {count(shards, place)}{copies}"
+    copies = f", {n // n_shards} copies" if n_shards < n else ""
+    return f"weights sharded over {count(n_shards, place)}{copies}"
 
 
 def count(n: int, noun: str) -> str:
