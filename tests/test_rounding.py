@@ -413,7 +413,8 @@ def test_residual_sum_is_rounded_once():
                                  drop=lambda x, *_: x)  # fmt: skip
     assert_rounded_once(lambda x, branch: residual.add_residual(call, x, branch, None, 0, True),
                         X, GRAD)  # fmt: skip
-    assert_rounded_once(lambda grad: residual.branch_gradient(call, None, grad, None, 0), GRAD)
+    assert_rounded_once(
+        lambda grad: residual.add_residual_backward(call, None, grad, None, 0), GRAD)
 
 
 def bf16_call(name, **settings):
