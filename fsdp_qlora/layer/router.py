@@ -186,8 +186,8 @@ def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
     weight = call.layer.small_tensors[f"{moe.router}.weight"]
-    dtype_of_product = torch.float32 if moe.fp32_router else x.dtype
-    grad = (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(x.dtype)
+    matmul_dtype = torch.float32 if moe.fp32_router else x.dtype
+    grad = (grad.to(matmul_dtype) @ weight.to(matmul_dtype)).to(x.dtype)
     if moe.norms:
         scale = call.layer.small_tensors[moe.norms.router_scale]
         return router_norm_backward(grad, x, scale, call.arch.norm_eps)
