@@ -398,7 +398,7 @@ def test_run_with_another_value_goes_on_or_is_refused(key):
 def test_changed_schedule_is_said_or_refused_once_all_is_done(name, monkeypatch, capsys, tmp_path):
     config, content, begun = begun_run()
     path = tmp_path / "checkpoint-000005"
-    monkeypatch.setattr("fsdp_qlora.run.resume.newest_checkpoint", lambda *_: (path, begun))
+    monkeypatch.setattr("fsdp_qlora.run.resume.latest_checkpoint", lambda *_: (path, begun))
     begun["config"][name] = 9.5
     assert step_to_resume(config, tmp_path, content) == 5
     assert f"changed on resume: --{name} 9.5 -> {vars(config)[name]} (" in capsys.readouterr().out

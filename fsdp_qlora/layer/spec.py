@@ -134,10 +134,11 @@ def _make_mixer(
     if arch.mla:
         token_mixer = MLAMixer(arch, kind.rope_index, fused.get("q_b"), fused["kv_b"])
     elif kind.other_mixer and arch.parallel_other_mixers:
-        second_path = fused["mixer_out"], AutogradMixer(arch.other_mixers[kind.other_mixer], arch)
+        other = AutogradMixer(arch.other_mixers[kind.other_mixer], arch)
+        second_path = fused["mixer_out_proj"], other
     elif kind.other_mixer:
         token_mixer = AutogradMixer(arch.other_mixers[kind.other_mixer], arch)
-    return MixerSublayer(arch, fused["in_proj"], fused["out"], token_mixer, second_path)
+    return MixerSublayer(arch, fused["in_proj"], fused["out_proj"], token_mixer, second_path)
 
 
 def _make_mlp(

@@ -52,9 +52,9 @@ def read_run(directory: Path) -> TrainedRun:
     needed = [path, *(directory / name for name in (*ADAPTER_FILES, MERGE_CHECK_FILE))]
     missing = [p.name for p in needed if not p.is_file()]
     if missing:
-        newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
+        latest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
         raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}. Use "
-                         + (f"its latest checkpoint: --adapter_dir {newest}" if newest else
+                         + (f"its latest checkpoint: --adapter_dir {latest}" if latest else
                             "a run directory of train_fsdp_qlora.py or a checkpoint in it; a"
                             " LoRA adapter that PEFT has saved is merged, unchecked, with"
                             " --base_model"))

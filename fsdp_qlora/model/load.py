@@ -23,8 +23,8 @@ from tqdm import tqdm
 from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.layer.layer import DecoderLayer
-from fsdp_qlora.log import log, log_each_rank
-from fsdp_qlora.memory import host_memory, log_memory
+from fsdp_qlora.log import log, log_debug_each_rank
+from fsdp_qlora.memory import host_memory, log_debug_memory
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
@@ -108,9 +108,10 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     grown = (host_memory().peak - resident_before) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
     log(f"base model loaded in {seconds:.1f} s")
-    log_each_rank("base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f}"
-                  f" {unit}/s with at most {grown:.2f} GiB more host memory")
-    log_memory("after loading", device)
+    log_debug_each_rank(
+        "base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f} {unit}/s"
+                      f" with at most {grown:.2f} GiB more host memory")
+    log_debug_memory("after loading", device)
     return LoadResult(dict(zip(checksums, map(as_hex, totals.tolist()))), bool(nf4_states),
                       names.n_parameters)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.layer.dequantize import dequantize
-from fsdp_qlora.log import log_each_rank
+from fsdp_qlora.log import log_debug_each_rank
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model.embedding import embed
@@ -105,5 +105,5 @@ def verify_model(model: Model, plan: Plan) -> None:
         model.embedding, model.lm_head, model.lm_head_bias, model.norm, model.norm_bias,
         model.per_layer_table, model.per_layer_projection, model.per_layer_norm) if t is not None}
     n_bytes["other frozen"] += sum(tables.values())
-    log_each_rank(
+    log_debug_each_rank(
         "weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))

@@ -154,14 +154,14 @@ def drop_checkpoints(run: Run, step: int) -> None:
         older = [path for s, path in older[run.config.keep_checkpoints - 1 :]
                  if s != run.progress.best_step]
         if older:
-            read_checkpoint(checkpoint_path(run.directory, step))
+            verify_checkpoint(checkpoint_path(run.directory, step))
         for path in older:
             move_aside_and_remove(path)
     except (OSError, ValueError) as e:
         log(f"warning: could not remove older checkpoints: {e}")
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def verify_checkpoint(path: Path) -> dict[str, Any]:
     """Return the contents of checkpoint.json. Raises ValueError unless it and all files that it
     lists still have the SHA-256 with which they were written, or OSError if that cannot be checked
     now."""
@@ -183,7 +183,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest_checkpoint(
+def latest_checkpoint(
         directory: Path, flag: str) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
     """Return the path and the state of a run's latest complete checkpoint, or (None, None). Logs
     the damaged ones that it skips. Raises ValueError, which names `flag`, if all are damaged;
@@ -191,7 +191,7 @@ def newest_checkpoint(
     broken = []
     for _, path in list_checkpoints(directory):
         try:
-            return path, read_checkpoint(path)
+            return path, verify_checkpoint(path)
         except ValueError as e:
             broken.append(str(e))
             log(f"warning: skipped {e}")
@@ -241,5 +241,5 @@ def save_elsewhere(run: Run, weights: dict[str, torch.Tensor], errors: list[str]
             if new:
                 with contextlib.suppress(OSError):
                     new.rmdir()  # works only if nothing was written
-    newest = run.status.checkpoint
-    return f"{newest} has the latest state" if newest else "it is lost"
+    latest = run.status.checkpoint
+    return f"{latest} has the latest state" if latest else "it is lost"

@@ -97,21 +97,21 @@ def log_plan(
     `resident`: bytes that the process has already, on a CPU, where they count."""
     speed = f"predicted {1 / plan.token_seconds:,.0f} tok/s/{place}"
     shared_by = plan.context_parallel_size
-    checkpointed = f"activation checkpointing in {plan.n_recomputed} of {plan.n_layers} layers"
+    recomputed = f"activation checkpointing in {plan.n_recomputed} of {plan.n_layers} layers"
     if not plan.n_recomputed:
-        checkpointed = "no activation checkpointing"
+        recomputed = "no activation checkpointing"
     notes = {
         describe_copies(plan, world_size, place): True,
         f"micro-batches of up to {plan.micro_batch_tokens * shared_by:,} tokens": True,
         f"each shared by {shared_by} {place}s (context parallelism)": shared_by > 1,
-        checkpointed: True,
+        recomputed: True,
         "nothing to offload": plan.offload_activations and not plan.n_recomputed,
         "embeddings in host memory": plan.embedding_on_host,
         "CUDA graphs": plan.uses_cuda_graphs,
         speed: place == "GPU" and not user_config.plan_for}
     log("plan: " + "; ".join(note for note, holds in notes.items() if holds))
     details = {
-        "checkpointed layers save the residual stream after attention":
+        "recomputed layers save the sum after the mixer":
             plan.n_recomputed and plan.save_mid_residual,
         f"{plan.n_attention_saved} of them save the results of attention": plan.n_attention_saved,
         f"{plan.n_mlp_saved} of them save the activations of their MLP": plan.n_mlp_saved,
