@@ -292,7 +292,7 @@ def check_merge(args: argparse.Namespace, run: TrainedRun, base: MergeBase, merg
     if not run.merge_check_file:
         return Verdict("not checked", "an adapter without train_config.json says nothing of the"
                                       " model that was trained")
-    return compare_logits(base, run.merge_check_file, merged_dir, run.probe_input_ids, device)
+    return compare_logits(base, run.merge_check_file, merged_dir, run.merge_check_ids, device)
 
 
 def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, rows: list[list[int]],

@@ -122,7 +122,7 @@ def evaluations(job, process):
         for layer in run.model.layers:
             layer.set_reshard_after_forward(False)
         losses = [train_fsdp_qlora.evaluate(run)["eval_loss"]]
-        run.merge_check.hidden_states(run.model)
+        run.merge_check.tensors(run.model)
         with torch.no_grad():
             run.adapter.weights += 0.1
         return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)["eval_loss"]])}

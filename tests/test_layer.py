@@ -135,7 +135,7 @@ def lse_kernels(arch):
     plain = check.eager_kernels(arch)
     if arch.attention_softcap or arch.sinks:
         return plain
-    fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "within"), kernel)
+    fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "window_unreached"), kernel)
                          for kernel in (sdpa_attention, piece_attention))
     return plain._replace(fixed_len=fixed_len, varlen=varlen)
 
@@ -722,8 +722,8 @@ def test_probe_is_in_the_order_of_the_rows():
     assert probe.input_ids == [part[:64].tolist() for part in parts[:4]]
     for micro_batch_tokens in 64, 110:
         model.plan = dataclasses.replace(model.plan, micro_batch_tokens=micro_batch_tokens)
-        found[micro_batch_tokens] = probe.hidden_states(model)["with_adapter"]
-    alone = torch.cat([MergeCheck(make_rows([(part, part)])).hidden_states(model)["with_adapter"]
+        found[micro_batch_tokens] = probe.tensors(model)["with_adapter"]
+    alone = torch.cat([MergeCheck(make_rows([(part, part)])).tensors(model)["with_adapter"]
                        for part in parts[:4]])  # fmt: skip
     for states in found.values():
         torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)
@@ -767,7 +767,7 @@ PLANTED = {
     "epsilon, tenfold": ("gemma", {"norm_eps": 0.5}),
     "gate": ("llama", {"gated": False, "mlp_in": ("mlp.up_proj",)}),
     "bias of norms": ("starcoder2", {"norm_bias": False}),
-    "bases of rotary by layer": ("granite_swa", {"layer_thetas": False}),
+    "bases of rotary by layer": ("granite_swa", {"rope_theta_by_layer": False}),
     "norm without 1": ("nemotron", {"norm_kind": "layer"}),
 }
 
@@ -1203,7 +1203,7 @@ def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
 @pytest.mark.parametrize("n, windowed", [(7, False), (8, True)])
 def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     arch, kernels = make_architecture(TINY["mistral"](VOCABULARY)), {}
-    for attention_type in "window", "within":
+    for attention_type in "window", "window_unreached":
         kernels[attention_type] = lambda *args, attention_type=attention_type: (
             attention_type,
             args[6],
@@ -1216,7 +1216,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(batch=micro_batch, layer=layer, saves_attention=False)
     got, _ = attend(call, arch, mixer.window, (None, None, None), (0, 1))
-    assert got == (("window", 7) if windowed else ("within", None))
+    assert got == (("window", 7) if windowed else ("window_unreached", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (
         eager_attention(q, k, v, None, segments, arch, window, 0) for window in (7, None)

@@ -22,7 +22,7 @@ from fsdp_qlora.data.collate import make_micro_batch, round_up
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import make_rows, random_rows
-from fsdp_qlora.data.sampling import ShuffledSampler, epoch_order, step_rows
+from fsdp_qlora.data.sampling import ShuffledSampler, epoch_order, step_indices
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
@@ -51,7 +51,7 @@ def make_pairs(lengths, seed=0, vocabulary=320):
 def draw(n_steps, n_examples, **settings):
     """The rows of the first steps, one after the other."""
     config = Config(**settings)
-    steps = [step_rows(step, n_examples, config) for step in range(1, n_steps + 1)]
+    steps = [step_indices(step, n_examples, config) for step in range(1, n_steps + 1)]
     assert all(len(step) == config.batch_size for step in steps)
     return [int(row) for step in steps for row in step]
 

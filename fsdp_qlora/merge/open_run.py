@@ -82,7 +82,7 @@ def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
         print("warning: --allow_other_base: the base may be another one: nothing will be compared")
     elif base_digest(base.directory) != run.base_sha256:
         raise ValueError(f"{base.directory}: its config.json or its weights {OTHER_BASE}")
-    if max(map(max, run.probe_input_ids)) >= base.arch.vocab_size:
+    if max(map(max, run.merge_check_ids)) >= base.arch.vocab_size:
         raise ValueError("train_config.json has probe_input_ids outside the base's vocabulary of"
                          f" {base.arch.vocab_size}: another base model?")
 

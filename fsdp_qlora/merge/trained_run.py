@@ -30,7 +30,7 @@ class TrainedRun:
     base_sha256: str | None = None
     # "asked" of train_config.json: [{"answers": number, "chat_template_kwargs": {..}}]
     template_kwargs: list[dict[str, Any]] = field(default_factory=list)
-    probe_input_ids: list[list[int]] = field(default_factory=list)
+    merge_check_ids: list[list[int]] = field(default_factory=list)
     merge_check_file: Path | None = None  # MERGE_CHECK_FILE; None: nothing to compare with
     tokenizer: list[Path] = field(default_factory=list)  # files to use if the base has none
     extras: list[Path] = field(default_factory=list)  # files that replace the base's
@@ -85,7 +85,7 @@ def read_run(directory: Path) -> TrainedRun:
     return TrainedRun(
         config=run["config"], quantization=run["quantization"], base_model=run["base_model"],
         base_sha256=run["base_sha256"], template_kwargs=run.get("asked", []),
-        merge_check_file=directory / MERGE_CHECK_FILE, probe_input_ids=run["probe_input_ids"],
+        merge_check_file=directory / MERGE_CHECK_FILE, merge_check_ids=run["probe_input_ids"],
         tokenizer=tokenizer,  # with --trainable_tokens it may have more tokens than the base's
         extras=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
         template=path.with_name("chat_template.jinja") if is_given else None,

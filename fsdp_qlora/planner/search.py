@@ -3,7 +3,7 @@
     agree_on_plan()          measures the machine, make_workload(); all ranks take rank 0's plan
       choose_plan()          the plan to run, or DoesNotFit; refuse_flags() first
         find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
-                             pick_plan() takes the fastest of those that fit, by predict_time()
+                             fastest_plan() takes the fastest of those that fit, by predict_time()
         check_plan(),        raise if it does not fit; suggest_flags() tries flags and names those
         check_host()         that help; check_host() on a CPU
         use_cuda_graphs()    CUDA graphs, where they make it faster
@@ -241,7 +241,7 @@ def find_plan(search: SearchInputs) -> Plan:
     config, workload = search.config, search.workload
 
     def best_plan(context_size: int) -> Plan:
-        return pick_plan(affordable_plans(search, context_size), search)
+        return fastest_plan(affordable_plans(search, context_size), search)
 
     def fits_both(plan: Plan) -> bool:
         return plan.fits_both(search.memory_bound, search.machine.free_host_bytes)
@@ -396,7 +396,7 @@ def saved_counts(
         yield from ((n_mlp, (n - n_mlp) * eighth // 8) for eighth in eighths)
 
 
-def pick_plan(plans: list[Plan], search: SearchInputs) -> Plan:
+def fastest_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     """Return the plan to run, among those that leave MIN_FREE of the memory free.
 
     Among the plans that are as fast as the fastest, by SAME_TIME, it is the preferred one that

@@ -378,7 +378,7 @@ class Family:
     # partial_rotary_factor of rope_parameters is used; with rope_type "proportional" in any case
     partial_rotary: bool = False
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
-    layer_thetas: bool = False  # layer_rope_theta of the config has the rope_theta of each layer
+    rope_theta_by_layer: bool = False  # layer_rope_theta of the config has that of each layer
     ntk_alpha: bool = False  # alpha of rope_parameters is used, whatever the length
     rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
     no_rotary: NoRotary | None = None  # None: all layers have it

@@ -46,8 +46,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
                      optimizer_state: dict[str, torch.Tensor],
                      merge_check: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step> completely or not at all, from the gathered {PEFT's name: tensor},
-    and the results of Adapter.gather_state() and MergeCheck.hidden_states(). Raises DISK_ERRORS,
-    also if the directory is no longer this run's. Rank 0 only.
+    and the results of Adapter.gather_state() and MergeCheck.tensors(). Raises DISK_ERRORS, also if
+    the directory is no longer this run's. Rank 0 only.
 
     Everything goes into a hidden directory, which is renamed when all files are written, synced and
     listed with their SHA-256. So a directory with the right name is a complete checkpoint.
@@ -202,9 +202,9 @@ def latest_checkpoint(
 
 def save_adapter(run: Run, weights: dict[str, torch.Tensor],
                  merge_check: dict[str, torch.Tensor]) -> None:
-    """Write the trained adapter in PEFT's format and MergeCheck.hidden_states()'s tensors, and
-    their SHA-256 into train_config.json. If --output_dir is lost or cannot be written, write the
-    adapter elsewhere, and raise OSError that names the place. Rank 0 only."""
+    """Write the trained adapter in PEFT's format and the result of MergeCheck.tensors(), and their
+    SHA-256 into train_config.json. If --output_dir is lost or cannot be written, write the adapter
+    elsewhere, and raise OSError that names the place. Rank 0 only."""
     try:
         write_results(run, weights, merge_check)
     except DISK_ERRORS as e:

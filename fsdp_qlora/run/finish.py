@@ -32,7 +32,7 @@ def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
                      " fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
-                  run.merge_check.hidden_states(run.model), causes=DISK_ERRORS)
+                  run.merge_check.tensors(run.model), causes=DISK_ERRORS)
     raise RunEnd(f"{why}, after step {step}; {what_is_saved(run, step)}", EXIT_RESUMABLE)
 
 
