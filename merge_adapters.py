@@ -73,7 +73,7 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import LinearAdapter
-from fsdp_qlora.merge.check import logits_of, trained_logits
+from fsdp_qlora.merge.logits import logits_of, trained_logits
 from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.merge.merged_model import copy_all_but_weights, replace_rows, write_weights
 from fsdp_qlora.merge.new_directory import new_directory

@@ -34,7 +34,7 @@ from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record
-from fsdp_qlora.pretrained.small_config import shrunk_config
+from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 
 N, WIDTH, HEADS = 96, 128, 4
 MIXTURES = [name for name, make in TINY.items() if make_architecture(make(320)).moe]
