@@ -188,7 +188,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 3. The step from which the run resumes, that of its latest checkpoint; 0: a new run
         start_step = find_start(job, directory, status, is_dry)
-        on_rank_0(checkpoints.check_room, config, directory, job.n_adapter_weights, make_optimizer)
+        on_rank_0(checkpoints.check_disk_space, config, directory, job.n_adapter_weights,
+                  make_optimizer)
 
         # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")

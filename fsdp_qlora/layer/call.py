@@ -86,7 +86,7 @@ class LayerCall:
         """The layer's own input for its tokens, see PerLayerInputs."""
         return self.batch.per_layer_inputs[self.tokens, self.layer.index]
 
-    def scaled(self, x: Tensor) -> Tensor:
+    def times_layer_scalar(self, x: Tensor) -> Tensor:
         """Return x times the layer's scalar, if the family has one."""
         if not self.arch.layer_scalar:
             return x

@@ -83,8 +83,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         raise
 
 
-def check_room(config: Config, directory: Path, n_adapter_weights: int,
-               make_optimizer: MakeOptimizer) -> None:
+def check_disk_space(config: Config, directory: Path, n_adapter_weights: int,
+                     make_optimizer: MakeOptimizer) -> None:
     """Raise ValueError if the disk has no room for the adapter and one checkpoint, the least that a
     run must write; log a line if it has none for as many as --keep_checkpoints keeps.
     Rank 0 only."""
