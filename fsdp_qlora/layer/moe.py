@@ -92,8 +92,8 @@ class MoESublayer:
 
     @property
     def first_linear(self) -> FusedLinear:
-        """The FusedLinear that reads the normed inputs: the shared expert's, the latent entry, or
-        the experts' own."""
+        """The FusedLinear that reads the normed inputs: the shared expert's, ExpertLatent.in_proj,
+        or the experts' own."""
         return self.fused_linears[0]
 
     def forward(
@@ -129,8 +129,8 @@ class MoESublayer:
         needs_branch = wants_sum or arch.mlp_post_norm is not None
         if self.expert_latent:
             self.expert_latent.enter(call, saved, x)
-        runs_experts = needs_branch or (  # the exit's A gradient reads their sum
-            self.expert_latent is not None and self.expert_latent.exit.n_lora > 0)
+        runs_experts = needs_branch or (  # out_proj's A gradient reads their sum
+            self.expert_latent is not None and self.expert_latent.out_proj.n_lora > 0)
         if runs_experts:
             expert_inputs = self._expert_inputs(call, saved, x)
             branch, saved.gate_ups = self._experts_forward(

@@ -153,7 +153,7 @@ def _make_mlp(
                 arch, fused["shared_gate_up"], fused["shared_down"], arch.moe.shared_gate,
                 arch.moe.norms and arch.moe.norms.after_shared, kind.limits.mlp)
         if arch.expert_latent:
-            latent = ExpertLatent(fused["latent_entry"], fused["latent_exit"])
+            latent = ExpertLatent(fused["latent_in_proj"], fused["latent_out_proj"])
         return MoESublayer(arch, shared, latent, fused["expert_gate_up"], fused["expert_down"],
                            kind.limits.experts)
     if kind.sublayers == "mixer":

@@ -205,12 +205,13 @@ class ExpertLatentCosts:
     @property
     def saved_values(self) -> int:
         """Values saved from forward to backward, if nothing is recomputed."""
-        entry, exit = self.projections.fused_linears
-        return entry.out_features + entry.padded_lora + (exit.width if exit.n_lora else 0)
+        in_proj, out_proj = self.projections.fused_linears
+        out_inputs = out_proj.width if out_proj.n_lora else 0
+        return in_proj.out_features + in_proj.padded_lora + out_inputs
 
     @property
     def live_values(self) -> int:
         """Values alive in backward in addition: both inputs, and the gradients of the latent and of
         its sum."""
-        entry, exit = self.projections.fused_linears
-        return entry.width + exit.width + 2 * entry.out_features
+        in_proj, out_proj = self.projections.fused_linears
+        return in_proj.width + out_proj.width + 2 * in_proj.out_features

@@ -166,7 +166,7 @@ class Architecture(Family):
         if kind.routed:
             groups = {"shared_gate_up": self.shared_gate_up, "shared_down": self.shared_down}
             groups |= {name: [linear] for name, linear in zip(
-                ("latent_entry", "latent_exit"), self.expert_latent)}
+                ("latent_in_proj", "latent_out_proj"), self.expert_latent)}
             groups |= {"expert_gate_up": self.expert_gate_up, "expert_down": self.expert_down}
         if self.double_wide_mlp and not kind.heads.n_kv:
             groups = {
