@@ -182,9 +182,9 @@ def vocabulary(job, process):
         out.update(hidden=x, labels=labels, ids=ids)
         mine = slice(rank * 17, (rank + 1) * 17)
         x, labels, ids = (t[mine].to(run.device) for t in (x, labels, ids))
-        label_positions = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
+        target_positions = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
         micro_batch = types.SimpleNamespace(
-            labels=labels[label_positions], label_positions=label_positions,
+            targets=labels[target_positions], target_positions=target_positions,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
         chunk_bytes, row = patching.get("LOGITS_CHUNK_BYTES"), 4 * model.arch.vocab_size
         own_head = model.lm_head

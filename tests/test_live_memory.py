@@ -471,7 +471,7 @@ def test_plan_knows_the_heads_peak(
             model.token_rows = types.SimpleNamespace(ids=ids, own=ids, table_rows=ids)
         labels, bounds = torch.empty(n, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
         micro_batch = types.SimpleNamespace(
-            labels=labels, label_positions=labels, loss_bounds=bounds)
+            targets=labels, target_positions=labels, loss_bounds=bounds)
         with Storages(fused) as storages:
             x = torch.empty(n, arch.hidden_size, dtype=dtype).requires_grad_()
             LinearCrossEntropy.apply(x, model, micro_batch, head_rows).sum().backward()

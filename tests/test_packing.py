@@ -276,7 +276,8 @@ def test_micro_batch_equals_one_token_at_a_time(processes):
                     assert got.input_ids.tolist() == ids
                     assert got.position_ids.tolist() == position_ids
                     assert got.cu_seqlens.tolist() == bounds
-                    assert got.label_positions.tolist() == trained and got.labels.tolist() == labels
+                    assert got.target_positions.tolist() == trained
+                    assert got.targets.tolist() == labels
                     assert got.lengths == tuple(lengths) and got.longest >= max(lengths)
                     assert got.input_ids.dtype == got.position_ids.dtype == torch.int64
                     assert got.cu_seqlens.dtype == torch.int32
@@ -331,8 +332,8 @@ def test_first_token_is_never_trained():
     rows = [(ids, ids) for ids, _ in make_pairs([5, 3])]
     batch = make_rows(rows)
     got = make_micro_batch(batch, [[0, 1]], make_model(8), torch.tensor(0))
-    assert got.label_positions.tolist() == [0, 1, 2, 3, 5, 6]
-    assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
+    assert got.target_positions.tolist() == [0, 1, 2, 3, 5, 6]
+    assert got.targets.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
     assert batch.n_loss_tokens.tolist() == [4, 2]
 
 
