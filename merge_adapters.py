@@ -73,7 +73,7 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import LinearAdapter
-from fsdp_qlora.merge.check import logits_of, trained_logits
+from fsdp_qlora.merge.logits import logits_of, trained_logits
 from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.merge.merged_model import copy_all_but_weights, replace_rows, write_weights
 from fsdp_qlora.merge.new_directory import new_directory
@@ -292,7 +292,7 @@ def check_merge(args: argparse.Namespace, run: TrainedRun, base: MergeBase, merg
     if not run.merge_check_file:
         return Verdict("not checked", "an adapter without train_config.json says nothing of the"
                                       " model that was trained")
-    return compare_logits(base, run.merge_check_file, merged_dir, run.probe_input_ids, device)
+    return compare_logits(base, run.merge_check_file, merged_dir, run.merge_check_ids, device)
 
 
 def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, rows: list[list[int]],

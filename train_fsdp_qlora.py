@@ -188,7 +188,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 3. The step from which the run resumes, that of its latest checkpoint; 0: a new run
         start_step = find_start(job, directory, status, is_dry)
-        on_rank_0(checkpoints.check_room, config, directory, job.n_adapter_weights, make_optimizer)
+        on_rank_0(checkpoints.check_disk_space, config, directory, job.n_adapter_weights,
+                  make_optimizer)
 
         # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")
@@ -223,9 +224,9 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         ensure_ref_logps(run)
         status.extend_deadline()
         # a forward of a few rows without the adapter, by which a merge will be checked
-        run.merge_check.begin(model, adapter)
-        metrics_of_steps = train(run)
-        log_speed(run, metrics_of_steps)  # with --random_weights
+        run.merge_check.record_without_adapter(model, adapter)
+        records = train(run)
+        log_speed(run, records)  # with --random_weights
         save_results(run)
         finish_run(run, SCRIPT)
 
@@ -393,7 +394,7 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     fixed_len = [sdpa, *flash] if sdpa_first else [*flash, sdpa]
     if not whole_documents:
         fixed_len = [piece_attention, *flash] if sdpa_first else flash
-    any_len = [attention.varlen_attention, flex_document_attention]
+    varlen = [attention.varlen_attention, flex_document_attention]
 
     def first_that_works(
             kernels: list[Callable], layer_arch: Architecture, attention_type: str) -> Callable:
@@ -406,9 +407,9 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     chosen = Kernels({}, {})
     for attention_type, layer_arch in attention.architectures_by_attention_type(arch).items():
         chosen.varlen[attention_type] = first_that_works(
-            [*flash, *any_len], layer_arch, attention_type)
+            [*flash, *varlen], layer_arch, attention_type)
         # SDPA has no windows
-        candidates = [*(flash if attention_type == "window" else fixed_len), *any_len]
+        candidates = [*(flash if attention_type == "window" else fixed_len), *varlen]
         chosen.fixed_len[attention_type] = first_that_works(
             candidates, layer_arch, attention_type)
     is_used = attention.flash_attention in chosen.varlen.values()
@@ -802,7 +803,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     name = checkpoints.checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # CPU reads of paged state need this
     weights = run.adapter.gather_weights()
-    merge_check = run.merge_check.hidden_states(run.model)  # by a forward of a few rows
+    merge_check = run.merge_check.tensors(run.model)  # by a forward of a few rows
     optimizer_state = run.adapter.gather_state(sharded_state(run.optimizer))
     try:
         on_rank_0(checkpoints.write_checkpoint, run, step, weights, optimizer_state, merge_check,
@@ -825,7 +826,7 @@ def save_results(run: Run) -> None:
     this."""
     run.status.enter("saving")
     weights = run.adapter.gather_weights()
-    merge_check = run.merge_check.hidden_states(run.model)  # by a forward of a few rows
+    merge_check = run.merge_check.tensors(run.model)  # by a forward of a few rows
     on_rank_0(checkpoints.save_adapter, run, weights, merge_check, causes=checkpoints.DISK_ERRORS)
     on_rank_0(draw_losses, run.directory)
 

@@ -48,7 +48,7 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(ROOT))
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.example_formats import parse_example
-from fsdp_qlora.data.sampling import step_rows
+from fsdp_qlora.data.sampling import step_indices
 from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.tokenizer import load_tokenizer
@@ -165,7 +165,7 @@ def ours(config, model, files, rows, held_out, args):
     records = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
     steps, evals = ([r for r in records if key in r] for key in ("loss", "eval_loss"))
     for step in steps:
-        which = step_rows(step["step"], len(rows), config)
+        which = step_indices(step["step"], len(rows), config)
         assert step["loss_tokens"] == rows.n_loss_tokens[which].sum(), (
             "PEFT would get other batches"
         )
@@ -210,7 +210,7 @@ def by_peft(method, config, model, rows, held_out, args):
     optimizer = bnb.optim.PagedAdamW8bit(trained, weight_decay=0.0, min_8bit_size=0)
     before, started = evaluate(model, held_out), time.perf_counter()
     for step in range(1, config.max_steps + 1):
-        which = step_rows(step, len(rows), config)
+        which = step_indices(step, len(rows), config)
         (summed_loss(model, rows, which) / int(rows.n_loss_tokens[which].sum())).backward()
         torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
         for group in optimizer.param_groups:

@@ -30,7 +30,7 @@ def log_debug(message: str) -> None:
         log(message)
 
 
-def log_each_rank(what: str, text: str) -> None:
+def log_debug_each_rank(what: str, text: str) -> None:
     """Print each rank's text, once if all are the same, with FSDP_QLORA_DEBUG=1. All ranks must
     call this."""
     texts = gather_objects(text)

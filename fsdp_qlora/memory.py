@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.log import log_each_rank
+from fsdp_qlora.log import log_debug_each_rank
 from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 
@@ -87,8 +87,9 @@ def memory_gib(device: torch.device, cuda_graphs: bool = False) -> tuple[float, 
     return resident.now / 2**30, resident.peak / 2**30
 
 
-def log_memory(when: str, device: torch.device) -> None:
-    """Print each rank's memory now and at its peak. All ranks must call this."""
+def log_debug_memory(when: str, device: torch.device) -> None:
+    """Print each rank's memory now and at its peak, with FSDP_QLORA_DEBUG=1. All ranks must call
+    this."""
     current, peak = memory_gib(device)
     kind = "GPU memory" if device.type == "cuda" else "host memory"
-    log_each_rank(f"{kind} {when}", f"{current:.2f} GiB (peak {peak:.2f})")
+    log_debug_each_rank(f"{kind} {when}", f"{current:.2f} GiB (peak {peak:.2f})")

@@ -432,7 +432,7 @@ def write_in_place():
 
     patching.replace("write_checkpoint", write)
     patching.replace(
-        "read_checkpoint", lambda path: json.loads((path / "checkpoint.json").read_text())
+        "verify_checkpoint", lambda path: json.loads((path / "checkpoint.json").read_text())
     )
 
 

@@ -60,7 +60,7 @@ def check_each_model_once():
     configuration, and it takes as long as a step or two."""
     import train_fsdp_qlora
     from fsdp_qlora.files import text_digest
-    from fsdp_qlora.pretrained.small_config import shrunk_config
+    from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 
     check = train_fsdp_qlora.compare_with_transformers
     code = [(module, name, value) for module, names in snapshot().items()

@@ -122,7 +122,7 @@ def evaluations(job, process):
         for layer in run.model.layers:
             layer.set_reshard_after_forward(False)
         losses = [train_fsdp_qlora.evaluate(run)["eval_loss"]]
-        run.merge_check.hidden_states(run.model)
+        run.merge_check.tensors(run.model)
         with torch.no_grad():
             run.adapter.weights += 0.1
         return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)["eval_loss"]])}
@@ -173,7 +173,7 @@ def vocabulary(job, process):
 
     def look(run):
         model, out = run.model, {}
-        rank, ranks, hidden = model.group_rank, model.group_size, model.arch.hidden_size
+        rank, ranks, hidden = model.shard_rank, model.shard_group_size, model.arch.hidden_size
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(17 * ranks, hidden, generator=generator).to(model.norm.dtype)
         labels = torch.randint(model.arch.vocab_size, (17 * ranks,), generator=generator)
@@ -182,9 +182,9 @@ def vocabulary(job, process):
         out.update(hidden=x, labels=labels, ids=ids)
         mine = slice(rank * 17, (rank + 1) * 17)
         x, labels, ids = (t[mine].to(run.device) for t in (x, labels, ids))
-        label_positions = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
+        target_positions = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
         micro_batch = types.SimpleNamespace(
-            labels=labels[label_positions], label_positions=label_positions,
+            targets=labels[target_positions], target_positions=target_positions,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
         chunk_bytes, row = patching.get("LOGITS_CHUNK_BYTES"), 4 * model.arch.vocab_size
         own_head = model.lm_head
@@ -195,7 +195,7 @@ def vocabulary(job, process):
             local = x.clone().requires_grad_()
             loss = LinearCrossEntropy.apply(local, model, micro_batch)
             (grad,) = torch.autograd.grad(loss.sum() * 0.25, local)
-            gather = lambda t: all_gather(t, model.group)  # noqa: E731
+            gather = lambda t: all_gather(t, model.shard_group)  # noqa: E731
             out[f"{chunk}/embedded"] = gather(embedded).flatten(0, 1)
             out[f"{chunk}/grad"] = gather(grad).flatten(0, 1)
             out[f"{chunk}/loss"] = gather(loss.detach()).sum().float()
@@ -332,7 +332,7 @@ def resumed(job, process):
     def training_loop(run):
         adapter, n = run.adapter, run.model.layers[0].spec.n_adapter
         for key, value in sharded_state(run.optimizer).items():
-            whole = all_gather(adapter.by_layer(value).contiguous(), adapter.group)
+            whole = all_gather(adapter.by_layer(value).contiguous(), adapter.shard_group)
             whole = whole.transpose(0, 1).flatten(1)  # [layers, all ranks' parts]
             out[key] = whole[:, : n // OPTIM_BLOCKSIZE if key.startswith("absmax") else n]
         out["done"] = torch.tensor([run.saved_step, run.optimizer.state[adapter.weights]["step"]])

@@ -31,7 +31,7 @@ from fsdp_qlora.evaluation.generation import choose_prompts
 from fsdp_qlora.files import text_digest
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import metrics
-from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, read_checkpoint
+from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, verify_checkpoint
 from fsdp_qlora.run.metrics import describe_time
 from fsdp_qlora.run.state import Progress
 
@@ -304,7 +304,7 @@ def test_best_evaluations_checkpoint_is_saved_and_said(base, runs, read_metrics)
     kept = {int(path.name[-6:]) for path in directory.glob("checkpoint-*")}
     assert kept == {*saved[-2:]}
     assert f"best: step {step}, eval loss {best:.4f}, " in out
-    read_checkpoint(directory / f"checkpoint-{step:06d}")  # raises if it is not whole
+    verify_checkpoint(directory / f"checkpoint-{step:06d}")  # raises if it is not whole
 
 
 @pytest.mark.parametrize("value", ["1", "0"])

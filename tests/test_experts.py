@@ -58,7 +58,7 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import ReadRequest, WeightReader, rows_in_memory, stored_tensors
-from fsdp_qlora.pretrained.small_config import shrunk_config
+from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.pretrained.weight_formats import scaled_weight
 

@@ -60,7 +60,7 @@ from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.records import AttentionGate, DeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.rope import rope_frequencies
-from fsdp_qlora.pretrained.small_config import shrunk_config
+from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.merge_check import MergeCheck
@@ -135,7 +135,7 @@ def lse_kernels(arch):
     plain = check.eager_kernels(arch)
     if arch.attention_softcap or arch.sinks:
         return plain
-    fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "within"), kernel)
+    fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "window_unreached"), kernel)
                          for kernel in (sdpa_attention, piece_attention))
     return plain._replace(fixed_len=fixed_len, varlen=varlen)
 
@@ -722,8 +722,8 @@ def test_probe_is_in_the_order_of_the_rows():
     assert probe.input_ids == [part[:64].tolist() for part in parts[:4]]
     for micro_batch_tokens in 64, 110:
         model.plan = dataclasses.replace(model.plan, micro_batch_tokens=micro_batch_tokens)
-        found[micro_batch_tokens] = probe.hidden_states(model)["with_adapter"]
-    alone = torch.cat([MergeCheck(make_rows([(part, part)])).hidden_states(model)["with_adapter"]
+        found[micro_batch_tokens] = probe.tensors(model)["with_adapter"]
+    alone = torch.cat([MergeCheck(make_rows([(part, part)])).tensors(model)["with_adapter"]
                        for part in parts[:4]])  # fmt: skip
     for states in found.values():
         torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)
@@ -767,7 +767,7 @@ PLANTED = {
     "epsilon, tenfold": ("gemma", {"norm_eps": 0.5}),
     "gate": ("llama", {"gated": False, "mlp_in": ("mlp.up_proj",)}),
     "bias of norms": ("starcoder2", {"norm_bias": False}),
-    "bases of rotary by layer": ("granite_swa", {"layer_thetas": False}),
+    "bases of rotary by layer": ("granite_swa", {"rope_theta_by_layer": False}),
     "norm without 1": ("nemotron", {"norm_kind": "layer"}),
 }
 
@@ -1150,7 +1150,7 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
         x = torch.randn(64, arch.hidden_size, dtype=torch.bfloat16)
         want = final(x)
     table = reference.get_input_embeddings().weight.detach()
-    model = types.SimpleNamespace(group_size=1, arch=arch, embedding=table,
+    model = types.SimpleNamespace(shard_group_size=1, arch=arch, embedding=table,
                                   own_rows=range(len(table)), token_rows=None)
     assert torch.equal(embed(model, ids), seen[0][0])
     norm, bias = (getattr(final, part, None) for part in ("weight", "bias"))
@@ -1203,7 +1203,7 @@ def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
 @pytest.mark.parametrize("n, windowed", [(7, False), (8, True)])
 def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     arch, kernels = make_architecture(TINY["mistral"](VOCABULARY)), {}
-    for attention_type in "window", "within":
+    for attention_type in "window", "window_unreached":
         kernels[attention_type] = lambda *args, attention_type=attention_type: (
             attention_type,
             args[6],
@@ -1216,7 +1216,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(batch=micro_batch, layer=layer, saves_attention=False)
     got, _ = attend(call, arch, mixer.window, (None, None, None), (0, 1))
-    assert got == (("window", 7) if windowed else ("within", None))
+    assert got == (("window", 7) if windowed else ("window_unreached", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (
         eager_attention(q, k, v, None, segments, arch, window, 0) for window in (7, None)

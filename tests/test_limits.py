@@ -38,7 +38,7 @@ from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
-    DoesNotFit, SearchInputs, Workload, check_host, pick_plan, use_cuda_graphs)
+    DoesNotFit, SearchInputs, Workload, check_host, fastest_plan, use_cuda_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
@@ -94,7 +94,7 @@ def test_row_of_the_head_that_was_never_learned(kind, share, found, monkeypatch)
     half /= half.norm(dim=1, keepdim=True)
     head = torch.cat([half, -half]) + 5 * (kind == "distance")
     head[9] = head[9] * share if kind == "norm" else 5 + (head[9] - 5) * share
-    model = types.SimpleNamespace(lm_head=head, group_size=1, gather=lambda own: own[None],
+    model = types.SimpleNamespace(lm_head=head, shard_group_size=1, gather=lambda own: own[None],
                                   arch=types.SimpleNamespace(vocab_size=4000))  # fmt: skip
     name = {"norm": "a tiny row", "distance": "the mean of all rows"}[kind]
     name = ZERO_ROW if (kind, found) == ("norm", "zero") else name
@@ -115,7 +115,7 @@ def picked(plans, limit, monkeypatch):
     """The one that is run of plans whose time is known."""
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: plan)
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    return pick_plan(plans, SearchInputs(None, None, (), workload, limit, H200))
+    return fastest_plan(plans, SearchInputs(None, None, (), workload, limit, H200))
 
 
 @pytest.mark.parametrize("size, fits", [(9600, True), (9601, False)])
@@ -398,7 +398,7 @@ def test_run_with_another_value_goes_on_or_is_refused(key):
 def test_changed_schedule_is_said_or_refused_once_all_is_done(name, monkeypatch, capsys, tmp_path):
     config, content, begun = begun_run()
     path = tmp_path / "checkpoint-000005"
-    monkeypatch.setattr("fsdp_qlora.run.resume.newest_checkpoint", lambda *_: (path, begun))
+    monkeypatch.setattr("fsdp_qlora.run.resume.latest_checkpoint", lambda *_: (path, begun))
     begun["config"][name] = 9.5
     assert step_to_resume(config, tmp_path, content) == 5
     assert f"changed on resume: --{name} 9.5 -> {vars(config)[name]} (" in capsys.readouterr().out
@@ -440,13 +440,13 @@ def test_warm_up_ends_for_the_loss_where_it_ends_for_the_rate():
 
 
 @pytest.mark.parametrize("change, is_other", [
-    ({}, False), ({"sources": ["b.jsonl"]}, True), ({"contents": [["2"]]}, True),
+    ({}, False), ({"sources": ["b.jsonl"]}, True), ({"source_digests": [["2"]]}, True),
     ({"max_seq_len": 9}, True), ({"vocab_size": 99}, True), ({"renames": ["a=b"]}, True),
     ({"loss": "dpo"}, True), ({"loss": "kto"}, True), ({"version": "0.0"}, True)])  # fmt: skip
 def test_encoded_rows_are_those_of_each_setting(change, is_other, demo_directory, monkeypatch):
-    settings = {"sources": ["a.jsonl"], "contents": [["1"]], "max_seq_len": 8, "vocab_size": 98,
-                "tokenizer": chat_tokenizer(demo_directory, CHATML), "renames": [],
-                "loss": "sft"}  # fmt: skip
+    settings = {"sources": ["a.jsonl"], "source_digests": [["1"]], "max_seq_len": 8,
+                "vocab_size": 98, "tokenizer": chat_tokenizer(demo_directory, CHATML),
+                "renames": [], "loss": "sft"}  # fmt: skip
     before = cache_key(**settings)
     if change == {"version": "0.0"}:
         # that of the function itself: a test before may have loaded the modules anew

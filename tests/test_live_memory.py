@@ -258,7 +258,7 @@ def fake_micro_batch(arch, plan, lengths):
         cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=DeviceActivations(),
         **counted_kernels(arch, plan),
         n_unpadded=torch.empty(1, dtype=torch.int64),
-        layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
+        per_layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
     frequencies = [
         (torch.empty(rotary_dim(rope, rope["head_dim"]) // 2), 1.0) for rope in arch.ropes]
     micro_batch.ropes = {
@@ -469,7 +469,7 @@ def test_plan_knows_the_heads_peak(
         head, norm = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), torch.empty(
             arch.hidden_size, dtype=dtype)
         model = types.SimpleNamespace(arch=arch, lm_head=head, lm_head_bias=None, norm=norm,
-                                      norm_bias=None, group_size=1, group_rank=0,
+                                      norm_bias=None, shard_group_size=1, shard_rank=0,
                                       own_rows=range(arch.vocab_size), token_rows=None,
                                       gather=lambda own: own[None])
         head_rows = None
@@ -479,7 +479,7 @@ def test_plan_knows_the_heads_peak(
             model.token_rows = types.SimpleNamespace(ids=ids, own=ids, table_rows=ids)
         labels, bounds = torch.empty(n, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
         micro_batch = types.SimpleNamespace(
-            labels=labels, label_positions=labels, loss_bounds=bounds)
+            targets=labels, target_positions=labels, loss_bounds=bounds)
         with Storages(fused) as storages:
             x = torch.empty(n, arch.hidden_size, dtype=dtype).requires_grad_()
             LinearCrossEntropy.apply(x, model, micro_batch, head_rows).sum().backward()
@@ -525,7 +525,7 @@ def test_plan_counts_what_layers_have_in_common():
     memory = predict_memory(plan, arch, specs).memory
     assert (
         memory["per-layer inputs, shared keys and values"]
-        == micro_batch.layer_inputs.nbytes + 3 * kv_to_share > 3 * kv_to_share > 0
+        == micro_batch.per_layer_inputs.nbytes + 3 * kv_to_share > 3 * kv_to_share > 0
     )
     n_adapter = sum(spec.n_adapter for spec in specs)
     assert memory["optimizer's state"] == 2 * n_adapter

@@ -206,7 +206,7 @@ def predicted(arch, specs, **settings):
 
 
 def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, longest=2048,
-           shortest=None, tied=False, uneven_lengths=True, uneven_labels=False, device="cuda",
+           shortest=None, tied=False, uneven_lengths=True, uneven_targets=False, device="cuda",
            host_gib=64, can_reuse_lse=False,
            **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
@@ -214,7 +214,7 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
     workload = Workload(
         tokens=gpus * rows * longest, longest=longest, longest_row=longest,
         mean_document_tokens=longest, uneven_lengths=uneven_lengths,
-        uneven_labels=uneven_labels, shortest=shortest or longest,
+        uneven_targets=uneven_targets, shortest=shortest or longest,
         world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture,
         can_reuse_lse=can_reuse_lse)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), specs, workload,
@@ -428,7 +428,7 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
                                   kernels=Kernels({"full": "fixed_len"}, {"full": "varlen"}))
     kernel = make_micro_batch(rows, [[0, 1]], model).attention_kernels["full"]
     assert plan.is_varlen == (kernel == "varlen") == (lengths != (30, 30))
-    assert workload.uneven_labels == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
+    assert workload.uneven_targets == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
 
 
 def test_layers_of_different_sizes_add_up():
@@ -507,7 +507,7 @@ LONG_ROWS = {"gpus": 1, "rows": 1, "uneven_lengths": False, "can_reuse_lse": Tru
     ("llama-3-8b", 131_072, {}, "attention"),
     ("llama-3-8b", 131_072, {"can_reuse_lse": False}, "mid_residual"),
     ("llama-3-8b", 131_072, {"uneven_lengths": True}, "mid_residual"),  # another kernel
-    ("llama-3-8b", 131_072, {"uneven_labels": True}, "attention"),  # chats, all of them cut
+    ("llama-3-8b", 131_072, {"uneven_targets": True}, "attention"),  # chats, all of them cut
     ("llama-3-8b", 131_072, {"host_gib": 40}, "input"),  # which pins no more than x
     ("llama-3-8b", 16_384, {}, "attention"),
     ("llama-3-8b", 4096, {}, "mid_residual"),  # attention is short there
@@ -771,7 +771,7 @@ def test_memory_of_graphs_by_how_many_shapes_the_micro_batches_have():
     one = choose("llama-3-8b", 140, **short, uneven_lengths=False)
     assert one.uses_cuda_graphs and one.cuda_graph_room == 0
     assert choose("llama-3-8b", 140, **short, uneven_lengths=True).cuda_graph_room == 2
-    equal_lengths = {"uneven_lengths": False, "uneven_labels": True}
+    equal_lengths = {"uneven_lengths": False, "uneven_targets": True}
     assert choose("llama-3-8b", 140, **short, **equal_lengths).cuda_graph_room == 2
     # its last micro-batch is shorter
     odd = choose("llama-3-8b", 140, **short, uneven_lengths=False, batch_size=9)

@@ -208,16 +208,17 @@ def test_kernels_are_tried_with_the_heads_of_the_layers_that_use_them():
     found = architectures_by_attention_type(make_architecture(TINY["gemma4_text"](320)))
     heads = {attention_type: (arch.n_kv_heads, arch.head_dim, arch.keys_are_values)
              for attention_type, arch in found.items()}  # fmt: skip
-    assert heads == {"window": (2, 24, False), "within": (2, 24, False), "full": (1, 32, True)}
+    assert heads == {
+        "window": (2, 24, False), "window_unreached": (2, 24, False), "full": (1, 32, True)}
     assert architectures_by_attention_type(make_architecture(TINY["mistral"](320))).keys() == {
         "window",
-        "within",
+        "window_unreached",
     }
     assert architectures_by_attention_type(make_architecture(TINY["llama"](320))).keys() == {"full"}
 
 
 @pytest.mark.parametrize("kind, flex", [
-    ("llama", set()), ("gemma2", {"full", "window", "within"}), ("gpt_oss", set())])
+    ("llama", set()), ("gemma2", {"full", "window", "window_unreached"}), ("gpt_oss", set())])
 @pytest.mark.parametrize("capability", [(8, 6), (9, 0)])
 def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypatch):
     """Without flash-attn, flex_attention computes what torch's other kernels do not know; but not
@@ -258,7 +259,7 @@ def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
     monkeypatch.setattr(attention, "kernel_matches", lambda *_: True)
     arch = make_architecture(TINY["mistral"](320))
     chosen = choose_attention(Config(attn=attn), arch, torch.device("cuda"), whole_documents=False)
-    assert chosen.fixed_len == {"window": varlen_attention, "within": want}
+    assert chosen.fixed_len == {"window": varlen_attention, "window_unreached": want}
     assert set(chosen.varlen.values()) == {varlen_attention}
 
 

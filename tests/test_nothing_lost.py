@@ -42,7 +42,7 @@ from fsdp_qlora.files import digest, read_json, sync_file, write_whole
 from fsdp_qlora.merge.new_directory import open_partial
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.run import checkpoints, status as lifecycle
-from fsdp_qlora.run.checkpoints import checkpoint_path, read_checkpoint
+from fsdp_qlora.run.checkpoints import checkpoint_path, verify_checkpoint
 from fsdp_qlora.run.divergence import why_diverged
 from fsdp_qlora.run.metrics import MetricsWriter
 from fsdp_qlora.run.resume import MUST_MATCH
@@ -154,7 +154,7 @@ def differences(cwd, expected, has_last=True, steps=STEPS):
             found.append(name)
     try:
         if has_last:
-            read_checkpoint(run / last)  # is whole
+            verify_checkpoint(run / last)  # is whole
         if read_metrics(run) != read_metrics(expected):
             found.append(f"metrics.jsonl: steps {[row['step'] for row in read_metrics(run)]}")
         if read_reference(run) != read_reference(expected):
@@ -491,7 +491,7 @@ def test_torchrun_itself(number, flags, tmp_path):
     wait_until(lambda: not any(Path("/proc", rank, "cmdline").exists() for rank in ranks), 10)
     status = read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["code"]) == ("stopped", EXIT_RESUMABLE)
-    read_checkpoint(tmp_path / "run" / status["last_checkpoint"])
+    verify_checkpoint(tmp_path / "run" / status["last_checkpoint"])
     lines = (tmp_path / "err").read_text().splitlines()
     assert [line for line in lines if line.startswith("stopped: ")] == [
         f"stopped: {status['message']}"]  # fmt: skip
@@ -874,7 +874,7 @@ def test_what_is_no_checkpoint_is_skipped(put, again, cut, complete):
     assert "resumed from run/checkpoint-000003" in result[1]
     is_whole(result, cut, complete)
     for step in 1, 2, 3, 4, 5:
-        read_checkpoint(checkpoint_path(cut, step))
+        verify_checkpoint(checkpoint_path(cut, step))
     assert not checkpoint_path(cut, 4).is_symlink()
     assert all(path.is_dir() for path in others) and not list(cut.glob(".checkpoint*"))
 
@@ -1280,7 +1280,7 @@ def test_directory_of_a_run_that_has_begun_is_never_removed(begin, tmp_path, mon
 
     at_step(2, monkeypatch, stop)
     assert begin()[0] == EXIT_RESUMABLE
-    read_checkpoint(tmp_path / "run" / "checkpoint-000002")
+    verify_checkpoint(tmp_path / "run" / "checkpoint-000002")
 
 
 def test_nothing_is_written_through_links(begin, tmp_path):

@@ -14,7 +14,7 @@ from short_runs import PEAK, adapter_of, make_base, make_peft_adapters, runs_of
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.lora.adapter import optimizer_state_bytes
-from fsdp_qlora.run.checkpoints import check_room
+from fsdp_qlora.run.checkpoints import check_disk_space
 from train_fsdp_qlora import make_optimizer, optimizer_step
 
 SCHEDULED = ["--max_steps", 5, "--warmup_fraction", 0.4, "--batch_size", 1, "--lr_schedule"]
@@ -119,4 +119,4 @@ def test_room_on_the_disk_is_that_of_the_optimizers_own_state(make, state_bytes,
     n = 10**15
     gib = (4 * n + 4 * (n * (4 + state_bytes) + 2**20)) / 2**30
     with pytest.raises(ValueError, match=f"needs {gib:.2f} GiB for the adapter and checkpoints"):
-        check_room(Config(keep_checkpoints=2), tmp_path, n, make)
+        check_disk_space(Config(keep_checkpoints=2), tmp_path, n, make)

@@ -22,7 +22,7 @@ from fsdp_qlora.data.collate import make_micro_batch, round_up
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import make_rows, random_rows
-from fsdp_qlora.data.sampling import ShuffledSampler, epoch_order, step_rows
+from fsdp_qlora.data.sampling import ShuffledSampler, epoch_order, step_indices
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
@@ -51,7 +51,7 @@ def make_pairs(lengths, seed=0, vocabulary=320):
 def draw(n_steps, n_examples, **settings):
     """The rows of the first steps, one after the other."""
     config = Config(**settings)
-    steps = [step_rows(step, n_examples, config) for step in range(1, n_steps + 1)]
+    steps = [step_indices(step, n_examples, config) for step in range(1, n_steps + 1)]
     assert all(len(step) == config.batch_size for step in steps)
     return [int(row) for step in steps for row in step]
 
@@ -276,7 +276,8 @@ def test_micro_batch_equals_one_token_at_a_time(processes):
                     assert got.input_ids.tolist() == ids
                     assert got.position_ids.tolist() == position_ids
                     assert got.cu_seqlens.tolist() == bounds
-                    assert got.label_positions.tolist() == trained and got.labels.tolist() == labels
+                    assert got.target_positions.tolist() == trained
+                    assert got.targets.tolist() == labels
                     assert got.lengths == tuple(lengths) and got.longest >= max(lengths)
                     assert got.input_ids.dtype == got.position_ids.dtype == torch.int64
                     assert got.cu_seqlens.dtype == torch.int32
@@ -331,8 +332,8 @@ def test_first_token_is_never_trained():
     rows = [(ids, ids) for ids, _ in make_pairs([5, 3])]
     batch = make_rows(rows)
     got = make_micro_batch(batch, [[0, 1]], make_model(8), torch.tensor(0))
-    assert got.label_positions.tolist() == [0, 1, 2, 3, 5, 6]
-    assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
+    assert got.target_positions.tolist() == [0, 1, 2, 3, 5, 6]
+    assert got.targets.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
     assert batch.n_loss_tokens.tolist() == [4, 2]
 
 

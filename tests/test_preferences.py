@@ -362,7 +362,7 @@ BY_HAND = {  # {loss: (its value, rewards)}
 def one_token_each(n, answers):
     """A micro-batch of n sums of one token each."""
     return types.SimpleNamespace(
-        answers=answers, loss_bounds=torch.arange(n + 1), labels=torch.zeros(n))
+        answers=answers, loss_bounds=torch.arange(n + 1), targets=torch.zeros(n))
 
 
 @pytest.mark.parametrize("loss", BY_HAND)

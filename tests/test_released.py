@@ -15,7 +15,7 @@ from fsdp_qlora.checks.compare_with_transformers import compare_with_transformer
 from fsdp_qlora.config import Config
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import read_model_config
-from fsdp_qlora.pretrained.small_config import shrunk_config
+from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.run.resolve import resolve_max_seq_len
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

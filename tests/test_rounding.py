@@ -34,7 +34,7 @@ from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record
-from fsdp_qlora.pretrained.small_config import shrunk_config
+from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 
 N, WIDTH, HEADS = 96, 128, 4
 MIXTURES = [name for name, make in TINY.items() if make_architecture(make(320)).moe]
@@ -413,7 +413,8 @@ def test_residual_sum_is_rounded_once():
                                  drop=lambda x, *_: x)  # fmt: skip
     assert_rounded_once(lambda x, branch: residual.add_residual(call, x, branch, None, 0, True),
                         X, GRAD)  # fmt: skip
-    assert_rounded_once(lambda grad: residual.branch_gradient(call, None, grad, None, 0), GRAD)
+    assert_rounded_once(
+        lambda grad: residual.add_residual_backward(call, None, grad, None, 0), GRAD)
 
 
 def bf16_call(name, **settings):
@@ -559,9 +560,9 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     x, labels = draw(N, 64), torch.arange(3, 3 + N)
     model = types.SimpleNamespace(
         arch=arch, lm_head=weight, lm_head_bias=None, norm=torch.ones(64).bfloat16(),
-        norm_bias=None, group_size=1, group_rank=0, own_rows=range(320), token_rows=None,
+        norm_bias=None, shard_group_size=1, shard_rank=0, own_rows=range(320), token_rows=None,
         gather=lambda own: own[None])  # fmt: skip
-    micro_batch = types.SimpleNamespace(labels=labels, label_positions=torch.arange(N),
+    micro_batch = types.SimpleNamespace(targets=labels, target_positions=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
     x = x.requires_grad_()
     weights = torch.tensor([1 / 3, 0.7])

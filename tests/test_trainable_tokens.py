@@ -28,7 +28,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
 from fsdp_qlora.lora.initial_rows import initial_rows
 from fsdp_qlora.lora.targets import resolve_adapter
-from fsdp_qlora.merge.check import logits_of, trained_logits
+from fsdp_qlora.merge.logits import logits_of, trained_logits
 from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.pretrained.from_config import make_architecture
 
@@ -180,7 +180,7 @@ def test_rows_begin_as_what_their_text_was_or_as_the_mean(capsys):
     stored = {name: torch.randn(6, 16).bfloat16() for name in ("embedding", "lm_head")}
     tables = {name: F.pad(table, (0, 0, 0, 4)) for name, table in stored.items()}
     model = types.SimpleNamespace(
-        **tables, group_size=1, own_rows=range(10), device=torch.device("cpu"),
+        **tables, shard_group_size=1, own_rows=range(10), device=torch.device("cpu"),
         arch=types.SimpleNamespace(n_tables=2, vocab_size=10, added_rows=4))
     tokens = [TrainableToken("known", 1, None), TrainableToken("untrained", 4, None),
               TrainableToken("new", 6, (0, 3, 3)), TrainableToken("of nothing", 7, ())]

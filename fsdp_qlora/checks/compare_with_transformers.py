@@ -36,7 +36,7 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.reader import rows_in_memory
-from fsdp_qlora.pretrained.small_config import shrunk_config
+from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 
 KERNEL_PACKAGES = "fla", "causal_conv1d"

@@ -27,9 +27,9 @@ VALUES_AT_ONCE = 2**22  # labels or weights that are read at once
 
 def untrained_rows(model: Model) -> dict[int, str]:
     """Return the tokens whose rows of the lm_head were never trained, {token: the evidence in
-    words}. All ranks of model.group must call this."""
+    words}. All ranks of the shard group must call this."""
     vocab_size, head = model.arch.vocab_size, model.lm_head
-    size = math.ceil(vocab_size / model.group_size)
+    size = math.ceil(vocab_size / model.shard_group_size)
 
     def gather(own: torch.Tensor) -> torch.Tensor:
         """Return [vocabulary, ..] on the CPU from every rank's own rows [rows, ..]."""

@@ -104,14 +104,14 @@ def log_progress() -> Callable[[int], None]:
     unknown size."""
     n_documents = 0
     started = time.monotonic()
-    said = started
+    logged = started
 
     def count(more: int) -> None:
-        nonlocal n_documents, said
+        nonlocal n_documents, logged
         n_documents += more
         now = time.monotonic()
-        if now - said >= PROGRESS_SECONDS:
-            said = now
+        if now - logged >= PROGRESS_SECONDS:
+            logged = now
             log(f"tokenizing: {n_documents:,} documents, {now - started:.0f} s")
 
     return count

@@ -3,7 +3,7 @@
     make_micro_batch()     the MicroBatch of this rank in a micro-step of packing.py
       padded_sizes()       the sizes that the micro-batches of all ranks have
       pad_documents()      documents end to end, and then those of the padding
-      token_tensors()      tokens, positions and labels
+      token_tensors()      tokens, positions and targets
       dropout_seeds()      each token's own, whatever micro-batch it is in
       own_tensors()        with context parallelism: this rank's part of them
       make_answers()       for a preference loss: the rows of all ranks
@@ -56,7 +56,7 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
         tensors |= own_tensors(tensors, shard.tokens)
         # the kernels for one length also run long pieces of any lengths, one after the other
         is_fixed_len = has_only_long_pieces(padded.lengths, len(documents), context)
-    tensors |= pad_labels(tensors, sizes.n_labels)
+    tensors |= pad_targets(tensors, sizes.n_targets)
     tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
     if shard:
         shard = shard.to(model.device, tensors["dropout_seeds"])
@@ -73,7 +73,7 @@ class PaddedSizes(NamedTuple):
     """The sizes to which all ranks pad their micro-batches of a micro-step."""
 
     n_tokens: int  # of a whole micro-batch, which several ranks may share
-    n_labels: int  # of a rank
+    n_targets: int  # of a rank
     n_documents: int  # without those of padding
     longest: int  # tokens of the longest document
 
@@ -90,12 +90,12 @@ def padded_sizes(
         limit = max(n_tokens, model.plan.micro_batch_tokens * context_size)
         n_tokens = min(round_up(n_tokens, model.device), limit)
     n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
-    n_labels = max(int(rows.n_labels()[documents].sum()) for documents in micro_step)
-    n_labels = min(n_labels, n_tokens // context_size)  # at most all of a shard's
+    n_targets = max(int(rows.n_targets()[documents].sum()) for documents in micro_step)
+    n_targets = min(n_targets, n_tokens // context_size)  # at most all of a shard's
     n_documents = max(map(len, micro_step))
     if model.plan.uses_cuda_graphs:
         n_documents = power_of_2(n_documents)
-    return PaddedSizes(n_tokens, round_up(n_labels, model.device), n_documents, max(all_lengths))
+    return PaddedSizes(n_tokens, round_up(n_targets, model.device), n_documents, max(all_lengths))
 
 
 def round_up(n: int, device: torch.device) -> int:
@@ -141,7 +141,7 @@ def pad_documents(
 
 def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,
                   sizes: PaddedSizes) -> dict[str, Any]:
-    """Return the tensors of a MicroBatch by name: its labels without padding, and no dropout seeds
+    """Return the tensors of a MicroBatch by name: its targets without padding, and no dropout seeds
     and chunks yet."""
     ids = torch.zeros(sizes.n_tokens, dtype=torch.int64)
     targets = torch.full_like(ids, IGNORE_INDEX)  # the token that each position predicts
@@ -160,16 +160,16 @@ def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,
         if rows.loss_record.trains_prompt and rows.desirable[i]:
             targets[before_last] = document_ids[1:]
             sum_numbers[before_last] += labels[1:] == IGNORE_INDEX
-    label_positions = (targets != IGNORE_INDEX).nonzero().view(-1)
-    label_positions = label_positions[sum_numbers[label_positions].argsort(stable=True)]
+    target_positions = (targets != IGNORE_INDEX).nonzero().view(-1)
+    target_positions = target_positions[sum_numbers[target_positions].argsort(stable=True)]
     sum_bounds = torch.searchsorted(
-        sum_numbers[label_positions], torch.arange(n_sums * sizes.n_documents + 1))
+        sum_numbers[target_positions], torch.arange(n_sums * sizes.n_documents + 1))
     starts = padded.starts
     first_positions = starts[:-1].repeat_interleave(starts.diff())  # of each token's document
     return {"input_ids": ids, "n_unpadded": rows.lengths[documents].sum()[None],
             "position_ids": torch.arange(sizes.n_tokens) - first_positions,
-            "cu_seqlens": starts.int(), "label_positions": label_positions,
-            "labels": targets[label_positions], "loss_bounds": sum_bounds,
+            "cu_seqlens": starts.int(), "target_positions": target_positions,
+            "targets": targets[target_positions], "loss_bounds": sum_bounds,
             "dropout_seeds": None, "recurrence_chunks": None}
 
 
@@ -188,14 +188,14 @@ def own_tensors(tensors: dict[str, Any], own_tokens: torch.Tensor) -> dict[str, 
     as the rank has them that computes `own_tokens`."""
     own_at = torch.full((len(tensors["input_ids"]),), -1)
     own_at[own_tokens] = torch.arange(len(own_tokens))
-    label_positions, seeds = tensors["label_positions"], tensors["dropout_seeds"]
-    is_own = own_at[label_positions] >= 0
+    target_positions, seeds = tensors["target_positions"], tensors["dropout_seeds"]
+    is_own = own_at[target_positions] >= 0
     return {
         "input_ids": tensors["input_ids"][own_tokens],
         "position_ids": tensors["position_ids"][own_tokens],
         "n_unpadded": (own_tokens < tensors["n_unpadded"]).sum()[None],
-        "label_positions": own_at[label_positions[is_own]],
-        "labels": tensors["labels"][is_own],
+        "target_positions": own_at[target_positions[is_own]],
+        "targets": tensors["targets"][is_own],
         "loss_bounds": F.pad(is_own.cumsum(0), (1, 0))[tensors["loss_bounds"]],
         "dropout_seeds": None if seeds is None else seeds[own_tokens]}
 
@@ -209,13 +209,13 @@ def has_only_long_pieces(lengths: list[int], n_documents: int, context: ContextG
             and min(lengths) >= 2 * context.size * LEAST_PIECE)
 
 
-def pad_labels(tensors: dict[str, Any], n_labels: int) -> dict[str, torch.Tensor]:
-    """Return labels and label_positions, padded to n_labels."""
-    labels, positions = tensors["labels"], tensors["label_positions"]
-    assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
-    padding = (0, n_labels - len(labels))
-    return {"labels": F.pad(labels, padding, value=IGNORE_INDEX),
-            "label_positions": F.pad(positions, padding)}
+def pad_targets(tensors: dict[str, Any], n_targets: int) -> dict[str, torch.Tensor]:
+    """Return targets and target_positions, padded to n_targets."""
+    targets, positions = tensors["targets"], tensors["target_positions"]
+    assert n_targets >= len(targets), f"{len(targets)} targets, and room for {n_targets}"
+    padding = (0, n_targets - len(targets))
+    return {"targets": F.pad(targets, padding, value=IGNORE_INDEX),
+            "target_positions": F.pad(positions, padding)}
 
 
 def make_answers(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes, model: Model) -> Answers:

@@ -95,8 +95,8 @@ def held_out_fraction(config: Config) -> float | None:
 
 
 def log_data(rows: Rows, line: str, config: Config, has_template: bool) -> None:
-    """Log ReadRows of --dataset, with what the user may want to change about them. `has_template`:
-    the tokenizer has a chat template."""
+    """Log PreparedRows of --dataset, with what the user may want to change about them.
+    `has_template`: the tokenizer has a chat template."""
     log(f"data: {line}")
     if n_answers := sum(rows.template_kwargs.values()):
         how = how_to_prompt(rows.template_kwargs)
@@ -112,7 +112,8 @@ def log_data(rows: Rows, line: str, config: Config, has_template: bool) -> None:
 
 
 def log_eval_data(eval_rows: Rows, line: str, rows: Rows) -> None:
-    """Log ReadRows of --eval_dataset, with a warning if they are among the `rows` to train on."""
+    """Log PreparedRows of --eval_dataset, with a warning if they are among the `rows` to train on.
+    """
     log(f"eval data: {line}")
     is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.documents_per_row)
     if n_trained := int(is_trained.any(1).sum()):
@@ -146,8 +147,8 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     return train, evaluation
 
 
-class ReadRows(NamedTuple):
-    """What prepare_rows() has read."""
+class PreparedRows(NamedTuple):
+    """What prepare_rows() returns."""
 
     rows: Rows
     line: str  # for the log: what became of the examples
@@ -156,7 +157,7 @@ class ReadRows(NamedTuple):
 
 def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
                  vocab_size: int, template_date: str, renames: Sequence[str] = (),
-                 loss: str = "sft", flag: str = "--dataset") -> ReadRows:
+                 loss: str = "sft", flag: str = "--dataset") -> PreparedRows:
     """Read all `sources` for this loss; `flag` names them. All ranks must call this."""
     name = " ".join(sources)
     with raise_on_all_ranks():
@@ -168,17 +169,17 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
             "tokenizer": with_template_date(tokenizer, template_date), "max_seq_len": max_seq_len,
             "vocab_size": vocab_size, "renames": renames, "loss": loss}
         try:
-            fragments, contents = fragments_of_all(sources)
+            fragments, source_digests = fragments_of_all(sources)
         except ValueError as e:
             raise ValueError(f"{flag} {e}")
-        key = cache_key(sources, contents, **settings)
+        key = cache_key(sources, source_digests, **settings)
     # one process of each machine writes the table; the others wait at the end of the block
     with raise_on_all_ranks(), open_cache(key) as directory:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not has_table(directory):
             if not fragments:
                 raise ValueError(f"{flag} {name}: has no examples")
             parts = write_table(directory, fragments, encode_batches, **settings)
-            if contents != fragments_of_all(sources, is_silent=True)[1]:
+            if source_digests != fragments_of_all(sources, is_silent=True)[1]:
                 raise ValueError(f"{flag} {name}: has changed while it was read. Start again")
             write_whole(directory / MANIFEST, json.dumps(parts))
     with raise_on_all_ranks():
@@ -194,7 +195,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
             raise ValueError(f"{name}: none of its {len(table['kept'])} examples can be trained"
                              f" on: {describe_left_out(table)}")
         renamed = {key for keys in counts_of(table["renamed"]) for key in json.loads(keys)}
-        return ReadRows(rows, describe_rows(rows, table, max_seq_len, name), renamed)
+        return PreparedRows(rows, describe_rows(rows, table, max_seq_len, name), renamed)
 
 
 def fragments_of_all(sources: Sequence[str],
@@ -247,8 +248,10 @@ def counts_of(column: pyarrow.ChunkedArray) -> dict[str, int]:
     return {pair["values"]: pair["counts"] for pair in column.value_counts().to_pylist()}
 
 
-def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreTrainedTokenizerFast,
-              max_seq_len: int, vocab_size: int, renames: Sequence[str], loss: str) -> str:
+def cache_key(
+    sources: Sequence[str], source_digests: list[list[str]], tokenizer: PreTrainedTokenizerFast,
+    max_seq_len: int, vocab_size: int, renames: Sequence[str], loss: str
+) -> str:
     """Return a digest of everything that determines the encoded data, including this code and the
     version of transformers."""
     code = {str(inspect.getsourcefile(f)) for f in
@@ -256,9 +259,9 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
              openai_calls, encode_fragments, tokenize, encode_document)}
     loss_record = LOSSES[loss]
     forms = ("pairs" if loss_record.documents_per_row == 2 else
-             "judged" if loss_record.is_unpaired else "text")
+             "unpaired" if loss_record.is_unpaired else "text")
     return text_digest([
-        sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
+        sorted(map(digest, code)), transformers.__version__, sources, source_digests, max_seq_len,
         vocab_size, renames, forms, str(tokenizer.chat_template or ""),
         tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map])
 

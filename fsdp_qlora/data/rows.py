@@ -30,8 +30,8 @@ class Rows:
     a node share.
 
     `labels` are the tokens in the loss, and IGNORE_INDEX elsewhere. n_loss_tokens counts them, but
-    for a document's first token, which nothing predicts. n_labels() counts the tokens whose loss is
-    computed: the same ones and, for ORPO, the prompts of good answers."""
+    for a document's first token, which nothing predicts. n_targets() counts the tokens whose loss
+    is computed: the same ones and, for ORPO, the prompts of good answers."""
 
     loss: str  # the loss that these rows are for, a key of LOSSES
     input_ids: list[np.ndarray]
@@ -128,8 +128,8 @@ class Rows:
         """Return [rows], in tokens, with both answers of a pair."""
         return self.lengths.view(-1, self.documents_per_row).sum(1)
 
-    def n_labels(self) -> torch.Tensor:
-        """Return [documents], the number of MicroBatch.labels: of tokens whose loss is computed."""
+    def n_targets(self) -> torch.Tensor:
+        """Return [documents], the number of MicroBatch.targets: tokens whose loss is computed."""
         if not self.loss_record.trains_prompt:
             return self.n_loss_tokens
         return torch.where(self.desirable, self.lengths - 1, self.n_loss_tokens)

@@ -31,10 +31,10 @@ class ShuffledSampler:
     config: Config
 
     def indices(self, step: int) -> torch.Tensor:
-        return step_rows(step, len(self.rows), self.config)
+        return step_indices(step, len(self.rows), self.config)
 
 
-def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:
+def step_indices(step: int, n_rows: int, config: Config) -> torch.Tensor:
     """Return the indices of the rows of an optimizer step (the first is 1). Every epoch is a new
     shuffle."""
     drawn = range((step - 1) * config.batch_size, step * config.batch_size)

@@ -30,7 +30,7 @@ JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # .txt: each line is an 
 TABLE_SUFFIXES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}  # of cells
-PACKED = {  # {first bytes of a file that is not text, whatever its name: what it is}
+MAGIC_BYTES = {  # {first bytes of a file that is not text, whatever its name: what it is}
     b"\x1f\x8b": "gzip: name it {}.gz", b"PK\3\4": "a zip archive: unpack it",
     b"(\xb5/\xfd": "zstd: unpack it", b"\xfd7zXZ\0": "xz: unpack it",
     b"BZh91AY&SY": "bzip2: unpack it", b"PAR1\x15": "Parquet: name it .parquet"}
@@ -56,7 +56,7 @@ HEAD_BYTES = 4096  # bytes that are read to recognize the encoding of a file
 
 
 class Fragment(NamedTuple):
-    """Rows of a --dataset that one process reads at once."""
+    """Examples of a --dataset that one process reads at once."""
 
     name: str  # name of the file, the directory or the data set on the Hub
     table: Any = None  # a datasets.Dataset, which is imported late; None: a file of lines or JSON
@@ -267,7 +267,7 @@ def check_text(path: Path) -> None:
         raise ValueError(f"{path}: is not gzip: name it {path.name.removesuffix('.gz')}")
     except (EOFError, zlib.error):
         return  # reported when the file is read
-    for first_bytes, what in PACKED.items():
+    for first_bytes, what in MAGIC_BYTES.items():
         if head.startswith(first_bytes):
             raise ValueError(f"{path}: is {what.format(path.name)}")
     if (encoding := encoding_of(head)) != "UTF-8":

@@ -23,7 +23,7 @@ def global_loss_values(model: Model, rows: Rows, batches: Iterable[Rows]) -> dic
     if rows.loss_record.is_unpaired:
         return {"kl": estimate_kl(model, batches, len(rows))}
     if rows.loss_record.trains_prompt:
-        n_tokens = int(rows.n_labels()[rows.desirable].sum())
+        n_tokens = int(rows.n_targets()[rows.desirable].sum())
         return {"rows_per_token": torch.tensor(
             len(rows) / n_tokens, dtype=torch.float64, device=model.device)}
     return {}

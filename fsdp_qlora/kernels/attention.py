@@ -28,9 +28,10 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.triton_trial import why_no_triton
 
 
-# The attention types of layers, and of the kernels for them. "within": a layer whose window is
-# longer than all documents of the micro-batch. Layers of two types may also differ in their heads.
-ATTENTION_TYPES = "full", "window", "within"
+# The attention types of layers, and of the kernels for them. "window_unreached": a layer whose
+# window is longer than all documents of the micro-batch. Layers of two types may also differ in
+# their heads.
+ATTENTION_TYPES = "full", "window", "window_unreached"
 # largest accepted error of a kernel, relative to plain torch; rounding in bf16 makes 0.0033 at most
 # (benchmarks/LOG.md)
 MAX_ERROR = 0.05
@@ -214,7 +215,7 @@ def architectures_by_attention_type(arch: Architecture) -> dict[str, Architectur
     """
     architectures = {}
     for kind in filter(arch.has_attention, arch.layer_kinds):
-        for attention_type in ("window", "within") if kind.window else ("full",):
+        for attention_type in ("window", "window_unreached") if kind.window else ("full",):
             architectures.setdefault(attention_type, arch.of_kind(kind))
     return architectures
 

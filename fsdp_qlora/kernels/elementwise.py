@@ -128,7 +128,9 @@ def norm_factor(weight: Tensor, kind: str) -> Tensor:
     return weight.float() + (kind == "rms_plus_one")
 
 
-def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor | None, kind: str, eps: float) -> Tensor:
+def norm_of_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, kind: str, eps: float
+) -> Tensor:
     """Return the gradient of x, fp32, from the gradient of norm_of(x)."""
     standard, scale = standardized(x, kind, eps)
     grad = grad.float() if weight is None else grad.float() * norm_factor(weight, kind)
@@ -148,12 +150,12 @@ def normalize(
 
 @elementwise
 def norm_backward(
-    x: Tensor, grad: Tensor, residual: Tensor | None, weight: Tensor, kind: str, eps: float
+    x: Tensor, grad: Tensor, grad_residual: Tensor | None, weight: Tensor, kind: str, eps: float
 ) -> Tensor:
-    """Return the gradient of x [n, width] from the gradient of its norm, plus `residual` or None.
-    """
-    grad_x = norm_grad_of(grad, x, weight, kind, eps)
-    return (grad_x if residual is None else grad_x + residual).to(x.dtype)
+    """Return the gradient of x [n, width] from `grad`, the gradient of its norm, plus
+    `grad_residual` or None."""
+    grad_x = norm_of_backward(grad, x, weight, kind, eps)
+    return (grad_x if grad_residual is None else grad_x + grad_residual).to(x.dtype)
 
 
 @elementwise

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
+from fsdp_qlora.kernels.elementwise import elementwise, norm_of, norm_of_backward
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -110,7 +110,7 @@ def normed_heads(
         grad = None if grad is None else grad.flatten(1)
     if grad is None:
         return norm_of(x, weight, arch.norm_kind, arch.norm_eps).view(shape)
-    return norm_grad_of(grad, x, weight, arch.norm_kind, arch.norm_eps).view(shape)
+    return norm_of_backward(grad, x, weight, arch.norm_kind, arch.norm_eps).view(shape)
 
 
 def clamped(projected: Tensor, limit: float | None) -> Tensor:
@@ -158,7 +158,8 @@ def rotate_backward(
         if arch.qk_norm:
             before = heads_before
         if arch.value_norm:
-            grad_value = norm_grad_of(grad_value, value_before, None, arch.norm_kind, arch.norm_eps)
+            grad_value = norm_of_backward(
+                grad_value, value_before, None, arch.norm_kind, arch.norm_eps)
     grads = [grad_query.float(), grad_key.float()]
     out = []
     if temperature is not None:

@@ -174,7 +174,7 @@ def attend(
     batch = call.batch
     attention_type = "window" if window else "full"
     if window is not None and window >= batch.longest:
-        window, attention_type = None, "within"
+        window, attention_type = None, "window_unreached"
     kernel = batch.attention_kernels[attention_type]
     segments = batch.segments
     if key_source:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
+from fsdp_qlora.kernels.elementwise import elementwise, norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import SavedGraph
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -171,10 +171,10 @@ def gated_norm_backward(
     if weight is None or gate_first:
         x32, gate = x.float(), F.silu(z32)
         if weight is not None:
-            grad32 = norm_grad_of(grad32, x32 * gate, weight, "rms", eps)
+            grad32 = norm_of_backward(grad32, x32 * gate, weight, "rms", eps)
         grad_z = torch.ops.aten.silu_backward(grad32 * x32, z32)
         return (grad32 * gate).to(x.dtype), grad_z.to(z.dtype)
-    grad_x = norm_grad_of(grad32 * F.silu(z32), x, weight, "rms", eps)
+    grad_x = norm_of_backward(grad32 * F.silu(z32), x, weight, "rms", eps)
     grad_z = torch.ops.aten.silu_backward(grad32 * norm_of(x, weight, "rms", eps), z32)
     return grad_x.to(x.dtype), grad_z.to(z.dtype)
 

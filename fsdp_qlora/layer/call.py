@@ -82,11 +82,11 @@ class LayerCall:
         return self.layer.vectors[where].view(shape)
 
     @property
-    def layer_input(self) -> Tensor:
+    def per_layer_input(self) -> Tensor:
         """The layer's own input for its tokens, see PerLayerInputs."""
-        return self.batch.layer_inputs[self.tokens, self.layer.index]
+        return self.batch.per_layer_inputs[self.tokens, self.layer.index]
 
-    def scaled(self, x: Tensor) -> Tensor:
+    def times_layer_scalar(self, x: Tensor) -> Tensor:
         """Return x times the layer's scalar, if the family has one."""
         if not self.arch.layer_scalar:
             return x

@@ -33,10 +33,10 @@ class NoMixerSublayer(_Identity):
         return x, SavedMixerSublayer()
 
     def backward(
-        self, call: LayerCall, saved: SavedMixerSublayer, grad: Tensor, residual: Tensor,
+        self, call: LayerCall, saved: SavedMixerSublayer, grad: Tensor, grad_residual: Tensor,
         wants_grad_x: bool
     ) -> Tensor:
-        return residual
+        return grad_residual
 
 
 class NoMLPSublayer(_Identity):

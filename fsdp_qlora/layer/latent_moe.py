@@ -21,44 +21,44 @@ from fsdp_qlora.layer.saved import SavedMoE
 class ExpertLatent:
     """The two projections around one layer's experts, see MoERecord.latent_size."""
 
-    entry: FusedLinear  # from the inputs of router and shared expert to the experts' inputs
-    exit: FusedLinear  # from the experts' weighted sum to the hidden size
+    in_proj: FusedLinear  # from the inputs of router and shared expert to the experts' inputs
+    out_proj: FusedLinear  # from the experts' weighted sum to the hidden size
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.entry, self.exit
+        return self.in_proj, self.out_proj
 
     def enter(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> None:
         """Project x [n, hidden] to the experts' inputs [n, latent], and set saved.latent_inputs to
         them.
         """
-        saved.latent_inputs, saved.entry_lora_hidden = lora_matmul(
-            call, self.entry, widen(x, self.entry))
+        saved.latent_inputs, saved.latent_in_lora_hidden = lora_matmul(
+            call, self.in_proj, widen(x, self.in_proj))
 
     def leave(
         self, call: LayerCall, saved: SavedMoE, summed: Tensor, wants_output: bool
     ) -> Tensor | None:
-        """Project the experts' sum [n, latent] to the output of `exit` [n, hidden]; None without
-        wants_output."""
-        inputs = widen(summed, self.exit)
-        fill_lora_hidden(call, self.exit, inputs)
-        if self.exit.n_lora:
-            saved.exit_inputs = inputs
-        return filled_matmul(call, self.exit, inputs) if wants_output else None
+        """Project the experts' sum [n, latent] to the output of `out_proj` [n, hidden]; None
+        without wants_output."""
+        inputs = widen(summed, self.out_proj)
+        fill_lora_hidden(call, self.out_proj, inputs)
+        if self.out_proj.n_lora:
+            saved.latent_out_inputs = inputs
+        return filled_matmul(call, self.out_proj, inputs) if wants_output else None
 
     def leave_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor
     ) -> Tensor:
         """Return the gradient of the experts' sum, from the gradient of leave()'s result."""
-        inputs, saved.exit_inputs = saved.exit_inputs, None
+        inputs, saved.latent_out_inputs = saved.latent_out_inputs, None
         if inputs is None:  # without an adapter they are not read
-            inputs = grad.new_empty(0, self.exit.width)
-        summed, lora_hidden = inputs.tensor_split([self.exit.in_features], 1)
-        return lora_matmul_backward(call, self.exit, lora_hidden, grad, summed)
+            inputs = grad.new_empty(0, self.out_proj.width)
+        summed, lora_hidden = inputs.tensor_split([self.out_proj.in_features], 1)
+        return lora_matmul_backward(call, self.out_proj, lora_hidden, grad, summed)
 
     def enter_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor, x: Tensor
     ) -> Tensor:
         """Return the gradient of x, from the gradient of saved.latent_inputs."""
         saved.latent_inputs = None
-        return lora_matmul_backward(call, self.entry, saved.entry_lora_hidden, grad, x)
+        return lora_matmul_backward(call, self.in_proj, saved.latent_in_lora_hidden, grad, x)

@@ -90,7 +90,7 @@ class LayerFunction(torch.autograd.Function):
             mid_residual, mixer_saved = mixer.forward(call, x)
             out, mlp_saved = mlp.forward(call, mid_residual, x if parallel else mid_residual)
             ctx.saved = SavedLayer(mixer_sublayer=mixer_saved, mlp_sublayer=mlp_saved)
-            return call.scaled(out), *call.kv_out
+            return call.times_layer_scalar(out), *call.kv_out
         # put() returns a key for take(); they move activations to the host and back, if offloaded
         ctx.saved = saved = SavedLayer()
         if policy != "attention":
@@ -102,12 +102,12 @@ class LayerFunction(torch.autograd.Function):
         if policy == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
             saved.take_mlp = put_record(batch.store, mlp_saved)
-            return call.scaled(out), *call.kv_out
+            return call.times_layer_scalar(out), *call.kv_out
         if policy == "mid_residual":
             saved.mid_residual_key = put(mid_residual)
         out, saved.routing_choices = mlp.forward_in_slices(
             call, mid_residual, x if parallel else mid_residual)
-        return call.scaled(out), *call.kv_out
+        return call.times_layer_scalar(out), *call.kv_out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *grad_kv_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -119,7 +119,7 @@ class LayerFunction(torch.autograd.Function):
         call.grad_kv_out = grad_kv_out
         mixer, mlp = layer.spec.mixer_sublayer, layer.spec.mlp_sublayer
         parallel = layer.arch.parallel_residual
-        grad = call.scaled(grad)
+        grad = call.times_layer_scalar(grad)
         if policy == "all":
             mixer_saved = saved.mixer_sublayer
             grad_mid_residual = mlp.backward(call, saved.mlp_sublayer, grad)

@@ -22,7 +22,7 @@ from typing import Any
 from fsdp_qlora.config import Config
 from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
-from fsdp_qlora.quant.nf4 import LORA_COLUMNS
+from fsdp_qlora.quant.nf4 import LORA_ALIGNMENT
 
 
 LARGE_WEIGHT = 2**28  # weights; a fused linear with more is dequantized one linear at a time
@@ -101,7 +101,7 @@ class FusedLinear:
 
     @property
     def padded_lora(self) -> int:
-        return math.ceil(self.n_lora / LORA_COLUMNS) * LORA_COLUMNS
+        return math.ceil(self.n_lora / LORA_ALIGNMENT) * LORA_ALIGNMENT
 
     @property
     def n_weights(self) -> int:

@@ -16,7 +16,8 @@ from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.layer.residual import add_residual, branch_gradient, norm_gradient, norm_padded
+from fsdp_qlora.layer.residual import (
+    add_residual, add_residual_backward, norm_padded, norm_padded_backward)
 from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedTokenMixer
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -106,14 +107,14 @@ class MixerSublayer:
         return out, saved
 
     def backward(
-        self, call: LayerCall, saved: SavedMixerSublayer, grad: Tensor, residual: Tensor,
+        self, call: LayerCall, saved: SavedMixerSublayer, grad: Tensor, grad_residual: Tensor,
         wants_grad_x: bool
     ) -> Tensor | None:
-        """Return `residual` + the gradient of x through this sublayer; None without wants_grad_x.
-        `grad` is the gradient of forward()'s sum."""
+        """Return `grad_residual` + the gradient of x through this sublayer; None without
+        wants_grad_x. `grad` is the gradient of forward()'s sum."""
         arch = self.arch
         grads = []
-        upstream = branch_gradient(
+        upstream = add_residual_backward(
             call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         saved.branch = None
         for (out_proj, mixer), saved_path in zip(self.paths, saved.paths):
@@ -132,4 +133,4 @@ class MixerSublayer:
         del grad_projected
         if not wants_grad_x:
             return None
-        return norm_gradient(call, arch.attention_norm, saved.x, grad_inputs, residual)
+        return norm_padded_backward(call, arch.attention_norm, saved.x, grad_inputs, grad_residual)

@@ -8,7 +8,7 @@ dimensions of a query or key that are rotated, `nope` the others.
     query = q_b(norm(query))                            # _heads(); with q_b, query is its latent
     key_value = kv_b(norm(kv_latent))                   # _heads()
     q, k, v = latent_heads(query, key_value, k_pe)      # rotates pe; all heads share k_pe
-    return attention(q, k, v)                           # attend_by_groups(); `out` follows
+    return attention(q, k, v)                           # attend_by_groups(); `out_proj` follows
 
 Ranks that share a micro-batch exchange latents before kv_b: exchange_latents(). For them
 attend_to_seen_keys() does the last two lines. Both are in mla_context.py.

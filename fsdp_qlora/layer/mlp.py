@@ -21,7 +21,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.residual import (
-    branch_gradient, matmul_and_add_residual, norm_gradient, norm_padded,
+    add_residual_backward, matmul_and_add_residual, norm_padded, norm_padded_backward,
     saved_or_recomputed_inputs)
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
@@ -72,14 +72,14 @@ class DenseMLPSublayer:
         arch = self.arch
         if self.per_layer:
             grad = self.per_layer.backward(call, saved, grad)
-        upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
+        upstream = add_residual_backward(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
         grad_gate_up = down_backward(call, saved, self.down, self.activation(call), upstream)
         del upstream
         inputs = saved_or_recomputed_inputs(call, saved, arch.mlp_norm, self.gate_up)
         grad_inputs = lora_matmul_backward(
             call, self.gate_up, saved.lora_hidden, grad_gate_up, inputs)
-        return norm_gradient(call, arch.mlp_norm, saved.mlp_input, grad_inputs, grad)
+        return norm_padded_backward(call, arch.mlp_norm, saved.mlp_input, grad_inputs, grad)
 
     def forward_in_slices(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor

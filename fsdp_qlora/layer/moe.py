@@ -44,7 +44,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import widen
 from fsdp_qlora.layer.mlp import each_slice, joined
 from fsdp_qlora.layer.residual import (
-    add_residual, apply_norm, branch_gradient, norm_gradient, norm_padded,
+    add_residual, add_residual_backward, apply_norm, norm_padded, norm_padded_backward,
     saved_or_recomputed_inputs)
 from fsdp_qlora.layer.router import (
     Routing, RoutingChoice, add_balance, count_experts, route, route_backward)
@@ -92,8 +92,8 @@ class MoESublayer:
 
     @property
     def first_linear(self) -> FusedLinear:
-        """The FusedLinear that reads the normed inputs: the shared expert's, the latent entry, or
-        the experts' own."""
+        """The FusedLinear that reads the normed inputs: the shared expert's, ExpertLatent.in_proj,
+        or the experts' own."""
         return self.fused_linears[0]
 
     def forward(
@@ -129,8 +129,8 @@ class MoESublayer:
         needs_branch = wants_sum or arch.mlp_post_norm is not None
         if self.expert_latent:
             self.expert_latent.enter(call, saved, x)
-        runs_experts = needs_branch or (  # the exit's A gradient reads their sum
-            self.expert_latent is not None and self.expert_latent.exit.n_lora > 0)
+        runs_experts = needs_branch or (  # out_proj's A gradient reads their sum
+            self.expert_latent is not None and self.expert_latent.out_proj.n_lora > 0)
         if runs_experts:
             expert_inputs = self._expert_inputs(call, saved, x)
             branch, saved.gate_ups = self._experts_forward(
@@ -155,7 +155,7 @@ class MoESublayer:
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
         arch, norms = self.arch, self.moe.norms
-        upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
+        upstream = add_residual_backward(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
         saved.branch = None
         if self.sum_factor != 1:
             upstream = upstream * self.sum_factor
@@ -171,7 +171,7 @@ class MoESublayer:
         grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
         if self.shared:
             grad_x += self.shared.backward(call, saved, upstream)
-        return norm_gradient(call, arch.mlp_norm, saved.mlp_input, grad_x, grad)
+        return norm_padded_backward(call, arch.mlp_norm, saved.mlp_input, grad_x, grad)
 
     def _backward_with_expert_norms(
         self, call: LayerCall, saved: SavedMoE, upstream: Tensor, grad: Tensor,
@@ -183,12 +183,12 @@ class MoESublayer:
         grad_out = norm_backward(
             saved.expert_output, upstream, None, call.vector(norms.after), kind, eps)
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
-        grad = norm_gradient(call, norms.before, mlp_input, grad_x, grad)
+        grad = norm_padded_backward(call, norms.before, mlp_input, grad_x, grad)
         grad += route_backward(call, saved.routing, grad_weights, mlp_input)
         saved.expert_output = grad_out = None
         assert self.shared, "it is in the place of these layers' MLP"
         grad_x = self.shared.backward(call, saved, upstream)
-        return norm_gradient(call, self.arch.mlp_norm, mlp_input, grad_x, grad)
+        return norm_padded_backward(call, self.arch.mlp_norm, mlp_input, grad_x, grad)
 
     def forward_in_slices(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor

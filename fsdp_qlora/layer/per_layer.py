@@ -10,7 +10,7 @@ from fsdp_qlora.kernels.elementwise import MLP_SITE, activation_pair, elementwis
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.layer.residual import branch_gradient, matmul_and_add_residual
+from fsdp_qlora.layer.residual import add_residual_backward, matmul_and_add_residual
 from fsdp_qlora.layer.saved import SavedPerLayer
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -62,19 +62,19 @@ class PerLayerGate:
 
     def backward(self, call: LayerCall, saved: SavedPerLayer, grad: Tensor) -> Tensor:
         """Return the gradient of x from the gradient of the sum."""
-        upstream = branch_gradient(call, saved.per_layer_branch, grad, self.norm, MLP_SITE)
+        upstream = add_residual_backward(call, saved.per_layer_branch, grad, self.norm, MLP_SITE)
         saved.per_layer_branch = None
         activated = upstream.new_empty(len(upstream), self.out_proj.in_features)
         self._activate(call, saved, activated)
         grad_activated = lora_matmul_backward(
             call, self.out_proj, saved.per_layer_out_lora_hidden, upstream, activated)
         grad_gates = gate_inputs_backward(
-            grad_activated, saved.per_layer_gates, call.layer_input, self.arch.activation)
+            grad_activated, saved.per_layer_gates, call.per_layer_input, self.arch.activation)
         del grad_activated
         grad_x = lora_matmul_backward(
             call, self.gate, saved.per_layer_gate_lora_hidden, grad_gates, saved.per_layer_x)
         return grad + grad_x
 
     def _activate(self, call: LayerCall, saved: SavedPerLayer, out: Tensor) -> None:
-        gate_inputs(out, saved.per_layer_gates, call.layer_input, self.arch.activation,
+        gate_inputs(out, saved.per_layer_gates, call.per_layer_input, self.arch.activation,
                     is_evaluation=call.is_evaluation)

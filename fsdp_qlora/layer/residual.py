@@ -50,14 +50,14 @@ def saved_or_recomputed_inputs(
     return inputs[:, : fused.in_features]
 
 
-def norm_gradient(
-    call: LayerCall, name: str | None, x: Tensor, grad: Tensor, residual: Tensor
+def norm_padded_backward(
+    call: LayerCall, name: str | None, x: Tensor, grad: Tensor, grad_residual: Tensor
 ) -> Tensor:
-    """Return `residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
+    """Return `grad_residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
     if name is None:
-        return residual + grad
+        return grad_residual + grad
     return norm_backward(
-        x, grad, residual, call.vector(name), call.arch.norm_kind, call.arch.norm_eps)
+        x, grad, grad_residual, call.vector(name), call.arch.norm_kind, call.arch.norm_eps)
 
 
 def matmul_and_add_residual(
@@ -92,7 +92,7 @@ def add_residual(
     return out, branch if post_norm else None
 
 
-def branch_gradient(
+def add_residual_backward(
     call: LayerCall, branch: Tensor | None, grad: Tensor, post_norm: str | None, site: int
 ) -> Tensor:
     """Return the gradient of add_residual()'s branch, from `grad`, the gradient of the sum."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
+from fsdp_qlora.kernels.elementwise import elementwise, norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.pretrained.records import MoERecord
@@ -97,7 +97,7 @@ def router_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 def router_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """Return the gradient of x from the gradient of router_norm()'s result."""
     grad = grad.float() * scale.float() * x.shape[1] ** -0.5
-    return norm_grad_of(grad, x, None, "rms", eps).to(x.dtype)
+    return norm_of_backward(grad, x, None, "rms", eps).to(x.dtype)
 
 
 def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
@@ -186,8 +186,8 @@ def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
     weight = call.layer.small_tensors[f"{moe.router}.weight"]
-    dtype_of_product = torch.float32 if moe.fp32_router else x.dtype
-    grad = (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(x.dtype)
+    matmul_dtype = torch.float32 if moe.fp32_router else x.dtype
+    grad = (grad.to(matmul_dtype) @ weight.to(matmul_dtype)).to(x.dtype)
     if moe.norms:
         scale = call.layer.small_tensors[moe.norms.router_scale]
         return router_norm_backward(grad, x, scale, call.arch.norm_eps)

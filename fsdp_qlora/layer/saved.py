@@ -127,5 +127,5 @@ class SavedMoE(SavedMLPInput):
     shared: SavedSharedExpert = None
     # for the latent space, see ExpertLatent
     latent_inputs: Tensor = None  # [n, latent], the experts' inputs
-    entry_lora_hidden: Tensor = None
-    exit_inputs: Tensor = None
+    latent_in_lora_hidden: Tensor = None
+    latent_out_inputs: Tensor = None

@@ -134,10 +134,11 @@ def _make_mixer(
     if arch.mla:
         token_mixer = MLAMixer(arch, kind.rope_index, fused.get("q_b"), fused["kv_b"])
     elif kind.other_mixer and arch.parallel_other_mixers:
-        second_path = fused["mixer_out"], AutogradMixer(arch.other_mixers[kind.other_mixer], arch)
+        other = AutogradMixer(arch.other_mixers[kind.other_mixer], arch)
+        second_path = fused["mixer_out_proj"], other
     elif kind.other_mixer:
         token_mixer = AutogradMixer(arch.other_mixers[kind.other_mixer], arch)
-    return MixerSublayer(arch, fused["in_proj"], fused["out"], token_mixer, second_path)
+    return MixerSublayer(arch, fused["in_proj"], fused["out_proj"], token_mixer, second_path)
 
 
 def _make_mlp(
@@ -152,7 +153,7 @@ def _make_mlp(
                 arch, fused["shared_gate_up"], fused["shared_down"], arch.moe.shared_gate,
                 arch.moe.norms and arch.moe.norms.after_shared, kind.limits.mlp)
         if arch.expert_latent:
-            latent = ExpertLatent(fused["latent_entry"], fused["latent_exit"])
+            latent = ExpertLatent(fused["latent_in_proj"], fused["latent_out_proj"])
         return MoESublayer(arch, shared, latent, fused["expert_gate_up"], fused["expert_down"],
                            kind.limits.experts)
     if kind.sublayers == "mixer":

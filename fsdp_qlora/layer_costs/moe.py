@@ -23,38 +23,39 @@ GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on a
 class MoECosts:
     """The costs of a MoESublayer, an MLPSublayerCosts."""
 
-    experts: MoESublayer
+    sublayer: MoESublayer
 
     matmul_speed = GROUPED_SPEED
 
     @property
     def arch(self) -> Architecture:
-        return self.experts.arch
+        return self.sublayer.arch
 
     @property
     def moe(self) -> MoERecord:
-        return self.experts.moe
+        return self.sublayer.moe
 
     @property
-    def up(self) -> FusedLinear:
-        return self.experts.expert_gate_up
+    def gate_up(self) -> FusedLinear:
+        return self.sublayer.expert_gate_up
 
     @property
     def down(self) -> FusedLinear:
-        return self.experts.expert_down
+        return self.sublayer.expert_down
 
     @functools.cached_property
     def shared(self) -> SharedExpertCosts | None:
-        return SharedExpertCosts(self.experts.shared) if self.experts.shared else None
+        return SharedExpertCosts(self.sublayer.shared) if self.sublayer.shared else None
 
     @functools.cached_property
     def expert_latent(self) -> ExpertLatentCosts | None:
-        return ExpertLatentCosts(self.experts.expert_latent) if self.experts.expert_latent else None
+        latent = self.sublayer.expert_latent
+        return ExpertLatentCosts(latent) if latent else None
 
     @property
     def _dense_weights(self) -> int:
         """Weights that all tokens use: all but the routed experts'."""
-        return sum(fused.n_weights for fused in self.experts.fused_linears[:-2])
+        return sum(fused.n_weights for fused in self.sublayer.fused_linears[:-2])
 
     @property
     def choice_values(self) -> int:
@@ -63,7 +64,7 @@ class MoECosts:
     @property
     def _gate_up_size(self) -> int:
         """Outputs of one expert's gate and up together."""
-        return self.up.out_features // self.moe.n_experts
+        return self.gate_up.out_features // self.moe.n_experts
 
     @property
     def saved_values(self) -> int:
@@ -81,7 +82,7 @@ class MoECosts:
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         moe, hidden, n_tokens = self.moe, self.arch.hidden_size, plan.micro_batch_tokens
-        n = token_slices(n_tokens, self.experts.slice_tokens)[0].stop if recomputed else n_tokens
+        n = token_slices(n_tokens, self.sublayer.slice_tokens)[0].stop if recomputed else n_tokens
         values = max(self._values_in_experts(n, plan, recomputed),
                      self._values_after_experts(n, recomputed))
         if recomputed and self.shared:
@@ -89,8 +90,8 @@ class MoECosts:
         if n < n_tokens:  # gradients: of the sum and of finished slices, which are joined at last
             values = max(values + 2 * (n_tokens - n) * hidden, 3 * n_tokens * hidden)
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
-            values += n * hidden * (2 + 2 * recomputed + (self.up.n_lora > 0))
-        if self.experts.sum_factor != 1:  # the gradient of the sum before its factor
+            values += n * hidden * (2 + 2 * recomputed + (self.gate_up.n_lora > 0))
+        if self.sublayer.sum_factor != 1:  # the gradient of the sum before its factor
             values += n * hidden
         if self.expert_latent:
             values += n * (self.expert_latent.live_values
@@ -105,30 +106,30 @@ class MoECosts:
     def _values_in_experts(self, n: int, plan: Plan, recomputed: bool) -> int:
         """Values alive while the experts of n tokens run: a chunk's rows and weights, the gradient
         of the sum and, where they are needed, the experts' inputs."""
-        up, down, rows = self.up, self.down, n * self.moe.top_k
+        gate_up, down, rows = self.gate_up, self.down, n * self.moe.top_k
         row_values = self._row_values(recomputed)
         chunk = rows * row_values
-        if up.n_lora:  # A's gradient, also in fp32
-            chunk += 3 * self.moe.n_experts * up.n_lora * up.in_features
-        weights = sum(fused.out_features * fused.width for fused in (up, down))
+        if gate_up.n_lora:  # A's gradient, also in fp32
+            chunk += 3 * self.moe.n_experts * gate_up.n_lora * gate_up.in_features
+        weights = sum(fused.out_features * fused.width for fused in (gate_up, down))
         values = math.ceil(chunk / plan.n_expert_ranges) + math.ceil(weights / plan.n_expert_ranges)
-        has_inputs = recomputed or up.n_lora > 0
+        has_inputs = recomputed or gate_up.n_lora > 0
         values += n * self.arch.hidden_size * (1 + has_inputs + self._has_branch_gradient)
         if plan.n_expert_ranges > 1:
             # and all rows' outputs in forward, their gradients in backward, when the first range's
             # saved gate and up are gone
-            only_backward = row_values - up.width - down.width
+            only_backward = row_values - gate_up.width - down.width
             gone = 0 if recomputed else min(self._gate_up_size, only_backward)
-            values += max(0, rows * up.in_features - rows * gone // plan.n_expert_ranges)
+            values += max(0, rows * gate_up.in_features - rows * gone // plan.n_expert_ranges)
         return values
 
     def _row_values(self, recomputed: bool) -> int:
         """Values alive per row of a chunk; plus gate and up, if they are recomputed, and if their
         gradient is a new tensor."""
-        up, down = self.up.width, self.down.width
-        values = up + down
-        if self.up.n_lora:  # the rows' gradient, its part from d, their sum
-            values = max(3 * up, up + 3 * down)
+        gate_up, down = self.gate_up.width, self.down.width
+        values = gate_up + down
+        if self.gate_up.n_lora:  # the rows' gradient, its part from d, their sum
+            values = max(3 * gate_up, gate_up + 3 * down)
         return values + self._gate_up_size * (recomputed + bool(self.moe.clamp))
 
     def _values_after_experts(self, n: int, recomputed: bool) -> int:
@@ -136,7 +137,7 @@ class MoECosts:
         the rows, or beside the shared expert's; less the saved gate and up, which are gone."""
         rows = n * self.moe.top_k
         shared = self.shared.live_values if self.shared else 0
-        values = max(rows * self.up.in_features, n * shared)
+        values = max(rows * self.gate_up.in_features, n * shared)
         values += n * self.arch.hidden_size * (3 + recomputed + self._has_branch_gradient)
         return values if recomputed else values - rows * self._gate_up_size
 
@@ -148,21 +149,21 @@ class MoECosts:
     @property
     def active_weights(self) -> float:
         share = self.moe.top_k / self.moe.n_experts
-        return self._dense_weights + share * (self.up.n_weights + self.down.n_weights)
+        return self._dense_weights + share * (self.gate_up.n_weights + self.down.n_weights)
 
     @property
     def recomputed_weights(self) -> float:
         share = self.moe.top_k / self.moe.n_experts
-        return self._dense_weights + share * self.up.n_weights
+        return self._dense_weights + share * self.gate_up.n_weights
 
     @property
     def elementwise_values(self) -> int:
         """Counted, not measured."""
         # per row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
         hidden, top_k = self.arch.hidden_size, self.moe.top_k
-        width = self.up.in_features
+        width = self.gate_up.in_features
         rows = top_k * (10 * width + 6 * self._gate_up_size)
-        if self.up.n_lora:  # narrow matmuls, which take as long as this; fitted
+        if self.gate_up.n_lora:  # narrow matmuls, which take as long as this; fitted
             rows += top_k * 40 * (width + self._gate_up_size // 2)
         if self.moe.norms:  # four more norms: of both experts' outputs, and the router's and
             # routed experts' own norms of `mlp_input`
@@ -204,12 +205,13 @@ class ExpertLatentCosts:
     @property
     def saved_values(self) -> int:
         """Values saved from forward to backward, if nothing is recomputed."""
-        entry, exit = self.projections.fused_linears
-        return entry.out_features + entry.padded_lora + (exit.width if exit.n_lora else 0)
+        in_proj, out_proj = self.projections.fused_linears
+        out_inputs = out_proj.width if out_proj.n_lora else 0
+        return in_proj.out_features + in_proj.padded_lora + out_inputs
 
     @property
     def live_values(self) -> int:
         """Values alive in backward in addition: both inputs, and the gradients of the latent and of
         its sum."""
-        entry, exit = self.projections.fused_linears
-        return entry.width + exit.width + 2 * entry.out_features
+        in_proj, out_proj = self.projections.fused_linears
+        return in_proj.width + out_proj.width + 2 * in_proj.out_features

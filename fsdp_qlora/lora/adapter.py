@@ -44,8 +44,8 @@ class Adapter:
         """`initial_rows`: the result of initial_rows() for these tokens."""
         initial_rows = torch.empty(0) if initial_rows is None else initial_rows
         self.model, self.token_ids, self.initial_rows = model, token_ids, initial_rows
-        self.arch, self.layers, self.group = model.arch, model.layers, model.group
-        self.group_rank, self.group_size = model.group_rank, model.group_size
+        self.arch, self.layers, self.shard_group = model.arch, model.layers, model.shard_group
+        self.shard_rank, self.shard_group_size = model.shard_rank, model.shard_group_size
         lora_rank = model.layers[0].spec.fused_linears[0].lora_rank
         self.expert_slices = expert_slices(self.arch, lora_rank)  # the ones that PEFT's files stack
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
@@ -84,10 +84,10 @@ class Adapter:
 
     def set_layer(self, i: int, values: dict[str, torch.Tensor]) -> None:
         """Set the adapter of layer i from {PEFT's name: whole tensor}."""
-        whole = torch.zeros(self.group_size, self.n_own)
+        whole = torch.zeros(self.shard_group_size, self.n_own)
         for name, (where, _) in self.peft_slices(i).items():
             whole.view(-1)[where] = values[name].reshape(-1)
-        self.by_layer(self.weights.data)[i] = whole[self.group_rank]
+        self.by_layer(self.weights.data)[i] = whole[self.shard_rank]
 
     def set_token_rows(self, values: dict[str, torch.Tensor]) -> None:
         """Set the rows of --trainable_tokens, if there are any, from {PEFT's name: fp32 tensor}."""
@@ -130,8 +130,8 @@ class Adapter:
         """Yield each layer's whole part of a vector that is sharded like `weights`: a CPU tensor on
         rank 0, None on other ranks. All ranks must call this, and exhaust it."""
         for own in self.by_layer(vector):
-            if self.group_size > 1:  # clone, because NCCL must not read paged memory
-                own = all_gather(own.clone(), self.group).view(-1)
+            if self.shard_group_size > 1:  # clone, because NCCL must not read paged memory
+                own = all_gather(own.clone(), self.shard_group).view(-1)
             yield own.cpu() if is_rank_0() else None
 
     def gather_weights(self) -> dict[str, torch.Tensor]:
@@ -168,9 +168,10 @@ class Adapter:
         """
         for name, vector in state.items():
             own = self.by_layer(vector)
-            missing = own.shape[1] * self.group_size - saved[name].shape[1]  # < 0: padding to cut
+            # values that `saved` lacks; < 0: padding to cut
+            missing = own.shape[1] * self.shard_group_size - saved[name].shape[1]
             whole = F.pad(saved[name], (0, missing))
-            own.copy_(whole.unflatten(1, (self.group_size, -1))[:, self.group_rank])
+            own.copy_(whole.unflatten(1, (self.shard_group_size, -1))[:, self.shard_rank])
             if self.n_row_weights:
                 self.token_part(vector).copy_(saved[name + TOKEN_ROWS])
 

@@ -21,7 +21,7 @@ def initial_rows(model: ModelParameters, tokens: Sequence[TrainableToken],
     A token that the model knows keeps its rows. A new one begins as the mean of the tokens that its
     text was made of before; a new one of no tokens, or one whose row was never trained (in
     `untrained`), as the mean of all rows. Rows that pad a table get that mean, too. All ranks of
-    the group must call this.
+    the shard group must call this.
     """
     if not tokens:
         return torch.empty(0)
@@ -41,14 +41,14 @@ def initial_rows(model: ModelParameters, tokens: Sequence[TrainableToken],
 
 def fill_added_rows(model: ModelParameters, table: Tensor) -> Tensor:
     """Set the rows of a table that the files lack to the mean of the others, and return that mean,
-    fp64 [hidden]. All ranks of the group must call this."""
+    fp64 [hidden]. All ranks of the shard group must call this."""
     n_stored = model.arch.vocab_size - model.arch.added_rows
     n_own = max(0, min(n_stored, model.own_rows.stop) - model.own_rows.start)
     total = torch.zeros(table.shape[1], dtype=torch.float64, device=model.device)
     for part in table[:n_own].split(2**14):
         total += part.to(model.device).double().sum(0)
-    if model.group_size > 1:
-        dist.all_reduce(total, group=model.group)
+    if model.shard_group_size > 1:
+        dist.all_reduce(total, group=model.shard_group)
     mean = total / n_stored
     table[n_own:] = mean.to(table)
     return mean

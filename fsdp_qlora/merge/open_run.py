@@ -18,7 +18,7 @@ from fsdp_qlora.lora.peft_names import (
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.merge_base import OTHER_BASE, MergeBase
 from fsdp_qlora.merge.merged_model import auto_class, merged_shapes_and_paths
-from fsdp_qlora.merge.peft_run import open_peft_run
+from fsdp_qlora.merge.peft_adapter import open_peft_adapter
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
@@ -34,7 +34,7 @@ def open_run(
     with trained rows: its adapter}. Raises ValueError unless they belong together. `base_model`:
     None for the run's."""
     if base_model and not find_train_config(adapter_dir).is_file():
-        return open_peft_run(adapter_dir, base_model)
+        return open_peft_adapter(adapter_dir, base_model)
     run = read_run(adapter_dir)
     # digests of the tensors in training; each is compared when the tensor is read
     checksums = {} if allow_other_base else run.quantization["tensor_sums"]
@@ -82,7 +82,7 @@ def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
         print("warning: --allow_other_base: the base may be another one: nothing will be compared")
     elif base_digest(base.directory) != run.base_sha256:
         raise ValueError(f"{base.directory}: its config.json or its weights {OTHER_BASE}")
-    if max(map(max, run.probe_input_ids)) >= base.arch.vocab_size:
+    if max(map(max, run.merge_check_ids)) >= base.arch.vocab_size:
         raise ValueError("train_config.json has probe_input_ids outside the base's vocabulary of"
                          f" {base.arch.vocab_size}: another base model?")
 

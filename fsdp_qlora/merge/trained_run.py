@@ -30,7 +30,7 @@ class TrainedRun:
     base_sha256: str | None = None
     # "asked" of train_config.json: [{"answers": number, "chat_template_kwargs": {..}}]
     template_kwargs: list[dict[str, Any]] = field(default_factory=list)
-    probe_input_ids: list[list[int]] = field(default_factory=list)
+    merge_check_ids: list[list[int]] = field(default_factory=list)
     merge_check_file: Path | None = None  # MERGE_CHECK_FILE; None: nothing to compare with
     tokenizer: list[Path] = field(default_factory=list)  # files to use if the base has none
     extras: list[Path] = field(default_factory=list)  # files that replace the base's
@@ -52,9 +52,9 @@ def read_run(directory: Path) -> TrainedRun:
     needed = [path, *(directory / name for name in (*ADAPTER_FILES, MERGE_CHECK_FILE))]
     missing = [p.name for p in needed if not p.is_file()]
     if missing:
-        newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
+        latest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
         raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}. Use "
-                         + (f"its latest checkpoint: --adapter_dir {newest}" if newest else
+                         + (f"its latest checkpoint: --adapter_dir {latest}" if latest else
                             "a run directory of train_fsdp_qlora.py or a checkpoint in it; a"
                             " LoRA adapter that PEFT has saved is merged, unchecked, with"
                             " --base_model"))
@@ -85,7 +85,7 @@ def read_run(directory: Path) -> TrainedRun:
     return TrainedRun(
         config=run["config"], quantization=run["quantization"], base_model=run["base_model"],
         base_sha256=run["base_sha256"], template_kwargs=run.get("asked", []),
-        merge_check_file=directory / MERGE_CHECK_FILE, probe_input_ids=run["probe_input_ids"],
+        merge_check_file=directory / MERGE_CHECK_FILE, merge_check_ids=run["probe_input_ids"],
         tokenizer=tokenizer,  # with --trainable_tokens it may have more tokens than the base's
         extras=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
         template=path.with_name("chat_template.jinja") if is_given else None,

@@ -25,9 +25,9 @@ class MicroBatch:
     n_unpadded: torch.Tensor  # int64 [1], number of tokens from rows; the rest is padding
     position_ids: torch.Tensor  # int64 [tokens], 0 at the first token of each document
     cu_seqlens: torch.Tensor  # int32 [documents + 1], where documents begin and end
-    labels: torch.Tensor  # int64 [n], tokens whose loss is computed, padded with IGNORE_INDEX
-    label_positions: torch.Tensor  # int64 [n], the token before each of `labels`, padded with 0
-    # int64 [sums + 1]: where in `labels` the tokens of each document begin and end. If the loss
+    targets: torch.Tensor  # int64 [n], tokens whose loss is computed, padded with IGNORE_INDEX
+    target_positions: torch.Tensor  # int64 [n], the token before each of `targets`, padded with 0
+    # int64 [sums + 1]: where in `targets` the tokens of each document begin and end. If the loss
     # also reads prompts: first the tokens of its answer, then the tokens of its prompt. All ranks
     # have the same number of sums
     loss_bounds: torch.Tensor
@@ -42,7 +42,7 @@ class MicroBatch:
     context_shard: ContextShard | None = None  # this rank's part; None: it has all
     # what all layers read, set by Model.hidden()
     ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
-    layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
+    per_layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
     segments: Segments | None = None  # the keys that attention reads; None: see context_shard
 
 
@@ -52,7 +52,7 @@ class Answers:
     has two answers, the better one first, or one."""
 
     documents: torch.Tensor  # int64 [rows, answers], index among the documents of all ranks
-    n_loss_tokens: torch.Tensor  # fp64 [rows, answers], labels of the answer; 0: padding
+    n_loss_tokens: torch.Tensor  # fp64 [rows, answers], targets of the answer; 0: padding
     ref_logps: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
     desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
     # the next two: fp64 [], of the whole step or evaluation, see global_loss_values()

@@ -74,7 +74,7 @@ class CUDAGraphs:
             loss, sums = self.compute_loss(self.model, static)
             (loss * loss_weight).backward()
         self.pool = self.pool or graph.pool()
-        static.ropes, static.segments, static.layer_inputs = None, None, None
+        static.ropes, static.segments, static.per_layer_inputs = None, None, None
         torch.cuda.empty_cache()  # frees memory used by the run without a graph
         return CapturedGraph(graph, static, loss_weight, sums)
 

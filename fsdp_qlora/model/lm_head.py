@@ -36,7 +36,7 @@ def logits_of_hidden(model: ModelParameters, hidden_states: Tensor) -> Tensor:
 
 def greedy_tokens(model: ModelParameters, hidden_states: Tensor) -> Tensor:
     """Return the most probable next token after each of the normed `hidden_states` [n, hidden],
-    int64 [n]. All ranks of the group must call this, with the same hidden_states."""
+    int64 [n]. All ranks of the shard group must call this, with the same hidden_states."""
     top, best = logits_of_hidden(model, hidden_states).max(-1)
     top, best = model.gather(top), model.gather(best + model.own_rows.start)
     return best.gather(0, top.argmax(0)[None])[0]
@@ -51,35 +51,35 @@ def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -
     return out
 
 
-def eager_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def eager_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the losses [n] that LinearCrossEntropy must equal, in plain PyTorch, for whole logits
-    [n, vocabulary] and labels [n]."""
-    return F.cross_entropy(logits, labels, reduction="none")
+    [n, vocabulary] and targets [n]."""
+    return F.cross_entropy(logits, targets, reduction="none")
 
 
 @elementwise
 def logits_statistics(
-    logits: Tensor, labels: Tensor, multiplier: float, cap: float | None
+    logits: Tensor, targets: Tensor, multiplier: float, cap: float | None
 ) -> Tensor:
     """Return fp32 [3, n] for logits [n, columns]: the maximum of each row, the sum of exp(logit -
-    maximum), and the logit in column `labels`, 0 where that is -1."""
+    maximum), and the logit in column `targets`, 0 where that is -1."""
     logits = scaled_logits(logits, multiplier, cap)
     top = logits.amax(-1)
-    label_logit = logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    return torch.stack([top, (logits - top[:, None]).exp().sum(-1), label_logit * (labels >= 0)])
+    target_logit = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    return torch.stack([top, (logits - top[:, None]).exp().sum(-1), target_logit * (targets >= 0)])
 
 
 @elementwise
 def logits_gradient(
-    logits: Tensor, log_sum: Tensor, labels: Tensor, absent: Tensor, multiplier: float,
+    logits: Tensor, log_sum: Tensor, targets: Tensor, absent: Tensor, multiplier: float,
     cap: float | None
 ) -> Tensor:
     """Return the gradient of the cross-entropies [n, columns]: probabilities, minus 1 at the
-    label; 0 for tokens that are `absent` from the loss. log_sum [n] is over the whole vocabulary.
+    target; 0 for tokens that are `absent` from the loss. log_sum [n] is over the whole vocabulary.
     """
     capped = scaled_logits(logits, multiplier, cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    hit = (columns[None] == labels[:, None]).float()
+    hit = (columns[None] == targets[:, None]).float()
     gradient = ((capped - log_sum[:, None]).exp() - hit) * multiplier
     if cap is not None:
         gradient = gradient * (1 - (capped / cap).square())
@@ -88,9 +88,9 @@ def logits_gradient(
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Final norm, lm_head and cross-entropy of the last layer's outputs [tokens, hidden]. Returns
-    the cross-entropy of each entry of MicroBatch.labels, fp64 [n], 0 where padded. In fp64, because
-    thousands are summed, in an order that depends on the packing: a preference loss is a small
-    difference of two such sums, and the loss in the log is the same on any number of GPUs.
+    the cross-entropy of each entry of MicroBatch.targets, fp64 [n], 0 where padded. In fp64,
+    because thousands are summed, in an order that depends on the packing: a preference loss is a
+    small difference of two such sums, and the loss in the log is the same on any number of GPUs.
 
     Each rank computes the logits of all ranks' tokens for its own rows of the vocabulary; for the
     softmax the ranks exchange three numbers per token. The lm_head is never gathered, and the full
@@ -106,45 +106,45 @@ class LinearCrossEntropy(torch.autograd.Function):
                 head_rows: Tensor | None = None) -> Tensor:
         arch = model.arch
         weight = model.lm_head
-        shards = model.group_size
+        n_shards = model.shard_group_size
 
         def reduce_scatter(whole: Tensor) -> Tensor:
             """Return this rank's tokens of the sum over ranks of [tokens of all ranks, width]."""
-            if shards == 1:
+            if n_shards == 1:
                 return whole
-            own = whole.new_empty(len(whole) // shards, whole.shape[1])
-            dist.reduce_scatter_tensor(own, whole, group=model.group)
+            own = whole.new_empty(len(whole) // n_shards, whole.shape[1])
+            dist.reduce_scatter_tensor(own, whole, group=model.shard_group)
             return own
 
         logits_args = arch.logits_multiplier, arch.logits_softcap
         is_evaluation = not ctx.needs_input_grad[0]
-        token_losses = torch.empty(len(batch.labels), dtype=torch.float64, device=x.device)
+        token_losses = torch.empty(len(batch.targets), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
-        all_labels = model.gather(batch.labels)  # [shards, n], negative where padded
+        all_targets = model.gather(batch.targets)  # [n_shards, n], negative where padded
         trained = None if is_evaluation or head_rows is None else model.token_rows
         if trained:  # the gradients of the logits of trained rows
-            ctx.grad_logits = x.new_empty(len(batch.labels), len(trained.ids))
+            ctx.grad_logits = x.new_empty(len(batch.targets), len(trained.ids))
         size = max(1, LOGITS_CHUNK_BYTES // (4 * arch.vocab_size))
-        for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
-            part = x[batch.label_positions[chunk]]
+        for chunk in (slice(i, i + size) for i in range(0, len(batch.targets), size)):
+            part = x[batch.target_positions[chunk]]
             logits = F.linear(
                 model.gather(final_norm(model, part)).flatten(0, 1), weight, model.lm_head_bias)
-            labels = all_labels[:, chunk].flatten()
-            absent = labels < 0
-            own_labels = labels - model.own_rows.start
-            is_own = (own_labels >= 0) & (own_labels < len(weight)) & ~absent
-            own_labels = own_labels.where(is_own, -1)
-            statistics = logits_statistics(logits, own_labels, *logits_args, dynamic=True)
+            targets = all_targets[:, chunk].flatten()
+            absent = targets < 0
+            own_targets = targets - model.own_rows.start
+            is_own = (own_targets >= 0) & (own_targets < len(weight)) & ~absent
+            own_targets = own_targets.where(is_own, -1)
+            statistics = logits_statistics(logits, own_targets, *logits_args, dynamic=True)
             statistics = model.gather(statistics)
-            top, total, label_logit = statistics.unbind(1)  # each [shards, n]
+            top, total, target_logit = statistics.unbind(1)  # each [n_shards, n]
             global_top = top.amax(0)
             log_sum = global_top + ((top - global_top).exp() * total).sum(0).log()
-            losses = (log_sum - label_logit.sum(0)).masked_fill(absent, 0)
-            token_losses[chunk] = losses.view(shards, -1)[model.group_rank]
+            losses = (log_sum - target_logit.sum(0)).masked_fill(absent, 0)
+            token_losses[chunk] = losses.view(n_shards, -1)[model.shard_rank]
             if is_evaluation:
                 continue
             grad = logits_gradient(
-                logits, log_sum, own_labels, absent, *logits_args, dynamic=True)
+                logits, log_sum, own_targets, absent, *logits_args, dynamic=True)
             if trained:
                 whole = grad.new_zeros(len(grad), len(trained.ids))
                 whole[:, trained.own] = grad[:, trained.table_rows]
@@ -152,7 +152,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad = reduce_scatter(fp32_matmul(grad, weight))
             grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
                                  dynamic=True)
-            grad_x.index_add_(0, batch.label_positions[chunk], grad)  # padding: adds 0 to token 0
+            grad_x.index_add_(0, batch.target_positions[chunk], grad)  # padding: adds 0 to token 0
         ctx.grad_x, ctx.batch, ctx.model, ctx.chunk_size = grad_x, batch, model, size
         ctx.x = x.detach() if trained else None
         return token_losses
@@ -161,20 +161,21 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(
             ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
         grad_x, batch, ctx.grad_x = ctx.grad_x, ctx.batch, None
-        # padded labels point to token 0 and add 0 to it
-        weights = grad_losses.float().masked_fill(batch.labels < 0, 0)
-        token_factors = weights.new_zeros(len(grad_x)).index_add_(0, batch.label_positions, weights)
+        # padded targets point to token 0 and add 0 to it
+        weights = grad_losses.float().masked_fill(batch.targets < 0, 0)
+        token_factors = weights.new_zeros(len(grad_x))
+        token_factors.index_add_(0, batch.target_positions, weights)
         grad_rows = None if ctx.x is None else head_row_gradient(ctx, weights)
         return grad_x.mul_(token_factors[:, None]), None, None, grad_rows
 
 
 def head_row_gradient(ctx: Any, weights: Tensor) -> Tensor:
     """Return the gradient of the lm_head's trained rows [tokens, hidden], fp32, over this rank's
-    labels with these `weights` [n]. `ctx` is that of LinearCrossEntropy; the lm_head's inputs are
+    targets with these `weights` [n]. `ctx` is that of LinearCrossEntropy; the lm_head's inputs are
     computed again."""
     total = weights.new_zeros(ctx.grad_logits.shape[1], ctx.x.shape[1])
     for chunk in (slice(i, i + ctx.chunk_size) for i in range(0, len(weights), ctx.chunk_size)):
-        hidden = final_norm(ctx.model, ctx.x[ctx.batch.label_positions[chunk]])
+        hidden = final_norm(ctx.model, ctx.x[ctx.batch.target_positions[chunk]])
         total += (ctx.grad_logits[chunk].float() * weights[chunk, None]).t() @ hidden.float()
     ctx.x = ctx.grad_logits = None
     return total

@@ -23,8 +23,8 @@ from tqdm import tqdm
 from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.layer.layer import DecoderLayer
-from fsdp_qlora.log import log, log_each_rank
-from fsdp_qlora.memory import host_memory, log_memory
+from fsdp_qlora.log import log, log_debug_each_rank
+from fsdp_qlora.memory import host_memory, log_debug_memory
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
@@ -108,9 +108,10 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     grown = (host_memory().peak - resident_before) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
     log(f"base model loaded in {seconds:.1f} s")
-    log_each_rank("base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f}"
-                  f" {unit}/s with at most {grown:.2f} GiB more host memory")
-    log_memory("after loading", device)
+    log_debug_each_rank(
+        "base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f} {unit}/s"
+                      f" with at most {grown:.2f} GiB more host memory")
+    log_debug_memory("after loading", device)
     return LoadResult(dict(zip(checksums, map(as_hex, totals.tolist()))), bool(nf4_states),
                       names.n_parameters)
 
@@ -119,8 +120,8 @@ def fill_model(
     model: Model, names: TensorNames, read: ReadTensor, nf4_states: NF4States,
 ) -> None:
     """Set the model's embedding, layers, norm and lm_head. Each tensor is read once, in the order
-    of weight_requests(), except that MXFP4 comes first in a layer. All ranks of model.group must
-    call this."""
+    of weight_requests(), except that MXFP4 comes first in a layer. All ranks of the shard group
+    must call this."""
     plan, device, dtype = model.plan, model.device, model.plan.dtype
 
     def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
@@ -166,22 +167,22 @@ def fill_layer(
     nf4_states: NF4States,
 ) -> None:
     """Set layer i's 4-bit weights, written into `shard`, FourBitBlocks of zeros on the device; its
-    norms and biases; and its small tensors, such as the experts' router. All ranks of model.group
-    must call this."""
+    norms and biases; and its small tensors, such as the experts' router. All ranks of the shard
+    group must call this."""
     device, dtype = shard.device, model.plan.dtype
     layer: DecoderLayer = model.layers[i]
     own_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
-                   for own in own_blocks(layer, model.group_rank)]
+                   for own in own_blocks(layer, model.shard_rank)]
     own_linears = copy_mxfp4(own_linears, shard, read)
     layer.nested = quantize(own_linears, shard, read, names, nf4_states, dtype, model)
     if model.plan.offload_params:
         shard = FourBitBlocks(pinned_copy(shard.packed), pinned_copy(shard.scales), device)
     set_local(layer, "packed_weights", shard)
     own_size = len(local_part(layer.vectors))
-    vectors = torch.zeros(model.group_size, own_size, dtype=dtype, device=device)
+    vectors = torch.zeros(model.shard_group_size, own_size, dtype=dtype, device=device)
     for name, (where, _) in layer.spec.vectors.items():
         vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
-    set_local(layer, "vectors", vectors[model.group_rank].clone())
+    set_local(layer, "vectors", vectors[model.shard_rank].clone())
     for name, shape in layer.spec.small_tensors.items():  # whole on every rank, not quantized
         if names.of_layer(i, name) in names.zeros:
             layer.small_tensors[name] = torch.zeros(shape, device=device)
@@ -196,7 +197,7 @@ def quantize(
 ) -> NestedScales:
     """Quantize this rank's blocks of a layer to NF4 with double quantization, into `shard`,
     FourBitBlocks of zeros. Linears that are in NF4 in the files (in `nf4_states`) keep their bytes.
-    Returns the layer's NestedScales. All ranks of the group must call this.
+    Returns the layer's NestedScales. All ranks of the shard group must call this.
 
     Blocks of 64 weights are quantized independently, so they get the same bytes as in the whole
     tensor. The second level subtracts the mean absmax of the whole linear: all ranks gather the

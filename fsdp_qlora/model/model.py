@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.layer.dequantize import dequantize
-from fsdp_qlora.log import log_each_rank
+from fsdp_qlora.log import log_debug_each_rank
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model.embedding import embed
@@ -41,11 +41,11 @@ class Model(ModelParameters):
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the last layer's output [tokens, hidden]. Gives the batch what all layers read:
-        its ropes, segments and layer_inputs."""
+        its ropes, segments and per_layer_inputs."""
         x = embed(self, batch.input_ids)
         dropout = self.arch.embedding_dropout
         if self.arch.per_layer:
-            batch.layer_inputs = per_layer_inputs(self, batch.input_ids, x)
+            batch.per_layer_inputs = per_layer_inputs(self, batch.input_ids, x)
         if dropout and batch.dropout_seeds is not None:
             x = drop(x, batch.dropout_seeds, EMBEDDING_SITE, dropout)
         batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
@@ -93,8 +93,8 @@ def verify_model(model: Model, plan: Plan) -> None:
                 f"layer {i}: {name} is{' not' * plan.uses_fsdp} FSDP2's")
             assert not local.is_meta, f"layer {i}: {name} was not loaded"
             assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
-            shards = p.device_mesh["shard"].size() if isinstance(p, DTensor) else 1
-            assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
+            n_shards = p.device_mesh["shard"].size() if isinstance(p, DTensor) else 1
+            assert len(local) * n_shards == len(p), f"layer {i}: {name} is not sharded evenly"
             parts = [local.packed, local.scales] if isinstance(local, FourBitBlocks) else [local]
             kind = {"packed_weights": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
             n_bytes[kind] += sum(part.nbytes for part in parts)
@@ -105,5 +105,5 @@ def verify_model(model: Model, plan: Plan) -> None:
         model.embedding, model.lm_head, model.lm_head_bias, model.norm, model.norm_bias,
         model.per_layer_table, model.per_layer_projection, model.per_layer_norm) if t is not None}
     n_bytes["other frozen"] += sum(tables.values())
-    log_each_rank(
+    log_debug_each_rank(
         "weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))

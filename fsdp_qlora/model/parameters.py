@@ -51,20 +51,21 @@ class ModelParameters(nn.Module):
 
     def __init__(
         self, arch: Architecture, specs: Sequence[LayerSpec], plan: Plan, kernels: Kernels,
-        device: torch.device, group: dist.ProcessGroup | None = None,
+        device: torch.device, shard_group: dist.ProcessGroup | None = None,
         context: ContextGroup = NOT_SHARED
     ) -> None:
-        """`group`: the processes that share one copy of the model; None: this process alone.
+        """`shard_group`: the processes that share one copy of the model; None: this process alone.
         `context`: those that share a micro-batch."""
         super().__init__()
         self.arch, self.plan, self.kernels, self.device = arch, plan, kernels, device
         self.store = make_store(plan, device)  # what recomputed layers save for backward
         self.context = context
-        self.group, self.group_rank, self.group_size = group, 0, 1
-        if group:
-            self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+        self.shard_group, self.shard_rank, self.shard_group_size = shard_group, 0, 1
+        if shard_group:
+            self.shard_rank = dist.get_rank(shard_group)
+            self.shard_group_size = dist.get_world_size(shard_group)
         # the same rows of every table
-        self.own_rows = shard_range(arch.vocab_size, self.group_rank, self.group_size)
+        self.own_rows = shard_range(arch.vocab_size, self.shard_rank, self.shard_group_size)
         self.layers = nn.ModuleList(
             DecoderLayer(arch, spec, i, plan) for i, spec in enumerate(specs))
         self.embedding = self.norm = self.norm_bias = self.lm_head = self.frequencies = None
@@ -82,8 +83,8 @@ class ModelParameters(nn.Module):
 
     def gather(self, own: Tensor) -> Tensor:
         """Return [ranks, *shape], the tensors [*shape] of the ranks that share this copy of the
-        model. All ranks of the group must call this."""
-        return all_gather(own, self.group) if self.group_size > 1 else own[None]
+        model. All ranks of the shard group must call this."""
+        return all_gather(own, self.shard_group) if self.shard_group_size > 1 else own[None]
 
     def write_token_rows(self) -> None:
         """Copy the trained rows of --trainable_tokens into the tables."""
@@ -91,7 +92,7 @@ class ModelParameters(nn.Module):
             self.token_rows.write(self.embedding, self.lm_head)
 
 
-def shard_range(n: int, shard: int, shards: int) -> range:
+def shard_range(n: int, shard: int, n_shards: int) -> range:
     """Return the rows of `n` that FSDP2 assigns to a shard, which are those of torch.chunk."""
-    size = math.ceil(n / shards)
+    size = math.ceil(n / n_shards)
     return range(min(shard * size, n), min((shard + 1) * size, n))

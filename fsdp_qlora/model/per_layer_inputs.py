@@ -14,7 +14,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 def per_layer_inputs(model: ModelParameters, ids: Tensor, embeddings: Tensor) -> Tensor:
     """Return the inputs of all layers [n, layers, size] for tokens `ids` [n] with these embeddings.
-    All ranks of the group must call this, with the same n."""
+    All ranks of the shard group must call this, with the same n."""
     arch, record = model.arch, model.arch.per_layer
     assert record, "the family has them"
     shape = arch.n_layers, record.size

@@ -121,7 +121,7 @@ class DocumentSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sums: torch.Tensor) -> tuple[torch.Tensor, None]:
         bounds = ctx.batch.loss_bounds
-        n = len(ctx.batch.labels)
+        n = len(ctx.batch.targets)
         numbers = torch.arange(n, device=grad_sums.device)
         sum_of = torch.searchsorted(bounds, numbers, right=True) - 1  # each token's sum
         # padding is after the last sum: its gradient does not matter, LinearCrossEntropy ignores it

@@ -79,7 +79,7 @@ def weight_requests(
         requests += whole_requests(
             names.of_model(arch.per_layer.projection_norm), (arch.per_layer.size,))
     for i, layer in enumerate(model.layers):
-        for own in own_blocks(layer, model.group_rank):
+        for own in own_blocks(layer, model.shard_rank):
             name = names.of_layer(i, f"{own.linear.name}.weight")
             requests += linear_requests(own, name, names, name in nf4_states)
         shapes = {name: shape for name, (_, shape) in layer.spec.vectors.items()}

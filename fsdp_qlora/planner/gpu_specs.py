@@ -15,10 +15,10 @@ class GPUSpec(NamedTuple):
 
     size_gb: int  # as it is sold
     free_gib: float  # what CUDA and NCCL leave: what torch reports, less 1.2 to 2
-    flops: float  # TFLOP/s of dense bf16 matmuls with fp32 sums; for GeForce half of fp16's
-    bandwidth: float  # GB/s of its memory
-    link: float  # GB/s received from the other GPUs: by NVLink, else by its bus
-    bus: float  # GB/s between GPU and host memory, each way: PCIe 4.0 or 5.0, x8 or x16
+    tflops: float  # of dense bf16 matmuls with fp32 sums; for GeForce half of fp16's
+    bandwidth_gb_s: float  # of its memory
+    link_gb_s: float  # received from the other GPUs: by NVLink, else by its bus
+    bus_gb_s: float  # between GPU and host memory, each way: PCIe 4.0 or 5.0, x8 or x16
     # True if torch has grouped matmuls for it, see why_no_grouped_mm()
     has_grouped_mm: bool = False
     cudnn: bool = False  # True if torch's SDPA is cuDNN's
@@ -65,10 +65,10 @@ def gpu_machine(gpu: GPUSpec, host_gib: float = HOST_GIB) -> Machine:
     """Return the Machine that measure_machine() would find with this GPU, and with `host_gib` of
     free host memory per GPU."""
     return Machine(
-        flops=rounded(FLOPS_FRACTION * 1e12 * gpu.flops),
-        bandwidth=rounded(BANDWIDTH_FRACTION * 1e9 * gpu.bandwidth),
-        link_bandwidth=rounded(LINK_FRACTION * 1e9 * gpu.link),
-        host_bandwidth=rounded(BUS_FRACTION * 1e9 * gpu.bus),
+        flops=rounded(FLOPS_FRACTION * 1e12 * gpu.tflops),
+        bandwidth=rounded(BANDWIDTH_FRACTION * 1e9 * gpu.bandwidth_gb_s),
+        link_bandwidth=rounded(LINK_FRACTION * 1e9 * gpu.link_gb_s),
+        host_bandwidth=rounded(BUS_FRACTION * 1e9 * gpu.bus_gb_s),
         free_host_bytes=int(host_gib * 2**30),
         why_no_grouped=(
             "" if gpu.has_grouped_mm else "torch multiplies experts one by one on this GPU"))

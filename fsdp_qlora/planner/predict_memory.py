@@ -24,30 +24,30 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...]) -> Plan:
     """Return the plan with its `memory` and `host_bytes`."""
-    shards = plan.shard_group_size
+    n_shards = plan.shard_group_size
     itemsize = plan.dtype.itemsize
     layers = count_layers(specs)
     value_bytes = plan.micro_batch_tokens * itemsize  # of one value for each token
-    packed_bytes = layers.packed_bytes / shards
+    packed_bytes = layers.packed_bytes / n_shards
     adapter_bytes = 4 * layers.n_adapter  # of one layer, in fp32
     # bytes of this rank's rows of the lm_head; the embedding has as many
-    table_bytes = arch.vocab_size * arch.hidden_size * itemsize / shards
+    table_bytes = arch.vocab_size * arch.hidden_size * itemsize / n_shards
     # values of all layers' own inputs for a token, see PerLayerInputs
     n_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
     # of the tables that no matmul reads, which can be in host memory
     looked_up_bytes = (
-        table_bytes * (not arch.tied) + arch.vocab_size * n_inputs * itemsize / shards)
+        table_bytes * (not arch.tied) + arch.vocab_size * n_inputs * itemsize / n_shards)
     by_recomputed, by_others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
     head = lm_head_bytes(plan, arch, table_bytes)
     row_weights = plan.n_token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else packed_bytes,
         "embedding, head, norms": table_bytes + looked_up_bytes * (not plan.embedding_on_host)
-        + (layers.n_vectors / shards + layers.n_small + n_inputs * arch.hidden_size) * itemsize
+        + (layers.n_vectors / n_shards + layers.n_small + n_inputs * arch.hidden_size) * itemsize
         + 4 * layers.n_nested,
-        "adapter and gradients": 2 * plan.n_layers * adapter_bytes / shards + 8 * row_weights,
+        "adapter and gradients": 2 * plan.n_layers * adapter_bytes / n_shards + 8 * row_weights,
         "optimizer's state": plan.state_bytes * (
-            plan.n_layers * layers.n_adapter / shards + row_weights),
+            plan.n_layers * layers.n_adapter / n_shards + row_weights),
         "saved by recomputed layers": by_recomputed,
         "saved by other layers": by_others,
         # plus the shared keys and values, their gradients, and one layer's gradients of them

@@ -66,11 +66,11 @@ def layer_seconds(
     active_weights = layers.active_weights / n_layers
     forward = compute * active_weights / (
         2 * active_weights + weights_multiplied_again(plan, layers))
-    shards = plan.shard_group_size
+    n_shards = plan.shard_group_size
     gathered = layers.packed_bytes / n_layers + layers.n_adapter * plan.dtype.itemsize
-    gathers = gathered * (shards - 1) / shards / machine.link_bandwidth
+    gathers = gathered * (n_shards - 1) / n_shards / machine.link_bandwidth
     # each way: activations go to the host in forward and come back in backward; weights come twice
-    copies = plan.offload_params * gathered / shards
+    copies = plan.offload_params * gathered / n_shards
     value_bytes = plan.micro_batch_tokens * plan.dtype.itemsize
     copies += plan.offload_activations * saved_bytes(plan, layers, value_bytes)[0] / n_layers
     return LayerSeconds(

@@ -3,7 +3,7 @@
     agree_on_plan()          measures the machine, make_workload(); all ranks take rank 0's plan
       choose_plan()          the plan to run, or DoesNotFit; refuse_flags() first
         find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
-                             pick_plan() takes the fastest of those that fit, by predict_time()
+                             fastest_plan() takes the fastest of those that fit, by predict_time()
         check_plan(),        raise if it does not fit; suggest_flags() tries flags and names those
         check_host()         that help; check_host() on a CPU
         use_cuda_graphs()    CUDA graphs, where they make it faster
@@ -68,7 +68,7 @@ class Workload:
     recurrence_is_eager: bool = False
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
     state_bytes: float = 0.0  # see Plan
-    uneven_labels: bool = False  # True if they differ in the number of their tokens in the loss
+    uneven_targets: bool = False  # True if they differ in the number of their tokens in the loss
     shortest: int = 0  # tokens of the shortest document that is trained
     can_reuse_lse: bool = False  # see can_reuse_lse()
 
@@ -154,8 +154,8 @@ def make_workload(
     rows = sampler.rows
     longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
                             for count in (longest_document, longest_of_rows))
-    uneven_lengths, uneven_labels = (
-        bool((numbers != numbers[0]).any()) for numbers in (rows.lengths, rows.n_labels()))
+    uneven_lengths, uneven_targets = (
+        bool((numbers != numbers[0]).any()) for numbers in (rows.lengths, rows.n_targets()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
     row_lengths = rows.row_lengths()
     tokens = max(int(row_lengths[sampler.indices(s)].sum()) for s in steps)
@@ -163,7 +163,7 @@ def make_workload(
     return Workload(
         tokens=tokens, longest=longest, longest_row=longest_row, shortest=int(rows.lengths.min()),
         mean_document_tokens=float(lengths.square().sum() / lengths.sum()),
-        uneven_lengths=uneven_lengths, uneven_labels=uneven_labels, world_size=world_size,
+        uneven_lengths=uneven_lengths, uneven_targets=uneven_targets, world_size=world_size,
         device=device, attention_is_eager=attention_is_eager,
         recurrence_is_eager=recurrence_is_eager, why_no_capture=why_no_capture,
         state_bytes=state_bytes, can_reuse_lse=can_reuse_lse)
@@ -212,7 +212,7 @@ def choose_plan(
     least = workload.least_tokens(plan.context_parallel_size)
     n_groups = workload.world_size // plan.context_parallel_size
     n_rows = n_groups * (plan.micro_batch_tokens // least)
-    uneven_micro_batches = (workload.uneven_lengths or workload.uneven_labels
+    uneven_micro_batches = (workload.uneven_lengths or workload.uneven_targets
                             or config.batch_size % n_rows > 0)
     return use_cuda_graphs(plan, search, uneven_micro_batches)
 
@@ -241,7 +241,7 @@ def find_plan(search: SearchInputs) -> Plan:
     config, workload = search.config, search.workload
 
     def best_plan(context_size: int) -> Plan:
-        return pick_plan(affordable_plans(search, context_size), search)
+        return fastest_plan(affordable_plans(search, context_size), search)
 
     def fits_both(plan: Plan) -> bool:
         return plan.fits_both(search.memory_bound, search.machine.free_host_bytes)
@@ -396,7 +396,7 @@ def saved_counts(
         yield from ((n_mlp, (n - n_mlp) * eighth // 8) for eighth in eighths)
 
 
-def pick_plan(plans: list[Plan], search: SearchInputs) -> Plan:
+def fastest_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     """Return the plan to run, among those that leave MIN_FREE of the memory free.
 
     Among the plans that are as fast as the fastest, by SAME_TIME, it is the preferred one that

@@ -147,16 +147,16 @@ class Architecture(Family):
     def mixer_groups(self, kind: LayerKind) -> dict[str, list[LinearShape]]:
         """Return the groups of fused_groups() that belong to the token mixer's sublayer."""
         if kind.sublayers == "mlp":
-            return {"in_proj": [], "out": []}
+            return {"in_proj": [], "out_proj": []}
         if self.mla:
             return self.mla.linear_groups(self.hidden_size, kind.heads.n)
-        in_proj, out = self.of_kind(kind).attention_linears()
+        in_proj, out_proj = self.of_kind(kind).attention_linears()
         if not kind.other_mixer:
-            return {"in_proj": in_proj, "out": out}
+            return {"in_proj": in_proj, "out_proj": out_proj}
         mixer_in, mixer_out = self.other_mixers[kind.other_mixer].linears(self.hidden_size)
         if not self.parallel_other_mixers:
-            return {"in_proj": mixer_in, "out": mixer_out}
-        return {"in_proj": in_proj + mixer_in, "out": out, "mixer_out": mixer_out}
+            return {"in_proj": mixer_in, "out_proj": mixer_out}
+        return {"in_proj": in_proj + mixer_in, "out_proj": out_proj, "mixer_out_proj": mixer_out}
 
     def mlp_groups(self, kind: LayerKind) -> dict[str, list[LinearShape]]:
         """Return the groups of fused_groups() that belong to the MLP sublayer."""
@@ -166,7 +166,7 @@ class Architecture(Family):
         if kind.routed:
             groups = {"shared_gate_up": self.shared_gate_up, "shared_down": self.shared_down}
             groups |= {name: [linear] for name, linear in zip(
-                ("latent_entry", "latent_exit"), self.expert_latent)}
+                ("latent_in_proj", "latent_out_proj"), self.expert_latent)}
             groups |= {"expert_gate_up": self.expert_gate_up, "expert_down": self.expert_down}
         if self.double_wide_mlp and not kind.heads.n_kv:
             groups = {

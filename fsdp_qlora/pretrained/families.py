@@ -62,7 +62,7 @@ GRANITE: dict[str, Any] = dict(
     residual_multiplier="config.residual_multiplier")
 GRANITE_SWA: dict[str, Any] = GRANITE | dict(
     logits_divisor="config.logits_scaling", sinks=True, windowed_layers="layer_types",
-    no_rotary="layer_rope_theta", layer_thetas=True)
+    no_rotary="layer_rope_theta", rope_theta_by_layer=True)
 GRANITE_SHARED: dict[str, Any] = dict(
     mlp_in=("shared_mlp.input_linear",), mlp_out="shared_mlp.output_linear",
     intermediate_size="config.shared_intermediate_size")

@@ -399,7 +399,7 @@ def make_positions(
     slides = sliding_layers(c, family, types)
     ropes: list[dict[str, Any]] = []
     layer_rope: list[int | None] = []
-    thetas = c.layer_rope_theta if family.layer_thetas else [None] * len(types)
+    thetas = c.layer_rope_theta if family.rope_theta_by_layer else [None] * len(types)
     for layer_type, rotates, theta, heads in zip(
             types, rotary_layers(c, family, slides), thetas, layer_heads, strict=True):
         has_attention = layer_type not in family.other_mixers or family.parallel_other_mixers

@@ -142,13 +142,13 @@ class MLARecord:
         kv_a_width = self.kv_rank + self.rope_dim
         kv_a = LinearShape("self_attn.kv_a_proj_with_mqa", kv_a_width, hidden, False)
         kv_b = LinearShape("self_attn.kv_b_proj", key_value_width, self.kv_rank, False)
-        out = LinearShape("self_attn.o_proj", hidden, heads * self.value_dim, False)
+        out_proj = LinearShape("self_attn.o_proj", hidden, heads * self.value_dim, False)
         if not self.q_rank:
             q = LinearShape("self_attn.q_proj", query_width, hidden, False)
-            return {"in_proj": [q, kv_a], "out": [out], "kv_b": [kv_b]}
+            return {"in_proj": [q, kv_a], "out_proj": [out_proj], "kv_b": [kv_b]}
         q_a = LinearShape("self_attn.q_a_proj", self.q_rank, hidden, False)
         q_b = LinearShape("self_attn.q_b_proj", query_width, self.q_rank, False)
-        return {"in_proj": [q_a, kv_a], "out": [out], "q_b": [q_b], "kv_b": [kv_b]}
+        return {"in_proj": [q_a, kv_a], "out_proj": [out_proj], "q_b": [q_b], "kv_b": [kv_b]}
 
     def norms(self) -> dict[str, tuple[int, ...]]:
         """Return {name in the layer: shape} of the weights of its norms."""
@@ -378,7 +378,7 @@ class Family:
     # partial_rotary_factor of rope_parameters is used; with rope_type "proportional" in any case
     partial_rotary: bool = False
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
-    layer_thetas: bool = False  # layer_rope_theta of the config has the rope_theta of each layer
+    rope_theta_by_layer: bool = False  # layer_rope_theta of the config has that of each layer
     ntk_alpha: bool = False  # alpha of rope_parameters is used, whatever the length
     rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
     no_rotary: NoRotary | None = None  # None: all layers have it

@@ -25,7 +25,7 @@ from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
 from fsdp_qlora.triton_support import tl, triton
 
 
-LORA_COLUMNS = 64  # LoRA's columns of a matmul are padded to a multiple, whole cache lines
+LORA_ALIGNMENT = 64  # LoRA's columns of a matmul are padded to a multiple, whole cache lines
 
 
 @functools.lru_cache(None)
@@ -56,7 +56,7 @@ def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 TILE_BLOCKS = 64  # blocks that one program of dequantize_kernel writes
-TILE_ROWS = 64  # rows of B that one program writes, LORA_COLUMNS columns of them
+TILE_ROWS = 64  # rows of B that one program writes, LORA_ALIGNMENT columns of them
 
 
 def launch_dequantize(
@@ -72,13 +72,13 @@ def launch_dequantize(
     """
     n_rows, padded_lora = len(out), out.shape[1] - n_in
     n_tiles = math.ceil(len(packed) / TILE_BLOCKS)
-    column_tiles = math.ceil(n_rows / TILE_ROWS) * (padded_lora // LORA_COLUMNS)
+    column_tiles = math.ceil(n_rows / TILE_ROWS) * (padded_lora // LORA_ALIGNMENT)
     dequantize_kernel[(n_tiles + column_tiles,)](
         packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
         len(packed), n_tiles, n_rows, n_in, padded_lora, rank,
         LINEARS=n_linears, EQUAL=equal, MXFP4=in_mxfp4, N_SCALES=scales.shape[1],
         BLOCKS=TILE_BLOCKS, BLOCK=BLOCK, NESTED_BLOCK=NESTED_BLOCK, ROWS=TILE_ROWS,
-        COLUMNS=LORA_COLUMNS, num_warps=4,
+        COLUMNS=LORA_ALIGNMENT, num_warps=4,
         enable_fp_fusion=False)  # bitsandbytes rounds between multiplying a scale and adding offset
 
 

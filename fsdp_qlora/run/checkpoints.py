@@ -46,8 +46,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
                      optimizer_state: dict[str, torch.Tensor],
                      merge_check: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step> completely or not at all, from the gathered {PEFT's name: tensor},
-    and the results of Adapter.gather_state() and MergeCheck.hidden_states(). Raises DISK_ERRORS,
-    also if the directory is no longer this run's. Rank 0 only.
+    and the results of Adapter.gather_state() and MergeCheck.tensors(). Raises DISK_ERRORS, also if
+    the directory is no longer this run's. Rank 0 only.
 
     Everything goes into a hidden directory, which is renamed when all files are written, synced and
     listed with their SHA-256. So a directory with the right name is a complete checkpoint.
@@ -83,8 +83,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         raise
 
 
-def check_room(config: Config, directory: Path, n_adapter_weights: int,
-               make_optimizer: MakeOptimizer) -> None:
+def check_disk_space(config: Config, directory: Path, n_adapter_weights: int,
+                     make_optimizer: MakeOptimizer) -> None:
     """Raise ValueError if the disk has no room for the adapter and one checkpoint, the least that a
     run must write; log a line if it has none for as many as --keep_checkpoints keeps.
     Rank 0 only."""
@@ -154,14 +154,14 @@ def drop_checkpoints(run: Run, step: int) -> None:
         older = [path for s, path in older[run.config.keep_checkpoints - 1 :]
                  if s != run.progress.best_step]
         if older:
-            read_checkpoint(checkpoint_path(run.directory, step))
+            verify_checkpoint(checkpoint_path(run.directory, step))
         for path in older:
             move_aside_and_remove(path)
     except (OSError, ValueError) as e:
         log(f"warning: could not remove older checkpoints: {e}")
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def verify_checkpoint(path: Path) -> dict[str, Any]:
     """Return the contents of checkpoint.json. Raises ValueError unless it and all files that it
     lists still have the SHA-256 with which they were written, or OSError if that cannot be checked
     now."""
@@ -183,7 +183,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest_checkpoint(
+def latest_checkpoint(
         directory: Path, flag: str) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
     """Return the path and the state of a run's latest complete checkpoint, or (None, None). Logs
     the damaged ones that it skips. Raises ValueError, which names `flag`, if all are damaged;
@@ -191,7 +191,7 @@ def newest_checkpoint(
     broken = []
     for _, path in list_checkpoints(directory):
         try:
-            return path, read_checkpoint(path)
+            return path, verify_checkpoint(path)
         except ValueError as e:
             broken.append(str(e))
             log(f"warning: skipped {e}")
@@ -202,9 +202,9 @@ def newest_checkpoint(
 
 def save_adapter(run: Run, weights: dict[str, torch.Tensor],
                  merge_check: dict[str, torch.Tensor]) -> None:
-    """Write the trained adapter in PEFT's format and MergeCheck.hidden_states()'s tensors, and
-    their SHA-256 into train_config.json. If --output_dir is lost or cannot be written, write the
-    adapter elsewhere, and raise OSError that names the place. Rank 0 only."""
+    """Write the trained adapter in PEFT's format and the result of MergeCheck.tensors(), and their
+    SHA-256 into train_config.json. If --output_dir is lost or cannot be written, write the adapter
+    elsewhere, and raise OSError that names the place. Rank 0 only."""
     try:
         write_results(run, weights, merge_check)
     except DISK_ERRORS as e:
@@ -241,5 +241,5 @@ def save_elsewhere(run: Run, weights: dict[str, torch.Tensor], errors: list[str]
             if new:
                 with contextlib.suppress(OSError):
                     new.rmdir()  # works only if nothing was written
-    newest = run.status.checkpoint
-    return f"{newest} has the latest state" if newest else "it is lost"
+    latest = run.status.checkpoint
+    return f"{latest} has the latest state" if latest else "it is lost"

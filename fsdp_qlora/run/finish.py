@@ -12,7 +12,7 @@ from typing import NoReturn
 from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.log import log
-from fsdp_qlora.memory import log_memory
+from fsdp_qlora.memory import log_debug_memory
 from fsdp_qlora.ranks import RunEnd, gather_objects, on_rank_0
 from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, save_adapter
 from fsdp_qlora.run.divergence import why_worse
@@ -32,25 +32,25 @@ def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
                      " fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(save_adapter, run, run.adapter.gather_weights(),
-                  run.merge_check.hidden_states(run.model), causes=DISK_ERRORS)
+                  run.merge_check.tensors(run.model), causes=DISK_ERRORS)
     raise RunEnd(f"{why}, after step {step}; {what_is_saved(run, step)}", EXIT_RESUMABLE)
 
 
 def what_is_saved(run: Run, step: int) -> str:
     """Return what is saved of a run that stops after `step`, and how it is resumed."""
-    newest = checkpoint_path(run.directory, run.saved_step).name
+    latest = checkpoint_path(run.directory, run.saved_step).name
     if not run.saved_step:
         return "no checkpoint is saved, and the same command starts again from the beginning"
     if run.saved_step < step:
-        return f"its checkpoint could not be saved; {run.status.how_to_resume} from {newest}"
-    return f"{newest} is saved; {run.status.how_to_resume}"
+        return f"its checkpoint could not be saved; {run.status.how_to_resume} from {latest}"
+    return f"{latest} is saved; {run.status.how_to_resume}"
 
 
 def finish_run(run: Run, script: Path) -> None:
     """Print what a complete run leaves and how to use it, and write status.json. All ranks must
     call this."""
     log_checkpoints(run)
-    log_memory("at the end", run.device)
+    log_debug_memory("at the end", run.device)
     if how := how_to_prompt(run.rows.template_kwargs):
         log(how)
     if why := on_rank_0(lambda: why_worse(read_losses(run.directory))):

@@ -1,6 +1,6 @@
 """MergeCheck: inputs of the lm_head recorded in training, by which a merge is checked.
 
-checkpoints.py writes them, merge/check.py makes logits of them for merge_adapters.py.
+checkpoints.py writes them, merge/logits.py makes logits of them for merge_adapters.py.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class MergeCheck:
         first = documents.select(torch.arange(min(CHECK_ROWS, len(documents))))
         self.rows = dataclasses.replace(first, lengths=first.lengths.clamp(max=CHECK_TOKENS))
         self.input_ids = [self.rows.tokens(i)[0].tolist() for i in range(len(self.rows))]
-        self.without_adapter = self.initial_rows = torch.empty(0)  # until begin()
+        self.without_adapter = self.initial_rows = torch.empty(0)  # until record_without_adapter()
 
-    def begin(self, model: Model, adapter: Adapter) -> None:
+    def record_without_adapter(self, model: Model, adapter: Adapter) -> None:
         """Record the lm_head's inputs without the adapter. All ranks must call this."""
         if model.token_rows:
             self.initial_rows = adapter.initial_rows[-1].cpu()
         with no_adapter(adapter):
             self.without_adapter = self.lm_head_inputs(model)
 
-    def hidden_states(self, model: Model) -> dict[str, torch.Tensor]:
+    def tensors(self, model: Model) -> dict[str, torch.Tensor]:
         """Return what a merge is checked by: the lm_head's inputs, {"with_adapter": as they are
-        now, "without_adapter": from begin()}; and with --trainable_tokens the lm_head's rows of
-        these tokens, rows_with_adapter and rows_without_adapter [tokens, hidden]. All ranks must
-        call this."""
+        now, "without_adapter": from record_without_adapter()}; and with --trainable_tokens the
+        lm_head's rows of these tokens, rows_with_adapter and rows_without_adapter [tokens, hidden].
+        All ranks must call this."""
         inputs = {"with_adapter": self.lm_head_inputs(model),
                   "without_adapter": self.without_adapter}
         if trained := model.token_rows:

@@ -37,7 +37,7 @@ class MetricsWriter:
     def __init__(self, run: Run, start_step: int) -> None:
         """Start after step `start_step`; later records of an earlier start are removed."""
         self.max_steps, self.status = run.config.max_steps, run.status
-        self.place, self.compiles = device_word(run.device), compiles_kernels(run.device)
+        self.unit, self.compiles = unit_of(run.device), compiles_kernels(run.device)
         self.first: tuple[int, float] | None = None  # first step of this start, and when it ended
         self.pace: float | None = None  # seconds per step since, evaluations and saves included
         self.path = run.directory / "metrics.jsonl"
@@ -100,7 +100,7 @@ class MetricsWriter:
             self.status.write("training")
             left = max_steps - step
             eta = f" | {describe_time(left * self.pace)} left" if left and self.pace else ""
-            speed = f"{record['tokens_per_second_per_gpu']:6,.0f} tok/s/{self.place}"
+            speed = f"{record['tokens_per_second_per_gpu']:6,.0f} tok/s/{self.unit}"
             if self.compiles and step == self.first[0]:
                 speed = "(compiling)".rjust(len(speed))
             log("step {of_all} | loss {loss:7.4f}{metrics} | lr {learning_rate:.1e} | grad_norm"
@@ -118,7 +118,7 @@ class MetricsWriter:
                     close()
 
 
-def device_word(device: torch.device) -> str:
+def unit_of(device: torch.device) -> str:
     """Return what speeds are per: "GPU", or "process" where there is none."""
     return "GPU" if device.type == "cuda" else "process"
 
@@ -197,9 +197,9 @@ def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
     weights = sum(LayerCosts(layer.spec).active_weights() for layer in layers)
     again = sum(LayerCosts(layer.spec).recomputed_weights(layer.save_policy) for layer in layers)
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
-    place = device_word(run.device)
-    log(f"measured: {rate:,.0f} tok/s/{place}, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB; predicted"
-        f" {1 / plan.token_seconds:,.0f} tok/s/{place}")
+    unit = unit_of(run.device)
+    log(f"measured: {rate:,.0f} tok/s/{unit}, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB; predicted"
+        f" {1 / plan.token_seconds:,.0f} tok/s/{unit}")
 
 
 def earlier_records(path: Path, start_step: int, evaluated: int) -> str:

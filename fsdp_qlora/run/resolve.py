@@ -107,11 +107,11 @@ def check_values(config: Config, world_size: int) -> None:
     if config.random_weights and config.eval_dataset and not config.dataset:
         raise ValueError("--eval_dataset needs a --dataset beside --random_weights")
     check_combinations(config)
-    shards = config.shard_group_size
-    if shards is not None and (shards < 1 or world_size % shards):
+    n_shards = config.shard_group_size
+    if n_shards is not None and (n_shards < 1 or world_size % n_shards):
         sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ValueError(f"--shard_group_size {shards} does not divide {world_size} processes: use"
-                         f" one of {sizes}")
+        raise ValueError(f"--shard_group_size {n_shards} does not divide {world_size} processes:"
+                         f" use one of {sizes}")
     shared_by = config.context_parallel_size
     if shared_by is not None and (shared_by < 1 or world_size % shared_by):
         raise ValueError(f"--context_parallel_size {shared_by} does not divide {world_size}"
@@ -124,12 +124,12 @@ def resolve_config(config: Config, world_size: int) -> Config:
     if config.plan_for:
         world_size = parse_gpus(config.plan_for)[0]
     check_values(config, world_size)
-    shards = config.shard_group_size
-    if shards is None and not config.model:
-        shards = world_size  # the demo is there to show sharding
+    n_shards = config.shard_group_size
+    if n_shards is None and not config.model:
+        n_shards = world_size  # the demo is there to show sharding
     return dataclasses.replace(
         config,
-        shard_group_size=shards,
+        shard_group_size=n_shards,
         target_modules=tuple(" ".join(config.target_modules).replace(",", " ").split()),
         beta=config.beta or (0.1 if "beta" in LOSSES[config.loss].flags else None),
         learning_rate=config.learning_rate or (

@@ -18,7 +18,7 @@ from fsdp_qlora.exit_codes import EXITS
 from fsdp_qlora.files import ADAPTER_WEIGHTS, as_json, read_json
 from fsdp_qlora.log import log
 from fsdp_qlora.ranks import RunEnd, gather_objects
-from fsdp_qlora.run.checkpoints import list_checkpoints, newest_checkpoint
+from fsdp_qlora.run.checkpoints import latest_checkpoint, list_checkpoints
 
 
 # flags that a resumed run cannot change, besides rows and base model
@@ -32,7 +32,7 @@ def step_to_resume(config: Config, directory: Path, digests: dict[str, str | Non
     the flags that have changed. Raises ValueError if the run there has other flags, data or base
     model. Rank 0 only."""
     flag = "--resume must:" if config.resume == "must" else "--output_dir"
-    path, state = newest_checkpoint(directory, flag)
+    path, state = latest_checkpoint(directory, flag)
     # checkpoint.json has the keys of train_config.json that are compared
     saved_run = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:

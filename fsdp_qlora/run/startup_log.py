@@ -22,7 +22,7 @@ from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, parse_gpus
 from fsdp_qlora.quant.triton_trial import why_no_triton
-from fsdp_qlora.run.metrics import compiles_kernels, device_word
+from fsdp_qlora.run.metrics import compiles_kernels, unit_of
 from fsdp_qlora.run.state import Run
 
 
@@ -72,7 +72,7 @@ def log_startup(
         log(f"memory: {outside / 2**30:.2f} GiB of this GPU already in use (CUDA context, NCCL,"
             " other programs)")
     resident = host_memory().now if device.type == "cpu" else 0
-    log_plan(user_config, plan, limit, world_size, device_word(device),
+    log_plan(user_config, plan, limit, world_size, unit_of(device),
              resident if resident < math.inf else 0)
 
 
@@ -90,35 +90,35 @@ def log_plan_elsewhere(user_config: Config, config: Config, plan: Plan, limit: i
 
 
 def log_plan(
-    user_config: Config, plan: Plan, limit: int, world_size: int, place: str = "GPU",
+    user_config: Config, plan: Plan, limit: int, world_size: int, unit: str = "GPU",
     resident: float = 0,
 ) -> None:
     """Print the plan: the memory that it is predicted to take, and how the work is laid out.
     `resident`: bytes that the process has already, on a CPU, where they count."""
-    speed = f"predicted {1 / plan.token_seconds:,.0f} tok/s/{place}"
+    speed = f"predicted {1 / plan.token_seconds:,.0f} tok/s/{unit}"
     shared_by = plan.context_parallel_size
-    checkpointed = f"activation checkpointing in {plan.n_recomputed} of {plan.n_layers} layers"
+    recomputed = f"activation checkpointing in {plan.n_recomputed} of {plan.n_layers} layers"
     if not plan.n_recomputed:
-        checkpointed = "no activation checkpointing"
+        recomputed = "no activation checkpointing"
     notes = {
-        describe_copies(plan, world_size, place): True,
+        describe_copies(plan, world_size, unit): True,
         f"micro-batches of up to {plan.micro_batch_tokens * shared_by:,} tokens": True,
-        f"each shared by {shared_by} {place}s (context parallelism)": shared_by > 1,
-        checkpointed: True,
+        f"each shared by {shared_by} {unit}s (context parallelism)": shared_by > 1,
+        recomputed: True,
         "nothing to offload": plan.offload_activations and not plan.n_recomputed,
         "embeddings in host memory": plan.embedding_on_host,
         "CUDA graphs": plan.uses_cuda_graphs,
-        speed: place == "GPU" and not user_config.plan_for}
+        speed: unit == "GPU" and not user_config.plan_for}
     log("plan: " + "; ".join(note for note, holds in notes.items() if holds))
     details = {
-        "checkpointed layers save the residual stream after attention":
+        "recomputed layers save the sum after the mixer":
             plan.n_recomputed and plan.save_mid_residual,
         f"{plan.n_attention_saved} of them save the results of attention": plan.n_attention_saved,
         f"{plan.n_mlp_saved} of them save the activations of their MLP": plan.n_mlp_saved,
         "dequantized weights are reused in backward": plan.reuse_dequantized,
         "no resharding after forward": not plan.reshard_after_forward,
         f"no CUDA graphs: {plan.why_no_cuda_graphs}": not plan.uses_cuda_graphs,
-        speed: place != "GPU"}
+        speed: unit != "GPU"}
     if any(details.values()):
         log_debug("plan details: " + "; ".join(note for note, holds in details.items() if holds))
     memory = {"the process so far": resident, **plan.memory}
@@ -126,20 +126,20 @@ def log_plan(
                       if size > 2**30 / 200)
     of_limit = f" of {limit / 2**30:.2f} GiB" if limit else ""
     pinned = f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
-    log_on_gpu = log if place == "GPU" else log_debug
+    log_on_gpu = log if unit == "GPU" else log_debug
     log_on_gpu(f"memory: predicted peak {sum(memory.values()) / 2**30:.2f} GiB{of_limit} per"
-               f" {place}{pinned if plan.host_bytes else ''}: {parts}")
+               f" {unit}{pinned if plan.host_bytes else ''}: {parts}")
 
 
-def describe_copies(plan: Plan, n: int, place: str) -> str:
+def describe_copies(plan: Plan, n: int, unit: str) -> str:
     """Describe the layout of the weights over `n` GPUs or processes."""
-    shards = plan.shard_group_size
+    n_shards = plan.shard_group_size
     if n == 1:
-        return f"weights on one {place}"
-    if shards == 1:
-        return f"weights replicated on {count(n, place)}"
-    copies = f", {n // shards} copies" if shards < n else ""
-    return f"weights sharded over {count(shards, place)}{copies}"
+        return f"weights on one {unit}"
+    if n_shards == 1:
+        return f"weights replicated on {count(n, unit)}"
+    copies = f", {n // n_shards} copies" if n_shards < n else ""
+    return f"weights sharded over {count(n_shards, unit)}{copies}"
 
 
 def count(n: int, noun: str) -> str:

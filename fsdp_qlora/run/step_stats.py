@@ -36,12 +36,12 @@ def gather_step_stats(model: Model, adapter: Adapter, local_sums: torch.Tensor,
     """Return the StepStats, from this rank's sums and action, by one exchange and without waiting
     for the GPU. All ranks must call this."""
     # for this rank's part of the gradient; the rows of --trainable_tokens count on one rank
-    n_own = len(adapter.grad) - (adapter.n_row_weights if adapter.group_rank else 0)
+    n_own = len(adapter.grad) - (adapter.n_row_weights if adapter.shard_rank else 0)
     square = adapter.grad[:n_own].norm().double() ** 2
     local = (square[None], torch.full_like(local_sums[:1], action), local_sums,
              take_balance(model.layers, model.device))
     squares, actions, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
-    norm = squares[: adapter.group_size].sum().sqrt()  # other copies have the same gradients
+    norm = squares[: adapter.shard_group_size].sum().sqrt()  # other copies have the same gradients
     # the last number of take_balance() counts what the others add up
     balance_sums, n_summed = balance.sum(0).tensor_split([len(BALANCE)])
     return StepStats(norm, actions.max(), sums.sum(0), balance_sums / n_summed)

@@ -29,7 +29,7 @@ from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 
-def open_peft_run(
+def open_peft_adapter(
     adapter_dir: Path, base_model: str
 ) -> tuple[TrainedRun, MergeBase, dict[str, LinearAdapter]]:
     """Return the run, the base and the adapter for a merge that cannot be checked: that

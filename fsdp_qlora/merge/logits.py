@@ -20,9 +20,8 @@ def trained_logits(
     token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
-    vocabulary] on the CPU, from what training has recorded in `file`, see
-    MergeCheck.hidden_states(). `head`, `bias`: the base's lm_head; `token_ids`: the tokens whose
-    rows were trained."""
+    vocabulary] on the CPU, from what training has recorded in `file`, see MergeCheck.tensors().
+    `head`, `bias`: the base's lm_head; `token_ids`: the tokens whose rows were trained."""
     recorded = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
                 for name, stored in read_header(file).items()}
 
