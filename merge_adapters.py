@@ -13,18 +13,20 @@ The adapter was trained on NF4 weights, so it must be merged into those. A weigh
     merged, in fp32             0.012417
     merged, rounded to bf16     0.012390   in training it was not rounded here
 
-A base that is already in 4 bits is only dequantized. With DoRA each row of the sum is rescaled to
-its magnitude. A linear without an adapter becomes W, if it was in 4 bits in training; all other
-tensors are the base's, rounded to bf16 (a few small ones stay in fp32), but for the rows of
---trainable_tokens. The result is compared with the trained model, by the logits of the first 64
-tokens of four training rows. If they differ by more than the adapter's whole effect, the merge
-fails: the result stays in a hidden directory, which the error names, and which the next merge into
---output_dir empties at its start. Above a fifth of the effect the last line is a warning, and the
-exit code is 0.
+A base in NF4 or MXFP4 is only dequantized; FP8 and INT4 are multiplied by their scales, then
+rounded to NF4. With DoRA each row of the sum is rescaled to its magnitude. A linear without an
+adapter becomes W, if it was in 4 bits in training; all other tensors are the base's, rounded to
+bf16 (a few small ones stay in fp32), but for the rows of --trainable_tokens.
+
+The result is compared with the trained model, by the logits of the first 64 tokens of four training
+rows. If they differ by more than the adapter's whole effect, the merge fails: the result stays in a
+hidden directory, which the error names, and which the next merge into --output_dir empties at its
+start. Above a fifth of the effect the last line is a warning. If memory does not suffice for the
+check, it begins with "not checked:". Both exit with 0.
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
-PEFT. It assumes that they were trained on this base in NF4 with double quantization, which are not
-transformers' defaults, quantized from bf16, and cannot check that. All linears that load_in_4bit
+PEFT. It assumes, and cannot check, that they were trained on this base quantized from bf16 to NF4
+with double quantization, which are not transformers' defaults. All linears that load_in_4bit
 quantizes become W (in a multimodal model those outside the text model only if one of them has an
 adapter), and nothing is compared.
 
@@ -169,7 +171,7 @@ def log_base(base: MergeBase, n_adapted: int) -> None:
     """Print what is merged."""
     linears = base.names.linears
     unused = base.unused
-    others = f"; {len(unused)} tensors are not used, as {unused[0]}" if unused else ""
+    others = f"; {len(unused)} tensors are not used, such as {unused[0]}" if unused else ""
     print(f"base model {base.directory}: {len(linears)} 4-bit linears, {n_adapted} with an"
           f" adapter{others}")
     if n := sum(x.out_features * x.in_features for x in linears.values() if x.mxfp4):
@@ -329,8 +331,8 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     require(error <= FAILED_ERROR, "the merged model does not match the trained one, it differs by"
                                    f" {error:.2f} of the adapter's effect: {why}")  # NaN too
     if error > LARGE_ERROR:
-        return Verdict(
-            "warning", f"the merged model loses {100 * error:.0f} % of the adapter's effect: {why}")
+        return Verdict("warning", f"the merged model differs from the trained one by"
+                                  f" {100 * error:.0f} % of the adapter's effect: {why}")
     return Verdict("ok", f"the merged model matches the trained one, to {100 * error:.1f} % of the"
                          " adapter's effect on the logits")
 

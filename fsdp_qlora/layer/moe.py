@@ -86,6 +86,8 @@ class MoESublayer:
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
+        """In this order: first_linear is the first, and MoECosts takes the last two for the
+        experts' own."""
         shared = self.shared.fused_linears if self.shared else ()
         latent = self.expert_latent.fused_linears if self.expert_latent else ()
         return *shared, *latent, self.expert_gate_up, self.expert_down

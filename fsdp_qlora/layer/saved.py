@@ -17,7 +17,7 @@ from fsdp_qlora.layer.router import Routing
 
 @dataclasses.dataclass
 class SavedTokenMixer:
-    """The tensors that any TokenMixer saves, and LoRA's of the matmul that follows it."""
+    """The tensors that any TokenMixer saves, and lora_hidden of the matmul that follows it."""
 
     projected: Tensor = None  # [n, projected_width], in_proj's outputs for this mixer
     out_lora_hidden: Tensor = None  # of the matmul after the mixer

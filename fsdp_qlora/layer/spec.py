@@ -104,7 +104,7 @@ def _make_layer_spec(
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
                for name, shape in arch.vectors(kind).items()}
     groups = arch.fused_groups(kind)
-    assert len(groups) <= ATTENTION_SITE, "its number is its dropout site; others are in use"
+    assert len(groups) <= ATTENTION_SITE, "a group's number is its dropout site; the rest are taken"
     fused = {
         name: fuse_linears(site, linears, adapted, config, vectors, allocator,
                            arch.moe.n_experts if arch.moe and name.startswith("expert_") else 0)

@@ -98,6 +98,7 @@ def open_linear_adapters(
         raise ValueError(f"{directory / ADAPTER_WEIGHTS}: is empty or untrained: lora_B is all 0")
     # cached, because one tensor may contain all experts
     read = functools.lru_cache(4)(lambda name, device: read_tensor(stored[name], name, device))
+    # of all linears: experts with a rank_pattern have an alpha_pattern by the same factor
     scaling = lora_scaling(lora.lora_alpha, lora.r, lora.use_rslora)
     return {name: LinearAdapter(read, file_slices, scaling) for name, file_slices in slices.items()}
 

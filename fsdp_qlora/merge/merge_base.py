@@ -78,16 +78,17 @@ class MergeBase:
         return f"{self.paths[self.places[linear][0]]}: {linear}"
 
     def linears_in(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (linear, its view [out, in]) of the linears that are a tensor of the merged model,
-        or that it stacks (experts) or fuses (q, k and v)."""
+        """Yield (linear, its view [out, in]) for each linear in the merged tensor `name`: the
+        whole tensor, or one of the parts that it stacks (experts) or fuses (q, k and v)."""
         for linear, index in self.linears_by_tensor[name]:
             view = tensor[index]
             yield linear, view.t() if self.is_transposed(linear) else view
 
     def read(self, name: str, device: str, part: str | None = None, index: Any = ...,
              transposed: bool = False) -> torch.Tensor:
-        """Return a tensor of the files, or the `part` of it at `index`; if `transposed`, its
-        transpose. Raises ValueError if its values do not match its checksum in `checksums`."""
+        """Return the tensor `name` of the files, or what `index` selects of it: the tensor that
+        `checksums` has under the name `part`. `transposed`: return its transpose. Raises ValueError
+        if its values do not match that checksum."""
         stored, part = self.stored[name], part or name
         tensor = read_tensor(stored, name, device, index)
         tensor = tensor.t().contiguous() if transposed else tensor

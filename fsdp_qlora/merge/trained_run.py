@@ -59,6 +59,7 @@ def read_run(directory: Path) -> TrainedRun:
                             " LoRA adapter that PEFT has saved is merged, unchecked, with"
                             " --base_model"))
     run, changed = read_json(path), "has another SHA-256 than when it was written"
+    # removed before the digest: they were added after it, when the run ended
     files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
     if run.pop("sha256", None) != text_digest(run):
         raise ValueError(f"{path}: {changed}")

@@ -57,9 +57,10 @@ class OffloadedActivations:
     """Store of the tensors that layers save for backward, in pinned host memory. take() is called
     in the reverse order of put().
 
-    Its own stream does the copies: to the host those of `n_at_once` puts, whose GPU memory is freed
-    by the put() after these, and back those of as many, before take() wants them. The last of a
-    micro-batch's `n_puts` stays on the GPU, because its backward comes first.
+    Copies run on a stream of its own. At most `n_at_once` puts are on their way to the host: before
+    one more, put() frees the GPU memory of the oldest. take() starts the way back of the
+    `n_at_once` puts before its own. The last of a micro-batch's `n_puts` stays on the GPU, because
+    its backward comes first.
     """
 
     def __init__(

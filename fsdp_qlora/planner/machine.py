@@ -22,7 +22,7 @@ class Machine:
 
     flops: float  # FLOP/s of large matmuls in the compute dtype
     bandwidth: float  # bytes/s of the GPU's memory
-    link_bandwidth: float  # bytes/s that a GPU receives in an all-gather
+    link_bandwidth: float  # bytes/s of an all-gather's result, a GPU's own part included
     host_bandwidth: float = 2e10  # bytes/s between host memory and GPU, each way
     launch_seconds: float = 40e-6  # CPU seconds per kernel, including Python
     free_host_bytes: float = math.inf  # free host memory per process

@@ -83,8 +83,9 @@ def check_model(model_config: PreTrainedConfig) -> None:
         raise ValueError(f"{name}: layers that differ in {', '.join(other)} are not supported")
     c = c.per_layer_config[0]
     family = FAMILIES[c.model_type]
-    known = {str(value).removeprefix("config.")
-             for record in records_of(family) for value in vars(record).values()}
+    known = {value.removeprefix("config.")
+             for record in records_of(family) for value in vars(record).values()
+             if isinstance(value, str) and value.startswith("config.")}
     known |= KNOWN_FIELDS.union(family.unused)
     for field in dataclasses.fields(c):
         value, default = getattr(c, field.name), field.default

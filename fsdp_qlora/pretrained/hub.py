@@ -70,8 +70,8 @@ def why_no_model(directory: Path, name: str, needs: str) -> str:
     adapter = read_json(directory / ADAPTER_CONFIG, {})
     if adapter:
         base = adapter.get("base_model_name_or_path")
-        return (f"is an adapter. Use the model that it was trained on, --model {base}, and this one"
-                " as --init_adapter to train it further")
+        return (f"is an adapter. Use the model that it was trained on, {base};"
+                " train_fsdp_qlora.py --init_adapter trains an adapter further")
     if is_gguf:
         return NO_GGUF
     return "has no config.json: is it the directory of a model, with its safetensors?"

@@ -67,7 +67,8 @@ class MoERecord:
     first_dense: int | FromConfig = 0  # number of first layers that have an MLP without experts
     experts: str = "mlp.experts"  # prefix of the experts' names in a layer
     shared: str = "mlp.shared_expert"  # prefix of the shared expert's names in a layer
-    shared_mlp: bool = False  # the shared expert is the MLP of layers or models without experts
+    # the linears that are the MLP of a layer without experts are the shared expert of one with them
+    shared_mlp: bool = False
     shared_gate: str | None = None  # a linear whose sigmoid multiplies the shared expert's output
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
@@ -342,7 +343,7 @@ class Family:
     post_norm_eps: float | FromConfig | None = None  # for the two post norms; None: norm_eps
     post_norm_of_experts: bool = False  # only layers with experts have mlp_post_norm
     final_norm: str = "norm"  # its name in the model
-    final_norm_kind: str | None = None  # None: same as `norm`
+    final_norm_kind: str | None = None  # None: same as norm_kind
 
     # ---- attention: linears and heads
     attention: str = "self_attn"  # prefix of q_proj and the like in a layer

@@ -54,7 +54,7 @@ class TensorNames:
     lm_head_bias: str | None = None  # None: it has no bias
     stem: str = ""  # prefix of the text model's names
     layer_prefix: str = "layers."  # prefix of the layers' names, before a layer's number
-    # pairs: a part of a name here, and the part that these files have instead
+    # those of MoERecord.renames that these files use; Family.renames are in `aliases`
     renames: tuple[tuple[str, str], ...] = ()
     # {name of a tensor of Family.renames, or of a linear in INT4: its name in these files}
     aliases: dict[str, str] = field(default_factory=dict)
