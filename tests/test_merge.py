@@ -1515,6 +1515,6 @@ def test_merge_that_loses_much_names_the_page_that_uses_the_adapter_unmerged(
     monkeypatch.setattr(merge_adapters, "LARGE_ERROR", 0.0)
     merge_adapters.main(merge_command(trained, tmp_path / "out")[2:])
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("warning: the merged model loses")
+    assert last.startswith("warning: the merged model differs")
     (page,) = re.findall(r"to use the adapter without merging it, see (\S+)$", last)
     assert SNIPPET in (ROOT / page).read_text()

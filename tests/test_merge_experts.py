@@ -337,7 +337,7 @@ def negate(pattern):
     return lambda tensors: [tensors[key].neg_() for key in tensors if re.search(pattern, key)]
 
 
-REFUSED, WARNED = "the merged model does not match", "warning: the merged model loses"
+REFUSED, WARNED = "the merged model does not match", "warning: the merged model differs"
 CHANGES = {
     "attention": (negate(r"layers\.1.*v_proj"), REFUSED),
     "head": (negate("lm_head"), REFUSED),
