@@ -156,14 +156,14 @@ def pytest_collection_finish():
     gc.enable()
 
 
-SPARES = []  # what the first Launch becomes of
+SPARES, SERVERS = [], []  # what the first Launch and the Forks become of
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
     """Before the first test; of pytest-xdist's processes, in those that run tests."""
     wanted = {name for item in session.items for name in item.fixturenames}
-    if session.config.option.collectonly or not wanted & {"launch", "run_main"}:
+    if session.config.option.collectonly or not wanted & {"launch", "run_main", "forks"}:
         return
     import patching
 
@@ -173,6 +173,10 @@ def pytest_runtestloop(session):
         from prefork import Spare
 
         SPARES.append(Spare(ranks_runner.main))
+    if "forks" in wanted and DEVICE == "cpu":
+        from fork_server import Forks
+
+        SERVERS.append(Forks([spare.end for spare in SPARES]))
 
 
 def selected_params(request):

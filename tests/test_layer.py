@@ -83,13 +83,14 @@ SAVED = {
     "attention": ("attention", False, 4096),
     "attention, sliced, held": ("attention", True, SLICED),
 }
-QUICK = "all", "x, sliced"  # in each run of the tests; of these families all
+QUICK = "all", "x, sliced"
+# the other ways of all but these by `make test-slow`, and of most the second of QUICK
 WHOLE = "llama", "gemma3", "cohere", "qwen3_moe", "gpt_oss"
-# whose layers are those of an earlier one but for sizes, frequencies and names: in one way
-SAME_LAYERS = """llama_linear llama_proportional llama_dynamic llama_yarn internlm3 iquestcoder
-    phi_tied phi3_longrope phi4_mini gemma3_text_linear olmo3_yarn hunyuan_alpha gemma4 gemma4_e_vl
-    gemma4_unified mistral3 internvl internvl_qwen2 llava exaone4_5 qwen2_vl qwen2_5_vl glm4v
-    qwen3_5_vl qwen3_5_moe_vl mistral3_ministral3""".split()
+# in both of these ways: at least one with each kind of mixer, MLP, norms and order of sublayers
+BOTH = """starcoder2 nemotron stablelm phi gemma2 gemma4_moe gemma4_values gemma4_e gemma4_inputs
+    granite granite4_h granite4_h_moe falcon_h1 cohere2_moe olmo2 apertus glm4 lfm2 lfm2_moe qwen3_5
+    qwen3_5_moe olmo_hybrid qwen2_moe flint kolibri1 mixtral granitemoeshared nemotron_h
+    nemotron_h_latent youtu minicpm3 deepseek_v3 hy_v3 laguna afmoe muse_glimmer step3p7""".split()
 # whose text model is another one's in all that is computed
 SAME_TEXT = """gemma4 gemma4_e_vl gemma4_unified mistral3 internvl_qwen2 exaone4_5 qwen2_5_vl
     mistral3_ministral3""".split()
@@ -264,7 +265,7 @@ def assert_equal(kept, monkeypatch, name, **settings):
 @pytest.mark.parametrize("name, kept", [
     pytest.param(name, kept, marks=[pytest.mark.slow] * (
         name not in WHOLE and (
-            kept not in QUICK[: 1 if name in SAME_LAYERS else 2] or name in SAME_TEXT)))
+            kept not in QUICK[: 2 if name in BOTH else 1] or name in SAME_TEXT)))
     for name in TINY for kept in SAVED])  # fmt: skip
 def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
@@ -303,8 +304,17 @@ BUILTIN_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("kept", QUICK)
-@pytest.mark.parametrize("shape", BUILTIN_CONFIGS)
+# whose slices have that shape, too; the others sliced by `make test-slow`
+SLICED_SHAPES = (
+    "one head", "one head of keys beside gates", "a window of one token", "rank 1",
+    "more rows than DoRA norms at once", "one head of keys of the delta rule",
+    "a group for each head", "values as wide as queries, one head")  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, kept", [
+    pytest.param(shape, kept, marks=[pytest.mark.slow] * (
+        kept != QUICK[0] and shape not in SLICED_SHAPES))
+    for shape in BUILTIN_CONFIGS for kept in QUICK])
 def test_shapes_equal_transformers_and_peft(shape, kept, monkeypatch):
     name, fields, settings = BUILTIN_CONFIGS[shape]
     assert_equal(kept, monkeypatch, name, fields=tuple(fields.items()), **settings)
@@ -374,7 +384,9 @@ def test_so_many_puts_are_copied_at_once(n_at_once):
         assert (first() is not None) == (n_later < n_at_once)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu", "gemma4_e"])
+@pytest.mark.parametrize("name", [
+    "llama", "youtu", "gemma4_e",  # which has the windows and the norms of the others
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "glm4"))])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     """Micro-batches of several lengths; the first layers keep x, or the sum after attention as
     well, the last ones, one, two or all, what their MLP needs."""
@@ -425,10 +437,10 @@ def with_saved_attention(pair, n_saved, on_host=False):
     return model
 
 
-@pytest.mark.parametrize("group_bytes", [2**27, 1])
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in ("gemma3", "glm4", "qwen3_moe")))
-    for name in ("llama", "gemma3", "glm4", "youtu", "qwen3_moe", "gemma4_e")])
+@pytest.mark.parametrize("name, group_bytes", [
+    pytest.param(name, n, marks=[pytest.mark.slow] * (  # of the others llama has small groups, too
+        name in ("gemma3", "glm4", "qwen3_moe") or n == 1 and name != "llama"))
+    for name in ("llama", "gemma3", "glm4", "youtu", "qwen3_moe", "gemma4_e") for n in (2**27, 1)])
 def test_gradients_are_the_same_with_saved_results_of_attention(name, group_bytes, monkeypatch):
     """Of no layers, of the last one, of all; on the host, too, and with one key head at a time."""
     monkeypatch.setattr(attention_mixer, "GROUP_BYTES", group_bytes)
@@ -545,22 +557,23 @@ def test_dora_is_refused_where_a_row_of_a_weight_is_0():
         measure_weight_norms(pair.make())
 
 
+@pytest.mark.parametrize("targets, name, adapter, kept", [
+    pytest.param(targets.split(), name, adapter, kept, marks=[pytest.mark.slow] * (
+        # DoRA has all ways with one linear of attention and with two of the MLP
+        kept not in QUICK and not (
+            adapter == "dora" and targets in ("k_proj", "gate_proj down_proj"))))
+    for targets in ("q_proj v_proj", "k_proj", "o_proj", "down_proj", "gate_proj down_proj")
+    for name, adapter in (("qwen2", "lora"), ("llama", "dora")) for kept in SAVED])  # fmt: skip
+def test_adapters_of_some_linears_equal_peft(targets, name, adapter, kept, monkeypatch):
+    assert_equal(kept, monkeypatch, name, adapter=adapter, target_modules=tuple(targets))
+
+
 @pytest.mark.parametrize("name, adapter, kept", [
     pytest.param(name, adapter, kept, marks=[pytest.mark.slow] * (
         adapter == "lora" and kept not in QUICK))  # which DoRA has as well
-    for name, adapter in (("qwen2", "lora"), ("llama", "dora")) for kept in SAVED])  # fmt: skip
-@pytest.mark.parametrize(
-    "targets",
-    [("q_proj", "v_proj"), ("k_proj",), ("o_proj",), ("down_proj",), ("gate_proj", "down_proj")],
-    ids=" ".join,
-)
-def test_adapters_of_some_linears_equal_peft(targets, name, adapter, kept, monkeypatch):
-    assert_equal(kept, monkeypatch, name, adapter=adapter, target_modules=targets)
-
-
-@pytest.mark.parametrize("kept", SAVED)
-@pytest.mark.parametrize("name, adapter", [
-    ("qwen3", "lora"), ("glm4", "lora"), ("llama", "dora"), ("minicpm3", "dora")])  # fmt: skip
+    for name, adapter in (
+        ("qwen3", "lora"), ("glm4", "lora"), ("llama", "dora"), ("minicpm3", "dora"))
+    for kept in SAVED])  # fmt: skip
 def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatch):
     """Until a tensor is written it is NaN here, and products by 0 are no way to write it. With rows
     of whole cache lines CPUs take another path."""
@@ -737,13 +750,16 @@ IN_RELEASED = {config.get("text_config", config)["model_type"] for config in CON
 TEXT_TYPES = {name: text_config(make(VOCABULARY)).model_type for name, make in TINY.items()}
 CHECKED_HERE = {kind: name for name, kind in reversed(TEXT_TYPES.items())
                 if kind not in IN_RELEASED}.values()  # fmt: skip
+# that a run of test_layouts.py checks
+CHECKED_IN_RUNS = "mixtral", "afmoe", "granitemoe", "qwen3_vl_moe", "qwen3_moe", "minimax_m2"
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in CHECKED_HERE)) for name in TINY])
+    pytest.param(name, marks=[pytest.mark.slow] * (
+        name not in CHECKED_HERE or name in CHECKED_IN_RUNS)) for name in TINY])
 def test_check_at_start_passes(name):
-    """The first model of each family that test_released.py does not check, as the check makes the
-    text model alone; the others by `make test-slow`."""
+    """The first model of each family that neither test_released.py nor a run of test_layouts.py
+    checks, as the check makes the text model alone; the others by `make test-slow`."""
     model_config = TINY[name](VOCABULARY)
     state = torch.random.get_rng_state()
     compare_with_transformers(model_config, name)

@@ -27,7 +27,7 @@ from families import (
     write_mxfp4,
 )
 from safetensors.torch import load_file, save_file
-from test_step import FLAGS, SMALL, load_reference, rows_of_step, write_uneven_rows
+from test_step import FLAGS, LARGE, load_reference, rows_of_step, write_uneven_rows
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from fsdp_qlora.lora.targets import adapted_linears
@@ -152,7 +152,8 @@ def runs(request, tmp_path_factory, run_jobs, demo_directory):
                     tokenizer.save_pretrained(model)
                 more = ["--recompute", "all"] * (MANY in case)  # by the choice of forward
                 more += ["--adapter", "dora"] * ("DoRA" in case)
-                argv = ["--model", model.name, *FLAGS, *SMALL, "--shard_group_size", nproc,
+                more += ["--max_steps", 1] * (case not in QUICK_ON_TWO)
+                argv = ["--model", model.name, *FLAGS, *LARGE, "--shard_group_size", nproc,
                         *more, "--output_dir", f"{model.name} on {nproc}"]  # fmt: skip
                 jobs.append({"argv": list(map(str, argv))})
             run_jobs(nproc, jobs, cwd=directory, timeout=600)

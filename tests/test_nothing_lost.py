@@ -28,7 +28,8 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, one_process, small_disk, write_rows
+from conftest import (
+    DEVICE, ROOT, SCRIPT, SERVERS, SEVERAL, one_process, small_disk, write_rows)
 from fork_server import Forks
 from patching import parse_config
 from safetensors.torch import load_file, save_file
@@ -61,7 +62,7 @@ ENDS = {0, EXIT_RESUMABLE, -signal.SIGTERM}
 
 @pytest.fixture(scope="module")
 def forks():
-    server = Forks()
+    server = SERVERS.pop() if SERVERS else Forks()
     yield server
     server.end()
 
