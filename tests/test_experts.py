@@ -135,10 +135,12 @@ def one_for_all(tensors):
         weight[:, 1:] = 0
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name, edit", [
-    ("qwen3_moe", same_scores), ("qwen3_moe", one_for_all), ("mixtral", same_scores),
-    ("qwen2_moe", one_for_all)])  # fmt: skip
+@pytest.mark.parametrize("name, edit, again", [
+    pytest.param(name, edit, again, marks=[pytest.mark.slow] * (
+        not again and name != "qwen3_moe"))  # which both edits have
+    for name, edit in (("qwen3_moe", same_scores), ("qwen3_moe", one_for_all),
+                       ("mixtral", same_scores), ("qwen2_moe", one_for_all))
+    for again in (False, True)])  # fmt: skip
 def test_extreme_routers_equal_transformers(name, edit, again, monkeypatch):
     for ranges in 1, 4:
         assert worst(name, again, monkeypatch, edit=edit, ranges=ranges) < BAR
@@ -219,9 +221,10 @@ FEW = {  # {which experts a token has: (family, settings)}
         num_local_experts=3, num_experts_per_tok=1, intermediate_size=64))}  # fmt: skip
 
 
-@pytest.mark.parametrize("ranges", [1, 3])
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("which", FEW)
+@pytest.mark.parametrize("which, again, ranges", [
+    pytest.param(which, again, ranges, marks=[pytest.mark.slow] * (
+        again != (ranges > 1) and which != "all"))  # which is in all four ways
+    for which in FEW for again in (False, True) for ranges in (1, 3)])
 def test_few_experts_equal_transformers(which, again, ranges, monkeypatch):
     """Also where there are fewer than are dequantized at once."""
     family, settings = FEW[which]

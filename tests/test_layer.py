@@ -83,17 +83,22 @@ SAVED = {
     "attention": ("attention", False, 4096),
     "attention, sliced, held": ("attention", True, SLICED),
 }
+# In `make test` the first model of each family is in the first of these ways, as is each that has
+# frequencies, biases, norms or experts as no other; some are in both, at least one with each kind
+# of mixer, MLP, norms and order of sublayers; and some in all ways.
 QUICK = "all", "x, sliced"
-# the other ways of all but these by `make test-slow`, and of most the second of QUICK
+FIRST_OF_FAMILY = {text_config(make(VOCABULARY)).model_type: name
+                   for name, make in reversed(TINY.items())}.values()  # fmt: skip
+UNLIKE_THE_FIRST = """llama_bias llama_linear llama_proportional llama_dynamic llama_yarn
+    hyperclovax_no_post_norm qwen3_window phi3_longrope gemma4_wide granite4_nope falcon_h1_no_norm
+    cohere_qk_norm olmo_no_clip nanochat_bias lfm2_bias lfm3_plain cohere2_moe_sigmoid
+    cohere2_moe_routed sarvam_moe_no_norm granitemoe_swa_routed qwen3_moe_dense""".split()
+ONCE = {*FIRST_OF_FAMILY, *UNLIKE_THE_FIRST}
 WHOLE = "llama", "gemma3", "cohere", "qwen3_moe", "gpt_oss"
-# in both of these ways: at least one with each kind of mixer, MLP, norms and order of sublayers
 BOTH = """starcoder2 nemotron stablelm phi gemma2 gemma4_moe gemma4_values gemma4_e gemma4_inputs
     granite granite4_h granite4_h_moe falcon_h1 cohere2_moe olmo2 apertus glm4 lfm2 lfm2_moe qwen3_5
     qwen3_5_moe olmo_hybrid qwen2_moe flint kolibri1 mixtral granitemoeshared nemotron_h
     nemotron_h_latent youtu minicpm3 deepseek_v3 hy_v3 laguna afmoe muse_glimmer step3p7""".split()
-# whose text model is another one's in all that is computed
-SAME_TEXT = """gemma4 gemma4_e_vl gemma4_unified mistral3 internvl_qwen2 exaone4_5 qwen2_5_vl
-    mistral3_ministral3""".split()
 
 
 def make_plan(n_layers, saves="all", reuse_dequantized=False, compute_dtype="float32"):
@@ -264,8 +269,8 @@ def assert_equal(kept, monkeypatch, name, **settings):
 
 @pytest.mark.parametrize("name, kept", [
     pytest.param(name, kept, marks=[pytest.mark.slow] * (
-        name not in WHOLE and (
-            kept not in QUICK[: 2 if name in BOTH else 1] or name in SAME_TEXT)))
+        name not in WHOLE and kept not in QUICK[
+            : 2 if name in BOTH else 1 if name in ONCE else 0]))
     for name in TINY for kept in SAVED])  # fmt: skip
 def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
@@ -747,16 +752,15 @@ def test_probe_is_in_the_order_of_the_rows():
 # ------------------------------------------------------------------------------------------------
 
 IN_RELEASED = {config.get("text_config", config)["model_type"] for config in CONFIGS.values()}
-TEXT_TYPES = {name: text_config(make(VOCABULARY)).model_type for name, make in TINY.items()}
-CHECKED_HERE = {kind: name for name, kind in reversed(TEXT_TYPES.items())
-                if kind not in IN_RELEASED}.values()  # fmt: skip
 # that a run of test_layouts.py checks
 CHECKED_IN_RUNS = "mixtral", "afmoe", "granitemoe", "qwen3_vl_moe", "qwen3_moe", "minimax_m2"
+CHECKED_HERE = [
+    name for name in FIRST_OF_FAMILY if name not in CHECKED_IN_RUNS
+    and text_config(TINY[name](VOCABULARY)).model_type not in IN_RELEASED]
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] * (
-        name not in CHECKED_HERE or name in CHECKED_IN_RUNS)) for name in TINY])
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in CHECKED_HERE)) for name in TINY])
 def test_check_at_start_passes(name):
     """The first model of each family that neither test_released.py nor a run of test_layouts.py
     checks, as the check makes the text model alone; the others by `make test-slow`."""
@@ -1150,7 +1154,9 @@ def test_multimodal_model_gives_the_logits_of_its_text_model(name):
         torch.testing.assert_close(outer(input_ids=ids).logits, text(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name not in WRAPPED])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in ONCE))
+    for name in TINY if name not in WRAPPED])
 def test_bf16_norms_and_embeddings_round_as_transformers(name):
     """In fp32 it makes no difference what is rounded first."""
     config = shrunk_config(TINY[name](VOCABULARY))

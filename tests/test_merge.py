@@ -615,7 +615,10 @@ def family(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", [
+    # a mixture of the others' parts
+    pytest.param(case, marks=[pytest.mark.slow] * (case in ("gemma2", "mistral3")))
+    for case in FAMILIES])
 def test_families(case, family, tmp_path, capsys):
     layers, stored = family(case)
     merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
@@ -1214,7 +1217,8 @@ def run_snippet(run, question):
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("template", [None, CLOSING_TEMPLATE])
+@pytest.mark.parametrize("template", [
+    pytest.param(None, marks=pytest.mark.slow), CLOSING_TEMPLATE])  # fmt: skip
 def test_snippet_gives_what_was_trained_and_stops(template, run_main, tmp_path, tiny_model):
     """Also where --chat_template closes answers by a token that is not the base's EOS."""
     rows = "".join(json.dumps({"messages": chat}) + "\n" for chat in TWO)
