@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 from families import (
+    MIXTURES,
     OUTER,
     TINY,
     from_fp8,
@@ -63,7 +64,6 @@ from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.pretrained.weight_formats import scaled_weight
 
 BAR = 1e-5  # of a relative difference in fp32
-MIXTURES = [name for name, make in TINY.items() if make_architecture(make(320)).moe]
 
 
 def seed(n=0):

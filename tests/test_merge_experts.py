@@ -13,7 +13,7 @@ import test_merge
 import torch
 from conftest import DEVICE
 from families import (
-    TINY, auto_class, make_model, write_4bit, write_model, write_mxfp4)
+    MIXTURES, TINY, auto_class, make_model, write_4bit, write_model, write_mxfp4)
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
@@ -396,9 +396,8 @@ def test_change_of_one_experts_slice_is_named(
 
 
 # the first model of each family, of mixtures three; by `make test-slow` all
-TYPES = {TINY[name](96).model_type: name for name in reversed(TINY)}
-IN_4BIT = {"qwen3_moe", "gpt_oss", "deepseek_v3"} | {
-    name for name in TYPES.values() if not make_architecture(TINY[name](96)).moe}  # fmt: skip
+TYPES = {make.model_type: name for name, make in reversed(TINY.items())}
+IN_4BIT = {"qwen3_moe", "gpt_oss", "deepseek_v3"} | {*TYPES.values()} - {*MIXTURES}
 
 
 @pytest.mark.parametrize("name", [

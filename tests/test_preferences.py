@@ -79,8 +79,8 @@ SETTINGS = {  # {processes: {name: flags}}
 # what others hold together; by `make test-slow`
 RARE = ("dpo large", "dpo recomputed", "orpo recomputed", "dpo copies", "dpo recomputed sharded",
         "ipo sharded", "kto copies", "kto resumed", "dpo resumed by two", "dpo some",
-        "dpo started sharded", "simpo split", "orpo split", "dpo split copies", "dpo shared",
-        "kto shared", "kto resumed with a damaged reference")  # fmt: skip
+        "dpo started", "dpo started sharded", "simpo split", "orpo split", "dpo split copies",
+        "dpo shared", "kto shared", "kto resumed with a damaged reference")  # fmt: skip
 CASES = [pytest.param(n, name, marks=[pytest.mark.slow] * (n == 4 or name in RARE))
          for n, settings in SETTINGS.items() for name in settings]  # fmt: skip
 
