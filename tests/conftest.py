@@ -138,9 +138,10 @@ def pytest_xdist_auto_num_workers():
 
 
 # The longest first, so that two processes end together; xdist would go by the number of tests.
-LONG = """nothing_lost layer minimal preferences experts merge layouts merge_experts numbers
-    trainable_tokens context nodes step evaluation package memory per_layer live_memory loading
-    benchmarks bad_input released dora models multimodal readme plan_for launch files""".split()
+LONG = """nothing_lost layer minimal preferences experts merge context numbers evaluation layouts
+    trainable_tokens memory package merge_experts step nodes live_memory bad_input released loading
+    per_layer benchmarks dora prompts plan_for models tokenizers files multimodal readme
+    launch""".split()
 
 
 def pytest_collection_modifyitems(items):
