@@ -138,9 +138,10 @@ def pytest_xdist_auto_num_workers():
 
 
 # The longest first, so that two processes end together; xdist would go by the number of tests.
-LONG = """nothing_lost layer minimal preferences experts merge layouts merge_experts numbers
-    trainable_tokens context nodes step evaluation package memory per_layer live_memory loading
-    benchmarks bad_input released dora models multimodal readme plan_for launch files""".split()
+LONG = """nothing_lost layer minimal preferences experts merge context numbers evaluation layouts
+    trainable_tokens memory package merge_experts step nodes live_memory bad_input released loading
+    per_layer benchmarks dora prompts plan_for models tokenizers files multimodal readme
+    launch""".split()
 
 
 def pytest_collection_modifyitems(items):
@@ -156,14 +157,14 @@ def pytest_collection_finish():
     gc.enable()
 
 
-SPARES = []  # what the first Launch becomes of
+SPARES, SERVERS = [], []  # what the first Launch and the Forks become of
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
     """Before the first test; of pytest-xdist's processes, in those that run tests."""
     wanted = {name for item in session.items for name in item.fixturenames}
-    if session.config.option.collectonly or not wanted & {"launch", "run_main"}:
+    if session.config.option.collectonly or not wanted & {"launch", "run_main", "forks"}:
         return
     import patching
 
@@ -173,6 +174,10 @@ def pytest_runtestloop(session):
         from prefork import Spare
 
         SPARES.append(Spare(ranks_runner.main))
+    if "forks" in wanted and DEVICE == "cpu":
+        from fork_server import Forks
+
+        SERVERS.append(Forks([spare.end for spare in SPARES]))
 
 
 def selected_params(request):

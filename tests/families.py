@@ -17,6 +17,8 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from fsdp_qlora.pretrained.from_config import make_architecture
+
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=10000.0,
@@ -896,6 +898,7 @@ OUTER |= {
 TINY, OUTER = (
     {name: make for name, make in models.items() if make.model_type in CONFIG_MAPPING}
     for models in (TINY, OUTER))
+MIXTURES = [name for name, make in TINY.items() if make_architecture(make(320)).moe]
 
 
 def auto_class(config):

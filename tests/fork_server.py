@@ -53,14 +53,22 @@ SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 class Forks:
-    """The server."""
+    """The server: a new process, or with `ends`, of others' pipes, one that is forked from this."""
 
-    def __init__(self):
+    def __init__(self, ends=None):
+        self.runs, self.codes, self.unread = {}, {}, b""
+        if ends is not None:
+            (stdin, asks), (answers, stdout) = os.pipe(), os.pipe()
+            self.pid = fork(be_server, stdin, stdout, [asks, answers, *ends])
+            os.close(stdin), os.close(stdout)
+            self.stdin, self.stdout = os.fdopen(asks, "wb"), os.fdopen(answers, "rb")
+            return
         self.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # a driver does not survive a fork
         )  # fmt: skip
-        self.runs, self.codes, self.unread = {}, {}, b""
+        self.pid, self.stdin, self.stdout = (
+            self.process.pid, self.process.stdin, self.process.stdout)
 
     def start(self, argv, cwd, nproc=2, **faults):
         """A Run, once its processes are there."""
@@ -70,8 +78,8 @@ class Forks:
         self.runs[len(self.runs)] = run
         command = {"id": len(self.runs) - 1, "argv": [str(arg) for arg in argv], "cwd": str(cwd),
                    "log": str(log), "nproc": nproc, **faults}  # fmt: skip
-        self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        self.process.stdin.flush()
+        self.stdin.write(json.dumps(command).encode() + b"\n")
+        self.stdin.flush()
         assert self.wait_for(lambda: run.ranks, 120), "the server does not answer"
         return run
 
@@ -86,9 +94,9 @@ class Forks:
 
     def read(self, seconds):
         """What the server and launchers tell within so many seconds."""
-        if not select.select([self.process.stdout], [], [], seconds)[0]:
+        if not select.select([self.stdout], [], [], seconds)[0]:
             return
-        data = os.read(self.process.stdout.fileno(), 2**16)
+        data = os.read(self.stdout.fileno(), 2**16)
         assert data, "the server of runs has ended"
         *lines, self.unread = (self.unread + data).split(b"\n")
         for event in map(json.loads, lines):
@@ -102,8 +110,8 @@ class Forks:
                 self.codes[event["pid"]] = event["code"]
 
     def end(self):
-        self.process.stdin.close()
-        self.process.wait()
+        self.stdin.close()
+        os.waitpid(self.pid, 0)
 
 
 class Run:
@@ -190,6 +198,15 @@ def serve():
             pid, rest = path.parent.name, path.read_text().rpartition(")")[2].split()
             if int(rest[3]) in launchers:
                 os.kill(int(pid), signal.SIGKILL)
+
+
+def be_server(stdin, stdout, ends):
+    """In a process that is forked; the others' ends of pipes are closed, which else do not end."""
+    for end in ends:
+        os.close(end)
+    os.dup2(stdin, 0), os.dup2(stdout, 1)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", 1)  # noqa: SIM115
+    main()
 
 
 def fork(function, *args):
@@ -480,7 +497,6 @@ PLANTS = {function.__name__: function for function in (
 
 def main():
     global SafetensorError, datasets, dist, torch, train_fsdp_qlora
-    sys.path.insert(0, str(SCRIPT.parent))
     # what the script imports when it comes to it, each a tenth of a second or more
     import datasets
     import matplotlib.backends.backend_agg  # noqa: F401
@@ -493,7 +509,6 @@ def main():
 
     import train_fsdp_qlora
 
-    patching.check_each_model_once()
     patching.replace("draw_losses", lambda directory: None)
     gc.collect()
     gc.freeze()
@@ -501,4 +516,6 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(SCRIPT.parent))
+    patching.check_each_model_once()
     main()

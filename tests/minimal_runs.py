@@ -269,12 +269,13 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
 def edited(name):
     """The functions and classes of the script that an entry of EDITS changes."""
     source = Path(script.__file__).read_text()
-    functions = {node.name: node for node in ast.parse(source).body
+    lines = source.splitlines(True)  # ast.get_source_segment() splits them for each function
+    functions = {node.name: "".join(lines[node.lineno - 1 : node.end_lineno]).rstrip()
+                 for node in ast.parse(source).body
                  if isinstance(node, (ast.FunctionDef, ast.ClassDef))}  # fmt: skip
     changed = {}
     for old, new in EDITS[name]:
-        (name, text), = [(name, text) for name, node in functions.items()
-                         if old in (text := ast.get_source_segment(source, node))]  # fmt: skip
+        (name, text), = [(name, text) for name, text in functions.items() if old in text]
         changed[name] = changed.get(name, text).replace(old, new)
     found = {}
     for text in changed.values():

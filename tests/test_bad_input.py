@@ -801,8 +801,14 @@ def test_resume_with_other_rows_is_refused(model, run_main, tmp_path):
     assert code == 0, err
 
 
-@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer*", "checkpoint.json"])
-@pytest.mark.parametrize("damage", [flip_byte, Path.unlink, lambda path: path.write_bytes(b"")])
+# each damage of one file; of the others by `make test-slow`
+DAMAGES = flip_byte, Path.unlink, lambda path: path.write_bytes(b"")
+CHECKPOINT_FILES = "adapter_model.safetensors", "optimizer*", "checkpoint.json"
+
+
+@pytest.mark.parametrize("file, damage", [
+    pytest.param(file, damage, marks=[pytest.mark.slow] * (i != j))
+    for i, file in enumerate(CHECKPOINT_FILES) for j, damage in enumerate(DAMAGES)])
 def test_damaged_checkpoint_is_passed_over(resume, file, damage):
     run, again = resume
     (path,) = (run / "checkpoint-000002").glob(file)

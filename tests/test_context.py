@@ -156,7 +156,7 @@ PIECES = {"pieces": "qwen3", "latent_pieces": "deepseek_v3", "saved_pieces": "qw
 SAVES_ATTENTION = {"n_attention_saved": 1}  # in the last layer, after those that save x
 # whose parts others have, by `make test-slow`
 RARE = "mistral", "qwen3", "gemma3_text", "qwen3_moe", "attention_dropout", "orpo", "kto", \
-    "phi3_longrope", "latent_pieces"
+    "phi3_longrope", "deepseek_v3", "pieces", "latent_pieces", "saved_latent_pieces"
 CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
          for name in (*FAMILIES, *LOSSES, *PIECES)]  # fmt: skip
 
@@ -191,12 +191,9 @@ def write_data(directory):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_model, run_jobs, request):
-    """runs(n, name): the directory of a run on n ranks, which share micro-batches if n is 2. Those
-    of RARE are made where their tests are selected."""
-    base, done = tmp_path_factory.mktemp("context"), set()
-    selected = {params.get("name") for params in selected_params(request)}
-    tokenizer = tiny_model("llama")
+def base(tmp_path_factory, tiny_model):
+    """The directory of the models and of rows."""
+    base, tokenizer = tmp_path_factory.mktemp("context"), tiny_model("llama")
     for kind in FAMILIES:
         vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
         (base / kind).mkdir()
@@ -204,6 +201,14 @@ def runs(tmp_path_factory, tiny_model, run_jobs, request):
         for path in tokenizer.glob("*token*"):
             (base / kind / path.name).write_bytes(path.read_bytes())
     write_data(base)
+    return base
+
+
+@pytest.fixture(scope="module")
+def runs(base, run_jobs, request):
+    """runs(n, name): the directory of a run on n ranks, which share micro-batches if n is 2. Those
+    of RARE are made where their tests are selected."""
+    done, selected = set(), {params.get("name") for params in selected_params(request)}
     cases = {kind: [kind, "--dataset", "sft.jsonl", *flags] for kind, flags in FAMILIES.items()}
     cases |= {loss: ["qwen3", "--dataset", f"{loss}.jsonl", "--loss", loss, "--eval_dataset",
                      f"{loss}.jsonl", "--eval_every", "1"] for loss in LOSSES}  # fmt: skip
@@ -241,21 +246,20 @@ def test_shared_micro_batches_change_no_number(name, runs, read_metrics):
             assert abs(row[key] - same[key]) <= bar * max(abs(row[key]), 0.1), key
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_run_goes_on_with_another_number_of_ranks(name, runs, run_jobs, read_metrics):
+@pytest.mark.parametrize("model", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_run_goes_on_with_another_number_of_ranks(model, base, run_jobs, read_metrics):
     """Two ranks share micro-batches, then one has them alone, then two share them again."""
-    base = runs(1, name).parent
-    argv = ["--model", name, "--dataset", "sft.jsonl", *FLAGS, "--learning_rate", "1e-2"]
-    argv += ["--lora_dropout", "0.2"] * (name == "deepseek_v3")
+    argv = ["--model", model, "--dataset", "sft.jsonl", *FLAGS, "--learning_rate", "1e-2"]
+    argv += ["--lora_dropout", "0.2"] * (model == "deepseek_v3")
     parts = {}
     for run, ranks in ("whole", [1]), ("resumed", [2, 1, 2]):
         for steps, n in zip([6] if run == "whole" else [2, 4, 6], ranks):
             shared = ["--context_parallel_size", "2"] if n == 2 else []
             run_jobs(n, [{"argv": [*argv, *shared, "--micro_batch_tokens", str(700 // n),
                                    "--max_steps", str(steps), "--lr_schedule", "constant",
-                                   "--warmup_fraction", "0", "--output_dir", f"{name}-{run}"]}],
+                                   "--warmup_fraction", "0", "--output_dir", f"{model}-{run}"]}],
                      cwd=base)  # fmt: skip
-        parts[run] = read_metrics(base / f"{name}-{run}")
+        parts[run] = read_metrics(base / f"{model}-{run}")
     assert len(parts["whole"]) == len(parts["resumed"]) == 6
     for row, same in zip(*parts.values()):
         assert abs(row["loss"] - same["loss"]) <= 1e-4 * row["loss"]  # 8-bit AdamW, six steps
@@ -319,7 +323,9 @@ def latent_gradients(tmp_path_factory, tiny_model, run_jobs, request):
                  "settings": {setting: [*LATENT_FLAGS, *flags, *map(str, shared)]
                               for setting, flags in LATENT_SETTINGS.items()},
                  "exchanged": True, "group_bytes": 1 if n == 2 else 2**27}
-                for each in LATENT if n == 1 or (n, each) in selected], cwd=base)  # fmt: skip
+                for each in LATENT
+                if any(each == name and n in (1, ranks) for ranks, name in selected)],
+                cwd=base)  # fmt: skip
         return load_file(base / f"{name} on {n}")
 
     return work

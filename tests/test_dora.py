@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import selected_params
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_merge import ROWS, loss_in_peft, nf4_and_back
@@ -22,9 +23,10 @@ MAGNITUDE = "lora_magnitude_vector"
 
 
 @pytest.fixture(scope="module")
-def all_runs(tmp_path_factory, run_jobs, tiny_model):
-    """The directory of the runs below, each of which takes all 16 rows in every step, and the
-    flags of the one that was resumed."""
+def all_runs(tmp_path_factory, run_jobs, tiny_model, request):
+    """The directory of the runs below, each of which takes all 16 rows in every step, in fp32 those
+    of the selected adapters, and the flags of the one that was resumed."""
+    selected = {params.get("adapter") for params in selected_params(request)}
     base = tmp_path_factory.mktemp("dora")
     (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (base / "model").symlink_to(tiny_model("llama", num_hidden_layers=2))
@@ -36,8 +38,9 @@ def all_runs(tmp_path_factory, run_jobs, tiny_model):
     jobs = [
         {"argv": [*flags, "--adapter", "dora", "--output_dir", "dora"]},
         {"argv": [*flags, "--adapter", "rslora", "--output_dir", "rslora"]},
-        *({"argv": [*flags, "--adapter", kind, "--output_dir", f"{kind}-fp32",
-                    "--compute_dtype", "float32"]} for kind in ("dora", "rslora")),
+        *({"argv": [*flags, "--adapter", adapter, "--output_dir", f"{adapter}-fp32",
+                    "--compute_dtype", "float32"]}
+          for adapter in ("dora", "rslora") if adapter in selected),
         {"argv": [*flags, "--output_dir", "plain"]},
         {"argv": [*flags, *cut, "--output_dir", "whole"]},
         {"argv": [*flags, *cut, "--output_dir", "resumed", "--resume"], "before": break_off},
@@ -55,16 +58,17 @@ def losses(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["dora", pytest.param("rslora", marks=pytest.mark.slow)])
-def test_adapter_in_peft_gives_the_loss_of_training(kind, runs):
+@pytest.mark.parametrize("adapter", ["dora", pytest.param("rslora", marks=pytest.mark.slow)])
+def test_adapter_in_peft_gives_the_loss_of_training(adapter, runs):
     # the adapter of one step less: a step's loss is taken before its update
-    run = runs / f"{kind}-fp32"
+    run = runs / f"{adapter}-fp32"
     checkpoint = run / f"checkpoint-{STEPS - 1:06d}"
     settings = json.loads((checkpoint / "adapter_config.json").read_text())
-    assert (settings["use_dora"], settings["use_rslora"]) == (kind == "dora", kind == "rslora")
+    assert settings["use_dora"] == (adapter == "dora")
+    assert settings["use_rslora"] == (adapter == "rslora")
     loss = loss_in_peft(runs / "model", checkpoint)
     first, *_, last = losses(run)
-    print(f"{kind}: {first:.5f} to {last:.5f} in training, {loss:.5f} with PEFT")
+    print(f"{adapter}: {first:.5f} to {last:.5f} in training, {loss:.5f} with PEFT")
     assert last < 0.99 * first
     assert loss == pytest.approx(last, rel=1e-5)
 

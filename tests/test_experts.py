@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 from families import (
+    MIXTURES,
     OUTER,
     TINY,
     from_fp8,
@@ -63,7 +64,6 @@ from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.pretrained.weight_formats import scaled_weight
 
 BAR = 1e-5  # of a relative difference in fp32
-MIXTURES = [name for name, make in TINY.items() if make_architecture(make(320)).moe]
 
 
 def seed(n=0):
@@ -135,10 +135,12 @@ def one_for_all(tensors):
         weight[:, 1:] = 0
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name, edit", [
-    ("qwen3_moe", same_scores), ("qwen3_moe", one_for_all), ("mixtral", same_scores),
-    ("qwen2_moe", one_for_all)])  # fmt: skip
+@pytest.mark.parametrize("name, edit, again", [
+    pytest.param(name, edit, again, marks=[pytest.mark.slow] * (
+        not again and name != "qwen3_moe"))  # which both edits have
+    for name, edit in (("qwen3_moe", same_scores), ("qwen3_moe", one_for_all),
+                       ("mixtral", same_scores), ("qwen2_moe", one_for_all))
+    for again in (False, True)])  # fmt: skip
 def test_extreme_routers_equal_transformers(name, edit, again, monkeypatch):
     for ranges in 1, 4:
         assert worst(name, again, monkeypatch, edit=edit, ranges=ranges) < BAR
@@ -219,9 +221,10 @@ FEW = {  # {which experts a token has: (family, settings)}
         num_local_experts=3, num_experts_per_tok=1, intermediate_size=64))}  # fmt: skip
 
 
-@pytest.mark.parametrize("ranges", [1, 3])
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("which", FEW)
+@pytest.mark.parametrize("which, again, ranges", [
+    pytest.param(which, again, ranges, marks=[pytest.mark.slow] * (
+        again != (ranges > 1) and which != "all"))  # which is in all four ways
+    for which in FEW for again in (False, True) for ranges in (1, 3)])
 def test_few_experts_equal_transformers(which, again, ranges, monkeypatch):
     """Also where there are fewer than are dequantized at once."""
     family, settings = FEW[which]
@@ -412,7 +415,9 @@ ALONE = "mixtral", "gpt_oss", "granitemoe", "gemma4_moe_vl", "nemotron_h_latent"
 # otherwise, which is tested above and in test_layer.py
 SAME_NAMES = """qwen3_moe_dense flint minimax_m2 olmoe flex_olmo granitemoe_swa sarvam_moe
     sarvam_moe_no_norm sarvam_mla glm4_moe_lite deepseek_v3_moonlight deepseek_v2 deepseek_v2_lite
-    axk1 deepseek_v32 glm_moe_dsa dots1 solar_open mellum laguna_elements afmoe""".split()
+    axk1 deepseek_v32 glm_moe_dsa dots1 solar_open mellum laguna laguna_elements afmoe exaone_moe
+    cohere2_moe_sigmoid cohere2_moe_routed granitemoe_swa_routed granite4_h_moe nemotron_h kimi_k25
+    glm4v_moe qwen3_5_moe_vl""".split()
 
 
 @torch.no_grad()
@@ -730,7 +735,8 @@ def test_fp8_or_int4_checkpoint_trains_as_the_bf16_one_of_its_values(
         tokenizer.save_pretrained(tmp_path / kind)
         code, out, err = run_main(
             "--model", tmp_path / kind, "--dataset", demo_directory / "data.jsonl",
-            "--max_steps", 2, "--max_seq_len", 64, "--output_dir", tmp_path / f"run-{kind}",
+            "--max_steps", 2, "--batch_size", 4, "--max_seq_len", 64,
+            "--output_dir", tmp_path / f"run-{kind}",
             "--target_modules", "o_proj", "experts", "--lora_rank", 8,
         )  # fmt: skip
         assert code == 0, err
@@ -803,10 +809,12 @@ def test_balance_of_experts_is_that_of_the_steps_own_tokens(
     tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
     write_model(tmp_path / "model", TINY["qwen3_moe"](len(tokenizer)))
     tokenizer.save_pretrained(tmp_path / "model")
+    lines = (demo_directory / "data.jsonl").read_text().splitlines(True)
+    (tmp_path / "rows.jsonl").write_text("".join(lines[:40]))
 
     def balance(directory, eval_every):
         code, _, err = run_main(
-            "--model", tmp_path / "model", "--dataset", demo_directory / "data.jsonl",
+            "--model", tmp_path / "model", "--dataset", tmp_path / "rows.jsonl",
             "--eval_dataset", 0.1, "--eval_every", eval_every, "--save_every", 1, "--batch_size", 4,
             "--max_steps", 2, "--max_seq_len", 64, "--output_dir", directory)  # fmt: skip
         assert code == 0, err

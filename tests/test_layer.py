@@ -83,16 +83,22 @@ SAVED = {
     "attention": ("attention", False, 4096),
     "attention, sliced, held": ("attention", True, SLICED),
 }
-QUICK = "all", "x, sliced"  # in each run of the tests; of these families all
+# In `make test` the first model of each family is in the first of these ways, as is each that has
+# frequencies, biases, norms or experts as no other; some are in both, at least one with each kind
+# of mixer, MLP, norms and order of sublayers; and some in all ways.
+QUICK = "all", "x, sliced"
+FIRST_OF_FAMILY = {text_config(make(VOCABULARY)).model_type: name
+                   for name, make in reversed(TINY.items())}.values()  # fmt: skip
+UNLIKE_THE_FIRST = """llama_bias llama_linear llama_proportional llama_dynamic llama_yarn
+    hyperclovax_no_post_norm qwen3_window phi3_longrope gemma4_wide granite4_nope falcon_h1_no_norm
+    cohere_qk_norm olmo_no_clip nanochat_bias lfm2_bias lfm3_plain cohere2_moe_sigmoid
+    cohere2_moe_routed sarvam_moe_no_norm granitemoe_swa_routed qwen3_moe_dense""".split()
+ONCE = {*FIRST_OF_FAMILY, *UNLIKE_THE_FIRST}
 WHOLE = "llama", "gemma3", "cohere", "qwen3_moe", "gpt_oss"
-# whose layers are those of an earlier one but for sizes, frequencies and names: in one way
-SAME_LAYERS = """llama_linear llama_proportional llama_dynamic llama_yarn internlm3 iquestcoder
-    phi_tied phi3_longrope phi4_mini gemma3_text_linear olmo3_yarn hunyuan_alpha gemma4 gemma4_e_vl
-    gemma4_unified mistral3 internvl internvl_qwen2 llava exaone4_5 qwen2_vl qwen2_5_vl glm4v
-    qwen3_5_vl qwen3_5_moe_vl mistral3_ministral3""".split()
-# whose text model is another one's in all that is computed
-SAME_TEXT = """gemma4 gemma4_e_vl gemma4_unified mistral3 internvl_qwen2 exaone4_5 qwen2_5_vl
-    mistral3_ministral3""".split()
+BOTH = """starcoder2 nemotron stablelm phi gemma2 gemma4_moe gemma4_values gemma4_e gemma4_inputs
+    granite granite4_h granite4_h_moe falcon_h1 cohere2_moe olmo2 apertus glm4 lfm2 lfm2_moe qwen3_5
+    qwen3_5_moe olmo_hybrid qwen2_moe flint kolibri1 mixtral granitemoeshared nemotron_h
+    nemotron_h_latent youtu minicpm3 deepseek_v3 hy_v3 laguna afmoe muse_glimmer step3p7""".split()
 
 
 def make_plan(n_layers, saves="all", reuse_dequantized=False, compute_dtype="float32"):
@@ -263,8 +269,8 @@ def assert_equal(kept, monkeypatch, name, **settings):
 
 @pytest.mark.parametrize("name, kept", [
     pytest.param(name, kept, marks=[pytest.mark.slow] * (
-        name not in WHOLE and (
-            kept not in QUICK[: 1 if name in SAME_LAYERS else 2] or name in SAME_TEXT)))
+        name not in WHOLE and kept not in QUICK[
+            : 2 if name in BOTH else 1 if name in ONCE else 0]))
     for name in TINY for kept in SAVED])  # fmt: skip
 def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
@@ -303,8 +309,17 @@ BUILTIN_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("kept", QUICK)
-@pytest.mark.parametrize("shape", BUILTIN_CONFIGS)
+# whose slices have that shape, too; the others sliced by `make test-slow`
+SLICED_SHAPES = (
+    "one head", "one head of keys beside gates", "a window of one token", "rank 1",
+    "more rows than DoRA norms at once", "one head of keys of the delta rule",
+    "a group for each head", "values as wide as queries, one head")  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, kept", [
+    pytest.param(shape, kept, marks=[pytest.mark.slow] * (
+        kept != QUICK[0] and shape not in SLICED_SHAPES))
+    for shape in BUILTIN_CONFIGS for kept in QUICK])
 def test_shapes_equal_transformers_and_peft(shape, kept, monkeypatch):
     name, fields, settings = BUILTIN_CONFIGS[shape]
     assert_equal(kept, monkeypatch, name, fields=tuple(fields.items()), **settings)
@@ -374,7 +389,9 @@ def test_so_many_puts_are_copied_at_once(n_at_once):
         assert (first() is not None) == (n_later < n_at_once)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu", "gemma4_e"])
+@pytest.mark.parametrize("name", [
+    "llama", "youtu", "gemma4_e",  # which has the windows and the norms of the others
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "glm4"))])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     """Micro-batches of several lengths; the first layers keep x, or the sum after attention as
     well, the last ones, one, two or all, what their MLP needs."""
@@ -425,10 +442,10 @@ def with_saved_attention(pair, n_saved, on_host=False):
     return model
 
 
-@pytest.mark.parametrize("group_bytes", [2**27, 1])
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in ("gemma3", "glm4", "qwen3_moe")))
-    for name in ("llama", "gemma3", "glm4", "youtu", "qwen3_moe", "gemma4_e")])
+@pytest.mark.parametrize("name, group_bytes", [
+    pytest.param(name, n, marks=[pytest.mark.slow] * (  # of the others llama has small groups, too
+        name in ("gemma3", "glm4", "qwen3_moe") or n == 1 and name != "llama"))
+    for name in ("llama", "gemma3", "glm4", "youtu", "qwen3_moe", "gemma4_e") for n in (2**27, 1)])
 def test_gradients_are_the_same_with_saved_results_of_attention(name, group_bytes, monkeypatch):
     """Of no layers, of the last one, of all; on the host, too, and with one key head at a time."""
     monkeypatch.setattr(attention_mixer, "GROUP_BYTES", group_bytes)
@@ -545,22 +562,23 @@ def test_dora_is_refused_where_a_row_of_a_weight_is_0():
         measure_weight_norms(pair.make())
 
 
+@pytest.mark.parametrize("targets, name, adapter, kept", [
+    pytest.param(targets.split(), name, adapter, kept, marks=[pytest.mark.slow] * (
+        # DoRA has all ways with one linear of attention and with two of the MLP
+        kept not in QUICK and not (
+            adapter == "dora" and targets in ("k_proj", "gate_proj down_proj"))))
+    for targets in ("q_proj v_proj", "k_proj", "o_proj", "down_proj", "gate_proj down_proj")
+    for name, adapter in (("qwen2", "lora"), ("llama", "dora")) for kept in SAVED])  # fmt: skip
+def test_adapters_of_some_linears_equal_peft(targets, name, adapter, kept, monkeypatch):
+    assert_equal(kept, monkeypatch, name, adapter=adapter, target_modules=tuple(targets))
+
+
 @pytest.mark.parametrize("name, adapter, kept", [
     pytest.param(name, adapter, kept, marks=[pytest.mark.slow] * (
         adapter == "lora" and kept not in QUICK))  # which DoRA has as well
-    for name, adapter in (("qwen2", "lora"), ("llama", "dora")) for kept in SAVED])  # fmt: skip
-@pytest.mark.parametrize(
-    "targets",
-    [("q_proj", "v_proj"), ("k_proj",), ("o_proj",), ("down_proj",), ("gate_proj", "down_proj")],
-    ids=" ".join,
-)
-def test_adapters_of_some_linears_equal_peft(targets, name, adapter, kept, monkeypatch):
-    assert_equal(kept, monkeypatch, name, adapter=adapter, target_modules=targets)
-
-
-@pytest.mark.parametrize("kept", SAVED)
-@pytest.mark.parametrize("name, adapter", [
-    ("qwen3", "lora"), ("glm4", "lora"), ("llama", "dora"), ("minicpm3", "dora")])  # fmt: skip
+    for name, adapter in (
+        ("qwen3", "lora"), ("glm4", "lora"), ("llama", "dora"), ("minicpm3", "dora"))
+    for kept in SAVED])  # fmt: skip
 def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatch):
     """Until a tensor is written it is NaN here, and products by 0 are no way to write it. With rows
     of whole cache lines CPUs take another path."""
@@ -734,16 +752,18 @@ def test_probe_is_in_the_order_of_the_rows():
 # ------------------------------------------------------------------------------------------------
 
 IN_RELEASED = {config.get("text_config", config)["model_type"] for config in CONFIGS.values()}
-TEXT_TYPES = {name: text_config(make(VOCABULARY)).model_type for name, make in TINY.items()}
-CHECKED_HERE = {kind: name for name, kind in reversed(TEXT_TYPES.items())
-                if kind not in IN_RELEASED}.values()  # fmt: skip
+# that a run of test_layouts.py checks
+CHECKED_IN_RUNS = "mixtral", "afmoe", "granitemoe", "qwen3_vl_moe", "qwen3_moe", "minimax_m2"
+CHECKED_HERE = [
+    name for name in FIRST_OF_FAMILY if name not in CHECKED_IN_RUNS
+    and text_config(TINY[name](VOCABULARY)).model_type not in IN_RELEASED]
 
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in CHECKED_HERE)) for name in TINY])
 def test_check_at_start_passes(name):
-    """The first model of each family that test_released.py does not check, as the check makes the
-    text model alone; the others by `make test-slow`."""
+    """The first model of each family that neither test_released.py nor a run of test_layouts.py
+    checks, as the check makes the text model alone; the others by `make test-slow`."""
     model_config = TINY[name](VOCABULARY)
     state = torch.random.get_rng_state()
     compare_with_transformers(model_config, name)
@@ -1134,7 +1154,9 @@ def test_multimodal_model_gives_the_logits_of_its_text_model(name):
         torch.testing.assert_close(outer(input_ids=ids).logits, text(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name not in WRAPPED])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in ONCE))
+    for name in TINY if name not in WRAPPED])
 def test_bf16_norms_and_embeddings_round_as_transformers(name):
     """In fp32 it makes no difference what is rounded first."""
     config = shrunk_config(TINY[name](VOCABULARY))

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, needs_ranks, read_rows
 from families import (
+    MIXTURES as IN_FAMILIES,
     OUTER,
     ROUTER_NO_LINEAR_IN_4,
     TINY,
@@ -27,7 +28,7 @@ from families import (
     write_mxfp4,
 )
 from safetensors.torch import load_file, save_file
-from test_step import FLAGS, SMALL, load_reference, rows_of_step, write_uneven_rows
+from test_step import FLAGS, LARGE, load_reference, rows_of_step, write_uneven_rows
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from fsdp_qlora.lora.targets import adapted_linears
@@ -77,8 +78,7 @@ def layouts(name):
     return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2", "deepseek_v3", "deepseek_v32"))
 
 
-MIXTURES = [name for name, make in MODELS.items()
-            if name not in OUTER and make_architecture(make(320)).moe]  # fmt: skip
+MIXTURES = [*IN_FAMILIES, MANY]
 OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
     "lfm2", "lfm3", "granite_swa", "exaone", "olmo", "nanochat", "phi", "qwen3_5", "granite4_h",
@@ -152,7 +152,8 @@ def runs(request, tmp_path_factory, run_jobs, demo_directory):
                     tokenizer.save_pretrained(model)
                 more = ["--recompute", "all"] * (MANY in case)  # by the choice of forward
                 more += ["--adapter", "dora"] * ("DoRA" in case)
-                argv = ["--model", model.name, *FLAGS, *SMALL, "--shard_group_size", nproc,
+                more += ["--max_steps", 1] * (case not in QUICK_ON_TWO)
+                argv = ["--model", model.name, *FLAGS, *LARGE, "--shard_group_size", nproc,
                         *more, "--output_dir", f"{model.name} on {nproc}"]  # fmt: skip
                 jobs.append({"argv": list(map(str, argv))})
             run_jobs(nproc, jobs, cwd=directory, timeout=600)

@@ -939,7 +939,7 @@ def test_shapes_have_the_parameters_of_their_names():
     (2, 0.5, 98_304, 77.5, 2),  # one row for two GPUs
     (2, 1, 98_304, 77.5, 1),  # a row for each
     (8, 0.25, 65_536, 77.5, 4),  # two rows for eight
-    (8, 0.125, 131_072, 77.5, 8),
+    pytest.param(8, 0.125, 131_072, 77.5, 8, marks=pytest.mark.slow),  # one
     (2, 1, 65_536, 22.5, 2),  # a row does not fit one GPU
     (2, 0.5, 8000, 77.5, 1),  # shares of short rows: not chosen by itself
 ])  # fmt: skip
@@ -955,7 +955,8 @@ def test_long_rows_are_shared_where_that_helps(gpus, rows, longest, limit_gib, s
 
 
 @pytest.mark.parametrize("longest, shortest, is_varlen", [
-    (131_072, 131_072, False), (131_072, 8192, False), (131_072, 8000, True), (8000, 8000, True),
+    pytest.param(131_072, 131_072, False, marks=pytest.mark.slow), (131_072, 8192, False),
+    (131_072, 8000, True), pytest.param(8000, 8000, True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_long_pieces_are_planned_with_the_speed_of_whole_rows(longest, shortest, is_varlen):
     uneven = longest != shortest

@@ -13,7 +13,7 @@ import test_merge
 import torch
 from conftest import DEVICE
 from families import (
-    TINY, auto_class, make_model, write_4bit, write_model, write_mxfp4)
+    MIXTURES, TINY, auto_class, make_model, write_4bit, write_model, write_mxfp4)
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
@@ -191,10 +191,11 @@ def test_mxfp4_becomes_the_bf16_that_transformers_makes_of_it(
     assert float(re.search(r"differ by ([\d.]+) % of", said)[1]) / 100 < 0.1
 
 
+# the last four by `make test-slow`: others have their layouts of files
 @pytest.mark.parametrize("name", [
-    "qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow), "granitemoe",
-    pytest.param("glm4_moe", marks=pytest.mark.slow), "granite4_h_moe", "glm_moe_dsa",
-    "nemotron_h_latent"])  # fmt: skip
+    "granitemoe", "glm_moe_dsa", "nemotron_h_latent",
+    *(pytest.param(name, marks=pytest.mark.slow)
+      for name in ("qwen3_moe", "mixtral", "glm4_moe", "granite4_h_moe"))])
 def test_merged_mixture_is_the_trained_one(
     name, trained, run_main, tmp_path, capsys, monkeypatch
 ):  # fmt: skip
@@ -240,11 +241,12 @@ def swap_experts(tensors):
         tensors[key], tensors[other] = tensors[other], tensors[key]
 
 
-# the last five by `make test-slow`: others have their layouts of files and their adapters
+# the last six by `make test-slow`: others have their layouts of files and their adapters
 @pytest.mark.parametrize("name", [
-    "mxfp4", "qwen2_moe", "nemotron_h_latent",
+    "mxfp4", "qwen2_moe",
     *(pytest.param(name, marks=pytest.mark.slow)
-      for name in ("gemma4_moe", "step3p7", "granitemoe", "hy_v3", "qwen3_5_moe_vl"))])
+      for name in ("nemotron_h_latent", "gemma4_moe", "step3p7", "granitemoe", "hy_v3",
+                   "qwen3_5_moe_vl"))])
 def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
     name, run_main, demo_directory, tmp_path, capsys
 ):
@@ -394,9 +396,8 @@ def test_change_of_one_experts_slice_is_named(
 
 
 # the first model of each family, of mixtures three; by `make test-slow` all
-TYPES = {TINY[name](96).model_type: name for name in reversed(TINY)}
-IN_4BIT = {"qwen3_moe", "gpt_oss", "deepseek_v3"} | {
-    name for name in TYPES.values() if not make_architecture(TINY[name](96)).moe}  # fmt: skip
+TYPES = {make.model_type: name for name, make in reversed(TINY.items())}
+IN_4BIT = {"qwen3_moe", "gpt_oss", "deepseek_v3"} | {*TYPES.values()} - {*MIXTURES}
 
 
 @pytest.mark.parametrize("name", [

@@ -122,7 +122,8 @@ def test_dropout_of_the_embedding_has_its_probability():
         assert hidden.mean().item() == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.parametrize("recompute", ["none", "all", "1"])
+@pytest.mark.parametrize("recompute", [
+    "1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("none", "all"))])  # which "1" has both
 def test_adapters_of_the_mlp_alone_are_sliced(train, tiny_model, monkeypatch, recompute):
     """The first MLP's input then needs no gradient."""
     flags = tiny_model("llama"), "--target_modules", "gate_proj", "down_proj"

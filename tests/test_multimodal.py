@@ -15,7 +15,7 @@ from families import OUTER, TINY, write_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_layouts import BAR, first_step, make_reference, write_layout
-from test_step import FLAGS, SMALL, read_rows, rows_of_step, write_uneven_rows
+from test_step import FLAGS, LARGE, read_rows, rows_of_step, write_uneven_rows
 
 import merge_adapters
 from fsdp_qlora.pretrained import families
@@ -71,7 +71,7 @@ def test_multimodal_model_is_trained_and_merged(
     tensors = write_multimodal(tmp_path / "model", name, how, len(tokenizer))
     tokenizer.save_pretrained("model")
     write_uneven_rows(tmp_path / "rows.jsonl")
-    code, _, err = run_main("--model", "model", *FLAGS, *SMALL, "--output_dir", "run")
+    code, _, err = run_main("--model", "model", *FLAGS, *LARGE, "--output_dir", "run")
     assert code == 0, err
     first, rows = read_metrics("run")[0], read_rows(tmp_path / "rows.jsonl", tokenizer)
     reference = make_reference(tmp_path / "model", name, "as saved")

@@ -28,7 +28,8 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, one_process, small_disk, write_rows
+from conftest import (
+    DEVICE, ROOT, SCRIPT, SERVERS, SEVERAL, one_process, small_disk, write_rows)
 from fork_server import Forks
 from patching import parse_config
 from safetensors.torch import load_file, save_file
@@ -61,7 +62,7 @@ ENDS = {0, EXIT_RESUMABLE, -signal.SIGTERM}
 
 @pytest.fixture(scope="module")
 def forks():
-    server = Forks()
+    server = SERVERS.pop() if SERVERS else Forks()
     yield server
     server.end()
 
@@ -879,8 +880,15 @@ def test_what_is_no_checkpoint_is_skipped(put, again, cut, complete):
     assert all(path.is_dir() for path in others) and not list(cut.glob(".checkpoint*"))
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.safetensors"])
-@pytest.mark.parametrize("how", ["missing", "cut off", "one bit"])
+# the other file of each by `make test-slow`
+QUICK_DAMAGE = (("missing", "optimizer.safetensors"), ("cut off", "adapter_model.safetensors"),
+                ("one bit", "optimizer.safetensors"))  # fmt: skip
+
+
+@pytest.mark.parametrize("how, name", [
+    pytest.param(how, name, marks=[pytest.mark.slow] * ((how, name) not in QUICK_DAMAGE))
+    for how in ("missing", "cut off", "one bit")
+    for name in ("adapter_model.safetensors", "optimizer.safetensors")])
 def test_checkpoint_with_a_damaged_file_is_skipped(how, name, again, cut, complete):
     path = cut / "checkpoint-000003" / name
     content = bytearray(path.read_bytes())
@@ -1254,8 +1262,10 @@ def at_step(number, monkeypatch, do):
     monkeypatch.setattr(train_fsdp_qlora, "train_step", do_and_step)
 
 
-@pytest.mark.parametrize("signalled", [False, True])
-@pytest.mark.parametrize("what", [move, move_and_make, take, shutil.rmtree])
+@pytest.mark.parametrize("what, signalled", [
+    pytest.param(what, signalled, marks=[pytest.mark.slow] * (
+        not signalled and what in (move, shutil.rmtree)))  # as the others without a signal
+    for what in (move, move_and_make, take, shutil.rmtree) for signalled in (False, True)])
 def test_run_that_has_lost_its_directory_writes_nothing_there(
     what, signalled, begin, tmp_path, monkeypatch
 ):

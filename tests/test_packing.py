@@ -480,7 +480,9 @@ def test_metrics_say_how_full_the_micro_batches_are(two_data_sets, run_main, rea
         assert row["micro_batches"] >= row["tokens"] / 40 and 0.5 < row["packing_efficiency"] <= 1
 
 
-@pytest.mark.parametrize("epochs, steps", [("1", 3), ("2", 5), ("1.5", 4), ("0.4", 1), ("0.1", 1)])
+@pytest.mark.parametrize("epochs, steps", [
+    ("1.5", 4), ("0.1", 1),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1", 3), ("2", 5), ("0.4", 1)))])
 def test_run_has_as_many_steps_as_its_epochs_take(run_main, tiny_model, tmp_path, epochs, steps):
     """10 rows in batches of 4; a part of a step is a whole one. With --max_steps that many."""
     (tmp_path / "data.jsonl").write_text('{"text": "The answer is 7."}\n' * 10)

@@ -16,7 +16,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from families import TINY
+from families import MIXTURES, TINY
 from test_layer import Pair, adapter_values, make_model, make_plan
 
 import fsdp_qlora
@@ -37,7 +37,6 @@ from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 
 N, WIDTH, HEADS = 96, 128, 4
-MIXTURES = [name for name, make in TINY.items() if make_architecture(make(320)).moe]
 
 
 def draw(*shape, seed=0):

@@ -93,9 +93,11 @@ RUNS = {
 }  # fmt: skip
 # whose parts others have, by `make test-slow`
 SLOW_RUNS = {
-    (1, "lora", "middle micro-batches"), (1, "lora", "two offloaded"),
-    (1, "lora", "weights offloaded"), (1, "dropout", "small micro-batches"),
-    (2, "lora", "weights offloaded"),
+    (1, "lora", "middle micro-batches"), (1, "lora", "one micro-batch"),
+    (1, "lora", "two offloaded"), (1, "lora", "weights offloaded"),
+    (1, "dropout", "small micro-batches"), (1, "dropout", "recomputed"), (1, "some", "kept"),
+    (2, "lora", "none recomputed"), (2, "lora", "two offloaded"), (2, "lora", "weights offloaded"),
+    (2, "lora", "a copy each, shared micro-batches"),
     (2, "lora", "a copy each, offloaded"), (2, "dropout", "a copy each"),
     (3, "lora", "shared micro-batches")}  # fmt: skip
 
@@ -386,8 +388,8 @@ def test_run_has_the_steps_of_its_epochs(base, run_main, monkeypatch, tmp_path):
 # Families on two processes
 # ------------------------------------------------------------------------------------------------
 
-RARE = ["granite", "phi4_mini", "smollm3_window"]  # by `make test-slow`
-SHARDED = ["cohere_qk_norm", "gemma3", *(pytest.param(x, marks=pytest.mark.slow) for x in RARE)]
+RARE = ["gemma3", "granite", "phi4_mini", "smollm3_window"]  # by `make test-slow`
+SHARDED = ["cohere_qk_norm", *(pytest.param(x, marks=pytest.mark.slow) for x in RARE)]
 
 
 @pytest.fixture(scope="module")
