@@ -26,7 +26,7 @@ class SavedTokenMixer:
 class HeadGroup(NamedTuple):
     """One call of an attention kernel: of some key heads and the query heads that share them."""
 
-    # query, key and value, or what the KeySource makes key and value of; leaves of autograd's graph
+    # query, key and value, or what the MakeKV makes key and value of; leaves of autograd's graph
     # of the kernel
     heads: list[Tensor]
     attended: Tensor  # [n, query heads, width of a value], the kernel's output
