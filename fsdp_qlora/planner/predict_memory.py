@@ -39,15 +39,16 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         table_bytes * (not arch.tied) + arch.vocab_size * n_inputs * itemsize / n_shards)
     by_recomputed, by_others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
     head = lm_head_bytes(plan, arch, table_bytes)
-    row_weights = plan.n_token_rows * arch.hidden_size
+    n_token_row_weights = plan.n_token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else packed_bytes,
         "embedding, head, norms": table_bytes + looked_up_bytes * (not plan.embedding_on_host)
         + (layers.n_vectors / n_shards + layers.n_small + n_inputs * arch.hidden_size) * itemsize
         + 4 * layers.n_nested,
-        "adapter and gradients": 2 * plan.n_layers * adapter_bytes / n_shards + 8 * row_weights,
+        "adapter and gradients":
+            2 * plan.n_layers * adapter_bytes / n_shards + 8 * n_token_row_weights,
         "optimizer's state": plan.state_bytes * (
-            plan.n_layers * layers.n_adapter / n_shards + row_weights),
+            plan.n_layers * layers.n_adapter / n_shards + n_token_row_weights),
         "saved by recomputed layers": by_recomputed,
         "saved by other layers": by_others,
         # plus the shared keys and values, their gradients, and one layer's gradients of them
