@@ -756,7 +756,7 @@ def test_graphs_of_mixers():
     reasons = [
         why_no_capture(shapes_of(name)[1], H200, recurrence_is_eager=plain) for name, plain in (
             ("qwen3.5-9b", False), ("qwen3.5-9b", True), ("granite-4-h-small", False))]
-    assert reasons == ["", "a mixer runs in plain torch",
+    assert reasons == ["", "the recurrence runs in plain torch",
                        "flash-linear-attention waits for the GPU in Mamba-2"]
 
 
