@@ -1,7 +1,7 @@
 """Predict a plan's peak memory, and the host memory that it takes.
 
     predict_memory()         bytes by kind, at the peak of a step
-      count_layers()         LayerTotals of all layers
+      sum_layers()           LayerTotals of all layers
       activation_peak()      saved and live values, at the worst kind of layer
       lm_head_bytes(), gathered_bytes(), exchanged_bytes(), dora_bytes()
 """
@@ -17,8 +17,7 @@ from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.model.embedding import LOGITS_CHUNK_BYTES
 from fsdp_qlora.plan import Plan, SavePolicy
-from fsdp_qlora.planner.layer_totals import (
-    LayerTotals, count_layers, layer_ranges, saved_bytes)
+from fsdp_qlora.planner.layer_totals import LayerTotals, layer_ranges, saved_bytes, sum_layers
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
@@ -26,7 +25,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     """Return the plan with its `memory` and `host_bytes`."""
     n_shards = plan.shard_group_size
     itemsize = plan.dtype.itemsize
-    layers = count_layers(specs)
+    layers = sum_layers(specs)
     value_bytes = plan.micro_batch_tokens * itemsize  # of one value for each token
     packed_bytes = layers.packed_bytes / n_shards
     adapter_bytes = 4 * layers.n_adapter  # of one layer, in fp32
@@ -66,7 +65,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     host = looked_up_bytes * plan.embedding_on_host + packed_bytes * plan.offload_params
     if plan.offload_activations:  # all but the last put(), which stays on the GPU
         offloaded, _ = saved_bytes(plan, layers, value_bytes)
-        last = put_values(plan.save_policy(plan.n_recomputed - 1), layers, arch.hidden_size)
+        last = last_put_values(plan.save_policy(plan.n_recomputed - 1), layers, arch.hidden_size)
         host += max(0, offloaded - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
@@ -93,7 +92,7 @@ def shared_kv_values(arch: Architecture) -> int:
     return sum(2 * heads.n_kv * heads.dim for heads in kv_to_share)
 
 
-def put_values(policy: SavePolicy, layers: LayerTotals, hidden: int) -> int:
+def last_put_values(policy: SavePolicy, layers: LayerTotals, hidden: int) -> int:
     """Return the values per token of a layer's last put(), see LayerFunction."""
     if policy == "mlp":
         return layers.mlp_values
@@ -116,7 +115,7 @@ def activation_peak(
             recomputed, others = saved_bytes(plan, layers, value_bytes, last_index[stop] + 1)
             on_gpu = recomputed
             if plan.offload_activations:  # the mixer's put, and those that are copied at once
-                put = put_values(policy, layers, hidden)
+                put = last_put_values(policy, layers, hidden)
                 of_mixer = hidden if policy == "mlp" else put
                 on_gpu = min(recomputed, value_bytes * (of_mixer + plan.n_copied_at_once * put))
             peaks.append((on_gpu, others, layer_costs.live_bytes(plan, policy)))
