@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
                 finetune(config, device, status)
             code = 0
         except RunEnd as e:
-            code = status.stop_together(e)
+            code = status.end_together(e)
             with contextlib.suppress(RuntimeError):  # another rank may have left alone
                 dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
         except SystemExit as e:  # from --help
