@@ -85,9 +85,9 @@ class SavedMLPInput:
     """The input of an MLP or of experts."""
 
     mlp_input: Tensor = None  # [n, hidden], the input of the norm
-    # [n, width], normed, which is cheap: saved only while backward runs, else None, see
+    # [n, width], the norm's output, which is cheap: saved only while backward runs, else None, see
     # saved_or_recomputed_inputs()
-    inputs: Tensor = None
+    normed_inputs: Tensor = None
 
 
 @dataclasses.dataclass
