@@ -15,7 +15,7 @@ from fsdp_qlora.layer.attention_mixer import n_head_groups
 from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
-from fsdp_qlora.model.embedding import LOGITS_CHUNK_BYTES
+from fsdp_qlora.model.parameters import CHUNK_BYTES
 from fsdp_qlora.plan import Plan, SavePolicy
 from fsdp_qlora.planner.layer_totals import LayerTotals, layer_ranges, saved_bytes, sum_layers
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -76,7 +76,7 @@ def lm_head_bytes(plan: Plan, arch: Architecture, table_bytes: float) -> float:
     this rank's rows of the lm_head."""
     itemsize = plan.dtype.itemsize
     inputs = 2 * arch.hidden_size * plan.micro_batch_tokens * itemsize  # x and its gradient
-    n_rows = min(plan.micro_batch_tokens, LOGITS_CHUNK_BYTES // (4 * arch.vocab_size))
+    n_rows = min(plan.micro_batch_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
     n_logits = n_rows * arch.vocab_size
     if plan.fuses_elementwise:  # a chunk of logits, its gradient, and a quarter more
         return inputs + 2.5 * itemsize * n_logits

@@ -349,7 +349,7 @@ class Family:
     attention_out: str = "self_attn.o_proj"
     one_qkv: bool = False  # one linear "qkv_proj"
     # a tensor that files may have in place of those of q_proj, k_proj and v_proj
-    fused_qkv: str | None = None
+    qkv_in_files: str | None = None
     qkv_bias: bool | FromConfig = "config.attention_bias"
     out_bias: bool | FromConfig = "config.attention_bias"
     heads_by_layer: FromConfig = None  # a list in the config, instead of num_attention_heads
