@@ -147,7 +147,7 @@ def merge(args: argparse.Namespace) -> None:
         new.is_whole = True  # from here on an error or Ctrl-C leaves the directory, and names it
         verdict = check_merge(args, run, base, new.path, device)
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
-    # the switches of the chat template (such as enable_thinking) that the trained rows used
+    # the template variables (such as enable_thinking) with which trained answers were rendered
     counts = {json.dumps(way["chat_template_kwargs"]): way["answers"]
               for way in run.template_kwargs}
     if how := how_to_prompt(counts):

@@ -93,7 +93,7 @@ from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.router import BALANCE
 from fsdp_qlora.log import fail_before_init, log
 from fsdp_qlora.lora.adapter import Adapter, optimizer_state_bytes, sharded_state
-from fsdp_qlora.lora.initial_rows import initial_rows
+from fsdp_qlora.lora.initial_token_rows import initial_token_rows
 from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context_parallel import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
                 finetune(config, device, status)
             code = 0
         except RunEnd as e:
-            code = status.stop_together(e)
+            code = status.end_together(e)
             with contextlib.suppress(RuntimeError):  # another rank may have left alone
                 dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
         except SystemExit as e:  # from --help
@@ -280,8 +280,8 @@ def make_adapter(model: Model, job: Job) -> Adapter:
     ranks must call this."""
     base = job.base
     untrained = check_untrained_tokens(model, job.rows, base)
-    first_rows = initial_rows(model, base.trainable_tokens, untrained)
-    adapter = Adapter(model, model.device, base.trainable_ids, first_rows)
+    token_rows = initial_token_rows(model, base.trainable_tokens, untrained)
+    adapter = Adapter(model, model.device, base.trainable_ids, token_rows)
     if job.config.adapter == "dora":
         measure_weight_norms(model)
     return adapter
@@ -718,7 +718,7 @@ def sum_gradient(run: Run) -> None:
         return
     if not run.plan.uses_fsdp:
         dist.all_reduce(adapter.grad)
-    elif adapter.n_row_weights:
+    elif adapter.n_token_row_weights:
         dist.all_reduce(adapter.token_part(adapter.grad))
 
 

@@ -186,10 +186,10 @@ def vocabulary(job, process):
         micro_batch = types.SimpleNamespace(
             targets=labels[target_positions], target_positions=target_positions,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
-        chunk_bytes, row = patching.get("LOGITS_CHUNK_BYTES"), 4 * model.arch.vocab_size
+        chunk_bytes, row = patching.get("CHUNK_BYTES"), 4 * model.arch.vocab_size
         own_head = model.lm_head
         for chunk, n_bytes in ("8", row * 8), ("all", chunk_bytes), ("one", 1), ("large", row * 8):
-            patching.replace("LOGITS_CHUNK_BYTES", n_bytes)
+            patching.replace("CHUNK_BYTES", n_bytes)
             model.lm_head = own_head * (1000 if chunk == "large" else 1)
             embedded = embed(model, ids)
             local = x.clone().requires_grad_()
@@ -199,7 +199,7 @@ def vocabulary(job, process):
             out[f"{chunk}/embedded"] = gather(embedded).flatten(0, 1)
             out[f"{chunk}/grad"] = gather(grad).flatten(0, 1)
             out[f"{chunk}/loss"] = gather(loss.detach()).sum().float()
-        patching.replace("LOGITS_CHUNK_BYTES", chunk_bytes)
+        patching.replace("CHUNK_BYTES", chunk_bytes)
         model.lm_head = own_head
         return out
 

@@ -47,7 +47,7 @@ from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
-from fsdp_qlora.micro_batch.offload import OffloadedActivations, make_store, put_record
+from fsdp_qlora.micro_batch.offload import OffloadedActivations, make_store, put_saved
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.fsdp import set_local
 from fsdp_qlora.model.load import fill_model
@@ -361,13 +361,13 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
 
 
 def test_what_is_offloaded_is_not_held():
-    """By the record, or by the function that takes it back."""
+    """By the dataclass, or by the function that takes it back."""
     store = OffloadedActivations(3, 2, 8, torch.device("cpu"))
-    record = SavedMLP(mlp_input=torch.arange(8.0), gate_up=torch.ones(8, 2))
-    want, first = record.gate_up.clone(), weakref.ref(record.gate_up)
-    take = put_record(store, record)
+    saved = SavedMLP(mlp_input=torch.arange(8.0), gate_up=torch.ones(8, 2))
+    want, first = saved.gate_up.clone(), weakref.ref(saved.gate_up)
+    take = put_saved(store, saved)
     store.put(torch.ones(8)), store.put(torch.ones(8))  # frees earlier ones
-    del record
+    del saved
     gc.collect()
     assert first() is None
     store.take(2), store.take(1)

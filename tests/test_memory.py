@@ -29,7 +29,7 @@ from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner import search
-from fsdp_qlora.planner.layer_totals import count_layers, saved_bytes
+from fsdp_qlora.planner.layer_totals import saved_bytes, sum_layers
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.predict_memory import predict_memory
 from fsdp_qlora.planner.predict_time import layer_seconds, predict_time
@@ -345,7 +345,7 @@ def test_plan_counts_what_a_layer_keeps_to_the_byte(family, saves):
             **PLAN, "n_layers": n_layers, "n_recomputed": n_recomputed, "micro_batch_tokens": n,
             "save_mid_residual": saves == "mid_residual",
             "n_mlp_saved": n_layers if saves == "mlp" else 0})
-        layers = count_layers(tuple(layer.spec for layer in model.layers[:n_layers]))
+        layers = sum_layers(tuple(layer.spec for layer in model.layers[:n_layers]))
         return sum(saved_bytes(plan, layers, 4 * n))  # in fp32
 
     got, want = (
@@ -579,7 +579,7 @@ def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
     for saved in ({}, {"save_mid_residual": True}, {"n_attention_saved": 32}):
         plan = predicted(arch, specs, n_recomputed=32, micro_batch_tokens=65_536, **saved)
         seconds[tuple(saved)] = layer_seconds(
-            plan, arch, count_layers(specs), H200, 65_536).compute
+            plan, arch, sum_layers(specs), H200, 65_536).compute
     of_input, of_sum, of_attention = seconds.values()
     kernel = 2 * 65_536**2 * 4096 / min(CONSTANTS.fixed_len_flops, CONSTANTS.sustained * H200.flops)
     projection = 2 * 65_536 * 4096**2 / (CONSTANTS.sustained * H200.flops)
@@ -756,7 +756,7 @@ def test_graphs_of_mixers():
     reasons = [
         why_no_capture(shapes_of(name)[1], H200, recurrence_is_eager=plain) for name, plain in (
             ("qwen3.5-9b", False), ("qwen3.5-9b", True), ("granite-4-h-small", False))]
-    assert reasons == ["", "a mixer runs in plain torch",
+    assert reasons == ["", "the recurrence runs in plain torch",
                        "flash-linear-attention waits for the GPU in Mamba-2"]
 
 
@@ -890,7 +890,7 @@ def test_every_launch_of_a_layer_counts():
     plan = Plan(**{**PLAN, "n_layers": 48, "n_recomputed": 48, "n_expert_ranges": 4,
                    "shard_group_size": 2})  # fmt: skip
     machine = dataclasses.replace(H200, why_no_grouped="another card")
-    found = layer_seconds(plan, arch, count_layers(specs), machine, 2048)
+    found = layer_seconds(plan, arch, sum_layers(specs), machine, 2048)
     got = found.launches / machine.launch_seconds
     of_layer = (CONSTANTS.launches + CONSTANTS.recomputed_launches + CONSTANTS.fsdp_launches
                 + CONSTANTS.routed_launches)

@@ -26,7 +26,7 @@ from transformers import (
 import merge_adapters
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
-from fsdp_qlora.lora.initial_rows import initial_rows
+from fsdp_qlora.lora.initial_token_rows import initial_token_rows
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.merge.logits import logits_of, trained_logits
 from fsdp_qlora.model.token_rows import EmbeddingRows
@@ -184,7 +184,7 @@ def test_rows_begin_as_what_their_text_was_or_as_the_mean(capsys):
         arch=types.SimpleNamespace(n_tables=2, vocab_size=10, added_rows=4))
     tokens = [TrainableToken("known", 1, None), TrainableToken("untrained", 4, None),
               TrainableToken("new", 6, (0, 3, 3)), TrainableToken("of nothing", 7, ())]
-    rows = initial_rows(model, tokens, {4})
+    rows = initial_token_rows(model, tokens, {4})
     for values, (name, table) in zip(rows, stored.items(), strict=True):
         mean = table.double().mean(0).float()
         assert torch.equal(values[0], table[1].float()) and torch.equal(values[1], mean)

@@ -75,10 +75,10 @@ def check_untrained_tokens(model: Model, rows: Rows, base: BaseModel) -> dict[in
                     " --chat_template with other tokens")
     found = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i] and i in frozen]
     if found:
-        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({frozen[i]}, trained"
-                          f" {counts[i]:,} times)" for i in found[:5])
+        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({frozen[i]}, {counts[i]:,}"
+                          " times in the loss)" for i in found[:5])
         more = f" and {len(found) - 5:,} more" if len(found) > 5 else ""
-        log("warning: your data trains tokens that the frozen lm_head never learned:"
+        log("warning: your data has tokens in the loss that the frozen lm_head never learned:"
             f" {named}{more}. The model will hardly ever generate them. Name them in"
             " --trainable_tokens, or use the instruct model or a chat template with other tokens")
     return untrained

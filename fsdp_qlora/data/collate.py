@@ -148,7 +148,7 @@ def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,
     # a loss that reads prompts has two sums of token losses for each document, its answer's and its
     # prompt's; any other has one
     n_sums = 2 if rows.loss_record.trains_prompt else 1
-    sum_numbers = torch.zeros_like(ids)  # the sum that each position belongs to
+    sum_index = torch.zeros_like(ids)  # the sum that each position belongs to
     for number, i in enumerate(documents):
         document_ids, labels = rows.tokens(i)
         start = int(padded.starts[number])
@@ -156,20 +156,20 @@ def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,
         before_last = slice(start, stop - 1)  # the last position predicts nothing
         ids[start:stop] = document_ids
         targets[before_last] = labels[1:]
-        sum_numbers[start:stop] = n_sums * number
+        sum_index[start:stop] = n_sums * number
         if rows.loss_record.trains_prompt and rows.desirable[i]:
             targets[before_last] = document_ids[1:]
-            sum_numbers[before_last] += labels[1:] == IGNORE_INDEX
+            sum_index[before_last] += labels[1:] == IGNORE_INDEX
     target_positions = (targets != IGNORE_INDEX).nonzero().view(-1)
-    target_positions = target_positions[sum_numbers[target_positions].argsort(stable=True)]
-    sum_bounds = torch.searchsorted(
-        sum_numbers[target_positions], torch.arange(n_sums * sizes.n_documents + 1))
+    target_positions = target_positions[sum_index[target_positions].argsort(stable=True)]
+    loss_bounds = torch.searchsorted(
+        sum_index[target_positions], torch.arange(n_sums * sizes.n_documents + 1))
     starts = padded.starts
     first_positions = starts[:-1].repeat_interleave(starts.diff())  # of each token's document
     return {"input_ids": ids, "n_unpadded": rows.lengths[documents].sum()[None],
             "position_ids": torch.arange(sizes.n_tokens) - first_positions,
             "cu_seqlens": starts.int(), "target_positions": target_positions,
-            "targets": targets[target_positions], "loss_bounds": sum_bounds,
+            "targets": targets[target_positions], "loss_bounds": loss_bounds,
             "dropout_seeds": None, "recurrence_chunks": None}
 
 

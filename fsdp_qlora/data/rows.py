@@ -193,9 +193,9 @@ def encode_document(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
     ids, labels = (np.asarray(values[:max_tokens], np.int32) for values in (ids, labels))
     content = ids.tobytes() + labels.tobytes() + b"bad" * (not desirable)
     sha = hashlib.blake2b(content, digest_size=8).digest()
-    is_trained = labels != IGNORE_INDEX
+    in_loss = labels != IGNORE_INDEX
     return {"input_ids": ids, "labels": labels, "length": len(ids),
-            "prompt_length": int(is_trained.argmax()) if len(ids) else 0,
-            "n_loss_tokens": int(is_trained[1:].sum()),  # nothing predicts the first token
+            "prompt_length": int(in_loss.argmax()) if len(ids) else 0,
+            "n_loss_tokens": int(in_loss[1:].sum()),  # nothing predicts the first token
             "desirable": desirable, "cut": is_cut,
             "digest": int.from_bytes(sha, "little", signed=True)}

@@ -298,14 +298,16 @@ def eager_scan_bytes(mixer: Mamba2Record) -> int:
 class Recurrence:
     """The functions of one kind of mixer with a state, see above."""
 
+    name: str  # in the log
     eager: Callable[..., Tensor]  # in plain torch
     fla: Callable[..., Tensor]  # by flash-linear-attention's kernels
     eager_bytes_per_token: Callable[[Any], int]  # mixer -> alive at once in eager's backward
 
 
 RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
-    DeltaNetRecord: Recurrence(eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
-    Mamba2Record: Recurrence(eager_scan, fla_scan, eager_scan_bytes)}
+    DeltaNetRecord: Recurrence(
+        "the gated delta net", eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
+    Mamba2Record: Recurrence("Mamba-2", eager_scan, fla_scan, eager_scan_bytes)}
 
 
 def recurrent_mixer(arch: Architecture) -> DeltaNetRecord | Mamba2Record | None:
@@ -362,7 +364,7 @@ def choose_recurrence(
     if device.type != "cuda" or compute_dtype != "bfloat16":
         return recurrence.eager
     if why := why_no_fla(mixer, device):
-        log(f"warning: slow path for {type(mixer).__name__}: plain PyTorch instead of"
+        log(f"warning: slow path for {recurrence.name}: plain PyTorch instead of"
             f" flash-linear-attention ({why}). Try: pip install fla-core einops")
         return recurrence.eager
     return recurrence.fla

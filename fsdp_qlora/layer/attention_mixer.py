@@ -24,7 +24,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 # group of heads at a time, with at most this many bytes of queries, where there are enough heads.
 GROUP_BYTES = 2**27
 # makes the key and value that a rank's queries see, of a group of heads; and their Segments
-KeySource = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Segments]]
+MakeKV = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Segments]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,10 +120,10 @@ def n_head_groups(arch: Architecture, value_bytes: int) -> int:
 
 def attend_by_groups(
     call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
-    key_source: KeySource | None = None
+    make_kv: MakeKV | None = None
 ) -> list[HeadGroup]:
     """Run attend() on query, key and value [n, heads, head_dim], a group of heads at a time. With
-    `key_source` they are the query, and two tensors of which it makes key and value."""
+    `make_kv` they are the query, and two tensors of which it makes key and value."""
     query = heads[0]
     groups = []
     results = call.attention_results
@@ -132,8 +132,7 @@ def attend_by_groups(
         known = results[2 * i : 2 * i + 2]  # none in forward
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             leaves = [part.detach().requires_grad_() for part in group]
-            attended, lse = attend(call, arch, window, leaves, (i, n_groups), known,
-                                   key_source)
+            attended, lse = attend(call, arch, window, leaves, (i, n_groups), known, make_kv)
         groups.append(HeadGroup(leaves, attended))
         if lse is not None and not known:
             results += [attended.detach(), lse]
@@ -163,12 +162,12 @@ def all_heads(parts: Sequence[Tensor]) -> Tensor:
 
 def attend(
     call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
-    group: tuple[int, int], known: Sequence[Tensor] = (), key_source: KeySource | None = None
+    group: tuple[int, int], known: Sequence[Tensor] = (), make_kv: MakeKV | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return causal attention within each document of the micro-batch, [n, heads, width of a
     value]; and its logsumexps, if the layer saves them. `window`: number of keys that a query sees;
     None: all. `heads`: query, key and value of the i-th of n groups, with `group` = (i, n).
-    `known`: these results, if the layer has saved them. `key_source`: see attend_by_groups(); None:
+    `known`: these results, if the layer has saved them. `make_kv`: see attend_by_groups(); None:
     ranks that share the micro-batch exchange keys and values."""
     query, key, value = heads
     batch = call.batch
@@ -177,8 +176,8 @@ def attend(
         window, attention_type = None, "window_unreached"
     kernel = batch.attention_kernels[attention_type]
     segments = batch.segments
-    if key_source:
-        key, value, segments = key_source(key, value)
+    if make_kv:
+        key, value, segments = make_kv(key, value)
     elif batch.context_shard:
         # attention dropout draws by a key's place in its document, so every rank needs all keys,
         # not only the window's

@@ -18,7 +18,7 @@ from fsdp_qlora.layer.router import RoutingChoice
 from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedMLP, SavedMoE
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.micro_batch.offload import put_record
+from fsdp_qlora.micro_batch.offload import put_saved
 
 
 class DecoderLayer(LayerParameters):
@@ -45,7 +45,7 @@ class SavedLayer:
     mid_residual_key: Any = None
     mixer_sublayer: SavedMixerSublayer | None = None
     mlp_sublayer: SavedMLP | SavedMoE | None = None
-    take_mlp: Callable[[], SavedMLP] | None = None  # takes the MLP's record from the store, once
+    take_mlp: Callable[[], SavedMLP] | None = None  # takes the MLP's SavedMLP from the store, once
     routing_choices: list[RoutingChoice] | None = None  # one per slice of tokens
 
 
@@ -56,8 +56,8 @@ class LayerFunction(torch.autograd.Function):
     layer.save_policy, which the Plan decides:
 
                     forward saves              backward computes again
-    "all"           both sublayers' records    nothing
-    "mlp"           x, the MLP's record        the mixer
+    "all"           both sublayers' tensors    nothing
+    "mlp"           x, the MLP's tensors       the mixer
     "mid_residual"  x, mid_residual            the mixer; the MLP, in slices of tokens
     "attention"     x, attention's results     the mixer but its kernel; the MLP, in slices
     "input"         x                          the mixer; the MLP, in slices
@@ -101,7 +101,7 @@ class LayerFunction(torch.autograd.Function):
             call.attention_results.clear()  # the store frees them
         if policy == "mlp":
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
-            saved.take_mlp = put_record(batch.store, mlp_saved)
+            saved.take_mlp = put_saved(batch.store, mlp_saved)
             return call.times_layer_scalar(out), *call.kv_out
         if policy == "mid_residual":
             saved.mid_residual_key = put(mid_residual)

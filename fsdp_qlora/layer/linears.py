@@ -135,11 +135,11 @@ def fuse_linears(
     n_in = linears[0].in_features
     with_adapter = [linear for linear in linears if linear.name in adapted]
     n_lora = rank * len(with_adapter) // max(1, n_experts)
-    n_adapted = sum(linear.out_features for linear in with_adapter)
+    adapted_out_features = sum(linear.out_features for linear in with_adapter)
     # each begins at a multiple of OPTIM_BLOCKSIZE: no block of the optimizer's state has both A and
     # B
-    sizes = (rank * len(with_adapter) * n_in, n_adapted * rank,
-             n_adapted * (config.adapter == "dora"))
+    sizes = (rank * len(with_adapter) * n_in, adapted_out_features * rank,
+             adapted_out_features * (config.adapter == "dora"))
     lora_a, lora_b, magnitude = (allocator.reserve("adapter", n, OPTIM_BLOCKSIZE) for n in sizes)
 
     placed: list[LinearSlices] = []

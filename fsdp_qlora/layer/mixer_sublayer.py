@@ -28,7 +28,7 @@ class TokenMixer(Protocol):
 
     @property
     def saved_type(self) -> type[SavedTokenMixer]:
-        """The record of what the mixer saves, passed to the functions below."""
+        """The dataclass of what the mixer saves, passed to the functions below."""
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -81,8 +81,8 @@ class MixerSublayer:
     def forward(
         self, call: LayerCall, x: Tensor, wants_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMixerSublayer]:
-        """Return x + the branch [tokens, hidden], None without wants_sum; and the record that
-        backward() needs."""
+        """Return x + the branch [tokens, hidden], None without wants_sum; and what backward()
+        needs."""
         arch = self.arch
         saved = SavedMixerSublayer(x=x)
         inputs = norm_padded(call, arch.attention_norm, x, self.in_proj)

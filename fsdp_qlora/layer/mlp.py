@@ -56,7 +56,7 @@ class DenseMLPSublayer:
         saved = SavedMLP(mlp_input=mlp_input)
         inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.gate_up)
         saved.gate_up, saved.lora_hidden = lora_matmul(call, self.gate_up, inputs)
-        saved.inputs = inputs if call.is_backward else None
+        saved.normed_inputs = inputs if call.is_backward else None
         del inputs
         activated = activate(call, saved, self.down, self.activation(call))
         out, saved.branch, saved.down_lora_hidden = matmul_and_add_residual(

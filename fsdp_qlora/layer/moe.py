@@ -148,7 +148,7 @@ class MoESublayer:
             branch += shared_output
             if self.sum_factor != 1:
                 branch *= self.sum_factor
-        saved.inputs = inputs if call.is_backward else None
+        saved.normed_inputs = inputs if call.is_backward else None
         out = None
         if branch is not None:
             out, saved.branch = add_residual(

@@ -42,9 +42,9 @@ def apply_norm(call: LayerCall, name: str, x: Tensor) -> Tensor:
 def saved_or_recomputed_inputs(
     call: LayerCall, saved: SavedMLPInput, name: str | None, fused: FusedLinear
 ) -> Tensor:
-    """Return the norm of saved.mlp_input [n, in]: saved.inputs or, if that is None, computed again.
-    """
-    inputs = saved.inputs
+    """Return the norm of saved.mlp_input [n, in]: saved.normed_inputs or, if that is None, computed
+    again."""
+    inputs = saved.normed_inputs
     if inputs is None:
         inputs = norm_padded(call, name, saved.mlp_input, fused)
     return inputs[:, : fused.in_features]

@@ -1,8 +1,8 @@
-"""What each sublayer saves for its backward, as records.
+"""Dataclasses of what each sublayer saves for its backward.
 
 Backward sets to None the tensors whose memory must be free before it ends; the rest goes with the
-record. A field that only some models need is None for the others. `lora_hidden`, of a FusedLinear,
-is lora_matmul()'s second result.
+dataclass. A field that only some models need is None for the others. `lora_hidden`, of a
+FusedLinear, is lora_matmul()'s second result.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SavedTokenMixer:
 class HeadGroup(NamedTuple):
     """One call of an attention kernel: of some key heads and the query heads that share them."""
 
-    # query, key and value, or what the KeySource makes key and value of; leaves of autograd's graph
-    # of the kernel
+    # query, key and value, or what the MakeKV makes key and value of; leaves of autograd's graph of
+    # the kernel
     heads: list[Tensor]
     attended: Tensor  # [n, query heads, width of a value], the kernel's output
 
@@ -85,9 +85,9 @@ class SavedMLPInput:
     """The input of an MLP or of experts."""
 
     mlp_input: Tensor = None  # [n, hidden], the input of the norm
-    # [n, width], normed, which is cheap: saved only while backward runs, else None, see
+    # [n, width], the norm's output, which is cheap: saved only while backward runs, else None, see
     # saved_or_recomputed_inputs()
-    inputs: Tensor = None
+    normed_inputs: Tensor = None
 
 
 @dataclasses.dataclass
@@ -101,8 +101,8 @@ class SavedGatedMLP:
 
 @dataclasses.dataclass
 class SavedMLP(SavedMLPInput, SavedGatedMLP, SavedPerLayer):
-    """The tensors that a dense MLP saves. Flat, because put_record() offloads all tensors of a
-    record in one put()."""
+    """The tensors that a dense MLP saves. Flat, because put_saved() offloads all tensors of the
+    dataclass in one put()."""
 
     branch: Tensor = None  # [n, hidden], the branch before its norm
 

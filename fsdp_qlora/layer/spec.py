@@ -63,8 +63,8 @@ class MLPSublayer(Protocol):
     def forward(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, Any]:
-        """Return mid_residual + MLP(norm(mlp_input)) [tokens, hidden], and the record that
-        backward() needs."""
+        """Return mid_residual + MLP(norm(mlp_input)) [tokens, hidden], and what backward()
+        needs."""
 
     def backward(self, call: LayerCall, saved: Any, grad: Tensor) -> Tensor:
         """Return the gradient of `mid_residual`, including the gradient of `mlp_input` through the

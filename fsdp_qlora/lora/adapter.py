@@ -40,18 +40,18 @@ class Adapter:
     """
 
     def __init__(self, model: Model, device: torch.device, token_ids: Sequence[int] = (),
-                 initial_rows: torch.Tensor | None = None) -> None:
-        """`initial_rows`: the result of initial_rows() for these tokens."""
-        initial_rows = torch.empty(0) if initial_rows is None else initial_rows
-        self.model, self.token_ids, self.initial_rows = model, token_ids, initial_rows
+                 initial_token_rows: torch.Tensor | None = None) -> None:
+        """`initial_token_rows`: the result of initial_token_rows() for these tokens."""
+        initial_token_rows = torch.empty(0) if initial_token_rows is None else initial_token_rows
+        self.model, self.token_ids, self.initial_token_rows = model, token_ids, initial_token_rows
         self.arch, self.layers, self.shard_group = model.arch, model.layers, model.shard_group
         self.shard_rank, self.shard_group_size = model.shard_rank, model.shard_group_size
         lora_rank = model.layers[0].spec.fused_linears[0].lora_rank
         self.expert_slices = expert_slices(self.arch, lora_rank)  # the ones that PEFT's files stack
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
-        n_rows = initial_rows.numel()
-        self.n_row_weights = math.ceil(n_rows / OPTIM_BLOCKSIZE) * OPTIM_BLOCKSIZE  # padded
-        n_weights = len(self.layers) * self.n_own + self.n_row_weights
+        n_rows = initial_token_rows.numel()
+        self.n_token_row_weights = math.ceil(n_rows / OPTIM_BLOCKSIZE) * OPTIM_BLOCKSIZE  # padded
+        n_weights = len(self.layers) * self.n_own + self.n_token_row_weights
         self.weights = nn.Parameter(torch.zeros(n_weights, device=device))
         self.weights.grad = self.grad = torch.zeros_like(self.weights)
         # each layer's `adapter` and its gradient are views of these two, so that backward adds to
@@ -64,7 +64,7 @@ class Adapter:
         self.n_trainable = sum(math.prod(shape) for i in range(len(self.layers))
                                for _, shape in self.peft_slices(i).values()) + n_rows
         if n_rows:
-            rows, grad = (self.token_part(x)[:n_rows].view_as(initial_rows)
+            rows, grad = (self.token_part(x)[:n_rows].view_as(initial_token_rows)
                           for x in (self.weights.data, self.grad))
             model.token_rows = TokenRows(token_ids, model.own_rows, rows, grad)
 
@@ -76,7 +76,7 @@ class Adapter:
     def token_part(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the part of such a vector that is for the rows of --trainable_tokens."""
         # by ratio, because absmax has one value per OPTIM_BLOCKSIZE weights
-        return vector[len(vector) - len(vector) * self.n_row_weights // len(self.weights) :]
+        return vector[len(vector) - len(vector) * self.n_token_row_weights // len(self.weights) :]
 
     def peft_slices(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """Return {PEFT's name: (slice of layer i's adapter, shape)}."""
@@ -111,7 +111,8 @@ class Adapter:
                       if config.init_adapter else None)
         for i, layer in enumerate(self.layers):
             self.set_layer(i, loaded or self.initial_values(i, layer, config.seed))
-        self.set_token_rows(loaded or dict(zip(token_row_names(self.arch), self.initial_rows)))
+        initial = dict(zip(token_row_names(self.arch), self.initial_token_rows))
+        self.set_token_rows(loaded or initial)
 
     def initial_values(self, i: int, layer: DecoderLayer, seed: int) -> dict[str, torch.Tensor]:
         """Return the initial {PEFT's name: tensor} of layer i."""
@@ -158,7 +159,7 @@ class Adapter:
             layers = [whole for whole in self.gather(vector) if whole is not None]
             if is_rank_0():
                 saved[name] = torch.stack(layers)
-                if self.n_row_weights:
+                if self.n_token_row_weights:
                     saved[name + TOKEN_ROWS] = self.token_part(vector).cpu()
         return saved
 
@@ -172,7 +173,7 @@ class Adapter:
             missing = own.shape[1] * self.shard_group_size - saved[name].shape[1]
             whole = F.pad(saved[name], (0, missing))
             own.copy_(whole.unflatten(1, (self.shard_group_size, -1))[:, self.shard_rank])
-            if self.n_row_weights:
+            if self.n_token_row_weights:
                 self.token_part(vector).copy_(saved[name + TOKEN_ROWS])
 
     def largest(self) -> float:

@@ -143,11 +143,11 @@ class OffloadedActivations:
 ActivationStore = DeviceActivations | OffloadedActivations
 
 
-def put_record(store: ActivationStore, record: Any) -> Callable[[], Any]:
+def put_saved(store: ActivationStore, saved: Any) -> Callable[[], Any]:
     """Put the tensors of a dataclass of tensors and None into a store. Returns a function that
     takes them from the store, as such a dataclass."""
-    kind, names = type(record), [name for name, value in vars(record).items() if value is not None]
-    key = store.put(*(getattr(record, name) for name in names))
+    kind, names = type(saved), [name for name, value in vars(saved).items() if value is not None]
+    key = store.put(*(getattr(saved, name) for name in names))
     return lambda: kind(**dict(zip(names, store.take(key))))  # must not keep the tensors alive
 
 

@@ -10,13 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import norm_of
-from fsdp_qlora.model.parameters import ModelParameters
+from fsdp_qlora.model.parameters import CHUNK_BYTES, ModelParameters
 from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.triton_support import tl, triton
-
-
-# bytes of logits alive at once, and of embeddings before their sum
-LOGITS_CHUNK_BYTES = 256 * 2**20
 
 
 if triton:
@@ -76,7 +72,7 @@ def look_up_sharded(model: ModelParameters, ids: Tensor, table: Tensor) -> Tenso
         return look_up(ids, table, 0)
     ids = model.gather(ids)  # [n_shards, n]
     out = torch.empty(ids.shape[1], table.shape[1], dtype=table.dtype, device=ids.device)
-    size = max(1, LOGITS_CHUNK_BYTES // (n_shards * table[:1].nbytes))
+    size = max(1, CHUNK_BYTES // (n_shards * table[:1].nbytes))
     for chunk in (slice(i, i + size) for i in range(0, len(out), size)):
         rows = look_up(ids[:, chunk].flatten(), table, first)
         dist.reduce_scatter_tensor(out[chunk], rows, group=model.shard_group)

@@ -17,8 +17,7 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
 from fsdp_qlora.layer.lora_matmul import fp32_matmul
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.model.embedding import LOGITS_CHUNK_BYTES
-from fsdp_qlora.model.parameters import ModelParameters
+from fsdp_qlora.model.parameters import CHUNK_BYTES, ModelParameters
 
 
 def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tensor:
@@ -124,7 +123,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         trained = None if is_evaluation or head_rows is None else model.token_rows
         if trained:  # the gradients of the logits of trained rows
             ctx.grad_logits = x.new_empty(len(batch.targets), len(trained.ids))
-        size = max(1, LOGITS_CHUNK_BYTES // (4 * arch.vocab_size))
+        size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + size) for i in range(0, len(batch.targets), size)):
             part = x[batch.target_positions[chunk]]
             logits = F.linear(

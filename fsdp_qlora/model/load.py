@@ -126,7 +126,7 @@ def fill_model(
 
     def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
         rows = read(name).view(-1, width).to(device, dtype)
-        if model.arch.added_rows:  # zeros until initial_rows() sets them
+        if model.arch.added_rows:  # zeros until initial_token_rows() sets them
             rows = F.pad(rows, (0, 0, 0, len(model.own_rows) - len(rows)))
         return pinned_copy(rows) if on_host else rows
 

@@ -26,6 +26,10 @@ from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.ranks import all_gather
 
 
+# bytes of logits alive at once, and of embeddings before their sum
+CHUNK_BYTES = 256 * 2**20
+
+
 class ModelParameters(nn.Module):
     """Decoder layers, embedding, lm_head and final norm, with the attention kernels and the store
     of activations. Apart from Model, so that embedding.py and lm_head.py can name it without an

@@ -1,6 +1,7 @@
 """TokenRows: the rows of the embedding and of the lm_head that --trainable_tokens trains.
 
-lora/initial_rows.py has the values with which they begin, data/trainable_tokens.py the tokens.
+lora/initial_token_rows.py has the values with which they begin, data/trainable_tokens.py the
+tokens.
 """
 
 from __future__ import annotations

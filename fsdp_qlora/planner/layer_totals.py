@@ -51,7 +51,7 @@ class LayerTotals:
 
 
 @functools.lru_cache(8)
-def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
+def sum_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     """Return the LayerTotals of a model's layers."""
     by_spec = {spec: LayerCosts(spec) for spec in dict.fromkeys(specs)}
     costs = [by_spec[spec] for spec in specs]

@@ -1,7 +1,7 @@
 """Predict a plan's peak memory, and the host memory that it takes.
 
     predict_memory()         bytes by kind, at the peak of a step
-      count_layers()         LayerTotals of all layers
+      sum_layers()           LayerTotals of all layers
       activation_peak()      saved and live values, at the worst kind of layer
       lm_head_bytes(), gathered_bytes(), exchanged_bytes(), dora_bytes()
 """
@@ -15,10 +15,9 @@ from fsdp_qlora.layer.attention_mixer import n_head_groups
 from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
-from fsdp_qlora.model.embedding import LOGITS_CHUNK_BYTES
+from fsdp_qlora.model.parameters import CHUNK_BYTES
 from fsdp_qlora.plan import Plan, SavePolicy
-from fsdp_qlora.planner.layer_totals import (
-    LayerTotals, count_layers, layer_ranges, saved_bytes)
+from fsdp_qlora.planner.layer_totals import LayerTotals, layer_ranges, saved_bytes, sum_layers
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
@@ -26,7 +25,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     """Return the plan with its `memory` and `host_bytes`."""
     n_shards = plan.shard_group_size
     itemsize = plan.dtype.itemsize
-    layers = count_layers(specs)
+    layers = sum_layers(specs)
     value_bytes = plan.micro_batch_tokens * itemsize  # of one value for each token
     packed_bytes = layers.packed_bytes / n_shards
     adapter_bytes = 4 * layers.n_adapter  # of one layer, in fp32
@@ -39,15 +38,16 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         table_bytes * (not arch.tied) + arch.vocab_size * n_inputs * itemsize / n_shards)
     by_recomputed, by_others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
     head = lm_head_bytes(plan, arch, table_bytes)
-    row_weights = plan.n_token_rows * arch.hidden_size
+    n_token_row_weights = plan.n_token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else packed_bytes,
         "embedding, head, norms": table_bytes + looked_up_bytes * (not plan.embedding_on_host)
         + (layers.n_vectors / n_shards + layers.n_small + n_inputs * arch.hidden_size) * itemsize
         + 4 * layers.n_nested,
-        "adapter and gradients": 2 * plan.n_layers * adapter_bytes / n_shards + 8 * row_weights,
+        "adapter and gradients":
+            2 * plan.n_layers * adapter_bytes / n_shards + 8 * n_token_row_weights,
         "optimizer's state": plan.state_bytes * (
-            plan.n_layers * layers.n_adapter / n_shards + row_weights),
+            plan.n_layers * layers.n_adapter / n_shards + n_token_row_weights),
         "saved by recomputed layers": by_recomputed,
         "saved by other layers": by_others,
         # plus the shared keys and values, their gradients, and one layer's gradients of them
@@ -65,7 +65,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     host = looked_up_bytes * plan.embedding_on_host + packed_bytes * plan.offload_params
     if plan.offload_activations:  # all but the last put(), which stays on the GPU
         offloaded, _ = saved_bytes(plan, layers, value_bytes)
-        last = put_values(plan.save_policy(plan.n_recomputed - 1), layers, arch.hidden_size)
+        last = last_put_values(plan.save_policy(plan.n_recomputed - 1), layers, arch.hidden_size)
         host += max(0, offloaded - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
@@ -76,7 +76,7 @@ def lm_head_bytes(plan: Plan, arch: Architecture, table_bytes: float) -> float:
     this rank's rows of the lm_head."""
     itemsize = plan.dtype.itemsize
     inputs = 2 * arch.hidden_size * plan.micro_batch_tokens * itemsize  # x and its gradient
-    n_rows = min(plan.micro_batch_tokens, LOGITS_CHUNK_BYTES // (4 * arch.vocab_size))
+    n_rows = min(plan.micro_batch_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
     n_logits = n_rows * arch.vocab_size
     if plan.fuses_elementwise:  # a chunk of logits, its gradient, and a quarter more
         return inputs + 2.5 * itemsize * n_logits
@@ -92,7 +92,7 @@ def shared_kv_values(arch: Architecture) -> int:
     return sum(2 * heads.n_kv * heads.dim for heads in kv_to_share)
 
 
-def put_values(policy: SavePolicy, layers: LayerTotals, hidden: int) -> int:
+def last_put_values(policy: SavePolicy, layers: LayerTotals, hidden: int) -> int:
     """Return the values per token of a layer's last put(), see LayerFunction."""
     if policy == "mlp":
         return layers.mlp_values
@@ -115,7 +115,7 @@ def activation_peak(
             recomputed, others = saved_bytes(plan, layers, value_bytes, last_index[stop] + 1)
             on_gpu = recomputed
             if plan.offload_activations:  # the mixer's put, and those that are copied at once
-                put = put_values(policy, layers, hidden)
+                put = last_put_values(policy, layers, hidden)
                 of_mixer = hidden if policy == "mlp" else put
                 on_gpu = min(recomputed, value_bytes * (of_mixer + plan.n_copied_at_once * put))
             peaks.append((on_gpu, others, layer_costs.live_bytes(plan, policy)))

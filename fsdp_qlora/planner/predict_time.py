@@ -12,7 +12,7 @@ import dataclasses
 from fsdp_qlora.kernels.recurrence import recurrent_mixer
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.planner.layer_totals import LayerTotals, count_layers, saved_bytes
+from fsdp_qlora.planner.layer_totals import LayerTotals, saved_bytes, sum_layers
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.time_constants import CONSTANTS
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -29,7 +29,7 @@ def predict_time(
     benchmarks/RESULTS.md. That is good enough to compare plans on H100s and H200s; other GPUs were
     not compared.
     """
-    layer = layer_seconds(plan, arch, count_layers(specs), machine, mean_document_tokens)
+    layer = layer_seconds(plan, arch, sum_layers(specs), machine, mean_document_tokens)
     seconds = layer.total(plan.uses_cuda_graphs) * arch.n_layers
     seconds += lm_head_seconds(plan, arch, machine)
     return dataclasses.replace(plan, token_seconds=seconds / plan.micro_batch_tokens)

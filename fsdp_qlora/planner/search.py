@@ -188,7 +188,7 @@ def why_no_capture(
     if attention_is_eager:
         return "attention runs in plain torch"
     if recurrence_is_eager:
-        return "a mixer runs in plain torch"
+        return "the recurrence runs in plain torch"
     if isinstance(recurrent_mixer(arch), Mamba2Record):
         return "flash-linear-attention waits for the GPU in Mamba-2"
     return machine.why_no_grouped if arch.moe else ""

@@ -285,7 +285,7 @@ FAMILIES: dict[str, Family] = {
                        qk_norm_if="config.use_qk_norm", moe=MoERecord(**DEEPSEEK)),
     "sarvam_moe": Family(
         out_bias=False, partial_rotary=True, qk_norm="head", qk_norm_if="config.use_qk_norm",
-        fused_qkv="self_attn.query_key_value", moe=MoERecord(**DEEPSEEK, adapters="parameters"),
+        qkv_in_files="self_attn.query_key_value", moe=MoERecord(**DEEPSEEK, adapters="parameters"),
         renames=(("model.embed_tokens.", "model.word_embeddings."),
                  (".self_attn.o_proj.", ".attention.dense."),
                  (".self_attn.q_norm.", ".attention.query_layernorm."),

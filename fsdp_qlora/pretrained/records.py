@@ -337,7 +337,7 @@ class Family:
     attention_post_norm: str | None = None  # for attention's output
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None  # for the MLP's output
-    # {one of the four norm fields above: its value in layers with a mixer}
+    # {one of the four norm fields above: its value in layers with one of other_mixers}
     other_mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     post_norm_if: bool | FromConfig = True  # if a config can switch the two post norms off
     post_norm_eps: float | FromConfig | None = None  # for the two post norms; None: norm_eps
@@ -350,7 +350,7 @@ class Family:
     attention_out: str = "self_attn.o_proj"
     one_qkv: bool = False  # one linear "qkv_proj"
     # a tensor that files may have in place of those of q_proj, k_proj and v_proj
-    fused_qkv: str | None = None
+    qkv_in_files: str | None = None
     qkv_bias: bool | FromConfig = "config.attention_bias"
     out_bias: bool | FromConfig = "config.attention_bias"
     heads_by_layer: FromConfig = None  # a list in the config, instead of num_attention_heads
@@ -432,12 +432,12 @@ class Family:
     residual_dropout: float | FromConfig = 0.0  # for the outputs of o_proj and down_proj
 
     # ---- other mixers, experts, per-layer inputs
-    # a layer has one sublayer with one norm: attention, a mixer or, if its layer type is "mlp" or
-    # "moe", an MLP or experts
+    # a layer has one sublayer with one norm: attention, one of other_mixers or, if its layer type
+    # is "mlp" or "moe", an MLP or experts
     one_sublayer: bool = False
     # {layer type: the mixer that it has instead of softmax attention}
     other_mixers: dict[str, OtherMixer] = dataclasses.field(default_factory=dict)
-    # layers with a mixer also have softmax attention, and both outputs are added
+    # layers with one of other_mixers also have softmax attention, and both outputs are added
     parallel_other_mixers: bool = False
     moe: MoERecord | None = None  # experts, instead of the MLP
     per_layer: PerLayerInputs | None = None

@@ -201,10 +201,10 @@ def add_fused(
     conv_rows = {key: shape[0] for key, shape in arch.small_tensors(kind).items()
                  if key.endswith("_conv1d.weight")}  # transformers has them in one tensor in memory
     fused = fused_rows(conv_rows, names.of_layer(i, "linear_attn.conv1d.weight"), stored)
-    if arch.fused_qkv and arch.has_attention(kind):
+    if arch.qkv_in_files and arch.has_attention(kind):
         in_proj, _ = arch.of_kind(kind).attention_linears()
         for part in "weight", "bias":
-            whole = names.of_layer(i, f"{arch.fused_qkv}.{part}")
+            whole = names.of_layer(i, f"{arch.qkv_in_files}.{part}")
             rows = {f"{linear.name}.{part}": linear.out_features for linear in in_proj}
             fused |= fused_rows(rows, name_in_files(whole, arch, stored), stored)
     shapes = {key: (source, tuple(stored[source.name].shape)) for key, source in fused.items()}

@@ -30,12 +30,13 @@ class MergeCheck:
         first = documents.select(torch.arange(min(CHECK_ROWS, len(documents))))
         self.rows = dataclasses.replace(first, lengths=first.lengths.clamp(max=CHECK_TOKENS))
         self.input_ids = [self.rows.tokens(i)[0].tolist() for i in range(len(self.rows))]
-        self.without_adapter = self.initial_rows = torch.empty(0)  # until record_without_adapter()
+        # until record_without_adapter()
+        self.without_adapter = self.initial_token_rows = torch.empty(0)
 
     def record_without_adapter(self, model: Model, adapter: Adapter) -> None:
         """Record the lm_head's inputs without the adapter. All ranks must call this."""
         if model.token_rows:
-            self.initial_rows = adapter.initial_rows[-1].cpu()
+            self.initial_token_rows = adapter.initial_token_rows[-1].cpu()
         with no_adapter(adapter):
             self.without_adapter = self.lm_head_inputs(model)
 
@@ -48,7 +49,7 @@ class MergeCheck:
                   "without_adapter": self.without_adapter}
         if trained := model.token_rows:
             inputs["rows_with_adapter"] = trained.rows[-1].cpu()
-            inputs["rows_without_adapter"] = self.initial_rows
+            inputs["rows_without_adapter"] = self.initial_token_rows
         return inputs
 
     @torch.no_grad()
@@ -79,6 +80,6 @@ def no_adapter(adapter: Adapter) -> Iterator[None]:
     weights = adapter.weights.data.clone()
     for i, layer in enumerate(adapter.layers):  # B is 0, so any A gives the base model
         adapter.set_layer(i, adapter.initial_values(i, layer, seed=0))
-    adapter.set_token_rows(dict(zip(token_row_names(adapter.arch), adapter.initial_rows)))
+    adapter.set_token_rows(dict(zip(token_row_names(adapter.arch), adapter.initial_token_rows)))
     yield
     adapter.set_weights(weights)

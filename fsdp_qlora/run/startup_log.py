@@ -35,7 +35,8 @@ KERNEL_NAMES = {  # of functions in kernels/, in the log; others by their own na
     "fla_scan": "flash-linear-attention", "eager_delta_rule": "delta rule in plain PyTorch",
     "eager_scan": "Mamba-2 in plain PyTorch"}
 FLAGS_LOGGED_SEPARATELY = ("output_dir", "shard_group_size")  # in other lines of the log
-SHOWN_TOKENS = {True: 60, False: 30}  # of the first row's long parts, trained or not, at each end
+# of the first row's long parts, in the loss or not, at each end
+SHOWN_TOKENS = {True: 60, False: 30}
 
 
 def log_startup(
@@ -173,19 +174,19 @@ def show_document(ids: torch.Tensor, labels: torch.Tensor,
     cut to its first and last parts, and a long part to its beginning and end, because a reader
     wants to see where the loss begins and that it ends with the closing token."""
     all_ids, shown, start = ids.tolist(), [], 0
-    for is_trained, part in itertools.groupby((labels != IGNORE_INDEX).tolist()):
+    for in_loss, part in itertools.groupby((labels != IGNORE_INDEX).tolist()):
         stop = start + len(list(part))
-        shown.append((is_trained, start, stop))
+        shown.append((in_loss, start, stop))
         start = stop
     texts = []
-    for is_trained, start, stop in shown[:3] + shown[3:][-4:]:
-        n, n_tokens = SHOWN_TOKENS[is_trained], stop - start
+    for in_loss, start, stop in shown[:3] + shown[3:][-4:]:
+        n, n_tokens = SHOWN_TOKENS[in_loss], stop - start
         if n_tokens > 3 * n:
             text = (f"{decode(all_ids, start, start + n, tokenizer)} .. {n_tokens - 2 * n:,} tokens"
                     f" .. {decode(all_ids, stop - n, stop, tokenizer)}")
         else:
             text = decode(all_ids, start, stop, tokenizer)
-        texts.append(text if is_trained else f"[masked: {text}]")
+        texts.append(text if in_loss else f"[masked: {text}]")
     if len(shown) > 7:
         texts.insert(3, f" .. {len(shown) - 7} more parts .. ")
     return "".join(texts)

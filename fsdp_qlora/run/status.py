@@ -8,10 +8,10 @@ alone goes to Status.end_alone(), and torchrun ends the others. The watching thr
 cannot wait for the main thread: it calls Status.leave(). Whichever thread takes end_lock first
 reports the reason.
 
-    main thread        a RunEnd, on all ranks           stop_together()   its code, or the phase's
-                       any other error, of this rank    end_alone()       8, 70, or 75: LOST
-    watching thread    a signal, another process ends   leave()           75
-                       the deadline is over             leave_frozen()    9
+    main thread        a RunEnd, on all ranks           end_together()      its code, or the phase's
+                       any other error, of this rank    end_alone()         8, 70, or 75: LOST
+    watching thread    a signal, another process ends   leave()             75
+                       the deadline is over             leave_on_timeout()  9
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Status:
         self.where = "outside of the steps (loading or saving)"
         self.how_to_resume = "the same command resumes it"
         self.started, self.parent, self.pid = time.monotonic(), os.getppid(), os.getpid()
-        self.deadline = math.inf  # time.monotonic() after which the process counts as frozen
+        self.deadline = math.inf  # time.monotonic() after which the process counts as timed out
         self.stop_reason: str | None = None
         self.signal_time = -math.inf  # time.monotonic() of the last signal
         self.is_ending, self.has_logged_end, self.end_lock = False, False, threading.Lock()
@@ -134,13 +134,13 @@ class Status:
             os.close(self.lock_fd)
             self.lock_fd = None
 
-    def stop_together(self, stop: RunEnd) -> int:
+    def end_together(self, end: RunEnd) -> int:
         """Print and record why all ranks end. Returns the exit code."""
-        code, self.is_ending = EXITS[self.phase] if stop.code is None else stop.code, True
+        code, self.is_ending = EXITS[self.phase] if end.code is None else end.code, True
         if is_rank_0():
-            self.log_end(code, str(stop))
+            self.log_end(code, str(end))
         else:
-            tell_torchrun(end_line(code, str(stop)))
+            tell_torchrun(end_line(code, str(end)))
         return code
 
     def end_alone(self, error: Exception, device: torch.device) -> int:
@@ -186,7 +186,7 @@ class Status:
         self.log_end(code, message)
         os._exit(code)
 
-    def leave_frozen(self) -> NoReturn:
+    def leave_on_timeout(self) -> NoReturn:
         """Write the stacks of all threads to a file and end, because some rank has stopped making
         progress."""
         end_soon(EXIT_STEP_TIMEOUT)

@@ -36,7 +36,7 @@ def gather_step_stats(model: Model, adapter: Adapter, local_sums: torch.Tensor,
     """Return the StepStats, from this rank's sums and action, by one exchange and without waiting
     for the GPU. All ranks must call this."""
     # for this rank's part of the gradient; the rows of --trainable_tokens count on one rank
-    n_own = len(adapter.grad) - (adapter.n_row_weights if adapter.shard_rank else 0)
+    n_own = len(adapter.grad) - (adapter.n_token_row_weights if adapter.shard_rank else 0)
     square = adapter.grad[:n_own].norm().double() ** 2
     local = (square[None], torch.full_like(local_sums[:1], action), local_sums,
              take_balance(model.layers, model.device))

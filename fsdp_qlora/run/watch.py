@@ -4,7 +4,7 @@
         before training, or a second one    Status.leave(), exit code 75
         the first one in training           Status.stop_reason, a RunEnd after the step
     another process of the run ends         Status.leave(), exit code 75
-    the deadline of a step is over          Status.leave_frozen(), exit code 9
+    the deadline of a step is over          Status.leave_on_timeout(), exit code 9
 
 Signal handlers do nothing; the signal's number comes to the thread through a socket.
 """
@@ -82,7 +82,7 @@ def watch(receive: socket.socket, status: Status) -> None:
                 # NCCL would wait for the missing process
                 status.leave(EXIT_RESUMABLE, f"{LOST}; {status.how_to_resume}")
         if time.monotonic() > status.deadline:
-            status.leave_frozen()
+            status.leave_on_timeout()
 
 
 def count_siblings() -> int:

@@ -14,8 +14,8 @@ from fsdp_qlora.model.embedding import look_up_sharded
 from fsdp_qlora.model.parameters import ModelParameters
 
 
-def initial_rows(model: ModelParameters, tokens: Sequence[TrainableToken],
-                 untrained: Collection[int]) -> Tensor:
+def initial_token_rows(model: ModelParameters, tokens: Sequence[TrainableToken],
+                       untrained: Collection[int]) -> Tensor:
     """Return the first values of TokenRows.rows, fp32 [tables, tokens, hidden].
 
     A token that the model knows keeps its rows. A new one begins as the mean of the tokens that its
