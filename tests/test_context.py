@@ -156,7 +156,7 @@ PIECES = {"pieces": "qwen3", "latent_pieces": "deepseek_v3", "saved_pieces": "qw
 SAVES_ATTENTION = {"n_attention_saved": 1}  # in the last layer, after those that save x
 # whose parts others have, by `make test-slow`
 RARE = "mistral", "qwen3", "gemma3_text", "qwen3_moe", "attention_dropout", "orpo", "kto", \
-    "phi3_longrope", "deepseek_v3", "pieces", "latent_pieces", "saved_latent_pieces"
+    "phi3_longrope", "pieces", "latent_pieces", "saved_latent_pieces"
 CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
          for name in (*FAMILIES, *LOSSES, *PIECES)]  # fmt: skip
 

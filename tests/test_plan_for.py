@@ -187,7 +187,7 @@ def test_adapter_or_gguf_as_a_model_is_told_from_a_model(run_main, tmp_path):
     # as a Hub id like owner/name-GGUF is downloaded, with what it has besides
     shutil.copytree(tmp_path / "with-config", tmp_path / "name-GGUF",
                     ignore=shutil.ignore_patterns("*.gguf"))  # fmt: skip
-    for name, words in (("adapter", "--model me/base"), ("gguf", "GGUF"),
+    for name, words in (("adapter", "trained on, me/base;"), ("gguf", "GGUF"),
                         ("gguf/model-Q4_K_M.gguf", "GGUF"), ("with-config", "GGUF"),
                         ("name-GGUF", "GGUF")):  # fmt: skip
         path = tmp_path / name
