@@ -16,13 +16,16 @@ The adapter was trained on NF4 weights, so it must be merged into those. A weigh
 A base in NF4 or MXFP4 is only dequantized; FP8 and INT4 are multiplied by their scales, then
 rounded to NF4. With DoRA each row of the sum is rescaled to its magnitude. A linear without an
 adapter becomes W, if it was in 4 bits in training; all other tensors are the base's, rounded to
-bf16 (a few small ones stay in fp32), but for the rows of --trainable_tokens.
+bf16 (a few small ones stay in fp32), but for the rows of --trainable_tokens. Tensors of the text
+model that training does not know, such as layers for multi-token prediction (MTP), are left out of
+a run's merge; the line "base model .." counts them.
 
 The result is compared with the trained model, by the logits of the first 64 tokens of four training
 rows. If they differ by more than the adapter's whole effect, the merge fails: the result stays in a
 hidden directory, which the error names, and which the next merge into --output_dir empties at its
-start. Above a fifth of the effect the last line is a warning. If memory does not suffice for the
-check, it begins with "not checked:". Both exit with 0.
+start. Above a fifth of the effect the last line begins with "warning:", as it does if the run's
+loss ended above where it began. If the check did not run, for lack of memory, by a flag or because
+nothing was recorded, it contains "not checked:". All these exit with 0.
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
 PEFT. It assumes, and cannot check, that they were trained on this base quantized from bf16 to NF4
@@ -50,7 +53,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import re
@@ -148,9 +150,7 @@ def merge(args: argparse.Namespace) -> None:
         verdict = check_merge(args, run, base, new.path, device)
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
     # the template variables (such as enable_thinking) with which trained answers were rendered
-    counts = {json.dumps(way["chat_template_kwargs"]): way["answers"]
-              for way in run.template_kwargs}
-    if how := how_to_prompt(counts):
+    if how := how_to_prompt(run.template_kwargs):
         print(how)
     if why := why_worse(run.losses):
         verdict = Verdict("warning", f"{why}; {verdict.level}: {verdict.text}")

@@ -27,7 +27,7 @@ from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
-from fsdp_qlora.micro_batch.context_parallel import NOT_SHARED, ContextGroup
+from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS, ContextGroup
 from train_fsdp_qlora import rows_of_step
 
 CPU = torch.device("cpu")
@@ -227,7 +227,7 @@ def make_model(micro_batch_tokens):
     plan = types.SimpleNamespace(uses_cuda_graphs=False, micro_batch_tokens=micro_batch_tokens)
     kernels = Kernels({"full": "same"}, {"full": "any"})
     return types.SimpleNamespace(
-        device=CPU, plan=plan, store=None, kernels=kernels, context=NOT_SHARED)  # fmt: skip
+        device=CPU, plan=plan, store=None, kernels=kernels, context=ONLY_PROCESS)  # fmt: skip
 
 
 def naive_micro_batch(rows, packed, rank):

@@ -273,11 +273,11 @@ def test_what_people_change_is_where_the_pages_say():
 
 
 def test_names_in_drawings_exist():
-    """The functions in the pictures of the path of a weight and of a row."""
+    """The functions in the pictures of the paths of a weight, of a row and of a config."""
     blocks = re.findall(FENCED, PAGES["internals.md"], re.M | re.S)
     drawings = [text for language, text in blocks if language == "text" and "v\n" in text]
     names = set(re.findall(r"(\w+)\(\)", "".join(drawings)))
-    assert len(drawings) == 2 and len(names) > 20
+    assert len(drawings) == 3 and len(names) > 20
     assert names <= set().union(*map(defined, SOURCES.values()), {"read"})
 
 

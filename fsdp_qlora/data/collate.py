@@ -23,7 +23,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context_parallel import (
-    LEAST_PIECE, NOT_SHARED, ContextGroup, has_long_pieces, make_context_shard)
+    LEAST_PIECE, ONLY_PROCESS, ContextGroup, has_long_pieces, make_context_shard)
 from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
 from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.model.model import Model
@@ -31,13 +31,13 @@ from fsdp_qlora.model.model import Model
 
 def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
                      step_seed: torch.Tensor | None = None,
-                     context: ContextGroup = NOT_SHARED) -> MicroBatch:
+                     context: ContextGroup = ONLY_PROCESS) -> MicroBatch:
     """Return this rank's MicroBatch in a micro-step of pack_rows(), or with context parallelism its
     part of the one that its group shares. All ranks pad to one shape, because they compute
     embedding and lm_head together, and every rank waits for the longest one anyway.
 
     `rows`: those of the step. `step_seed`: of dropout; None: an evaluation. `context`: this rank's
-    group; by default every rank gets all of the first micro-batch.
+    group; ONLY_PROCESS: every rank makes the first micro-batch, all of it, as for samples.
     """
     documents = micro_step[context.group_index]
     sizes = padded_sizes(rows, micro_step, model, context.size)

@@ -135,7 +135,9 @@ class LayerFunction(torch.autograd.Function):
             mixer_saved = mixer.forward(call, x, wants_sum=False)[1]
         else:
             x, *call.attention_results = take(saved.x_key)
-            saved.x_key = None  # each group of heads frees its results
+            # in DeviceActivations the key is the tensors; mixer.backward() frees them group by
+            # group of heads
+            saved.x_key = None
             mid_residual, mixer_saved = mixer.forward(call, x, wants_sum=not parallel)
             call.attention_results.clear()
             call.dequantized.clear()  # room for the MLP's weights

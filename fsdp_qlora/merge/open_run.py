@@ -18,7 +18,7 @@ from fsdp_qlora.lora.peft_names import (
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.merge_base import OTHER_BASE, MergeBase
 from fsdp_qlora.merge.merged_model import auto_class, merged_shapes_and_paths
-from fsdp_qlora.merge.peft_adapter import open_peft_adapter
+from fsdp_qlora.merge.peft_adapter import open_unrecorded_run
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
@@ -34,14 +34,14 @@ def open_run(
     with trained rows: its adapter}. Raises ValueError unless they belong together. `base_model`:
     None for the run's."""
     if base_model and not find_train_config(adapter_dir).is_file():
-        return open_peft_adapter(adapter_dir, base_model)
+        return open_unrecorded_run(adapter_dir, base_model)
     run = read_run(adapter_dir)
     # digests of the tensors in training; each is compared when the tensor is read
     checksums = {} if allow_other_base else run.quantization["tensor_sums"]
     base = read_base(base_model or run.base_model, run.quantization, checksums)
     add_token_rows(base, run.token_ids)
     check_base(base, run, allow_other_base)
-    return run, base, open_trained_adapter(adapter_dir, run, base)
+    return run, base, adapters_of_run(adapter_dir, run, base)
 
 
 def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]) -> MergeBase:
@@ -87,10 +87,10 @@ def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
                          f" {base.arch.vocab_size}: another base model?")
 
 
-def open_trained_adapter(adapter_dir: Path, run: TrainedRun,
+def adapters_of_run(adapter_dir: Path, run: TrainedRun,
                          base: MergeBase) -> dict[str, LinearAdapter]:
-    """Return {linear's name: its adapter}. Raises ValueError unless the files are those of the run.
-    """
+    """Return {name of a linear, or of a table with trained rows: its adapter}. Raises ValueError
+    unless the files are those of the run."""
     rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
     path, file = (adapter_dir / name for name in ADAPTER_FILES)
     arch = with_adapter_form(base.arch, read_json(path), read_header(file))

@@ -29,11 +29,12 @@ from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 
-def open_peft_adapter(
+def open_unrecorded_run(
     adapter_dir: Path, base_model: str
 ) -> tuple[TrainedRun, MergeBase, dict[str, LinearAdapter]]:
-    """Return the run, the base and the adapter for a merge that cannot be checked: that
-    transformers loaded the base with load_in_4bit, from bf16, is taken on trust."""
+    """open_run() for an adapter without train_config.json: return the run, the base and the
+    adapters for a merge that cannot be checked. That transformers loaded the base with
+    load_in_4bit, from bf16, is taken on trust."""
     config_file, adapter_file = (adapter_dir / name for name in ADAPTER_FILES)
     settings = {**LoraConfig().to_dict(), **read_json(config_file)}
     adapter_tensors = read_header(adapter_file)
@@ -54,7 +55,7 @@ def open_peft_adapter(
     linears = [*in_text.values(), *quantized_outside(directory, outside, slices)]
     lora = LoraConfig(**{key: settings[key] for key in (
         "r", "lora_alpha", "use_rslora", "use_dora")})
-    adapter = open_linear_adapters(adapter_dir, lora, slices, "this merge")
+    adapters = open_linear_adapters(adapter_dir, lora, slices, "this merge")
     merged_shapes = {name: (tensor.shape, torch.bfloat16)
                      for name, tensor in in_order(stored) if tensor.dtype in FLOATS}
     names = TensorNames(
@@ -65,7 +66,7 @@ def open_peft_adapter(
         paths={name: stored[name].path for name in merged_shapes}, auto_class=model_class,
         dtype=torch.bfloat16)
     run = TrainedRun(base_model=str(directory), template=template_beside(adapter_dir))
-    return run, base, adapter
+    return run, base, adapters
 
 
 def slices_by_linear(
@@ -79,7 +80,8 @@ def slices_by_linear(
         name = linears.get(bare_name(stem), "")
         if not name:
             raise ValueError(f"{stem} is not a linear of the layers of {directory}: another base"
-                             " model?")
+                             " model, or an adapter of more than linears in layers (lm_head,"
+                             " embeddings, modules_to_save)?")
         n_out, n_in = stored[name].shape
         slices[name] = [TensorSlice(f"{stem}.lora_A.weight", (settings["r"], n_in)),
                         TensorSlice(f"{stem}.lora_B.weight", (n_out, settings["r"]))]

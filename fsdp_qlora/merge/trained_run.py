@@ -28,8 +28,7 @@ class TrainedRun:
     config: dict[str, Any] = field(default_factory=dict)  # from train_config.json, as the next four
     quantization: dict[str, Any] = field(default_factory=dict)
     base_sha256: str | None = None
-    # "asked" of train_config.json: [{"answers": number, "chat_template_kwargs": {..}}]
-    template_kwargs: list[dict[str, Any]] = field(default_factory=list)
+    template_kwargs: dict[str, int] = field(default_factory=dict)  # see Rows.template_kwargs
     merge_check_ids: list[list[int]] = field(default_factory=list)
     merge_check_file: Path | None = None  # MERGE_CHECK_FILE; None: nothing to compare with
     tokenizer: list[Path] = field(default_factory=list)  # files to use if the base has none
@@ -85,7 +84,9 @@ def read_run(directory: Path) -> TrainedRun:
     tokenizer = found("tokenizer.json", "tokenizer_config.json")
     return TrainedRun(
         config=run["config"], quantization=run["quantization"], base_model=run["base_model"],
-        base_sha256=run["base_sha256"], template_kwargs=run.get("asked", []),
+        base_sha256=run["base_sha256"],
+        template_kwargs={json.dumps(entry["chat_template_kwargs"]): entry["answers"]
+                         for entry in run.get("asked", [])},
         merge_check_file=directory / MERGE_CHECK_FILE, merge_check_ids=run["probe_input_ids"],
         tokenizer=tokenizer,  # with --trainable_tokens it may have more tokens than the base's
         extras=[*found("generation_config.json"), *(tokenizer if token_ids else [])],

@@ -39,7 +39,8 @@ class ContextGroup:
     group: dist.ProcessGroup | None = None  # None: all processes
 
 
-NOT_SHARED = ContextGroup()
+# as if there were one process: all ranks that make a micro-batch for it make the same one
+ONLY_PROCESS = ContextGroup()
 
 
 class DocumentPiece(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import LayerSpec
-from fsdp_qlora.micro_batch.context_parallel import NOT_SHARED, ContextGroup
+from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS, ContextGroup
 from fsdp_qlora.micro_batch.offload import make_store
 from fsdp_qlora.model.token_rows import TokenRows
 from fsdp_qlora.plan import Plan
@@ -56,7 +56,7 @@ class ModelParameters(nn.Module):
     def __init__(
         self, arch: Architecture, specs: Sequence[LayerSpec], plan: Plan, kernels: Kernels,
         device: torch.device, shard_group: dist.ProcessGroup | None = None,
-        context: ContextGroup = NOT_SHARED
+        context: ContextGroup = ONLY_PROCESS
     ) -> None:
         """`shard_group`: the processes that share one copy of the model; None: this process alone.
         `context`: those that share a micro-batch."""

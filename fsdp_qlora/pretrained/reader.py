@@ -52,12 +52,12 @@ class ReadRequest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StackedSlice:
-    """The location of a tensor that files have as some rows of a larger one: a linear of an expert,
-    or a convolution of q, k or v."""
+    """The location of a tensor that files have as some rows of a larger one: a linear of an expert;
+    q_proj, k_proj or v_proj, or its bias; or a convolution of q, k or v."""
 
     name: str  # name of the larger tensor
     n_rows: int  # rows of the larger tensor as a matrix
-    rows: range  # rows of the linear
+    rows: range  # those of this tensor
     columns: range | None = None  # transposed: rows are its inputs, these columns its outputs
 
     def weight_in(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,10 @@ class FourBitBlocks(torch.Tensor):
     hooks let FSDP2 gather as bytes: `packed` [n, 32], the 4-bit codes, a byte's first code in its
     high half; and `scales` [n, 1], the 8-bit code of a block's absmax. If a layer has linears in
     MXFP4, `scales` is [n, 2]: a block is two blocks of MXFP4, with an exponent each; in NF4 the
-    second scale is 0. With --offload_params both tensors are in pinned host memory, and a gather
-    starts with their copy to the GPU, on FSDP2's stream and thus one layer ahead. (FSDP2's
-    CPUOffloadPolicy would also move the adapter, its gradients and the optimizer to the CPU.)
+    second scale is 0. With --offload_params both tensors are in pinned host memory, but `device`,
+    which FSDP2 reads, is still the GPU; a gather starts with their copy to it, on FSDP2's stream
+    and thus one layer ahead. (FSDP2's CPUOffloadPolicy would also move the adapter, its gradients
+    and the optimizer to the CPU.)
     """
 
     @staticmethod
