@@ -53,7 +53,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from fsdp_qlora.run.start import before_imports
+    from fsdp_qlora.run.process import before_imports
 
     # without torchrun: --help and a wrong flag end here, before slow imports. It also turns gc off,
     # and sets torch's allocator, which torch reads when it is imported
@@ -118,7 +118,7 @@ from fsdp_qlora.run.plan_for import print_plan_for
 from fsdp_qlora.run.prepare import prepare
 from fsdp_qlora.run.resolve import resolve_config, save_interval
 from fsdp_qlora.run.resume import check_resumable, set_aside_newer, step_to_resume
-from fsdp_qlora.run.start import end_process
+from fsdp_qlora.run.process import end_process
 from fsdp_qlora.run.startup_log import (
     describe_steps, log_extension, log_parameters, log_startup, log_steps)
 from fsdp_qlora.run.state import Job, Run
@@ -168,22 +168,22 @@ def main(argv: list[str] | None = None) -> int:
 def finetune(user_config: Config, device: torch.device, status: Status) -> None:
     """Run the whole job: flags in, saved adapter out. All ranks must call this.
 
-    `user_config` has the flags as they were typed; below, `flags` has also what follows from them
-    alone, and `config` what follows from model and rows. status.enter() begins a phase, which
+    `user_config` has the flags as they were typed; `config` has also what follows from them alone
+    and, after prepare(), what follows from model and rows. status.enter() begins a phase, which
     decides the exit code of an error and what a signal does.
     """
     # 1. Agree on flags, source and versions, and on one output directory
     check_same(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
-    is_dry = user_config.max_steps == 0  # below, flags and config have a whole run's steps instead
-    flags = agree_on_flags(user_config)
-    with open_output(flags, user_config, status) as (directory, is_complete):
+    is_dry = user_config.max_steps == 0  # below, config has a whole run's steps instead
+    config = agree_on_config(user_config)
+    with open_output(config, user_config, status) as (directory, is_complete):
         if is_complete:
             return
 
         # 2. The model, the rows and all flags. Weights are downloaded, but not read: what is wrong
         # is found early
-        limit = limit_memory(flags, device)
-        job = prepare(flags, directory, status, is_dry)
+        limit = limit_memory(config, device)
+        job = prepare(config, directory, status, is_dry)
         config, base = job.config, job.base
 
         # 3. The step from which the run resumes, that of its latest checkpoint; 0: a new run
@@ -231,13 +231,13 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         finish_run(run, SCRIPT)
 
 
-def agree_on_flags(user_config: Config) -> Config:
+def agree_on_config(user_config: Config) -> Config:
     """Return the flags, with those filled in that depend neither on the model nor on the rows. All
     ranks must call this."""
     with raise_on_all_ranks():
-        flags = resolve_config(user_config, dist.get_world_size())
+        config = resolve_config(user_config, dist.get_world_size())
     # the default of --output_dir has the time in it
-    return dataclasses.replace(flags, output_dir=on_rank_0(lambda: flags.output_dir))
+    return dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
 
 
 def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:

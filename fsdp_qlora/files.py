@@ -66,7 +66,7 @@ def sync_file(path: Path) -> None:
         os.close(fd)
 
 
-def write_whole(path: Path, content: str | dict[str, torch.Tensor],
+def write_atomic(path: Path, content: str | dict[str, torch.Tensor],
                 metadata: Mapping[str, str] | tuple[()] = ()) -> None:
     """Replace a file by a text, or by {name: tensor} with `metadata` {name: text}. A reader sees
     either the old file or the new one."""

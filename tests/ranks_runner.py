@@ -104,7 +104,7 @@ def meet(path, rank):
     without that rank 1 would try again and again until rank 0 has come."""
     if rank == 0:
         stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        write_whole(path, str(stores[-1].port))
+        write_atomic(path, str(stores[-1].port))
     while not path.exists():
         time.sleep(0.005)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=path.read_text(),
@@ -177,7 +177,7 @@ def end_groups():
     gc.collect()
 
 
-def write_whole(path, text):
+def write_atomic(path, text):
     """For a reader that looks for the file: it is there once all of it is."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
@@ -234,7 +234,7 @@ def main():
                  for i, job in enumerate(json.loads(path.read_text()))]  # fmt: skip
         sys.stdout.flush()
         sys.stderr.flush()
-        write_whole(path.with_suffix(f".{rank}"), json.dumps(codes))
+        write_atomic(path.with_suffix(f".{rank}"), json.dumps(codes))
         worst = max(worst, *codes)
     return worst
 

@@ -25,7 +25,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data import example_formats as formats, tokenization
 from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
-from fsdp_qlora.data.tools import openai_calls
+from fsdp_qlora.data.tool_calls import openai_calls
 from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.startup_log import log_rows

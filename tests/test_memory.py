@@ -44,7 +44,7 @@ from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.run.resolve import resolve_max_seq_len
 
 GIB = 2**30
-H200 = Machine(flops=7e14, bandwidth=4e12, link_bandwidth=3e11, host_bandwidth=5e10,
+H200 = Machine(flops_per_second=7e14, bandwidth=4e12, link_bandwidth=3e11, host_bandwidth=5e10,
                free_host_bytes=64 * GIB)  # fmt: skip
 SLOW_BUS = dataclasses.replace(H200, link_bandwidth=1e10)
 GRAPHS = "CUDA graphs"
@@ -234,7 +234,7 @@ def test_prediction_is_near_what_was_measured(name, layers, peak, speed, setting
     _, arch, specs = shapes_of(name, layers, **({"lora_rank": 32} if is_long else {}))
     plan = predicted(arch, specs, **settings)
     got = plan.bytes / GIB
-    measured_on = dataclasses.replace(H200, flops=8e14, bandwidth=bandwidth)
+    measured_on = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=bandwidth)
     document = settings["micro_batch_tokens"] if is_long else 2048
     faster = 1 / predict_time(plan, arch, specs, measured_on, document).token_seconds / speed
     print(f"predicted {got:.2f}, measured {peak:.2f}: {got / peak - 1:+.1%}; {faster:.2f} x speed")
@@ -263,7 +263,7 @@ def test_attention_of_wide_heads_is_slower(name, layers, speed, settings):
     _, arch, specs = shapes_of(name, layers)
     plan = predicted(arch, specs, micro_batch_tokens=32_768, offload_activations=True,
                      reuse_dequantized=True, **settings)
-    measured_on = dataclasses.replace(H200, flops=8e14, bandwidth=4e12)
+    measured_on = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=4e12)
     got = 1 / predict_time(plan, arch, specs, measured_on, 32_768).token_seconds
     print(f"{got:.0f} tokens/s, measured {speed}")
     assert got == pytest.approx(speed, rel=0.08)
@@ -581,15 +581,16 @@ def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
         seconds[tuple(saved)] = layer_seconds(
             plan, arch, sum_layers(specs), H200, 65_536).compute
     of_input, of_sum, of_attention = seconds.values()
-    kernel = 2 * 65_536**2 * 4096 / min(CONSTANTS.fixed_len_flops, CONSTANTS.sustained * H200.flops)
-    projection = 2 * 65_536 * 4096**2 / (CONSTANTS.sustained * H200.flops)
+    kernel = 2 * 65_536**2 * 4096 / min(
+        CONSTANTS.fixed_len_flops_per_second, CONSTANTS.sustained * H200.flops_per_second)
+    projection = 2 * 65_536 * 4096**2 / (CONSTANTS.sustained * H200.flops_per_second)
     assert of_input - of_attention == pytest.approx(kernel)
     assert of_sum - of_attention == pytest.approx(kernel - projection)
 
 
 def test_copies_with_small_micro_batches_are_preferred_where_gathers_cost_more():
     """Measured on two H100s: 1,805 tokens/s per GPU, sharded 1,748 with layers recomputed."""
-    machine = dataclasses.replace(H200, flops=8e14, bandwidth=3e12)
+    machine = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=3e12)
     plan = choose("llama-2-70b", 77.5, machine=machine, rows=8)
     assert (plan.shard_group_size, plan.micro_batch_tokens, plan.n_recomputed) == (1, 2048, 0)
 
@@ -999,7 +1000,7 @@ def test_latents_are_planned_as_what_ranks_exchange():
     kv_b = specs[0].mixer_sublayer.token_mixer.kv_b
     flops = 4 * 3 * 2 * 7.5 * kv_b.n_weights  # layers, passes, a product and a sum, more keys
     assert seconds(shared, **products) - seconds(alone, **products) == pytest.approx(
-        flops / (CONSTANTS.sustained * H200.flops), rel=1e-6)
+        flops / (CONSTANTS.sustained * H200.flops_per_second), rel=1e-6)
 
 
 def test_recurrent_layers_share_no_micro_batches():
@@ -1016,8 +1017,9 @@ def test_attention_counts_for_what_it_takes():
         plan = Plan(**{**PLAN, "n_layers": 32, "micro_batch_tokens": 131_072, **fields})
         return predict_time(plan, arch, specs, H200, document).token_seconds
 
-    one_pass = 2 * (131_072 - 2048) * 4096 * 32 / (CONSTANTS.sustained * H200.flops)
+    one_pass = 2 * (131_072 - 2048) * 4096 * 32 / (CONSTANTS.sustained * H200.flops_per_second)
     of_short = seconds(2048, n_recomputed=32) - seconds(2048)
     assert seconds(n_recomputed=32) - seconds() - of_short == pytest.approx(one_pass, rel=0.01)
     slower = seconds(is_varlen=True) / seconds()
-    assert 1.2 < slower < CONSTANTS.sustained * H200.flops / CONSTANTS.varlen_flops
+    matmuls = CONSTANTS.sustained * H200.flops_per_second
+    assert 1.2 < slower < matmuls / CONSTANTS.varlen_flops_per_second

@@ -39,7 +39,7 @@ import train_fsdp_qlora
 from fsdp_qlora.evaluation import eval_loss
 from fsdp_qlora.exit_codes import (
     EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT)
-from fsdp_qlora.files import digest, read_json, sync_file, write_whole
+from fsdp_qlora.files import digest, read_json, sync_file, write_atomic
 from fsdp_qlora.merge.new_directory import open_partial
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.run import checkpoints, status as lifecycle
@@ -1005,7 +1005,7 @@ def test_changed_evaluation_rows_are_refused(again, cut):
 def test_files_are_as_readable_as_umask_says(content, tmp_path):
     umask = os.umask(0o027)
     try:
-        write_whole(tmp_path / "file", content)
+        write_atomic(tmp_path / "file", content)
         assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
         assert os.umask(0o027) == 0o027
     finally:

@@ -1,6 +1,6 @@
 """Render a conversation with the chat template, and mark the spans of it that are in the loss.
 
-It uses template.py and tools.py; other forms of examples are in example_formats.py, tokens in
+It uses template.py and tool_calls.py; other forms of examples are in example_formats.py, tokens in
 tokenization.py.
 """
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, Traits, render, template_traits
-from fsdp_qlora.data.tools import openai_calls
+from fsdp_qlora.data.tool_calls import openai_calls
 from fsdp_qlora.errors import RefusedExample
 
 Spans = list[tuple[int, int]]  # parts of a text, in characters: [(start, end)]

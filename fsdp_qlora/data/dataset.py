@@ -44,8 +44,8 @@ from fsdp_qlora.data.rows import NUMBER_COLUMNS, Rows, encode_document, random_r
 from fsdp_qlora.data.sources import Fragment, find_fragments
 from fsdp_qlora.data.template import how_to_prompt, with_template_date
 from fsdp_qlora.data.tokenization import tokenize
-from fsdp_qlora.data.tools import openai_calls
-from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.data.tool_calls import openai_calls
+from fsdp_qlora.files import digest, text_digest, write_atomic
 from fsdp_qlora.log import log
 from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.ranks import RunEnd, raise_on_all_ranks
@@ -181,7 +181,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
             parts = write_table(directory, fragments, encode_batches, **settings)
             if source_digests != fragments_of_all(sources, is_silent=True)[1]:
                 raise ValueError(f"{flag} {name}: has changed while it was read. Start again")
-            write_whole(directory / MANIFEST, json.dumps(parts))
+            write_atomic(directory / MANIFEST, json.dumps(parts))
     with raise_on_all_ranks():
         table = read_table(directory)
         if not len(table):

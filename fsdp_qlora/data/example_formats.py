@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import REASONING, AnswerStart, Spans, checked_text, parse_chat
-from fsdp_qlora.data.tools import openai_tools, read_value
+from fsdp_qlora.data.tool_calls import openai_tools, read_value
 from fsdp_qlora.errors import RefusedExample
 
 IGNORE_INDEX = -100  # the label of a token that is not in the loss

@@ -19,7 +19,7 @@ import jinja2.ext
 import jinja2.meta
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.tools import openai_calls
+from fsdp_qlora.data.tool_calls import openai_calls
 from fsdp_qlora.errors import errors_about
 
 PROBE_CALL: dict[str, Any] = {  # satisfies strict templates: Mistral's require an id like this one

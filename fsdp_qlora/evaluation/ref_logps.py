@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.evaluation.eval_loss import document_losses, evaluation_batches
 from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
-from fsdp_qlora.files import ADAPTER_WEIGHTS, digest, text_digest, write_whole
+from fsdp_qlora.files import ADAPTER_WEIGHTS, digest, text_digest, write_atomic
 from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.ranks import RunEnd, gather_objects, is_rank_0, on_rank_0
@@ -158,7 +158,7 @@ def write_ref_logps(run: Run, ref_logps: dict[str, torch.Tensor]) -> None:
     digests = {name: tensor_digest(values) for name, values in ref_logps.items()}
     try:
         run.status.check_lock()
-        write_whole(
+        write_atomic(
             run.directory / REF_LOGPS_FILE, ref_logps, {**reference_digests(run), **digests})
     except (OSError, SafetensorError) as e:
         log(f"warning: cannot write {REF_LOGPS_FILE}: {e}; a resumed run computes it again")

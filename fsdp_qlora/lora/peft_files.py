@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig
 
 from fsdp_qlora.files import (
-    ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, write_whole)
+    ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, write_atomic)
 from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.lora.peft_names import TensorSlice
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, read_tensor
@@ -106,7 +106,7 @@ def open_linear_adapters(
 def write_adapter(directory: Path, weights: dict[str, torch.Tensor],
                   lora_config: LoraConfig) -> None:
     """Write the adapter in PEFT's format. Rank 0 only."""
-    write_whole(directory / ADAPTER_WEIGHTS, weights)
+    write_atomic(directory / ADAPTER_WEIGHTS, weights)
     settings = {key: sorted(value) if isinstance(value, set) else value
                 for key, value in lora_config.to_dict().items()} | {"inference_mode": True}
-    write_whole(directory / ADAPTER_CONFIG, json.dumps(settings, indent=2, sort_keys=True))
+    write_atomic(directory / ADAPTER_CONFIG, json.dumps(settings, indent=2, sort_keys=True))

@@ -65,7 +65,7 @@ def gpu_machine(gpu: GPUSpec, host_gib: float = HOST_GIB) -> Machine:
     """Return the Machine that measure_machine() would find with this GPU, and with `host_gib` of
     free host memory per GPU."""
     return Machine(
-        flops=rounded(FLOPS_FRACTION * 1e12 * gpu.tflops),
+        flops_per_second=rounded(FLOPS_FRACTION * 1e12 * gpu.tflops),
         bandwidth=rounded(BANDWIDTH_FRACTION * 1e9 * gpu.bandwidth_gb_s),
         link_bandwidth=rounded(LINK_FRACTION * 1e9 * gpu.link_gb_s),
         host_bandwidth=rounded(BUS_FRACTION * 1e9 * gpu.bus_gb_s),

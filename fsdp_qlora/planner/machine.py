@@ -20,7 +20,7 @@ class Machine:
     """The speeds and limits that a plan depends on, besides the number of GPUs and the memory of
     each."""
 
-    flops: float  # FLOP/s of large matmuls in the compute dtype
+    flops_per_second: float  # FLOP/s of large matmuls in the compute dtype
     bandwidth: float  # bytes/s of the GPU's memory
     link_bandwidth: float  # bytes/s of an all-gather's result, a GPU's own part included
     host_bandwidth: float = 2e10  # bytes/s between host memory and GPU, each way
@@ -40,7 +40,7 @@ def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
     facts = {"free_host_bytes": min(gather_objects(host_share())), "why_no_triton": why_no_triton(),
              "why_no_grouped": why_no_grouped_mm(dtype, device)}
     if device.type == "cpu":
-        return Machine(flops=1e11, bandwidth=1e10, link_bandwidth=1e9, **facts)
+        return Machine(flops_per_second=1e11, bandwidth=1e10, link_bandwidth=1e9, **facts)
 
     def seconds(run: Callable[[], object]) -> float:
         times, events = 20, [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -57,7 +57,7 @@ def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
     own = parts[0].clone()
     on_host = torch.empty_like(own, device="cpu", pin_memory=True)
     figures = {
-        "flops": 2 * 4096**3 / seconds(lambda: a @ b),
+        "flops_per_second": 2 * 4096**3 / seconds(lambda: a @ b),
         "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
         "link_bandwidth": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own)),
         "host_bandwidth": own.nbytes / seconds(lambda: on_host.copy_(own, non_blocking=True))}

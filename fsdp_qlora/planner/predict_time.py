@@ -109,11 +109,11 @@ def compute_seconds(
     # a recomputed layer's forward, unless its results are reused
     passes = CONSTANTS.attention_passes + (plan.n_recomputed - plan.n_attention_saved) / n_layers
     attention_flops = 2 * n * passes * attended_tokens * layers.mean_query_width
-    attention_speed = min(
-        CONSTANTS.sustained * machine.flops,
-        CONSTANTS.varlen_flops if plan.is_varlen else CONSTANTS.fixed_len_flops)
+    matmul_speed = CONSTANTS.sustained * machine.flops_per_second
+    kernel_speed = (CONSTANTS.varlen_flops_per_second if plan.is_varlen else
+                    CONSTANTS.fixed_len_flops_per_second)
     moved = moved_bytes(plan, arch, layers, attended_tokens)
-    return (flops / (CONSTANTS.sustained * machine.flops) + attention_flops / attention_speed
+    return (flops / matmul_speed + attention_flops / min(matmul_speed, kernel_speed)
             + moved / machine.bandwidth)
 
 
@@ -181,6 +181,6 @@ def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
 def lm_head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return the predicted time of the lm_head and the loss for one micro-batch."""
     logits = plan.micro_batch_tokens * arch.vocab_size
-    speed = CONSTANTS.sustained * machine.flops
+    speed = CONSTANTS.sustained * machine.flops_per_second
     return (CONSTANTS.lm_head_flops * logits * arch.hidden_size / speed
             + CONSTANTS.logits_passes * logits * plan.dtype.itemsize / machine.bandwidth)

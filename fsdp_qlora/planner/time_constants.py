@@ -20,8 +20,8 @@ class TimeConstants:
     # FLOP/s of the attention kernels, at most; measured in whole steps of an 8B: cuDNN's for rows
     # of 38,912 and 65,536 tokens (H100), not for long pieces of rows, which are taken for as fast;
     # Flash Attention 2, which does not use Hopper's own instructions, 345 TFLOP/s (2 x H200)
-    fixed_len_flops: float = 575e12
-    varlen_flops: float = 350e12
+    fixed_len_flops_per_second: float = 575e12
+    varlen_flops_per_second: float = 350e12
     # slowdown of attention for heads of more than 128 values, to 256: by rows of 32,768 tokens of
     # Qwen3.5-9B and GLM-4.7-Flash (H200); for heads of more than 256, by flex_attention, measured:
     # 41 ms for 8,192 tokens of Gemma 4 31B (H100), forward and backward

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.files import (
-    ADAPTER_FILES, ADAPTER_WEIGHTS, digest, read_json, remove, sync_file, text_digest, write_whole)
+    ADAPTER_FILES, ADAPTER_WEIGHTS, digest, read_json, remove, sync_file, text_digest, write_atomic)
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.adapter import (
     TOKEN_ROWS, Adapter, MakeOptimizer, probe_optimizer, sharded_state)
@@ -64,8 +64,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
     hidden.mkdir()
     try:
         write_adapter(hidden, weights, run.job.lora_config)
-        write_whole(hidden / "optimizer.safetensors", optimizer_state)
-        write_whole(hidden / MERGE_CHECK_FILE, merge_check)
+        write_atomic(hidden / "optimizer.safetensors", optimizer_state)
+        write_atomic(hidden / MERGE_CHECK_FILE, merge_check)
         names = *ADAPTER_FILES, "optimizer.safetensors", MERGE_CHECK_FILE
         state = {
             "step": step,
@@ -74,7 +74,7 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
             "config": dataclasses.asdict(run.config),
             "files": {name: digest(hidden / name) for name in names}}
         state["sha256"] = text_digest(state)
-        write_whole(hidden / "checkpoint.json", json.dumps(state, indent=2))
+        write_atomic(hidden / "checkpoint.json", json.dumps(state, indent=2))
         move_aside_and_remove(final)  # anything else with that name
         os.replace(hidden, final)
         sync_file(run.directory)
@@ -219,11 +219,11 @@ def write_results(run: Run, weights: dict[str, torch.Tensor],
     train_config.json. Raises DISK_ERRORS, also if the directory is lost. Rank 0 only."""
     run.status.check_lock()
     write_adapter(run.directory, weights, run.job.lora_config)
-    write_whole(run.directory / MERGE_CHECK_FILE, merge_check)
+    write_atomic(run.directory / MERGE_CHECK_FILE, merge_check)
     path = run.directory / "train_config.json"
     if train_config := read_json(path, {}):
         train_config |= {key: digest(run.directory / name) for key, name in RESULTS.items()}
-        write_whole(path, json.dumps(train_config, indent=2))
+        write_atomic(path, json.dumps(train_config, indent=2))
 
 
 def save_elsewhere(run: Run, weights: dict[str, torch.Tensor], errors: list[str]) -> str:

@@ -23,7 +23,7 @@ from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
     ADAPTER_FILES, ADAPTER_WEIGHTS, as_json, digest, open_own, put_in_place, read_json, remove,
-    text_digest, write_whole)
+    text_digest, write_atomic)
 from fsdp_qlora.log import log
 from fsdp_qlora.model.load import LoadResult
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
@@ -220,7 +220,7 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
         "probe_input_ids": run.merge_check.input_ids}
     train_config["sha256"] = text_digest(train_config)
     train_config |= {key: saved_run[key] for key in RESULTS if key in saved_run}
-    write_whole(path, json.dumps(train_config, indent=2))
+    write_atomic(path, json.dumps(train_config, indent=2))
 
 
 def save_tokenizer(directory: Path, weights_dir: Path, base: BaseModel) -> None:
@@ -245,4 +245,4 @@ def save_tokenizer(directory: Path, weights_dir: Path, base: BaseModel) -> None:
     if closing:
         log(f"note: generation also stops at {' and '.join(map(repr, closing))}, which ends a turn"
             f" (generation_config.json in {directory})")
-    write_whole(directory / "generation_config.json", text)
+    write_atomic(directory / "generation_config.json", text)

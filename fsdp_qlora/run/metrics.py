@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fsdp_qlora.files import open_own, put_in_place, read_records, text_digest, write_whole
+from fsdp_qlora.files import open_own, put_in_place, read_records, text_digest, write_atomic
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.log import log
 from fsdp_qlora.quant.triton_trial import why_no_triton
@@ -42,7 +42,7 @@ class MetricsWriter:
         self.pace: float | None = None  # seconds per step since, evaluations and saves included
         self.path = run.directory / "metrics.jsonl"
         evaluated = run.progress.evaluated or 0
-        write_whole(self.path, earlier_records(self.path, start_step, evaluated))
+        write_atomic(self.path, earlier_records(self.path, start_step, evaluated))
         self.size = self.path.stat().st_size  # bytes of whole lines in the file
         self.unwritten = b""  # lines that the disk has not accepted yet
         self.is_failing, self.why = False, ""  # did the last write fail, and by which error

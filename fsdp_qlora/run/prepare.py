@@ -25,15 +25,15 @@ from fsdp_qlora.run.status import Status
 DRY_ROWS = 5  # rows that a dry run prints
 
 
-def prepare(flags: Config, directory: Path, status: Status, is_dry: bool) -> Job:
+def prepare(config: Config, directory: Path, status: Status, is_dry: bool) -> Job:
     """Read the model's config and the rows, check that all fits together, and download the weights,
-    but not for a dry run. `flags`: the result of resolve_config(). All ranks must call this."""
+    but not for a dry run. `config`: the result of resolve_config(). All ranks must call this."""
     # the model, but for its weights
-    if not flags.model:
-        make_demo(flags, directory)
-    model_name = flags.model or str(directory / "demo" / "model")
+    if not config.model:
+        make_demo(config, directory)
+    model_name = config.model or str(directory / "demo" / "model")
     status.enter("model")
-    config, base = open_model(flags, model_name)  # fills in --max_seq_len
+    config, base = open_model(config, model_name)  # fills in --max_seq_len
     arch, tokenizer, token_ids = base.arch, base.tokenizer, base.trainable_ids
 
     # the rows
