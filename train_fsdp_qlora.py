@@ -116,9 +116,9 @@ from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.run.metrics import MetricsWriter, draw_losses, log_evaluation, log_speed
 from fsdp_qlora.run.plan_for import print_plan_for
 from fsdp_qlora.run.prepare import prepare
+from fsdp_qlora.run.process import end_process
 from fsdp_qlora.run.resolve import resolve_config, save_interval
 from fsdp_qlora.run.resume import check_resumable, set_aside_newer, step_to_resume
-from fsdp_qlora.run.process import end_process
 from fsdp_qlora.run.startup_log import (
     describe_steps, log_extension, log_parameters, log_startup, log_steps)
 from fsdp_qlora.run.state import Job, Run
@@ -539,7 +539,8 @@ def train(run: Run) -> list[Metrics]:
         compile_dynamic()  # else kernels would be compiled anew for each number of tokens
     with raise_on_all_ranks():
         writer = MetricsWriter(run, start_step) if is_rank_0() else None
-    gc.freeze()  # garbage collection need not look at what is there by now
+    gc.collect()  # else what is garbage by now would be frozen, too
+    gc.freeze()  # garbage collection need not look at what is left
     run.step_start = clock()
     run.save_due = run.step_start + save_interval(config).seconds
     status.extend_deadline()
