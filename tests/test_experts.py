@@ -56,11 +56,12 @@ from fsdp_qlora.lora.peft_names import expert_slices, peft_slices, stack_experts
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.plan import Plan
+from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import ReadRequest, WeightReader, rows_in_memory, stored_tensors
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
-from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.pretrained.weight_formats import scaled_weight
 
 BAR = 1e-5  # of a relative difference in fp32

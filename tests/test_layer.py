@@ -653,8 +653,7 @@ def test_each_layer_has_the_layout_of_its_kind():
     mixed = set()
     for name, make in TINY.items():
         arch = make_architecture(make(VOCABULARY))
-        kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_other_mixer,
-                         arch.layer_routed, arch.layer_heads, arch.layer_sublayers, strict=True))
+        kinds = [kind[:-1] for kind in arch.layer_kinds]  # without the limits of activations
         specs = make_layer_specs(arch, (), CONFIG)
         found = []
         for spec in specs:
@@ -782,7 +781,6 @@ PLANTED = {
     "query and key norm": ("qwen3", {"qk_norm": None}),
     "norm after rotary": ("hunyuan", {"qk_norm_after_rotary": False}),
     "window": ("mistral", {"windowed_layers": None}),
-    "window of some layers": ("gemma2", {"layer_window": (None, None)}),
     "cap on scores": ("gemma2", {"attention_softcap": None}),
     "epsilon, tenfold": ("gemma", {"norm_eps": 0.5}),
     "gate": ("llama", {"gated": False, "mlp_in": ("mlp.up_proj",)}),
@@ -1003,13 +1001,18 @@ def forget_readers(backward):
 WRONG_CODE = {
     "windows on other layers": (
         "gemma2",
-        "make_positions",
-        lambda f: lambda *a: f(*a) | {"layer_window": [5] * a[0].num_hidden_layers},
+        "layer_windows",
+        lambda f: lambda *a: [5] * len(f(*a)),
+    ),
+    "window of some layers": (
+        "gemma2",
+        "layer_windows",
+        lambda f: lambda *a: [None] * len(f(*a)),
     ),
     "rotary on layers without": (
         "smollm3",
-        "make_positions",
-        lambda f: lambda *a: f(*a) | {"layer_rope": [0] * a[0].num_hidden_layers},
+        "layer_ropes",
+        lambda f: lambda *a: (f(*a)[0], [0] * a[0].num_hidden_layers),
     ),
     "long factors for short documents": ("phi3_longrope", "rope_frequencies", always_long),
     "backward of a norm": (

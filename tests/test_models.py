@@ -25,9 +25,10 @@ from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
+from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.reader import stored_tensors
-from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.pretrained.tensor_names import tensor_names
 from train_fsdp_qlora import choose_attention
 
 DROPOUT = {  # tiny configs whose own dropout is in one place

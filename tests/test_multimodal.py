@@ -19,9 +19,10 @@ from test_step import FLAGS, LARGE, read_rows, rows_of_step, write_uneven_rows
 
 import merge_adapters
 from fsdp_qlora.pretrained import families
+from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.reader import stored_tensors
-from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.pretrained.tensor_names import tensor_names
 
 # {model: pair for re.sub()} where transformers saves other names than released files have: 5.24 of
 # the first three, 5.20 of the others

@@ -20,11 +20,12 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.model.shards import OwnBlocks
+from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
-from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, FourBitBlocks
 from fsdp_qlora.quant.nf4 import mxfp4_values
 from fsdp_qlora.ranks import RunEnd

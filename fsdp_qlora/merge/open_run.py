@@ -21,10 +21,11 @@ from fsdp_qlora.merge.merged_model import auto_class, merged_shapes_and_paths
 from fsdp_qlora.merge.peft_adapter import open_unrecorded_run
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
 from fsdp_qlora.pretrained.reader import read_header, stored_tensors
-from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.pretrained.tensor_names import tensor_names
 
 
 def open_run(

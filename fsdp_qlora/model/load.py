@@ -29,10 +29,11 @@ from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
+from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
 from fsdp_qlora.pretrained.records import LinearShape
-from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
+from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 from fsdp_qlora.pretrained.weight_formats import (
     NF4_SUFFIXES, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
 from fsdp_qlora.quant.blocks import (

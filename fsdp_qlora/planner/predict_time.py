@@ -171,7 +171,7 @@ def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
                 + routed * (CONSTANTS.routed_launches + range_launches * plan.n_expert_ranges))
     if mixer := recurrent_mixer(arch):
         n_mixers = sum(
-            arch.other_mixers.get(name or "") is mixer for name in arch.layer_other_mixer)
+            arch.other_mixers.get(kind.other_mixer or "") is mixer for kind in arch.layer_kinds)
         launches += CONSTANTS.recurrence_launches * (n_mixers / arch.n_layers)
     if arch.moe and machine.why_no_grouped:  # 2 matmuls in forward, 2 in backward
         launches += routed * CONSTANTS.expert_launches * (4 + 2 * again) * arch.moe.n_experts

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
-from fsdp_qlora.pretrained.records import Family, LinearShape
+from fsdp_qlora.pretrained.records import ArchitectureFields, LinearShape
 
 XIELU = "mlp.act_fn"  # prefix of a layer's xIELU scalars
 XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
@@ -48,9 +48,8 @@ class LayerKind(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture(Family):
-    """A family's record with the values of one model, which determines all that a layer computes.
-    The fields of Family have values here, never `config.x`."""
+class Architecture(ArchitectureFields):
+    """All that determines what the layers of one model compute, in values, never "config.x"."""
 
     family: str  # model_type of the text model
     n_layers: int
@@ -70,13 +69,7 @@ class Architecture(Family):
     expert_down: list[LinearShape]
     # settings for rope_frequencies(), one for each kind of rotary, with the layers' "head_dim"
     ropes: list[dict[str, Any]]
-    layer_rope: list[int | None]  # one per layer, see LayerKind, like the next six
-    layer_window: list[int | None]
-    layer_other_mixer: list[str | None]
-    layer_routed: list[bool]
-    layer_heads: list[Heads]
-    layer_sublayers: list[Sublayers]
-    layer_activation_limits: list[ActivationLimits]
+    layer_kinds: list[LayerKind]  # one for each layer; most layers are alike
     # for each layer, the index of the layer whose keys and values it reads; None: it has its own
     kv_sources: list[int | None]
     tied: bool
@@ -100,11 +93,12 @@ class Architecture(Family):
         return 1 if self.tied else 2
 
     @property
-    def layer_kinds(self) -> list[LayerKind]:
-        """The LayerKind of each layer."""
-        return [LayerKind(*kind) for kind in zip(
-            self.layer_window, self.layer_rope, self.layer_other_mixer, self.layer_routed,
-            self.layer_heads, self.layer_sublayers, self.layer_activation_limits)]
+    def layer_heads(self) -> list[Heads]:
+        return [kind.heads for kind in self.layer_kinds]
+
+    @property
+    def layer_routed(self) -> list[bool]:
+        return [kind.routed for kind in self.layer_kinds]
 
     def of_kind(self, kind: LayerKind) -> Architecture:
         """Return this Architecture with the norms and heads of layers of this kind."""

@@ -1,6 +1,7 @@
 """Records to fill for a family: Family, and those of experts, mixers and more; LinearShape.
 
-families.py has the table of families, architecture.py what follows from the values of one model.
+Family extends ArchitectureFields, as Architecture does (architecture.py). families.py has the table
+of families.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
-FromConfig = Any  # "config.x" in a Family or MoERecord; the value of field x in an Architecture
+FromConfig = Any  # "config.x" in a Family and its records; the value of field x in an Architecture
 
 # shape of the weight of a query or key norm: "head" [head_dim], "heads" [heads, head_dim], "full"
 # [all]; or "without weight", by head
@@ -324,8 +325,10 @@ class PerLayerInputs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
-    """The differences of a model type from Llama. "config.x" means the config's field x, or None.
+class ArchitectureFields:
+    """What a Family says of its models, and an Architecture of its model: what layers, files and
+    adapters read. "config.x" in a Family means the config's field x, or None; an Architecture has
+    the value.
     """
 
     # ---- norms
@@ -339,7 +342,6 @@ class Family:
     mlp_post_norm: str | None = None  # for the MLP's output
     # {one of the four norm fields above: its value in layers with one of other_mixers}
     other_mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    post_norm_if: bool | FromConfig = True  # if a config can switch the two post norms off
     post_norm_eps: float | FromConfig | None = None  # for the two post norms; None: norm_eps
     post_norm_of_experts: bool = False  # only layers with experts have mlp_post_norm
     final_norm: str = "norm"  # its name in the model
@@ -353,14 +355,10 @@ class Family:
     qkv_in_files: str | None = None
     qkv_bias: bool | FromConfig = "config.attention_bias"
     out_bias: bool | FromConfig = "config.attention_bias"
-    heads_by_layer: FromConfig = None  # a list in the config, instead of num_attention_heads
     keys_are_values: bool | FromConfig = False  # in layers without a window, see Heads
-    # this many last layers have no keys and values of their own: they read those of the last layer
-    # before these with the same layer type
-    n_kv_shared_layers: int | FromConfig = 0
-    double_wide_mlp: bool | FromConfig = False  # the MLPs of these last layers are twice as wide
+    # the MLPs of layers that read others' keys and values are twice as wide
+    double_wide_mlp: bool | FromConfig = False
     qk_norm: QKNorm | None = None
-    qk_norm_if: bool | FromConfig = True  # if a config can switch it off
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
     k_norm: str | None = "self_attn.k_norm"
     qk_norm_after_rotary: bool = False
@@ -376,54 +374,28 @@ class Family:
     # rotates pairs (0, 1), (2, 3), .. instead of halves
     rotary_interleaved: bool | FromConfig = False
     rotary_backwards: bool = False  # rotates by the negative angle
-    # partial_rotary_factor of rope_parameters is used; with rope_type "proportional" in any case
-    partial_rotary: bool = False
-    ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
-    rope_theta_by_layer: bool = False  # layer_rope_theta of the config has that of each layer
-    ntk_alpha: bool = False  # alpha of rope_parameters is used, whatever the length
-    rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
-    no_rotary: NoRotary | None = None  # None: all layers have it
-    # 1: layers without experts are rotated, whatever no_rotary says
-    dense_rotary: int | FromConfig = None
-    windowed_layers: WindowedLayers | None = None  # None: no layer has a window
 
     # ---- MLP
     activation: str = "config.hidden_act"  # one of ACTIVATIONS
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
-    # linears whose concatenated outputs are gate and up, or up alone
-    mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    mlp_out: str = "mlp.down_proj"
-    mlp_bias: bool | FromConfig = "config.mlp_bias"
-    intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
-    # LFM2: two thirds of intermediate_size, times a factor, rounded up to a multiple; see
-    # mlp_width()
-    two_thirds_wide: bool | FromConfig = False
-    mlp_limits: FromConfig = None  # like MoERecord.limits, for the MLP and the shared expert
     # the MLP reads attention's normed input, and both outputs are added
     parallel_residual: bool = False
 
     # ---- factors
-    attention_scale: float | FromConfig | None = None  # None: see the next two
-    query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5; None: head_dim
-    query_factor: float | FromConfig = 1.0  # also multiplies it, unless attention_scale is given
+    attention_scale: float | FromConfig | None = None  # None: see Family.query_scalar
     # (beta, n): q *= 1 + beta * log(1 + position // n)
     query_temperature: bool | tuple[float, int] = False
-    # factors of the input of q, k and v, of k's output, and of o_proj's output; only if these
-    # linears have no biases
+    # factors of the input of q, k and v, and of o_proj's output; only if these linears have no
+    # biases
     attention_in_multiplier: float | FromConfig = 1.0
-    key_multiplier: float | FromConfig = 1.0
     attention_out_multiplier: float | FromConfig = 1.0
     # factors of [the MLP's gate, the MLP's output], or one for both; only without biases
     mlp_multipliers: FromConfig = 1.0
     embedding_multiplier: float | FromConfig = 1.0
-    sqrt_embedding: bool | FromConfig = False  # embedding_multiplier = hidden_size ** 0.5
     rounded_multiplier: bool = False  # embedding_multiplier is rounded to the embedding's dtype
     residual_multiplier: float | FromConfig = 1.0  # factor of a sublayer's branch
-    residual_scale: float | FromConfig | None = None  # residual_multiplier = this / layers ** 0.5
     layer_scalar: str | None = None  # a tensor [1] in each layer, factor of the layer's output
     logits_multiplier: float | FromConfig = 1.0
-    logits_divisor: float | FromConfig = 1.0
-    logits_width: int | FromConfig | None = None  # logits_divisor = hidden_size / this
     logits_softcap: float | FromConfig | None = None
 
     # ---- dropout
@@ -432,9 +404,6 @@ class Family:
     residual_dropout: float | FromConfig = 0.0  # for the outputs of o_proj and down_proj
 
     # ---- other mixers, experts, per-layer inputs
-    # a layer has one sublayer with one norm: attention, one of other_mixers or, if its layer type
-    # is "mlp" or "moe", an MLP or experts
-    one_sublayer: bool = False
     # {layer type: the mixer that it has instead of softmax attention}
     other_mixers: dict[str, OtherMixer] = dataclasses.field(default_factory=dict)
     # layers with one of other_mixers also have softmax attention, and both outputs are added
@@ -448,11 +417,67 @@ class Family:
     lm_head_bias: bool = False  # the lm_head has a bias
 
     # ---- names in files
-    prefixes: tuple[str, ...] = ("model.",)  # of a model's names; the first one is transformers'
     # pairs: a part of a tensor's name here, and the part that files may have instead; those of
     # experts are in MoERecord.renames
     renames: tuple[tuple[str, str], ...] = ()
     peft_refuses: tuple[str, ...] = ()  # name endings of linears to which PEFT adds no adapter
+
+
+@dataclasses.dataclass(frozen=True)
+class Family(ArchitectureFields):
+    """The differences of a model type from Llama. These fields are read by make_architecture()
+    alone, which computes others from them.
+    """
+
+    # ---- norms
+    post_norm_if: bool | FromConfig = True  # if a config can switch the two post norms off
+
+    # ---- attention: linears and heads
+    heads_by_layer: FromConfig = None  # a list in the config, instead of num_attention_heads
+    # this many last layers have no keys and values of their own: they read those of the last layer
+    # before these with the same layer type
+    n_kv_shared_layers: int | FromConfig = 0
+    qk_norm_if: bool | FromConfig = True  # if a config can switch it off
+
+    # ---- rotary and windows
+    # partial_rotary_factor of rope_parameters is used; with rope_type "proportional" in any case
+    partial_rotary: bool = False
+    ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
+    rope_theta_by_layer: bool = False  # layer_rope_theta of the config has that of each layer
+    ntk_alpha: bool = False  # alpha of rope_parameters is used, whatever the length
+    rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
+    no_rotary: NoRotary | None = None  # None: all layers have it
+    # 1: layers without experts are rotated, whatever no_rotary says
+    dense_rotary: int | FromConfig = None
+    windowed_layers: WindowedLayers | None = None  # None: no layer has a window
+
+    # ---- MLP
+    # linears whose concatenated outputs are gate and up, or up alone
+    mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    mlp_out: str = "mlp.down_proj"
+    mlp_bias: bool | FromConfig = "config.mlp_bias"
+    intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
+    # LFM2: two thirds of intermediate_size, times a factor, rounded up to a multiple; see
+    # mlp_width()
+    two_thirds_wide: bool | FromConfig = False
+    mlp_limits: FromConfig = None  # like MoERecord.limits, for the MLP and the shared expert
+
+    # ---- factors
+    query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5; None: head_dim
+    query_factor: float | FromConfig = 1.0  # also multiplies it, unless attention_scale is given
+    key_multiplier: float | FromConfig = 1.0  # factor of k's output, also in attention_scale
+    sqrt_embedding: bool | FromConfig = False  # embedding_multiplier = hidden_size ** 0.5
+    residual_scale: float | FromConfig | None = None  # residual_multiplier = this / layers ** 0.5
+    logits_divisor: float | FromConfig = 1.0
+    logits_width: int | FromConfig | None = None  # logits_divisor = hidden_size / this
+
+    # ---- other mixers, experts, per-layer inputs
+    # a layer has one sublayer with one norm: attention, one of other_mixers or, if its layer type
+    # is "mlp" or "moe", an MLP or experts
+    one_sublayer: bool = False
+
+    # ---- names in files
+    prefixes: tuple[str, ...] = ("model.",)  # of a model's names; the first one is transformers'
 
     # ---- checks of config.json
     # {field of the config: its only value}
