@@ -72,7 +72,7 @@ from tqdm import tqdm
 
 from fsdp_qlora.checks.compare_with_transformers import without_kernels
 from fsdp_qlora.data.template import how_to_prompt
-from fsdp_qlora.data.tokenizer import complete_tokenizer
+from fsdp_qlora.data.tokenizer_files import complete_tokenizer
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file
 from fsdp_qlora.log import print_error

@@ -13,7 +13,7 @@ loop. The model comes from transformers, the 4-bit linears from bitsandbytes, th
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.3-70B-Instruct \
         --dataset data.jsonl --output_dir adapter --offload --micro_batch_size 2
 
-It trains dense text models of transformers (Llama, Qwen3, Gemma 3, ...), but no mixture of experts.
+It trains dense text models of transformers (Llama, Qwen3, Gemma 3, ...), but no MoE models.
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU;
 with --offload, a GPU of 24 GB is enough for a 70B. Without a GPU the file runs on the CPU.
@@ -42,7 +42,7 @@ them, with the model and the data there. The machine of rank 0 gets the adapter.
 
 This file needs no other. It comes from the repository FSDP QLoRA, which also has merge_adapters.py,
 to merge an adapter into a large model, and train_fsdp_qlora.py, which is faster, resumes, plans
-memory, and trains mixtures of experts, preference pairs and tool calls.
+memory, and trains MoE models, preference pairs and tool calls.
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 SPDX-License-Identifier: MIT. Copyright (c) 2026 the FSDP QLoRA authors.
@@ -292,7 +292,7 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 def check_decoder(decoder: nn.Module, model_name: str) -> None:
     """Refuse models that this file would train wrongly, or quantize otherwise than load_in_4bit.
 
-    In a mixture of experts, an expert that gets no token has no gradient, so the reduce-scatters of
+    In an MoE model, an expert that gets no token has no gradient, so the reduce-scatters of
     the ranks would not match. Experts are found by name, or by weights with three dimensions that
     are not convolutions. A linear outside the layers, as in Gemma 4 E2B and E4B, would stay in
     bf16 here, while transformers' load_in_4bit quantizes it.
@@ -301,7 +301,7 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
         fail(f"--model {model_name}: its {type(decoder).__name__} has no attribute `layers`")
     for name, weight in decoder.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
-            fail(f"--model {model_name}: is a mixture of experts ({name})")
+            fail(f"--model {model_name}: is an MoE model ({name})")
     for name, module in decoder.named_modules():
         if isinstance(module, nn.Linear) and not name.startswith("layers."):
             fail(f"--model {model_name}: has a linear outside its layers ({name})")

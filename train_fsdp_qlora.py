@@ -79,7 +79,7 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.packing import micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler, ShuffledSampler
-from fsdp_qlora.evaluation.eval_loss import evaluation_batches, evaluation_micro_batches
+from fsdp_qlora.evaluation.document_losses import evaluation_batches, evaluation_micro_batches
 from fsdp_qlora.evaluation.generation import generate_samples
 from fsdp_qlora.evaluation.global_loss_values import global_loss_values, set_global_values
 from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps

@@ -229,7 +229,7 @@ def read_rows(path, tokenizer, max_seq_len=64):
 
 def encode_file(path, tokenizer, max_seq_len=64):
     """What the script's table holds of each document of a file's rows."""
-    from fsdp_qlora.data.encode import encode_fragments
+    from fsdp_qlora.data.encode_examples import encode_fragments
     from fsdp_qlora.data.sources import find_fragments
 
     pieces, _ = find_fragments(str(path))

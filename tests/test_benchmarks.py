@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, encode_file, one_process
 from patching import parse_config
 
-from fsdp_qlora.data.tokenizer import load_tokenizer
+from fsdp_qlora.data.load_tokenizer import load_tokenizer
 from fsdp_qlora.layer import layer
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len

@@ -14,7 +14,7 @@ from rows import CHATML, chat_tokenizer, prepare, refusal, write_jsonl
 from test_files import NESTED, write_kind
 
 from fsdp_qlora.data import (
-    cache, chat, dataset, encode, example_formats as formats, rows as encoded_rows,
+    cache, chat, dataset, encode_examples, example_formats as formats, rows as encoded_rows,
     sources as files)
 from fsdp_qlora.files import digest
 
@@ -85,7 +85,7 @@ def test_other_content_or_settings_are_encoded_anew(change, parsed, tokenizer, t
     assert n >= 6 and after != before
 
 
-@pytest.mark.parametrize("module", [chat, encode, files, formats, encoded_rows],
+@pytest.mark.parametrize("module", [chat, encode_examples, files, formats, encoded_rows],
                          ids=lambda m: m.__name__)  # fmt: skip
 def test_rows_are_encoded_anew_by_other_code(module, parsed, monkeypatch, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "It is 7."}])
@@ -176,7 +176,7 @@ def test_passing_fault_ends_one_start_alone(error, name, tokenizer, tmp_path, mo
 
 def test_file_rewritten_while_it_is_encoded_is_not_kept(tokenizer, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "It is 7."}])
-    encode_batches = encode.encode_batches
+    encode_batches = encode_examples.encode_batches
 
     def rewritten(*args, **settings):
         write_jsonl(path, [{"text": "It is 8."}])
@@ -194,7 +194,7 @@ def test_file_rewritten_while_it_is_encoded_is_not_kept(tokenizer, tmp_path, mon
 def test_end_of_one_encoding_process_ends_the_start(end, tokenizer, tmp_path, monkeypatch):
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": f"row {i}"}]) for i in range(3)]
     monkeypatch.setattr(cache, "n_cores", lambda: 3)
-    encode_batches = encode.encode_batches
+    encode_batches = encode_examples.encode_batches
 
     def ended(fragments, **settings):
         if fragments[0].name == str(paths[1]):

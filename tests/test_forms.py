@@ -22,7 +22,7 @@ from tokenizers.processors import ByteLevel, RobertaProcessing, Sequence, Templa
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data import example_formats as formats, tokenization
+from fsdp_qlora.data import example_formats as formats, tokenize_documents
 from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.tool_calls import openai_calls
@@ -523,7 +523,7 @@ def test_tokenizer_gets_a_bounded_text_at_once(tokenizer, tmp_path, monkeypatch)
     """Long rows go through it one by one, short ones together; what comes out is the same."""
     rows = [{"text": "x" * n} for n in (3, 900, 4, 5, 6, 200, 7, 2000, 2)] + [{"input_ids": [5, 6]}]
     path, sizes = write_jsonl(tmp_path / "data.jsonl", rows), []
-    tokenize = tokenization.tokenize_batch
+    tokenize = tokenize_documents.tokenize_batch
 
     def noted(documents, tokenizers):
         sizes.append([sum(len(part.text) for part in document) for document in documents
@@ -531,8 +531,8 @@ def test_tokenizer_gets_a_bounded_text_at_once(tokenizer, tmp_path, monkeypatch)
         return tokenize(documents, tokenizers)
 
     want = [document["digest"] for document in encode_file(path, tokenizer)]
-    monkeypatch.setattr(tokenization, "BATCH_CHARACTERS", 500)
-    monkeypatch.setattr(tokenization, "tokenize_batch", noted)
+    monkeypatch.setattr(tokenize_documents, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(tokenize_documents, "tokenize_batch", noted)
     assert [document["digest"] for document in encode_file(path, tokenizer)] == want
     assert [n for batch in sizes for n in batch] == [len(row.get("text", "")) for row in rows[:-1]]
     assert all(sum(batch[1:]) < 500 for batch in sizes) and len(sizes) < len(rows)
@@ -561,7 +561,7 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "row, wanted",
     [
-        ({"poem": "x", "title": "y"}, "poem, title, which is not a supported form. Use the keys"),
+        ({"poem": "x", "title": "y"}, "poem, title, which is not a supported format. Use the keys"),
         ({"poem": "x", "title": "y"}, "--columns poem=question title=answer"),
         ({"query": "x", "reply": "y"}, "has query, but no response or answer"),
         ({"query": "x", "reply": "y"}, "--columns reply=response"),
@@ -625,7 +625,7 @@ LIKELY = {  # keys that no form has: (row, what is advised, the form that comes 
 @pytest.mark.parametrize("name", LIKELY)
 def test_advice_on_keys_helps_when_it_is_followed(name, tokenizer):
     row, advice, form = LIKELY[name]
-    words = "Use the keys of a supported form: messages; "
+    words = "Use the keys of a supported format: messages; "
     with pytest.raises(RefusedExample, match=words) as caught:
         formats.parse_example(row, tokenizer)
     said = str(caught.value).partition(" --columns renames keys, for instance: --columns ")[2]
@@ -924,7 +924,7 @@ def test_lists_may_be_text_as_python_prints_them(tokenizer):
 def test_columns_are_renamed_before_the_form_is_found(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"poem": "It is 7.", "label": 1}])
     message = refusal([path], tokenizer, renames=("label=unused",))
-    assert "has poem, unused, which is not a supported form" in message
+    assert "has poem, unused, which is not a supported format" in message
     rows, line = prepare([path], tokenizer, renames=("poem=text", "label=unused"))
     assert len(rows) == 1 and "1 text (ignored: unused)" in line
     twice = write_jsonl(path, [{"poem": "x", "text": "y"}])
@@ -1067,11 +1067,11 @@ def test_any_row_is_trained_or_left_out_or_refused(template, tokenizer, tmp_path
         assert fine["kept"] and len(documents) >= sum(row is not None for row in rows)
         for one in documents:
             ids, labels = one["input_ids"].tolist(), one["labels"].tolist()
-            for key in "form", "left_out", "where":
+            for key in "format", "left_out", "where":
                 one[key].encode()  # Arrow holds nothing else
             if one["kept"]:
                 seen["kept"] += 1
-                assert not one["left_out"] and one["form"]
+                assert not one["left_out"] and one["format"]
                 assert len(ids) == len(labels) == one["length"] <= most
                 assert all(0 <= token < len(tokenizer) for token in ids)
                 assert all(label == IGNORE_INDEX or 0 <= label < len(tokenizer) for label in labels)

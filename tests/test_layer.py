@@ -58,7 +58,7 @@ from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import Heads
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
-from fsdp_qlora.pretrained.records import AttentionGate, DeltaNetRecord, Mamba2Record
+from fsdp_qlora.pretrained.records import AttentionGate, GatedDeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
@@ -702,7 +702,7 @@ def test_elementwise_work_on_a_cpu_is_not_compiled(monkeypatch):
     assert len(seen) == 3 and all(one is x and other is None for one, other in seen)
 
 
-# a window, a cap; Mamba-2; a short convolution; gated delta net; keys of another layer
+# a window, a cap; Mamba-2; a short convolution; Gated DeltaNet; keys of another layer
 @pytest.mark.parametrize("name", ["gemma2", "granite4_h", "lfm2", "qwen3_5", "gemma4_e"])
 def test_no_document_sees_another(name):
     """A changed document changes its own loss and no other's, to the bit."""
@@ -867,7 +867,8 @@ def chunks_equal(rule, recurrence, inputs, grad, lengths):
 
 
 MIXERS = {  # {function: (mixer, what names of its tensors begin with, which part decays)}
-    autograd_mixers.delta_net: (DeltaNetRecord(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
+    autograd_mixers.gated_delta_net: (
+        GatedDeltaNetRecord(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
     autograd_mixers.mamba2: (
         Mamba2Record(2, 3, 2, 3, 4, conv_bias=False, step_limits=(0.0, math.inf), norm_eps=1e-6),
         "mamba.", "dt")}  # fmt: skip
@@ -895,7 +896,7 @@ def test_decays_of_large_values_are_finite(function):
 
 def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
     """Stand-ins for its kernels, which need a GPU."""
-    mixer, cpu = DeltaNetRecord(2, 4, 16, 32, 4), torch.device("cpu")
+    mixer, cpu = GatedDeltaNetRecord(2, 4, 16, 32, 4), torch.device("cpu")
     plain = recurrence.eager_delta_rule
 
     def fails(*_):
@@ -906,8 +907,8 @@ def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
 
     for rule, why in ((plain, ""), (fails, "RuntimeError: not on this GPU"), (leaks, "% off here"),
                       (lambda q, k, v, *rest: plain(k, q, v, *rest), "% off here")):
-        monkeypatch.setitem(recurrence.RECURRENCES, DeltaNetRecord, dataclasses.replace(
-            recurrence.RECURRENCES[DeltaNetRecord], fla=rule))
+        monkeypatch.setitem(recurrence.RECURRENCES, GatedDeltaNetRecord, dataclasses.replace(
+            recurrence.RECURRENCES[GatedDeltaNetRecord], fla=rule))
         got = recurrence.why_no_fla(mixer, cpu)
         assert got.endswith(why) and bool(got) == bool(why)
 

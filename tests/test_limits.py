@@ -30,7 +30,7 @@ from fsdp_qlora.checks.untrained_tokens import ZERO_ROW, untrained_rows
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache
 from fsdp_qlora.data.dataset import cache_key, prepare_rows
-from fsdp_qlora.data.encode import check_tokens
+from fsdp_qlora.data.encode_examples import check_tokens
 from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.files import digest

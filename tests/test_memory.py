@@ -245,8 +245,9 @@ def test_prediction_is_near_what_was_measured(name, layers, peak, speed, setting
 @pytest.mark.parametrize("tokens, n_recomputed, peak", [
     (32_768, 2, 122.25), (131_072, 29, 61.98), (262_144, 30, 85.11), (262_144, 31, 59.95)])
 def test_peak_of_layers_of_two_kinds(tokens, n_recomputed, peak):
-    """Measured with Qwen3.5-9B on an H200 at 7b8c5b2 and an H100 at 462bd3d. Its delta nets need
-    most in backward, but the last layer is attention: when the delta net before it runs, what it
+    """Measured with Qwen3.5-9B on an H200 at 7b8c5b2 and an H100 at 462bd3d. Its layers of
+    Gated DeltaNet need most in backward, but the last layer is attention: when the one before runs,
+    what it
     saved is free."""
     _, arch, specs = shapes_of("qwen3.5-9b")
     plan = predicted(arch, specs, micro_batch_tokens=tokens, n_recomputed=n_recomputed,
@@ -750,7 +751,7 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
 
 
 def test_graphs_of_mixers():
-    """flash-linear-attention takes many launches for a delta net; for Mamba-2 it waits."""
+    """flash-linear-attention takes many launches for Gated DeltaNet; for Mamba-2 it waits."""
     full = {"uneven_lengths": False, "rows": 2, "micro_batch_tokens": 4096, "recompute": "none"}
     assert choose("qwen3.5-9b", 75, gpus=1, **full).uses_cuda_graphs
     assert not choose("llama-3-8b", 75, gpus=1, **full).uses_cuda_graphs

@@ -43,7 +43,7 @@ from transformers import (
 )
 
 import merge_adapters
-from fsdp_qlora.data.tokenizer import generation_settings
+from fsdp_qlora.data.tokenizer_files import generation_settings
 from fsdp_qlora.files import digest, text_digest
 from fsdp_qlora.pretrained.hub import base_digest, copy_small_files
 from fsdp_qlora.pretrained.weight_formats import NF4_STATE

@@ -212,7 +212,7 @@ def gradients(text):
 
 
 UNEVEN = "qwen3", "gemma3_text", "qwen3_5_text", "lfm2", "granitemoehybrid"
-HYBRID = "qwen3_5_text"  # of delta nets and attention; the others by `make test-slow`
+HYBRID = "qwen3_5_text"  # of Gated DeltaNet and attention; the others by `make test-slow`
 # all rows in each step, in several micro-batches; in bf16 the more rows, the less noise
 WHOLE = ["--max_steps", 2, "--lora_alpha", 64]
 FEW_OR_ALL = {"fp32": ("few.jsonl", 12), "bf16": ("mixed.jsonl", 24)}
@@ -393,7 +393,7 @@ def test_losses_are_those_of_the_big_script(run, runs, beside):
 @pytest.mark.parametrize("family", [
     pytest.param(name, marks=[pytest.mark.slow] * (name != HYBRID)) for name in UNEVEN])
 def test_padded_rows_change_no_loss(family, base, runs):
-    """Of attention, windows, delta nets, convolutions, Mamba-2."""
+    """Of attention, windows, Gated DeltaNet, convolutions, Mamba-2."""
     needs_ranks(2)
     padded, alone = (
         runs(f"{family}, {how}")[1]["losses"] for how in ("micro-batches", "one_by_one"))
@@ -553,7 +553,7 @@ def test_check_model_finds(run, words, runs):
 
 
 @pytest.mark.parametrize("run,words", [
-    ("moe", "--model mixtral: is a mixture of experts (layers.0.mlp.experts.gate_up_proj)"),
+    ("moe", "--model mixtral: is an MoE model (layers.0.mlp.experts.gate_up_proj)"),
     ("gemma4_e", "gemma4_e: has a linear outside its layers (per_layer_model_projection)"),
     ("lacking", "lacking: no model*.safetensors has layers.0.mlp.down_proj."),
     ("quantized", "--model quantized: is already quantized; pass the original model"),

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from test_preferences import write_preferences
 
 import train_fsdp_qlora
-from fsdp_qlora.evaluation import eval_loss
+from fsdp_qlora.evaluation import document_losses
 from fsdp_qlora.exit_codes import (
     EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT)
 from fsdp_qlora.files import digest, read_json, sync_file, write_atomic
@@ -1174,7 +1174,7 @@ def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_pat
 
 def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
     """By a signal that came in its last rows."""
-    micro_steps_of, evaluate = eval_loss.micro_steps_of, train_fsdp_qlora.evaluate
+    micro_steps_of, evaluate = document_losses.micro_steps_of, train_fsdp_qlora.evaluate
 
     def evaluate_signalled(run):
         def signalled(*args):
@@ -1182,7 +1182,7 @@ def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
             return micro_steps_of(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(eval_loss, "micro_steps_of", signalled)
+            patch.setattr(document_losses, "micro_steps_of", signalled)
             return evaluate(run)
 
     monkeypatch.setattr(train_fsdp_qlora, "evaluate", evaluate_signalled)
@@ -1551,7 +1551,7 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
     begin, tmp_path, monkeypatch, passed
 ):
     """Each takes 400 seconds, of the 600 that a deadline gives."""
-    deadlines, statuses, select = [], [], eval_loss.make_micro_batch
+    deadlines, statuses, select = [], [], document_losses.make_micro_batch
 
     def slow(module, name):
         function = getattr(module, name)
@@ -1572,7 +1572,7 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
         statuses.append(status), enter(status, phase)))
 
     slow(train_fsdp_qlora, "evaluate"), slow(checkpoints, "write_checkpoint")
-    monkeypatch.setattr(eval_loss, "make_micro_batch", watched)
+    monkeypatch.setattr(document_losses, "make_micro_batch", watched)
     code, _, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 2)
     assert code == 0, err
     assert len(deadlines) > 3 and min(deadlines) > 500

@@ -29,16 +29,16 @@ from transformers import PreTrainedTokenizerFast
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data, prepare_rows
-from fsdp_qlora.data.encode import encode_fragments
+from fsdp_qlora.data.encode_examples import encode_fragments
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.data.sources import find_fragments
-from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
+from fsdp_qlora.data.tokenize_documents import both_tokenizers, tokenize
 from fsdp_qlora.errors import RefusedExample
-from fsdp_qlora.evaluation import eval_loss, global_loss_values, ref_logps
+from fsdp_qlora.evaluation import document_losses, global_loss_values, ref_logps
 from fsdp_qlora.evaluation.ref_logps import read_ref_logps, tensor_digest, write_ref_logps
 from fsdp_qlora.micro_batch.micro_batch import Answers
 from fsdp_qlora.model.preference_loss import LOSSES, LossRecord, preference_loss
@@ -573,7 +573,8 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
 
     def few(rows, batch_size, status, must_begin):
         statuses.append(status)
-        for numbers, batch in eval_loss.evaluation_batches(rows, batch_size, status, must_begin):
+        for numbers, batch in document_losses.evaluation_batches(
+                rows, batch_size, status, must_begin):
             for part in torch.arange(len(batch)).split(4):
                 if status.stop_reason and not must_begin:
                     return
@@ -617,7 +618,7 @@ def test_an_evaluation_in_parts_is_that_of_all_rows(
     """Also KTO's estimate, which is one for all."""
 
     def few(rows, *others):
-        for numbers, batch in eval_loss.evaluation_batches(rows, *others):
+        for numbers, batch in document_losses.evaluation_batches(rows, *others):
             for part in torch.arange(len(batch)).split(2):
                 yield numbers[part], batch.select(part)
 

@@ -19,7 +19,7 @@ from transformers import (
 import merge_adapters
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.template import template_traits
-from fsdp_qlora.data.tokenization import tokenize_batch
+from fsdp_qlora.data.tokenize_documents import tokenize_batch
 
 # of Qwen: line ends are one token together, so that one may belong to a prompt and to its answer
 SPLIT = (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -101,7 +101,7 @@ def test_tokens_before_each_answer_are_those_of_the_prompt(name, thinking, qwen,
 
 def test_check_would_see_an_answer_that_begins_inside_a_token(qwen, tmp_path, monkeypatch):
     """What is tokenized whole here has one token for the two line ends."""
-    from fsdp_qlora.data import tokenization
+    from fsdp_qlora.data import tokenize_documents
 
     qwen = copy.deepcopy(qwen)
     qwen.chat_template = THINKING
@@ -112,7 +112,7 @@ def test_check_would_see_an_answer_that_begins_inside_a_token(qwen, tmp_path, mo
         joined = [[part._replace(answers=()) for part in document] for document in documents]
         return tokenize_batch(joined, tokenizers)
 
-    monkeypatch.setattr(tokenization, "tokenize_batch", joins_answers)
+    monkeypatch.setattr(tokenize_documents, "tokenize_batch", joins_answers)
     (joined,) = encode_file(path, qwen)
     assert len(apart["input_ids"]) == len(joined["input_ids"]) + 1
     assert trained([apart], qwen) == [["\n</think>\n\nThe answer is 7.<|im_end|>"]]

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 import merge_adapters
 from fsdp_qlora import exit_codes
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.encode import try_example
+from fsdp_qlora.data.encode_examples import try_example
 from fsdp_qlora.data.example_formats import EXAMPLE_FORMATS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
 from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.layer.router import BALANCE
@@ -451,8 +451,8 @@ def test_records_of_a_family_have_the_fields_shown():
         assert {word for word in words if word.islower()} <= fields.keys(), row
         for *named, field in re.findall(r"((?:`[A-Z]\w+`,? ?)+): `(\w+)`", row):
             for record in re.findall(r"\w+", named[0]):
-                annotation = fields[field].replace(
-                    "OtherMixer]", "ShortConvRecord | DeltaNetRecord | Mamba2Record]")  # fmt: skip
+                mixers = "ShortConvRecord | GatedDeltaNetRecord | Mamba2Record]"
+                annotation = fields[field].replace("OtherMixer]", mixers)
                 assert hasattr(records, record) and record in annotation, row
                 seen += 1
     assert seen >= 7

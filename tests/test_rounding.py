@@ -33,7 +33,7 @@ from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record
+from fsdp_qlora.pretrained.records import GatedDeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 
 N, WIDTH, HEADS = 96, 128, 4
@@ -337,13 +337,13 @@ def mixer_states(function, mixer, tensors, projected, out):
 @pytest.mark.parametrize("double", [False, True])
 def test_decays_of_a_delta_net_are_fp32(double, stored):
     """Whatever dtype the files have them in."""
-    mixer = DeltaNetRecord(2, 4, 16, 32, 4, norm_eps=0.0, double_beta=double)
+    mixer = GatedDeltaNetRecord(2, 4, 16, 32, 4, norm_eps=0.0, double_beta=double)
     tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "norm.weight": FACTOR[:32],
                "conv1d.weight": draw(192, 1, 4)}  # fmt: skip
     tensors = {f"linear_attn.{key}": as_stored(value, stored) for key, value in tensors.items()}
     projected = draw(N, sum(mixer.widths.values()))
-    assert_rounded_once(functools.partial(mixer_states, autograd_mixers.delta_net, mixer, tensors),
-                        projected, signs(N, 4, 32))  # fmt: skip
+    states = functools.partial(mixer_states, autograd_mixers.gated_delta_net, mixer, tensors)
+    assert_rounded_once(states, projected, signs(N, 4, 32))
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])

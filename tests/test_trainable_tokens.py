@@ -136,7 +136,7 @@ def test_gradients_equal_pefts(name, nproc, gradients, rows_file, known, tokeniz
     loss, exact = reference(model, rows_file, known, tokenizer)
     rows = [key for key in exact if "trainable_tokens" in key]
     assert len(rows) == 2 - TINY[name](320).tie_word_embeddings
-    # the gradients of a delta net's own linears differ as much: transformers sums in another order
+    # gradients of Gated DeltaNet's linears differ as much: transformers sums in another order
     bar = 1e-4 if name == "qwen3_5" else BAR
     norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in exact.values()))
     for setting in SETTINGS:

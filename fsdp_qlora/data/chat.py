@@ -1,7 +1,7 @@
 """Render a conversation with the chat template, and mark the spans of it that are in the loss.
 
 It uses template.py and tool_calls.py; other forms of examples are in example_formats.py, tokens in
-tokenization.py.
+tokenize_documents.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, Traits, render, template_traits
+from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, TemplateTraits, render, template_traits
 from fsdp_qlora.data.tool_calls import openai_calls
 from fsdp_qlora.errors import RefusedExample
 
@@ -88,7 +88,9 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
     return documents[::-1], list(notes)
 
 
-def spans_within(answer: RenderedAnswer, longer: str, next_role: str, traits: Traits) -> Spans:
+def spans_within(
+    answer: RenderedAnswer, longer: str, next_role: str, traits: TemplateTraits
+) -> Spans:
     """Return the spans of an answer in a longer document.
 
     Some templates, such as GLM's, leave an answer open. The model then stops by writing the token
@@ -133,7 +135,7 @@ def checked_text(value: Any, name: str) -> str:
 
 
 def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
-                  tokenizer: PreTrainedTokenizerFast, traits: Traits) -> RenderedAnswer:
+                  tokenizer: PreTrainedTokenizerFast, traits: TemplateTraits) -> RenderedAnswer:
     """Return the answer with which the messages end, after its prompt. Its document ends with its
     closing token, or with EOS if the template has none; with {% generation %} marks, where the last
     mark ends.
@@ -144,7 +146,7 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     its prompt opens. Raises RefusedExample if they cannot agree.
     """
     notes: list[str] = []
-    options, prompt, text, at = align(messages, options, tokenizer, traits)
+    options, prompt, text, at = align_with_prompt(messages, options, tokenizer, traits)
     template, marks = tokenizer.get_chat_template(tools=options["tools"]), []
     if re.search(r"\{%-?\s*generation\b", template):
         marks = marked_spans(messages, options, template, tokenizer)
@@ -167,8 +169,8 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     return answer._replace(template_kwargs=json.dumps(kwargs, sort_keys=True))
 
 
-def align(messages: list[dict[str, Any]], options: dict[str, Any],
-          tokenizer: PreTrainedTokenizerFast, traits: Traits
+def align_with_prompt(messages: list[dict[str, Any]], options: dict[str, Any],
+          tokenizer: PreTrainedTokenizerFast, traits: TemplateTraits
           ) -> tuple[dict[str, Any], str, str, int | None]:
     """Return the options with which the prompt of the last message and all messages are rendered,
     both texts, and where in the second the answer begins; None if it opens the answer differently.
@@ -177,15 +179,15 @@ def align(messages: list[dict[str, Any]], options: dict[str, Any],
     text = checked_text(render(messages, tokenizer, **options), "the conversation")
     if text.startswith(prompt):
         return options, prompt, text, len(prompt)
-    for switch in traits.switches:
+    for kwargs in traits.kwargs_choices:
         # a variable that the example itself sets stays as it is
-        if not switch.keys() & options.keys() and (
-                found := render_switched(messages, text, options | switch, tokenizer)):
-            return options | switch, *found, len(found[0])
+        if not kwargs.keys() & options.keys() and (
+                found := render_with_kwargs(messages, text, options | kwargs, tokenizer)):
+            return options | kwargs, *found, len(found[0])
     return options, prompt, text, find_answer(messages, prompt, text, options, tokenizer)
 
 
-def render_switched(messages: list[dict[str, Any]], text: str, options: dict[str, Any],
+def render_with_kwargs(messages: list[dict[str, Any]], text: str, options: dict[str, Any],
                     tokenizer: PreTrainedTokenizerFast) -> tuple[str, str] | None:
     """Return the prompt of the last message rendered with other `options` of the template, and a
     text that continues it: `text`, rendered without these options, or all messages rendered with
@@ -199,7 +201,7 @@ def render_switched(messages: list[dict[str, Any]], text: str, options: dict[str
     return None
 
 
-def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> RenderedAnswer:
+def marked_answer(text: str, prompt: str, marks: Spans, traits: TemplateTraits) -> RenderedAnswer:
     """Return the answer of a template with {% generation %} marks, which enclose the model's words.
     What they enclose of the prompt is not in the loss."""
     spans = [(max(start, len(prompt)), end) for start, end in marks if end > len(prompt)]
@@ -215,7 +217,9 @@ def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> Rende
     return answer
 
 
-def close_answer(text: str, prompt: str, content: str, eos: str, traits: Traits) -> RenderedAnswer:
+def close_answer(
+    text: str, prompt: str, content: str, eos: str, traits: TemplateTraits
+) -> RenderedAnswer:
     """Return the answer of a template without marks: the part of the text after the prompt."""
     notes = []
     opened = text.rpartition(eos)[2]
@@ -310,7 +314,7 @@ def shared_length(text: str, other: str) -> int:
     return len(os.path.commonprefix([text, other]))
 
 
-def clean_message(message: dict[str, Any], traits: Traits) -> dict[str, Any]:
+def clean_message(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
     """Return a message in the form that templates expect, without `train`."""
     message = dict(message)
     is_trained = message.pop("train")

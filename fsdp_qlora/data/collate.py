@@ -150,15 +150,15 @@ def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,
     n_sums = 2 if rows.loss_record.trains_prompt else 1
     sum_index = torch.zeros_like(ids)  # the sum that each position belongs to
     for number, i in enumerate(documents):
-        document_ids, labels = rows.tokens(i)
+        token_ids, labels = rows.tokens(i)
         start = int(padded.starts[number])
-        stop = start + len(document_ids)
+        stop = start + len(token_ids)
         before_last = slice(start, stop - 1)  # the last position predicts nothing
-        ids[start:stop] = document_ids
+        ids[start:stop] = token_ids
         targets[before_last] = labels[1:]
         sum_index[start:stop] = n_sums * number
         if rows.loss_record.trains_prompt and rows.desirable[i]:
-            targets[before_last] = document_ids[1:]
+            targets[before_last] = token_ids[1:]
             sum_index[before_last] += labels[1:] == IGNORE_INDEX
     target_positions = (targets != IGNORE_INDEX).nonzero().view(-1)
     target_positions = target_positions[sum_index[target_positions].argsort(stable=True)]
@@ -177,8 +177,8 @@ def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[i
                   position_ids: torch.Tensor) -> torch.Tensor:
     """Return each token's seed of dropout, from the numbers of the step and of its document, and
     its position. `lengths`: those of the documents, then those of the padding."""
-    numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
-    document_seeds = hash_ints(step_seed + numbers).repeat_interleave(torch.tensor(lengths))
+    indices = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
+    document_seeds = hash_ints(step_seed + indices).repeat_interleave(torch.tensor(lengths))
     # drop() adds a number for the layer and the site
     return hash_ints(document_seeds + position_ids)
 

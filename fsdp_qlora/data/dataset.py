@@ -37,13 +37,13 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.cache import MANIFEST, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat
-from fsdp_qlora.data.encode import encode_batches, encode_fragments
+from fsdp_qlora.data.encode_examples import encode_batches, encode_fragments
 from fsdp_qlora.data.example_formats import parse_example
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import NUMBER_COLUMNS, Rows, encode_document, random_rows
 from fsdp_qlora.data.sources import Fragment, find_fragments
 from fsdp_qlora.data.template import how_to_prompt, with_template_date
-from fsdp_qlora.data.tokenization import tokenize
+from fsdp_qlora.data.tokenize_documents import tokenize
 from fsdp_qlora.data.tool_calls import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_atomic
 from fsdp_qlora.log import log
@@ -77,9 +77,9 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
             raise RunEnd(f"--columns {rename}: no example has the key {key}")
     if fraction is not None:
         rows, eval_rows = hold_out(rows, fraction, config)
-    n_good = int(rows.desirable.sum())
-    if rows.loss_record.is_unpaired and n_good in (0, len(rows)):
-        raise RunEnd(f"--loss {config.loss} needs good and bad answers, but {n_good:,} of"
+    n_desirable = int(rows.desirable.sum())
+    if rows.loss_record.is_unpaired and n_desirable in (0, len(rows)):
+        raise RunEnd(f"--loss {config.loss} needs good and bad answers, but {n_desirable:,} of"
                      f" {len(rows):,} rows have label true. For good answers alone use --loss"
                      " sft")
     return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
@@ -210,9 +210,9 @@ def fragments_of_all(sources: Sequence[str],
 def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str) -> str:
     """Return text on the documents of read_table(), from the files `name`: how many rows they are,
     and how many were truncated or skipped."""
-    forms = counts_of(table["form"].filter(table["kept"])).items()
+    formats = counts_of(table["format"].filter(table["kept"])).items()
     n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
-    counted = ", ".join(f"{n // rows.documents_per_row:,} {form}" for form, n in forms)
+    counted = ", ".join(f"{n // rows.documents_per_row:,} {format}" for format, n in formats)
     parts = [f"{describe_count(rows, len(rows))},"
              f" {rows.lengths.sum():,} tokens, {rows.n_loss_tokens.sum():,} of them in the"
              f" loss ({counted}; {name})"]
@@ -258,11 +258,11 @@ def cache_key(
             (find_fragments, parse_example, parse_preference, parse_chat, with_template_date,
              openai_calls, encode_fragments, tokenize, encode_document)}
     loss_record = LOSSES[loss]
-    forms = ("pairs" if loss_record.documents_per_row == 2 else
-             "unpaired" if loss_record.is_unpaired else "text")
+    formats = ("pairs" if loss_record.documents_per_row == 2 else
+               "unpaired" if loss_record.is_unpaired else "text")
     return text_digest([
         sorted(map(digest, code)), transformers.__version__, sources, source_digests, max_seq_len,
-        vocab_size, renames, forms, str(tokenizer.chat_template or ""),
+        vocab_size, renames, formats, str(tokenizer.chat_template or ""),
         tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map])
 
 

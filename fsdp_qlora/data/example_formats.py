@@ -1,7 +1,7 @@
-"""Recognize an example's form by its keys, and decide which text is in the loss.
+"""Recognize an example's format by its keys, and decide which text is in the loss.
 
 Conversations are in chat.py, examples with several answers in preferences.py, reading in
-sources.py, tokens in tokenization.py.
+sources.py, tokens in tokenize_documents.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fsdp_qlora.errors import RefusedExample
 IGNORE_INDEX = -100  # the label of a token that is not in the loss
 
 # The keys that have a meaning in TRL, Axolotl, LLaMA-Factory or OpenAI's format. If an example has
-# such a key and its form does not use it, the run ends. All other keys, and required keys of other
-# forms, are logged and ignored.
+# such a key and its format does not use it, the run ends. All other keys, and required keys of
+# other formats, are logged and ignored.
 CHAT = ("system", "tools", "chat_template_kwargs")
 MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 COMPLETION = ("prompt", "completion")
@@ -30,7 +30,7 @@ INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
 QUESTIONS = (
     ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"),
     ("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("input", "output"))
-# {keys of the form: optional keys}; an example has the first form whose keys it has
+# {keys of the format: optional keys}; an example has the first format whose keys it has
 EXAMPLE_FORMATS = {
     ("input_ids",): MASKS,
     **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
@@ -38,7 +38,7 @@ EXAMPLE_FORMATS = {
     ("segments",): (), ("text",): ()}
 # {key of a question: key of its answer in the first of EXAMPLE_FORMATS that has this question}
 ANSWERS = {
-    asked: next(form[1] for form in EXAMPLE_FORMATS if form[0] == asked)
+    asked: next(format[1] for format in EXAMPLE_FORMATS if format[0] == asked)
     for asked, _ in (COMPLETION, *INSTRUCTIONS, *QUESTIONS) if asked != "input"}
 SYNONYMS = {"functions": "tools", "system_prompt": "system", "context": "input", "article": "input"}
 LISTS = {"messages", "conversations", "segments", "input_ids", "history", "tools", *MASKS,
@@ -62,7 +62,7 @@ REFUSED = {key: why for why, keys in {  # keys of examples and of messages
     "write it as content": ("refusal",),
 }.items() for key in keys}
 
-MEANINGS = {  # {meaning: words in keys that no form has}; "none": not a text to train on
+MEANINGS = {  # {meaning: words in keys that no format has}; "none": not a text to train on
     "none": ("id", "uuid", "url", "lang", "language", "split", "date", "category", "type"),
     "question": ("ask", "question", "query", "prompt", "instruction", "input", "problem", "request",
                  "user", "human", "task"),
@@ -106,7 +106,7 @@ Document = list[TextPart] | Ids
 
 def parse_example(example: Any, tokenizer: PreTrainedTokenizerFast,
                   renames: Sequence[str] = ()) -> tuple[str, list[Document]]:
-    """Return the example's form, with what is ignored, as text; and its documents, each a list of
+    """Return the example's format, with what is ignored, as text; and its documents, each a list of
     TextParts, or Ids for an example with input_ids. `renames`: the values of --columns,
     ["old=new"]. A ValueError leaves the example out, a RefusedExample ends the run."""
     return parse_object(as_object(example, renames), tokenizer)
@@ -123,22 +123,22 @@ def as_object(example: Any, renames: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
-                 form: tuple[str, ...] | None = None,
+                 format: tuple[str, ...] | None = None,
                  is_one_text: bool = False,
                  trains_history: bool = True) -> tuple[str, list[Document]]:
     """parse_example() for the result of as_object().
 
-    `form`: one of EXAMPLE_FORMATS; None: determined by the example's keys. `is_one_text`: a prompt
-    and its completion may meet inside a word. `trains_history`: earlier answers of an instruction
-    are in the loss, too.
+    `format`: one of EXAMPLE_FORMATS; None: determined by the example's keys. `is_one_text`: a
+    prompt and its completion may meet inside a word. `trains_history`: earlier answers of an
+    instruction are in the loss, too.
     """
     refuse_keys(example, ", or rename it: --columns {}=unused")
-    form = form or find_format(example)
-    example, ignored = take_keys(example, form)
+    format = format or find_format(example)
+    example, ignored = take_keys(example, format)
     notes = [f"ignored: {', '.join(ignored)}"] if ignored else []
-    documents: list[Document] | None = parse_text(example, form, tokenizer, is_one_text)
+    documents: list[Document] | None = parse_text(example, format, tokenizer, is_one_text)
     if documents is None:
-        messages = as_messages(example, form)
+        messages = as_messages(example, format)
         if "history" in example and not trains_history:
             messages = [*(m | {"train": False} for m in messages[:-1]), messages[-1]]
         if unread := unread_keys(messages, str(tokenizer.chat_template)):
@@ -149,7 +149,7 @@ def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
         notes += more_notes
         documents = [[TextPart(one.text, one.spans, add_bos=False, answers=one.answers)]
                      for one in rendered]
-    return " and ".join(form) + (f" ({'; '.join(notes)})" if notes else ""), documents
+    return " and ".join(format) + (f" ({'; '.join(notes)})" if notes else ""), documents
 
 
 def printable(text: str) -> str:
@@ -187,31 +187,33 @@ def find_format(example: dict[str, Any]) -> tuple[str, ...]:
     """Return the first of EXAMPLE_FORMATS whose keys the example has, none of them null. Raises
     ValueError or RefusedExample if there is none."""
     keys = {key for key, value in example.items() if value is not None}
-    for form in EXAMPLE_FORMATS:
-        if keys >= set(form):
-            return form
-    for form in EXAMPLE_FORMATS:
-        if example.keys() >= set(form):
-            raise ValueError(f"null in {' and '.join(key for key in form if key not in keys)}")
+    for format in EXAMPLE_FORMATS:
+        if keys >= set(format):
+            return format
+    for format in EXAMPLE_FORMATS:
+        if example.keys() >= set(format):
+            raise ValueError(f"null in {' and '.join(key for key in format if key not in keys)}")
     listed = [key for key in example if key in keys]
-    first = next((form[0] for form in EXAMPLE_FORMATS if len(form) == 2 and form[0] in keys), "")
-    seconds = [form[1] for form in EXAMPLE_FORMATS if len(form) == 2 and form[0] == first]
+    pairs = [format for format in EXAMPLE_FORMATS if len(format) == 2]
+    first = next((one for one, _ in pairs if one in keys), "")
+    seconds = [second for one, second in pairs if one == first]
     why = (f"which has {first}, but no {' or '.join(seconds)}" if first else
-           "which is not a supported form")
+           "which is not a supported format")
     names = likely_names({key: example[key] for key in listed}, first, seconds)
     renamed = " ".join(shlex.quote(f"{old}={new}") for old, new in names.items())
     raise RefusedExample(
-        f"has {', '.join(listed) or 'no keys'}, {why}. Use the keys of a supported form: messages;"
-        " text; prompt and completion; instruction and output; question and answer; docs/data.md"
-        " lists all." + f" --columns renames keys, for instance: --columns {renamed}" * bool(names))
+        f"has {', '.join(listed) or 'no keys'}, {why}. Use the keys of a supported format:"
+        " messages; text; prompt and completion; instruction and output; question and answer;"
+        " docs/data.md lists all."
+        + f" --columns renames keys, for instance: --columns {renamed}" * bool(names))
 
 
 def likely_names(example: dict[str, Any], first: str, seconds: list[str]) -> dict[str, str]:
-    """Return {key: new name} that would probably turn an example of unknown form into a known one;
-    {} if nothing is likely. `first`: the first key of a form, if the example has one; `seconds`:
-    its possible second keys, none of which the example has."""
+    """Return {key: new name} that would probably turn an example of unknown format into a known
+    one; {} if nothing is likely. `first`: the first key of a format, if the example has one;
+    `seconds`: its possible second keys, none of which the example has."""
     near = {key: near_key(key, value) for key, value in example.items() if "=" not in key}
-    if any({*near.values()} >= set(form) for form in EXAMPLE_FORMATS):
+    if any({*near.values()} >= set(format) for format in EXAMPLE_FORMATS):
         return {key: name for key, name in near.items() if name not in ("", key)}
     lists = {key: name for key in near if (name := name_of_list(example[key]))}
     if first == "prompt" and len(lists) == 2 and first in lists:
@@ -235,9 +237,9 @@ def likely_names(example: dict[str, Any], first: str, seconds: list[str]) -> dic
 
 
 def near_key(key: str, value: Any) -> str:
-    """Return the key of a form that equals `key`, or of which it is a misspelling, if it may have
+    """Return the key of a format that equals `key`, or of which it is a misspelling, if it may have
     such a value; else ""."""
-    of_formats = dict.fromkeys([key for form in EXAMPLE_FORMATS for key in form])
+    of_formats = dict.fromkeys([key for format in EXAMPLE_FORMATS for key in format])
     known = [*of_formats, *OPTIONAL, *SYNONYMS]
     close = [key] if key in known else difflib.get_close_matches(key.strip().lower(), known, 1, 0.8)
     if not close or (close[0] in LISTS) == (name_of_list(value) == ""):
@@ -246,7 +248,7 @@ def near_key(key: str, value: Any) -> str:
 
 
 def name_of_list(value: Any) -> str:
-    """Return the key of a form that has such a list; "" if none has."""
+    """Return the key of a format that has such a list; "" if none has."""
     value = read_value(value) if isinstance(value, str) else value
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, dict):
@@ -263,25 +265,26 @@ def meaning_of(key: str) -> str:
         difflib.get_close_matches(word, names, 1, 0.8) for word in words)), "")
 
 
-def take_keys(example: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
-    """Return the example's non-empty keys that its form uses, with JSON text parsed; and the keys
+def take_keys(example: dict[str, Any], format: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+    """Return the example's non-empty keys that its format uses, with JSON text parsed; and the keys
     that are ignored."""
     taken: dict[str, Any] = {}
     ignored = []
     for key, value in example.items():
         name = SYNONYMS.get(key, key)
         value = read_list_text(name, value)
-        is_own = key in form or key in MASKS and key in EXAMPLE_FORMATS[form] and value is not None
+        is_mask = key in MASKS and key in EXAMPLE_FORMATS[format] and value is not None
+        is_own = key in format or is_mask
         if is_empty(value) and (not is_own or name in taken):
             continue
-        if is_own or name in EXAMPLE_FORMATS[form]:
+        if is_own or name in EXAMPLE_FORMATS[format]:
             if not is_empty(taken.get(name)):
                 raise RefusedExample(f"has {key} and another key that means {name}: keep one of"
                                      " them")
             taken[name] = value
         elif name in OPTIONAL:
-            raise RefusedExample(f"has {key}, which has no meaning with {' and '.join(form)}. Leave"
-                                 f" it out, or ignore it: --columns {key}=unused")
+            raise RefusedExample(f"has {key}, which has no meaning with {' and '.join(format)}."
+                                 f" Leave it out, or ignore it: --columns {key}=unused")
         else:
             ignored.append(key)
     return taken, ignored
@@ -315,22 +318,22 @@ def read_list_text(key: str, value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------
 
 
-def parse_text(example: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrainedTokenizerFast,
+def parse_text(example: dict[str, Any], format: tuple[str, ...], tokenizer: PreTrainedTokenizerFast,
                is_one_text: bool) -> list[Document] | None:
     """Return the documents of an example that is not a conversation, else None."""
-    if form == ("input_ids",):
+    if format == ("input_ids",):
         return [checked_ids(example)]
-    if form == ("segments",):
+    if format == ("segments",):
         return [[join_segments(list_of(example, "segments"))]]
-    if form == ("text",):
+    if format == ("text",):
         text = text_of(example, "text")
         if not text.strip():  # EOS alone would train the model to stop at once
             raise ValueError("text is empty")
         return [[TextPart(text, in_loss=True, add_bos=True, add_eos=True)]]
-    is_plain = tokenizer.chat_template is None and form in (*INSTRUCTIONS, *QUESTIONS)
-    if not is_plain and (form != COMPLETION or isinstance(example["prompt"], list)):
+    is_plain = tokenizer.chat_template is None and format in (*INSTRUCTIONS, *QUESTIONS)
+    if not is_plain and (format != COMPLETION or isinstance(example["prompt"], list)):
         return None
-    prompt, completion = as_prompt(example, form)
+    prompt, completion = as_prompt(example, format)
     if not completion.strip():
         raise ValueError("completion is empty")
     if is_one_text:
@@ -342,29 +345,29 @@ def parse_text(example: dict[str, Any], form: tuple[str, ...], tokenizer: PreTra
                       is_completion=True)]]
 
 
-def as_prompt(example: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
+def as_prompt(example: dict[str, Any], format: tuple[str, ...]) -> tuple[str, str]:
     """Return (prompt, completion) in plain text; an instruction gets Alpaca's headings."""
-    taken = () if form == COMPLETION else ("input", "system")
-    for key in example.keys() - {*form, *taken}:
+    taken = () if format == COMPLETION else ("input", "system")
+    for key in example.keys() - {*format, *taken}:
         raise RefusedExample(f"has {key}, which a plain-text prompt cannot use. Write it as"
                              " messages, with a --chat_template if the model has none")
-    if form == COMPLETION:
+    if format == COMPLETION:
         return text_of(example, "prompt"), text_of(example, "completion")
-    asked = question_of(example, form)
-    answer = text_of(example, form[1])
+    asked = question_of(example, format)
+    answer = text_of(example, format[1])
     system = [text_of(example, "system")] if "system" in example else []
-    if form in QUESTIONS:
+    if format in QUESTIONS:
         return "\n\n".join([*system, *asked.values()]) + "\n", answer
     headed = [f"### {key.capitalize()}:\n{text}" for key, text in asked.items()]
     return "\n\n".join([*system, *headed, "### Response:\n"]), answer
 
 
-def question_of(example: dict[str, Any], form: tuple[str, ...]) -> dict[str, str]:
+def question_of(example: dict[str, Any], format: tuple[str, ...]) -> dict[str, str]:
     """Return {key: text} of what an instruction or question asks, without blank texts."""
-    texts = {key: text_of(example, key) for key in (form[0], "input") if key in example}
+    texts = {key: text_of(example, key) for key in (format[0], "input") if key in example}
     asked = {key: text for key, text in texts.items() if not is_empty(text)}
     if not asked:
-        raise ValueError(f"{form[0]} is blank: nothing is asked")
+        raise ValueError(f"{format[0]} is blank: nothing is asked")
     return asked
 
 
@@ -395,20 +398,20 @@ def join_segments(segments: list[Any]) -> TextPart:
     return TextPart(text, spans, add_bos=False)
 
 
-def as_messages(example: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the messages of an example, in the form of read_message()."""
-    if form == COMPLETION:
-        asked, answered = ([read_message(m) for m in list_of(example, key)] for key in form)
+def as_messages(example: dict[str, Any], format: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the messages of an example, in the format of read_message()."""
+    if format == COMPLETION:
+        asked, answered = ([read_message(m) for m in list_of(example, key)] for key in format)
         messages = [message | {"train": False} for message in asked] + answered
-    elif form in (*INSTRUCTIONS, *QUESTIONS):
-        asked = "\n\n".join(question_of(example, form).values())
+    elif format in (*INSTRUCTIONS, *QUESTIONS):
+        asked = "\n\n".join(question_of(example, format).values())
         turns = turns_of(list_of({"history": [], **example}, "history"))
-        turns.append((asked, text_of(example, form[1])))
+        turns.append((asked, text_of(example, format[1])))
         messages = [{"role": role, "content": text, "train": role == "assistant"}
                     for user, assistant in turns
                     for role, text in (("user", user), ("assistant", assistant))]
     else:
-        messages = [read_message(message) for message in list_of(example, *form)]
+        messages = [read_message(message) for message in list_of(example, *format)]
     if "system" not in example:
         return messages
     first = {"role": "system", "content": example["system"], "train": False}

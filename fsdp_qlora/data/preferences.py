@@ -17,7 +17,7 @@ from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.model.preference_loss import LOSSES
 
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
-         ("preferred_output", "non_preferred_output"))  # keys of the better and the worse answer
+         ("preferred_output", "non_preferred_output"))  # keys of the chosen and the rejected answer
 LABELS = ("label", "kto_tag")
 CONVERSATIONS = ("messages", "conversations")
 
@@ -25,7 +25,7 @@ CONVERSATIONS = ("messages", "conversations")
 def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: Sequence[str],
                      loss: str) -> tuple[str, list[Document], list[bool]]:
     """parse_example() of an example for this preference loss. Also returns whether each document is
-    a good answer. Of two answers the better one comes first."""
+    a desirable answer. Of two answers the chosen one comes first."""
     example = as_object(example, renames)
     is_unpaired = LOSSES[loss].is_unpaired
     kinds = [*PAIRS, *((key,) for key in LABELS)] if is_unpaired else PAIRS
@@ -47,28 +47,30 @@ def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: 
                          + ("kto" if example.keys() & {*LABELS} else "sft"))
 
 
-def parse_pair(example: dict[str, Any], better: str, worse: str,
+def parse_pair(example: dict[str, Any], chosen_key: str, rejected_key: str,
                tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
-    """parse_preference() of an example with two answers, in the keys `better` and `worse`."""
+    """parse_preference() of an example with two answers, in these keys."""
     answers = []
-    for key in better, worse:
+    for key in chosen_key, rejected_key:
         if key not in example:
-            raise RefusedExample(f"has {better if key == worse else worse}, but no {key}")
+            other = chosen_key if key == rejected_key else rejected_key
+            raise RefusedExample(f"has {other}, but no {key}")
         if example[key] is None:
             raise ValueError(f"{key} is null")
         answers.append(example[key])
     if answers[0] == answers[1]:
         raise ValueError("both answers are the same")
-    example = {key: value for key, value in example.items() if key not in (better, worse)}
+    example = {key: value for key, value in example.items()
+               if key not in (chosen_key, rejected_key)}
     if isinstance(example.get("input"), dict):  # OpenAI's format
         given = {key: value for key, value in example.pop("input").items()
                  if key != "parallel_tool_calls" and not is_empty(value)}
         if both := [key for key in given if not is_empty(example.get(key))]:
             raise RefusedExample(f"has {both[0]} and another one in input: keep one of them")
         example |= given
-    examples, form, is_one_text = examples_of_answers(example, answers)
+    examples, format, is_one_text = examples_of_answers(example, answers)
     (name, chosen), (_, rejected) = (
-        parse_object(one, tokenizer, form, is_one_text, trains_history=False) for one in examples)
+        parse_object(one, tokenizer, format, is_one_text, trains_history=False) for one in examples)
     if len(chosen) + len(rejected) > 2:  # the template rewrites answers when more messages follow
         raise ValueError("this chat template makes several rows of an answer of several"
                          " messages. Write all but the last message in the prompt")
@@ -89,21 +91,21 @@ def parse_labeled(example: dict[str, Any], label: str,
         is_good = read.get(is_good.lower(), is_good)
     if is_good not in (True, False):  # 1 and 0 equal these
         raise RefusedExample(f"has {label} {is_good!r}, expected true or false")
-    form = None
+    format = None
     given = {key: value for key, value in example.items() if key != label}
     example = {key: value for key, value in given.items() if value is not None}
     answered = next((key for key in ANSWERS.values() if key in example), None)
     if answered:
-        (example,), form, _ = examples_of_answers(example, [example.pop(answered)])
-        if form == COMPLETION != (form[0], answered) and isinstance(example["completion"], str):
-            form = "prompt", answered  # a question and its answer, through the chat template
+        (example,), format, _ = examples_of_answers(example, [example.pop(answered)])
+        if format == COMPLETION != (format[0], answered) and isinstance(example["completion"], str):
+            format = "prompt", answered  # a question and its answer, through the chat template
             example[answered] = example.pop("completion")
     elif conversation := next((key for key in CONVERSATIONS if key in example), None):
         messages = list_of_messages(example, conversation)  # the label is for the last one
-        (example,), form, _ = examples_of_answers(example, [messages])
+        (example,), format, _ = examples_of_answers(example, [messages])
     else:
-        form = find_format(given)
-    name, documents = parse_object(example, tokenizer, form, trains_history=False)
+        format = find_format(given)
+    name, documents = parse_object(example, tokenizer, format, trains_history=False)
     if len(documents) > 1:
         raise ValueError("this chat template makes several rows of an answer of several"
                          " messages. Write all but the last message in the prompt")
@@ -114,8 +116,8 @@ def examples_of_answers(
     example: dict[str, Any], answers: list[Any]
 ) -> tuple[list[dict[str, Any]], tuple[str, ...], bool]:
     """Return an example of example_formats.py for each of the one or two `answers` to what the rest
-    of the example asks; their form; and whether the common beginning of two texts was used as their
-    prompt.
+    of the example asks; their format; and whether the common beginning of two texts was used as
+    their prompt.
 
     The question is in a key of ANSWERS or CONVERSATIONS, or the answers contain it.
     """
@@ -195,7 +197,7 @@ def without_blank_questions(example: dict[str, Any]) -> dict[str, Any]:
     example = {key: value for key, value in example.items() if value is not None}
     full = {key for key, value in example.items() if not is_empty(value)}
     may_go = {*ANSWERS, *CONVERSATIONS} if full & {*ANSWERS, *CONVERSATIONS} else set()
-    if "input" in full:  # a blank instruction must stay, because it determines the form
+    if "input" in full:  # a blank instruction must stay, because it determines the format
         may_go |= {"prompt"}
     return {key: value for key, value in example.items() if key in full or key not in may_go}
 

@@ -29,12 +29,12 @@ PROBE_TOOL = {"type": "function", "function": {
     "name": "probe", "description": "probe", "parameters": {
         "type": "object", "properties": {"of": {"type": "string", "description": "probe"}}}}}
 
-# template variables that are not switches: those that are always passed, and functions
-NO_SWITCHES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception",
+# variables that a caller does not set: those that are always passed, and functions
+NOT_TEMPLATE_KWARGS = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception",
                "strftime_now")
 
 
-class Traits(NamedTuple):
+class TemplateTraits(NamedTuple):
     """Properties of a chat template, found by rendering a few probes."""
 
     special: tuple[str, ...]  # the tokenizer's special tokens, one of which may close an answer
@@ -45,8 +45,8 @@ class Traits(NamedTuple):
     calls_as_text: bool  # it expects the arguments of a call as JSON text
     # each {variable: value} that a caller may set and that changes the generation prompt, such as
     # {"enable_thinking": False}
-    switches: tuple[dict[str, Any], ...]
-    variables: frozenset[str]  # the variables of all switches
+    kwargs_choices: tuple[dict[str, Any], ...]
+    variables: frozenset[str]  # the variables of all kwargs_choices
 
 
 def set_template(tokenizer: PreTrainedTokenizerFast, directory: Path, file: str | None) -> None:
@@ -113,9 +113,9 @@ def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast,
 
 
 @functools.lru_cache(1)
-def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> Traits:
-    """Return the Traits of the tokenizer's chat template. `template`, the same as text, is an
-    argument only so that the cache distinguishes templates."""
+def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> TemplateTraits:
+    """Return the TemplateTraits of the tokenizer's chat template. `template`, the same as text, is
+    an argument only so that the cache distinguishes templates."""
     added = tokenizer.added_tokens_decoder.values()
     special = (tokenizer.eos_token, *(token.content for token in added if token.special))
     # BOS opens conversations, not messages
@@ -147,14 +147,14 @@ def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> Traits
         return rendered(asked, add_generation_prompt=True, **options).removeprefix(question)
 
     usual = generation_prompt()
-    switches = tuple(switch for switch in possible_switches(tokenizer)
-                     if generation_prompt(**switch) not in ("", usual))
-    return Traits(
+    choices = tuple(kwargs for kwargs in possible_template_kwargs(tokenizer)
+                    if generation_prompt(**kwargs) not in ("", usual))
+    return TemplateTraits(
         special=special, marker=re.compile(rf"\s*({'|'.join(map(re.escape, longest_first))})"),
         as_parts=as_parts, closes=not answer or answer.rstrip().endswith(special),
         has_prompt=rendered(asked) != rendered(asked, add_generation_prompt=True),
-        calls_as_text=calls_as_text, switches=switches,
-        variables=frozenset(name for switch in switches for name in switch))
+        calls_as_text=calls_as_text, kwargs_choices=choices,
+        variables=frozenset(name for kwargs in choices for name in kwargs))
 
 
 def how_to_prompt(template_kwargs: dict[str, int]) -> str:
@@ -172,7 +172,7 @@ def how_to_prompt(template_kwargs: dict[str, int]) -> str:
     return f"serve with the template variables used in training: {'; '.join(parts[:5])}"
 
 
-def possible_switches(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
+def possible_template_kwargs(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
     """Return {variable: value} for each variable that the tokenizer's chat templates read and do
     not set, and each value that it may have: False, True, or a constant that the template compares
     it with."""
@@ -184,7 +184,7 @@ def possible_switches(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]
             tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
             names = jinja2.meta.find_undeclared_variables(tree)
             values = {name: [False, True] for name in sorted(
-                names - {*NO_SWITCHES, *tokenizer.special_tokens_map})}
+                names - {*NOT_TEMPLATE_KWARGS, *tokenizer.special_tokens_map})}
             for compared in tree.find_all(jinja2.nodes.Compare):
                 sides = [compared.expr, *(operand.expr for operand in compared.ops)]
                 constants = [side.value for side in sides if isinstance(side, jinja2.nodes.Const)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.tokenizer import plain_tokens
+from fsdp_qlora.data.load_tokenizer import plain_tokens
 
 
 class TrainableToken(NamedTuple):

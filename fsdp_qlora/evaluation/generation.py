@@ -82,34 +82,35 @@ def generate(model: Model, status: Status, prompts: list[list[int]], stop_ids: s
     """Return the tokens that the model generates after each prompt, up to the first one in
     `stop_ids`; [] if the run was asked to stop, or if this would take longer than rank 0's
     `budget`, in seconds. All ranks must call this, and each computes the same."""
-    rooms = [min(SAMPLE_TOKENS, model.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
+    max_new_tokens = [min(SAMPLE_TOKENS, model.plan.micro_batch_tokens - len(prompt))
+                      for prompt in prompts]
     # pad to the final length, so that the shape of a micro-batch stays the same; attention is
     # causal, so tokens after an answer's end do not change it
-    padded = [prompt + [0] * room for prompt, room in zip(prompts, rooms)]
+    padded = [prompt + [0] * n_new for prompt, n_new in zip(prompts, max_new_tokens)]
     rows, answers = make_rows([(ids, ids) for ids in padded]), [[] for _ in prompts]
     micro_steps = pack_rows(rows.lengths.tolist(), 1, model.plan.micro_batch_tokens)
-    for (numbers,) in micro_steps:
-        micro_batch = make_micro_batch(rows, [numbers], model)
-        ends = dict(zip(numbers, itertools.accumulate(len(padded[i]) for i in numbers)))
-        waiting = numbers
-        while waiting:
-            begun = time.monotonic()
+    for (documents,) in micro_steps:
+        micro_batch = make_micro_batch(rows, [documents], model)
+        ends = dict(zip(documents, itertools.accumulate(len(padded[i]) for i in documents)))
+        unfinished = documents
+        while unfinished:
+            started = time.monotonic()
             status.extend_deadline()
-            last = [ends[i] - rooms[i] + len(answers[i]) - 1 for i in waiting]
-            hidden_states = model(micro_batch, wants_loss=False)[last]
+            last_positions = [ends[i] - max_new_tokens[i] + len(answers[i]) - 1 for i in unfinished]
+            hidden_states = model(micro_batch, wants_loss=False)[last_positions]
             tokens = greedy_tokens(model, hidden_states).tolist()
-            for i, position, token in zip(waiting, last, tokens):
+            for i, position, token in zip(unfinished, last_positions, tokens):
                 answers[i].append(token)
-                if len(answers[i]) < rooms[i]:
+                if len(answers[i]) < max_new_tokens[i]:
                     micro_batch.input_ids[position + 1] = token
-            waiting = [i for i in waiting
-                       if len(answers[i]) < rooms[i] and answers[i][-1] not in stop_ids]
-            expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(micro_steps)
+            unfinished = [i for i in unfinished
+                       if len(answers[i]) < max_new_tokens[i] and answers[i][-1] not in stop_ids]
+            expected_seconds = (time.monotonic() - started) * SAMPLE_TOKENS * len(micro_steps)
             is_second = max(map(len, answers)) == 2  # the first token takes longer than the others
             of_ranks = gather_objects(
-                (waiting, expected > budget and is_second, status.stop_reason))
+                (unfinished, expected_seconds > budget and is_second, status.stop_reason))
             # rank 0 decides, because another copy of the model may round differently
-            waiting, is_too_slow, _ = of_ranks[0]
+            unfinished, is_too_slow, _ = of_ranks[0]
             if is_too_slow or any(reason for *_, reason in of_ranks):
                 reshard_all(model)
                 return []

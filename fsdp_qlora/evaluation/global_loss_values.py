@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.evaluation.eval_loss import document_losses
+from fsdp_qlora.evaluation.document_losses import document_losses
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.model import Model

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.evaluation.eval_loss import document_losses, evaluation_batches
+from fsdp_qlora.evaluation.document_losses import document_losses, evaluation_batches
 from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.files import ADAPTER_WEIGHTS, digest, text_digest, write_atomic
 from fsdp_qlora.log import log

@@ -1,4 +1,4 @@
-"""State recurrences of the gated delta net and Mamba-2, in plain PyTorch and by
+"""State recurrences of Gated DeltaNet and Mamba-2, in plain PyTorch and by
 flash-linear-attention (fla-core).
 
 No state goes from one document to the next.
@@ -23,7 +23,7 @@ from fsdp_qlora.kernels.attention import MAX_ERROR, recomputed
 from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record
+from fsdp_qlora.pretrained.records import GatedDeltaNetRecord, Mamba2Record
 from fsdp_qlora.ranks import n_cores
 
 
@@ -32,7 +32,7 @@ RECURRENCE_CHUNK = 64  # tokens of a document that are computed at once; chunks 
 # ---- the gated delta rule ----
 
 # eager_delta_rule() and fla_delta_rule() take (query, key, value, g, beta, micro-batch), see
-# DeltaNetRecord, and return q S [n, value heads, value_dim]. Query and key are [n, key heads,
+# GatedDeltaNetRecord, and return q S [n, value heads, value_dim]. Query and key are [n, key heads,
 # key_dim], not normalized; value is [n, value heads, value_dim]; g, fp32, and beta are [n, value
 # heads].
 
@@ -62,23 +62,24 @@ def chunked_delta_rule(
     query = query * query.shape[-1] ** -0.5
     query, key = (chunked(x.repeat_interleave(repeats, 1)) for x in (query, key))
     value, g, beta = chunked(value), chunked(g[..., None]), chunked(beta[..., None])
-    decay = g.cumsum(2)  # log of the factor on the state before the chunk
-    between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
-    between = between.exp().tril()
-    below = ((beta * key) @ key.transpose(2, 3) * between).tril(-1)
-    targets = torch.cat([value, key * decay.exp()], -1) * beta
-    solved = torch.linalg.solve_triangular(below, targets, upper=False, unitriangular=True)
-    for_values, for_keys = solved.split([value.shape[-1], key.shape[-1]], -1)
-    inside = query @ key.transpose(2, 3) * between
-    outer_query, outer_key, left = outer_parts(query, key, decay)
+    cum_decay = g.cumsum(2)  # log of the factor on the state before the chunk
+    # above the diagonal exp() might overflow
+    pairwise_decay = (cum_decay - cum_decay.transpose(2, 3)).tril()
+    pairwise_decay = pairwise_decay.exp().tril()
+    ut_system = ((beta * key) @ key.transpose(2, 3) * pairwise_decay).tril(-1)
+    targets = torch.cat([value, key * cum_decay.exp()], -1) * beta
+    solved = torch.linalg.solve_triangular(ut_system, targets, upper=False, unitriangular=True)
+    new_values, k_cumdecay = solved.split([value.shape[-1], key.shape[-1]], -1)
+    intra_chunk = query @ key.transpose(2, 3) * pairwise_decay
+    decayed_query, decayed_key, chunk_decay = decayed_parts(query, key, cum_decay)
     del query, key
     outs = []
     for i, is_first in enumerate(firsts):
         if is_first:
-            state = value.new_zeros(n_heads, outer_key.shape[2], value.shape[3])
-        added = for_values[i] - for_keys[i] @ state
-        outs.append(outer_query[i] @ state + inside[i] @ added)
-        state = state * left[i] + outer_key[i] @ added
+            state = value.new_zeros(n_heads, decayed_key.shape[2], value.shape[3])
+        v_new = new_values[i] - k_cumdecay[i] @ state
+        outs.append(decayed_query[i] @ state + intra_chunk[i] @ v_new)
+        state = state * chunk_decay[i] + decayed_key[i] @ v_new
     return torch.stack(outs).transpose(1, 2).flatten(0, 1)[slots].to(dtype)
 
 
@@ -102,11 +103,11 @@ def chunks_of(
     return chunked, slots, firsts
 
 
-def outer_parts(query: Tensor, key: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def decayed_parts(query: Tensor, key: Tensor, cum_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the queries of the state before a chunk, the keys by which the chunk adds to the state
     after it, and the factor by which the chunk multiplies the state."""
-    last = decay[:, :, -1:]
-    return query * decay.exp(), (key * (last - decay).exp()).transpose(2, 3), last.exp()
+    last = cum_decay[:, :, -1:]
+    return query * cum_decay.exp(), (key * (last - cum_decay).exp()).transpose(2, 3), last.exp()
 
 
 @functools.cache
@@ -114,7 +115,7 @@ def limit_fla_autotuning() -> None:
     """Make fla try fewer kernel configurations. For each of its kernels fla compiles all
     configurations that it knows, one after the other, to time them. With a few of them, compiled in
     threads and timed for less long, the first call takes 10 s instead of 88, and later calls are as
-    fast (a delta net of Qwen3.5-9B, 8,192 tokens, H100: 10.6 and 11.9 ms). Raises
+    fast (a layer of Qwen3.5-9B, 8,192 tokens, H100: 10.6 and 11.9 ms). Raises
     ModuleNotFoundError."""
     import fla.ops.gated_delta_rule
     import fla.ops.simple_gla  # noqa: F401
@@ -176,7 +177,7 @@ def fla_delta_rule(
     return out[0]
 
 
-def eager_delta_rule_bytes(mixer: DeltaNetRecord) -> int:
+def eager_delta_rule_bytes(mixer: GatedDeltaNetRecord) -> int:
     """Return the bytes per token that are alive at once in eager_delta_rule()'s backward: fp32
     values of each value head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice the
     projected values."""
@@ -210,19 +211,21 @@ def chunked_scan(
     chunked, slots, firsts = chunks_of(lengths, chunk, x.device)
     n_heads, repeats, dtype = x.shape[1], x.shape[1] // b.shape[1], x.dtype
     query, key, value = chunked(c), chunked(b), chunked(x.float() * step[..., None])
-    decay = chunked(decay[..., None]).cumsum(2)  # see chunked_delta_rule()
-    between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
-    inside = (query @ key.transpose(2, 3)).repeat_interleave(repeats, 1) * between.exp().tril()
+    cum_decay = chunked(decay[..., None]).cumsum(2)  # see chunked_delta_rule()
+    # above the diagonal exp() might overflow
+    pairwise_decay = (cum_decay - cum_decay.transpose(2, 3)).tril()
+    pairwise_decay = pairwise_decay.exp().tril()
+    intra_chunk = (query @ key.transpose(2, 3)).repeat_interleave(repeats, 1) * pairwise_decay
     query, key = (part.repeat_interleave(repeats, 1) for part in (query, key))
-    outer_query, outer_key, left = outer_parts(query, key, decay)
+    decayed_query, decayed_key, chunk_decay = decayed_parts(query, key, cum_decay)
     del query, key
     outs = []
     for i, is_first in enumerate(firsts):
         if is_first:
-            state = value.new_zeros(n_heads, outer_key.shape[2], value.shape[3])
-        outs.append(outer_query[i] @ state)
-        state = state * left[i] + outer_key[i] @ value[i]
-    out = torch.stack(outs) + inside @ value
+            state = value.new_zeros(n_heads, decayed_key.shape[2], value.shape[3])
+        outs.append(decayed_query[i] @ state)
+        state = state * chunk_decay[i] + decayed_key[i] @ value[i]
+    out = torch.stack(outs) + intra_chunk @ value
     return out.transpose(1, 2).flatten(0, 1)[slots].to(dtype)
 
 
@@ -305,32 +308,32 @@ class Recurrence:
 
 
 RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
-    DeltaNetRecord: Recurrence(
-        "the gated delta net", eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
+    GatedDeltaNetRecord: Recurrence(
+        "Gated DeltaNet", eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
     Mamba2Record: Recurrence("Mamba-2", eager_scan, fla_scan, eager_scan_bytes)}
 
 
-def recurrent_mixer(arch: Architecture) -> DeltaNetRecord | Mamba2Record | None:
+def recurrent_mixer(arch: Architecture) -> GatedDeltaNetRecord | Mamba2Record | None:
     """Return the mixer of a model's layers that has a state, one of RECURRENCES, or None."""
     records = arch.other_mixers.values()
-    return next((x for x in records if isinstance(x, (DeltaNetRecord, Mamba2Record))), None)
+    return next((x for x in records if isinstance(x, (GatedDeltaNetRecord, Mamba2Record))), None)
 
 
-def why_no_fla(mixer: DeltaNetRecord | Mamba2Record, device: torch.device) -> str:
+def why_no_fla(mixer: GatedDeltaNetRecord | Mamba2Record, device: torch.device) -> str:
     """Return why flash-linear-attention cannot be used; "" if its results match plain torch's,
     forward and backward, for two documents."""
     recurrence = RECURRENCES[type(mixer)]
     length = 3 * RECURRENCE_CHUNK // 2
     generator = torch.Generator(device).manual_seed(0)
     n = 2 * length
-    if isinstance(mixer, DeltaNetRecord):
+    if isinstance(mixer, GatedDeltaNetRecord):
         shapes = (mixer.key_heads, mixer.key_dim), (mixer.value_heads, mixer.value_dim)
     else:
         shapes = (mixer.groups, mixer.state), (mixer.heads, mixer.head_dim)
     settings: dict[str, Any] = dict(dtype=torch.bfloat16, device=device, generator=generator)
     first, second, third, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
     decay, factor = (torch.rand(n, shapes[1][0], **settings) for _ in range(2))
-    factor = factor if isinstance(mixer, DeltaNetRecord) else factor.float()
+    factor = factor if isinstance(mixer, GatedDeltaNetRecord) else factor.float()
     bounds = torch.tensor([0, length, n], dtype=torch.int32)
     trial: Any = types.SimpleNamespace(
         lengths=(length, length), cu_seqlens=bounds.to(device),
@@ -355,7 +358,7 @@ def why_no_fla(mixer: DeltaNetRecord | Mamba2Record, device: torch.device) -> st
 def choose_recurrence(
     arch: Architecture, compute_dtype: str, device: torch.device
 ) -> Callable[..., Tensor] | None:
-    """Return the function that computes the model's gated delta net or Mamba-2, None if it has
+    """Return the function that computes the model's Gated DeltaNet or Mamba-2, None if it has
     neither. On a GPU it is flash-linear-attention's, if its results match plain torch's."""
     mixer = recurrent_mixer(arch)
     if mixer is None:

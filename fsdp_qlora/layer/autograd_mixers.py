@@ -1,4 +1,4 @@
-"""Token mixers whose backward is autograd's: short convolution (LFM2), gated delta net, Mamba-2.
+"""Token mixers whose backward is autograd's: short convolution (LFM2), Gated DeltaNet, Mamba-2.
 
 No mixer sees across the bounds of documents. pretrained/families.py says which layers have one,
 pretrained/records.py what the letters of a mixer mean.
@@ -19,7 +19,8 @@ from fsdp_qlora.kernels.elementwise import elementwise, norm_of, norm_of_backwar
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import SavedGraph
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record, OtherMixer, ShortConvRecord
+from fsdp_qlora.pretrained.records import (
+    GatedDeltaNetRecord, Mamba2Record, OtherMixer, ShortConvRecord)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,8 +192,8 @@ def short_conv(call: LayerCall, projected: Tensor, record: ShortConvRecord) -> T
     return c * conv
 
 
-def delta_net(call: LayerCall, projected: Tensor, record: DeltaNetRecord) -> Tensor:
-    """The gated delta net, see DeltaNetRecord."""
+def gated_delta_net(call: LayerCall, projected: Tensor, record: GatedDeltaNetRecord) -> Tensor:
+    """Gated DeltaNet, see GatedDeltaNetRecord."""
     tensors = {name.removeprefix("linear_attn."): tensor
                for name, tensor in call.layer.small_tensors.items()}
     parts = delta_parts(projected, record)
@@ -243,7 +244,7 @@ def mamba2(call: LayerCall, projected: Tensor, record: Mamba2Record) -> Tensor:
     return mixed.flatten(1) * record.out_multiplier
 
 
-def delta_parts(projected: Tensor, record: DeltaNetRecord) -> dict[str, Tensor]:
+def delta_parts(projected: Tensor, record: GatedDeltaNetRecord) -> dict[str, Tensor]:
     """Split the outputs of the linears into {q, k, v, z, b, a: [n, width]}."""
     groups = record.key_heads if record.by_key_head else 1
     parts = {}
@@ -260,4 +261,4 @@ def delta_parts(projected: Tensor, record: DeltaNetRecord) -> dict[str, Tensor]:
 # {kind of mixer: function (call, projected [n, widths], record) -> inputs of the output projection
 # [n, width], recorded by autograd}
 OTHER_MIXERS: dict[type, Callable[[LayerCall, Tensor, Any], Tensor]] = {
-    ShortConvRecord: short_conv, DeltaNetRecord: delta_net, Mamba2Record: mamba2}
+    ShortConvRecord: short_conv, GatedDeltaNetRecord: gated_delta_net, Mamba2Record: mamba2}

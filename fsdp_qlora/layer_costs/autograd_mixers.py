@@ -1,4 +1,4 @@
-"""What the mixers of layer/autograd_mixers.py cost: short convolution, gated delta net, Mamba-2."""
+"""What the mixers of layer/autograd_mixers.py cost: short convolution, Gated DeltaNet, Mamba-2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_qlora.kernels.recurrence import RECURRENCES, RECURRENCE_CHUNK
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.records import DeltaNetRecord, Mamba2Record, ShortConvRecord
+from fsdp_qlora.pretrained.records import GatedDeltaNetRecord, Mamba2Record, ShortConvRecord
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class AutogradCosts:
     @property
     def saves_projected(self) -> bool:
         record = self.mixer.record
-        if isinstance(record, DeltaNetRecord):
+        if isinstance(record, GatedDeltaNetRecord):
             return not record.by_key_head  # else it saves copies of its parts instead
         return not (isinstance(record, Mamba2Record) and record.is_multiplied)
 
@@ -57,18 +57,18 @@ class FunctionCosts:
     elementwise_values: Callable[[Any, int], int]  # read or written, forward and backward
 
 
-def delta_saved_values(record: DeltaNetRecord, hidden: int) -> int:
-    """Values that delta_net() saves for backward: `projected`, without b and a if the parts are
-    copies; query, key and value as the delta rule reads them; its output, before and after norm and
-    gate. For each value head: a chunk's products, g and its input, fp32, and b before and after its
-    factor. For each key head: the norms of query and key, fp32."""
+def delta_saved_values(record: GatedDeltaNetRecord, hidden: int) -> int:
+    """Values that gated_delta_net() saves for backward: `projected`, without b and a if the parts
+    are copies; query, key and value as the delta rule reads them; its output, before and after norm
+    and gate. For each value head: a chunk's products, g and its input, fp32, and b before and after
+    its factor. For each key head: the norms of query and key, fp32."""
     widths = record.widths
     copied = 2 * record.value_heads * record.by_key_head
     return (sum(widths.values()) - copied + sum(widths[x] for x in "qkv") + 2 * widths["v"]
             + (RECURRENCE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
 
 
-def delta_live_values(record: DeltaNetRecord, hidden: int) -> int:
+def delta_live_values(record: GatedDeltaNetRecord, hidden: int) -> int:
     """Values of fla's backward at its end: the states and their gradient; for each value head w,
     its gradient and that of k; u, its gradient, the new values and two gradients of v; those of q
     and k. Besides, the gradients of the gated norm's result and of z, and that of its input, which
@@ -80,7 +80,7 @@ def delta_live_values(record: DeltaNetRecord, hidden: int) -> int:
     return 2 * states + 3 * head_values + of_key_heads + 6 * widths["v"]
 
 
-def delta_elementwise_values(record: DeltaNetRecord, hidden: int) -> int:
+def delta_elementwise_values(record: GatedDeltaNetRecord, hidden: int) -> int:
     """Values moved by convolution, norm and gate, and by the delta rule's kernels, which take as
     long as moving this many. Counted, not measured."""
     widths = record.widths
@@ -118,5 +118,6 @@ MIXER_COSTS: dict[type, FunctionCosts] = {
     ShortConvRecord: FunctionCosts(
         lambda record, hidden: 6 * hidden, lambda record, hidden: 7 * hidden,
         lambda record, hidden: 25 * hidden),
-    DeltaNetRecord: FunctionCosts(delta_saved_values, delta_live_values, delta_elementwise_values),
+    GatedDeltaNetRecord: FunctionCosts(
+        delta_saved_values, delta_live_values, delta_elementwise_values),
     Mamba2Record: FunctionCosts(mamba2_saved_values, mamba2_live_values, mamba2_elementwise_values)}

@@ -103,8 +103,9 @@ LOSSES = {
 # order: --loss sft has the first only, pairs have all but the last. mean_metrics()
 # divides them, in run/step_stats.py
 METRICS = {
-    "loss": "all", "rewards/chosen": "good", "rewards/rejected": "bad", "rewards/accuracies": "all",
-    "logps/chosen": "good", "logps/rejected": "bad", "kl": "all"}
+    "loss": "all", "rewards/chosen": "chosen", "rewards/rejected": "rejected",
+    "rewards/accuracies": "all", "logps/chosen": "chosen", "logps/rejected": "rejected",
+    "kl": "all"}
 
 
 class DocumentSums(torch.autograd.Function):
@@ -148,14 +149,15 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Confi
     losses = losses.where(is_row, 0)
     assert answers.logps is not None, "with_logps() has set it"
     rewards, logps = rewards.detach(), answers.logps.detach()
-    good, bad = (which & is_row[:, None] for which in (answers.desirable, ~answers.desirable))
+    chosen, rejected = (which & is_row[:, None]
+                        for which in (answers.desirable, ~answers.desirable))
     if loss_record.is_unpaired:
         above = rewards - config.beta * answers.kl
         is_right = torch.where(answers.desirable, above > 0, above < 0)[:, 0]
     else:
         is_right = rewards[:, 0] > rewards[:, 1]
-    sums = [losses.detach().sum(), (rewards * good).sum(), (rewards * bad).sum(),
-            (is_right & is_row).sum().double(), (logps * good).sum(), (logps * bad).sum()]
+    sums = [losses.detach().sum(), (rewards * chosen).sum(), (rewards * rejected).sum(),
+            (is_right & is_row).sum().double(), (logps * chosen).sum(), (logps * rejected).sum()]
     if loss_record.is_unpaired:
         sums.append(answers.kl * is_row.sum())
     # divided, because every rank has these sums over all rows, not over its own only

@@ -39,7 +39,7 @@ class TimeConstants:
     recomputed_launches: float = 80  # more if it is recomputed
     fsdp_launches: float = 40  # more with FSDP2
     routed_launches: float = 40  # more if it has experts
-    recurrence_launches: float = 200  # more if its mixer has a state; fitted to a delta net
+    recurrence_launches: float = 200  # more if its mixer has a state; fitted to Gated DeltaNet
     range_launches: float = 30  # more for each range of experts
     recomputed_range_launches: float = 15  # more for each range if it is recomputed
     # per matmul of an expert's rows, if experts are multiplied one by one; measured: the time of

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.records import (
-    AdapterForm, AttentionGate, DeltaNetRecord, ExpertNorms, Family, Mamba2Record, MLARecord,
+    AdapterForm, AttentionGate, GatedDeltaNetRecord, ExpertNorms, Family, Mamba2Record, MLARecord,
     MoERecord, PerLayerInputs, ShortConvRecord)
 
 BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {  # for --random_weights, without a config.json
@@ -228,9 +228,9 @@ FAMILIES: dict[str, Family] = {
     # that it has there
     "qwen3_5_text": Family(
         **QWEN3_NEXT, prefixes=("model.", "model.language_model."),
-        other_mixers={"linear_attention": DeltaNetRecord()}),
+        other_mixers={"linear_attention": GatedDeltaNetRecord()}),
     "olmo_hybrid": Family(
-        **OLMO2, other_mixers={"linear_attention": DeltaNetRecord(
+        **OLMO2, other_mixers={"linear_attention": GatedDeltaNetRecord(
             in_projs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
             norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval",
             split_conv=True)},
@@ -341,10 +341,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(
         **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
         prefixes=("model.", "model.language_model."),
-        other_mixers={"linear_attention": DeltaNetRecord()},
+        other_mixers={"linear_attention": GatedDeltaNetRecord()},
         moe=MoERecord(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
     "qwen3_next": Family(
-        **QWEN3_NEXT, other_mixers={"linear_attention": DeltaNetRecord(
+        **QWEN3_NEXT, other_mixers={"linear_attention": GatedDeltaNetRecord(
             in_projs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
         moe=MoERecord(**QWEN3_NEXT_EXPERTS, normalized="config.norm_topk_prob")),
     "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoERecord(

@@ -178,8 +178,8 @@ class ShortConvRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaNetRecord:
-    """The gated delta net of Qwen3-Next and Qwen3.5. "config.x" means the same as in Family.
+class GatedDeltaNetRecord:
+    """Gated DeltaNet of Qwen3-Next and Qwen3.5. "config.x" means the same as in Family.
 
     Its linears output query and key [key heads, key_dim], value and z [value heads, value_dim], b
     and a [value heads]. Query, key and value go through a convolution of `kernel` tokens and SiLU;
@@ -291,7 +291,7 @@ class Mamba2Record:
 
 
 # token mixers other than softmax attention
-OtherMixer = ShortConvRecord | DeltaNetRecord | Mamba2Record
+OtherMixer = ShortConvRecord | GatedDeltaNetRecord | Mamba2Record
 
 
 @dataclasses.dataclass(frozen=True)

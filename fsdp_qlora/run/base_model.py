@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.tokenizer import load_tokenizer
+from fsdp_qlora.data.load_tokenizer import load_tokenizer
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
 from fsdp_qlora.files import text_digest
 from fsdp_qlora.pretrained.architecture import Architecture

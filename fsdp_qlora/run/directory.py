@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_qlora.config import VERSION, Config
-from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
+from fsdp_qlora.data.tokenizer_files import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
     ADAPTER_FILES, ADAPTER_WEIGHTS, as_json, digest, open_own, put_in_place, read_json, remove,
     text_digest, write_atomic)

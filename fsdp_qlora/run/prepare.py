@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.dataset import prepare_data
-from fsdp_qlora.data.tokenizer import check_tokenizer
+from fsdp_qlora.data.load_tokenizer import check_tokenizer
 from fsdp_qlora.files import read_json
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.init_adapter import check_init_adapter_base, read_adapter

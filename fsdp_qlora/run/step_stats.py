@@ -50,8 +50,9 @@ def gather_step_stats(model: Model, adapter: Adapter, local_sums: torch.Tensor,
 def mean_metrics(sums: Sequence[float], rows: Rows, prefix: str = "") -> dict[str, float]:
     """Return {name of a metric: its mean}, from the sums of compute_loss() over all of these Rows.
     With KTO, the means over good or over bad answers are left out if there are none."""
-    n_good = int(rows.desirable.sum())
-    counts = {"all": rows.loss_divisor, "good": n_good, "bad": len(rows.desirable) - n_good}
+    n_desirable = int(rows.desirable.sum())
+    counts = {"all": rows.loss_divisor, "chosen": n_desirable,
+              "rejected": len(rows.desirable) - n_desirable}
     means = {prefix + name: total / counts[answers]
              for (name, answers), total in zip(METRICS.items(), sums) if counts[answers]}
     chosen, rejected = (means.get(f"{prefix}rewards/{answer}") for answer in ("chosen", "rejected"))

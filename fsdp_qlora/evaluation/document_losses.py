@@ -21,13 +21,13 @@ def evaluation_batches(rows: Rows, batch_size: int, status: Status,
     """Yield the rows a few at a time, as (indices, their Rows). Ends early if the run was asked to
     stop, but with `must_begin` not before the first few. All ranks must call this, and exhaust it.
     """
-    for numbers in torch.arange(len(rows)).split(max(64, batch_size)):
+    for indices in torch.arange(len(rows)).split(max(64, batch_size)):
         status.check_time()
         if any(gather_objects(status.stop_reason)) and not must_begin:
             return
         must_begin = False
         status.extend_deadline()
-        yield numbers, rows.select(numbers)
+        yield indices, rows.select(indices)
 
 
 def evaluation_micro_batches(

@@ -4,7 +4,7 @@
       try_example()        parse_example() in example_formats.py; with a preference --loss
                            parse_preference() in preferences.py. A conversation goes on to
                            parse_chat() in chat.py
-      tokenize()           in tokenization.py
+      tokenize()           in tokenize_documents.py
       check_tokens(), check_pair()
 """
 
@@ -23,7 +23,7 @@ from fsdp_qlora.data.example_formats import Document, TextPart, parse_example, p
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.data.sources import Fragment, read_fragments
-from fsdp_qlora.data.tokenization import both_tokenizers, tokenize
+from fsdp_qlora.data.tokenize_documents import both_tokenizers, tokenize
 from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.model.preference_loss import LOSSES
 
@@ -35,7 +35,7 @@ ENCODED = {  # {column that encode_fragments() yields for each document: its typ
     # True if it is trained on; True if it ends the run. Neither: it is left out
     "kept": "bool", "refused": "bool",
     "is_first": "bool",  # True of the first document of its example
-    "form": "string",  # form of its example, with the keys that are ignored
+    "format": "string",  # format of its example, with the keys that are ignored
     "plain": "bool",  # True if its example is a prompt and a completion in plain text
     # variables of the chat template for its example's answers, a line each, see
     # Rows.template_kwargs
@@ -88,7 +88,7 @@ def encode_fragments(fragments: list[Fragment], tokenizer: PreTrainedTokenizerFa
             for i, (document, error) in enumerate(zip(documents, errors)):
                 why = (str(error) or type(error).__name__) if error else ""
                 yield {**document, "kept": not error, "refused": isinstance(error, RefusedExample),
-                       "is_first": i == 0, "form": printable(parsed.form),
+                       "is_first": i == 0, "format": printable(parsed.format),
                        "plain": parsed.is_plain and not error,
                        "template_kwargs": parsed.template_kwargs if i == 0 else "",
                        "renamed": json.dumps(sorted(renamed)),
@@ -110,7 +110,7 @@ class ParsedExample(NamedTuple):
     """What an example contains, before it is tokenized. With an error: one document, empty."""
 
     error: Exception | None
-    form: str  # with the keys that are ignored
+    format: str  # with the keys that are ignored
     documents: list[Document]
     desirable: list[bool]  # of each document: is it a good answer?
 
@@ -137,8 +137,8 @@ def try_example(example: Any, tokenizer: PreTrainedTokenizerFast, renames: Seque
     try:
         if loss != "sft":
             return ParsedExample(None, *parse_preference(example, tokenizer, renames, loss))
-        form, documents = parse_example(example, tokenizer, renames)
-        return ParsedExample(None, form, documents, [True] * len(documents))
+        format, documents = parse_example(example, tokenizer, renames)
+        return ParsedExample(None, format, documents, [True] * len(documents))
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
         if isinstance(e.__context__, (MemoryError, OSError)):  # not the example's fault
             raise e.__context__
