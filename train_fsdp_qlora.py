@@ -90,7 +90,7 @@ from fsdp_qlora.kernels.elementwise import compile_dynamic
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.recurrence import choose_recurrence
-from fsdp_qlora.layer.router import BALANCE
+from fsdp_qlora.layer.router import BALANCE_METRICS
 from fsdp_qlora.log import fail_before_init, log
 from fsdp_qlora.lora.adapter import Adapter, optimizer_state_bytes, sharded_state
 from fsdp_qlora.lora.initial_token_rows import initial_token_rows
@@ -106,7 +106,7 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.search import agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.ranks import (
-    RunEnd, all_gather, check_same, is_rank_0, n_cores, on_rank_0, raise_on_all_ranks)
+    RunEnd, all_gather, check_ranks_agree, is_rank_0, n_cores, on_rank_0, raise_on_all_ranks)
 from fsdp_qlora.run import checkpoints
 from fsdp_qlora.run.directory import open_output, save_tokenizer, write_train_config
 from fsdp_qlora.run.divergence import stop_if_diverged
@@ -173,8 +173,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
     decides the exit code of an error and what a signal does.
     """
     # 1. Agree on flags, source and versions, and on one output directory
-    check_same(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
-    is_dry = user_config.max_steps == 0  # below, config has a whole run's steps instead
+    check_ranks_agree(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
+    is_dry_run = user_config.max_steps == 0  # below, config has a whole run's steps instead
     config = agree_on_config(user_config)
     with open_output(config, user_config, status) as (directory, is_complete):
         if is_complete:
@@ -183,11 +183,11 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         # 2. The model, the rows and all flags. Weights are downloaded, but not read: what is wrong
         # is found early
         limit = limit_memory(config, device)
-        job = prepare(config, directory, status, is_dry)
+        job = prepare(config, directory, status, is_dry_run)
         config, base = job.config, job.base
 
         # 3. The step from which the run resumes, that of its latest checkpoint; 0: a new run
-        start_step = find_start(job, directory, status, is_dry)
+        start_step = find_start(job, directory, status, is_dry_run)
         on_rank_0(checkpoints.check_disk_space, config, directory, job.n_adapter_weights,
                   make_optimizer)
 
@@ -199,7 +199,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         if not config.random_weights:
             on_rank_0(compare_with_transformers, base.model_config, config.model)
-        if is_dry:  # ends all ranks together, as an error would, but with code 0
+        if is_dry_run:  # ends all ranks together, as an error would, but with code 0
             raise RunEnd(f"--max_steps 0: nothing was trained; {describe_steps(config)}", 0)
 
         # 5. The model, built on meta, sharded by FSDP2; each rank loads its shard in NF4
@@ -240,13 +240,13 @@ def agree_on_config(user_config: Config) -> Config:
     return dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
 
 
-def find_start(job: Job, directory: Path, status: Status, is_dry: bool) -> int:
+def find_start(job: Job, directory: Path, status: Status, is_dry_run: bool) -> int:
     """Return the step of the latest complete checkpoint, from which the run continues; 0 if the run
     is new or a dry run, which only checks that it could continue. From here on `status` writes
     status.json, unless it is a dry run. All ranks must call this."""
     config = job.config
     status.enter("checkpoint")
-    if is_dry:
+    if is_dry_run:
         on_rank_0(check_resumable, config, directory, job.digests, job.saved_run)
         return 0
     start_step = on_rank_0(step_to_resume, config, directory, job.digests)
@@ -628,7 +628,8 @@ def train_step(run: Run, step: int) -> tuple[Metrics, str | None]:
     optimizer_step(run.optimizer, run.adapter, lr)
     run.model.write_token_rows()  # of --trainable_tokens, into the tables that forward reads
     record = {"step": step, **metrics, "learning_rate": lr, "grad_norm": norm, **counts,
-              **step_cost(run, counts["tokens"]), **dict(zip(BALANCE, stats.balance.tolist()))}
+              **step_performance(run, counts["tokens"]),
+              **dict(zip(BALANCE_METRICS, stats.balance.tolist()))}
     return record, ACTIONS[int(stats.action)]
 
 
@@ -643,7 +644,7 @@ def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Metric
             "packing_efficiency": tokens / computed_tokens}
 
 
-def step_cost(run: Run, tokens: float) -> Metrics:
+def step_performance(run: Run, tokens: float) -> Metrics:
     """Return the metrics of the time and memory that a step of so many tokens took. The time of the
     next step begins here."""
     now = clock()

@@ -98,7 +98,7 @@ def on_rank_0(function: Callable[..., Any], *args: Any,
     return gather_objects(value)[0]
 
 
-def check_same(config: Config, script: Path, versions: dict[str, str]) -> None:
+def check_ranks_agree(config: Config, script: Path, versions: dict[str, str]) -> None:
     """Raise RunEnd unless every rank runs the same source, versions {library: version} and flags.
     All ranks must call this."""
     facts = [(f"runs source with SHA-256 {source_digest(script)}",

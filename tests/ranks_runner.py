@@ -132,7 +132,7 @@ def do(job, rank):
         if "group_bytes" in job:
             patching.replace("GROUP_BYTES", job["group_bytes"])
         if job.get("pieces"):
-            patching.replace("LONG_SHARE", 1)
+            patching.replace("MIN_TOKENS_PER_RANK", 1)
             patching.wrap("choose_attention", with_pieces)
         if "cut_off" in job:
             cut_off(*job["cut_off"])

@@ -820,7 +820,7 @@ def test_balance_of_experts_is_that_of_the_steps_own_tokens(
             "--max_steps", 2, "--max_seq_len", 64, "--output_dir", directory)  # fmt: skip
         assert code == 0, err
         rows = [row for row in read_metrics(directory) if "loss" in row]
-        return [[row[key] for key in router.BALANCE] for row in rows]
+        return [[row[key] for key in router.BALANCE_METRICS] for row in rows]
 
     want = balance(tmp_path / "a", 0)
     assert len(want) == 2 and want == balance(tmp_path / "b", 1)

@@ -27,7 +27,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.encode_examples import try_example
 from fsdp_qlora.data.example_formats import EXAMPLE_FORMATS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
 from fsdp_qlora.data.preferences import LABELS, PAIRS
-from fsdp_qlora.layer.router import BALANCE
+from fsdp_qlora.layer.router import BALANCE_METRICS
 from fsdp_qlora.model.preference_loss import LOSSES, METRICS
 from fsdp_qlora.pretrained import records
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
@@ -342,7 +342,7 @@ def test_metrics_are_documented(demo):
     assert len(evaluated) == 2
     assert {*evaluated[0]} == {*first_cells("| field of an evaluation |")}
     # these of mixtures alone
-    assert [*row, *BALANCE] == first_cells("| field of `metrics.jsonl` |")
+    assert [*row, *BALANCE_METRICS] == first_cells("| field of `metrics.jsonl` |")
     assert {*[*METRICS][1:], "rewards/margins"} == {*first_cells("| field of preferences |")}
 
 

@@ -23,7 +23,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context_parallel import (
-    LEAST_PIECE, ONLY_PROCESS, ContextGroup, has_long_pieces, make_context_shard)
+    MIN_PIECE_TOKENS, ONLY_PROCESS, ContextGroup, has_long_pieces, make_context_shard)
 from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
 from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.model.model import Model
@@ -206,7 +206,7 @@ def has_only_long_pieces(lengths: list[int], n_documents: int, context: ContextG
     the padding, which may be shorter."""
     shortest = min(lengths[:n_documents], default=0)
     return (has_long_pieces(shortest, context.size)
-            and min(lengths) >= 2 * context.size * LEAST_PIECE)
+            and min(lengths) >= 2 * context.size * MIN_PIECE_TOKENS)
 
 
 def pad_targets(tensors: dict[str, Any], n_targets: int) -> dict[str, torch.Tensor]:

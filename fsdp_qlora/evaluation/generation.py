@@ -104,7 +104,7 @@ def generate(model: Model, status: Status, prompts: list[list[int]], stop_ids: s
                 if len(answers[i]) < max_new_tokens[i]:
                     micro_batch.input_ids[position + 1] = token
             unfinished = [i for i in unfinished
-                       if len(answers[i]) < max_new_tokens[i] and answers[i][-1] not in stop_ids]
+                          if len(answers[i]) < max_new_tokens[i] and answers[i][-1] not in stop_ids]
             expected_seconds = (time.monotonic() - started) * SAMPLE_TOKENS * len(micro_steps)
             is_second = max(map(len, answers)) == 2  # the first token takes longer than the others
             of_ranks = gather_objects(

@@ -17,7 +17,8 @@ from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.pretrained.records import MoERecord
 
 
-BALANCE = "load_balancing_loss", "busiest_expert"  # keys in metrics.jsonl, see add_balance()
+# keys in metrics.jsonl, see add_balance()
+BALANCE_METRICS = "load_balancing_loss", "busiest_expert"
 
 
 class RoutingChoice(NamedTuple):

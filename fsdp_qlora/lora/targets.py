@@ -54,14 +54,14 @@ def resolve_adapter(
     if config.trainable_tokens and arch.lm_head_bias:
         raise ValueError("--trainable_tokens: PEFT 0.21 ignores the bias of an lm_head with trained"
                          f" rows ({arch.family}): drop the flag")
-    words = requested_words(arch, config)
+    requested = requested_targets(arch, config)
     log(f"adapter: {ADAPTER_NAMES[config.adapter]}, rank {config.lora_rank}, alpha"
-        f" {config.lora_alpha}, on {' '.join(words)}")
+        f" {config.lora_alpha}, on {' '.join(requested)}")
     adapted = adapted_linears(arch, config.target_modules)
     check_rank(arch, config.lora_rank, adapted)
     lora_config = make_lora_config(
         arch, config.lora_rank, config.lora_alpha, config.adapter, adapted,
-        lora_dropout=config.lora_dropout, target_modules=peft_targets(arch, config, words),
+        lora_dropout=config.lora_dropout, target_modules=peft_targets(arch, config, requested),
         task_type="CAUSAL_LM", base_model_name_or_path=base_name,
         trainable_token_indices=token_row_settings(arch, token_ids))
     return lora_config, adapted
@@ -82,7 +82,7 @@ def check_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
             " part above adds nothing there")
 
 
-def requested_words(arch: Architecture, config: Config) -> list[str]:
+def requested_targets(arch: Architecture, config: Config) -> list[str]:
     """Return the words of --target_modules, each of which names linears of the model; all-linear is
     replaced by the names that it means. Raises ValueError for other words."""
     experts, names = arch.experts(), adaptable_linears(arch)
@@ -91,9 +91,9 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
     others = [name for name in names if name not in default]
     expert_names = {name.rsplit(".", 1)[-1] for name in experts}
     choices = ", ".join([*short, *others, *["experts"] * bool(experts), "all-linear"])
-    words = list(dict.fromkeys(name for word in config.target_modules for name in (
+    requested = list(dict.fromkeys(name for word in config.target_modules for name in (
         short if word == "all-linear" else [word])))
-    for word in words:
+    for word in requested:
         if word == "experts" and experts:
             continue
         found = [name for name in names if f".{name}".endswith(f".{word}")]
@@ -107,18 +107,18 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
         if ends & expert_names and arch.moe and arch.moe.adapters == "modules":
             log(f"warning: --target_modules {word}: PEFT 0.21 cannot load adapters on {found[0]};"
                 " vLLM reads them by their names")
-    return words
+    return requested
 
 
-def peft_targets(arch: Architecture, config: Config, words: list[str]) -> list[str] | str:
-    """Return PEFT's target_modules for requested_words(). Raises ValueError."""
-    targets = words
-    if "experts" in words:
+def peft_targets(arch: Architecture, config: Config, requested: list[str]) -> list[str] | str:
+    """Return PEFT's target_modules for requested_targets(). Raises ValueError."""
+    targets = requested
+    if "experts" in requested:
         refuse_expert_adapters(arch, config)
         experts, renames = arch.experts(), arch.moe.renames if arch.moe else ()
         leaves = {renamed(name, renames).rsplit(".", 1)[-1] for name in experts}
         has_own_settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
-        targets = sorted({*words} - {"experts"} | (set() if has_own_settings else leaves))
+        targets = sorted({*requested} - {"experts"} | (set() if has_own_settings else leaves))
         if arch.expert_down[0].mxfp4:
             log("warning: --target_modules experts: PEFT 0.21 finds no experts in an MXFP4 model."
                 " Load it with Mxfp4Config(dequantize=True), or merge, to bf16")

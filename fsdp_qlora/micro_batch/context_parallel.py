@@ -24,8 +24,8 @@ from fsdp_qlora.micro_batch.segments import Segments
 
 # the planner lets ranks share a row on its own only if each gets at least this many of its tokens:
 # with fewer, exchanging keys takes longer than --offload_activations. Pieces are long from here on
-LONG_SHARE = 4096
-LEAST_PIECE = 64  # tokens; piece_attention() has not been tried with shorter ones on a GPU
+MIN_TOKENS_PER_RANK = 4096
+MIN_PIECE_TOKENS = 64  # tokens; piece_attention() has not been tried with shorter ones on a GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def make_context_shard(lengths: Sequence[int], context: ContextGroup) -> Context
 def has_long_pieces(length: int, n: int) -> bool:
     """Return True if n ranks that share a document of this length can run attention of one piece
     after the other; for short pieces one call for all of them is faster. n may be 1."""
-    return n == 1 or length >= n * LONG_SHARE
+    return n == 1 or length >= n * MIN_TOKENS_PER_RANK
 
 
 def tokens_of(pieces: Sequence[DocumentPiece]) -> Tensor:

@@ -36,9 +36,9 @@ def logits_of_hidden(model: ModelParameters, hidden_states: Tensor) -> Tensor:
 def greedy_tokens(model: ModelParameters, hidden_states: Tensor) -> Tensor:
     """Return the most probable next token after each of the normed `hidden_states` [n, hidden],
     int64 [n]. All ranks of the shard group must call this, with the same hidden_states."""
-    top, best = logits_of_hidden(model, hidden_states).max(-1)
-    top, best = model.gather(top), model.gather(best + model.own_rows.start)
-    return best.gather(0, top.argmax(0)[None])[0]
+    max_logit, best = logits_of_hidden(model, hidden_states).max(-1)
+    max_logit, best = model.gather(max_logit), model.gather(best + model.own_rows.start)
+    return best.gather(0, max_logit.argmax(0)[None])[0]
 
 
 def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -> Tensor:
@@ -63,26 +63,27 @@ def logits_statistics(
     """Return fp32 [3, n] for logits [n, columns]: the maximum of each row, the sum of exp(logit -
     maximum), and the logit in column `targets`, 0 where that is -1."""
     logits = scaled_logits(logits, multiplier, cap)
-    top = logits.amax(-1)
+    max_logit = logits.amax(-1)
     target_logit = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    return torch.stack([top, (logits - top[:, None]).exp().sum(-1), target_logit * (targets >= 0)])
+    exp_sum = (logits - max_logit[:, None]).exp().sum(-1)
+    return torch.stack([max_logit, exp_sum, target_logit * (targets >= 0)])
 
 
 @elementwise
 def logits_gradient(
-    logits: Tensor, log_sum: Tensor, targets: Tensor, absent: Tensor, multiplier: float,
+    logits: Tensor, lse: Tensor, targets: Tensor, ignored: Tensor, multiplier: float,
     cap: float | None
 ) -> Tensor:
     """Return the gradient of the cross-entropies [n, columns]: probabilities, minus 1 at the
-    target; 0 for tokens that are `absent` from the loss. log_sum [n] is over the whole vocabulary.
+    target; 0 for tokens that are `ignored`. lse [n] is over the whole vocabulary.
     """
     capped = scaled_logits(logits, multiplier, cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    hit = (columns[None] == targets[:, None]).float()
-    gradient = ((capped - log_sum[:, None]).exp() - hit) * multiplier
+    is_target = (columns[None] == targets[:, None]).float()
+    gradient = ((capped - lse[:, None]).exp() - is_target) * multiplier
     if cap is not None:
         gradient = gradient * (1 - (capped / cap).square())
-    return gradient.masked_fill(absent[:, None], 0).to(logits.dtype)
+    return gradient.masked_fill(ignored[:, None], 0).to(logits.dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -97,12 +98,13 @@ class LinearCrossEntropy(torch.autograd.Function):
     lm_head is frozen, only the gradient of x is needed: forward computes it for a weight of 1, a
     chunk of tokens at a time, and backward multiplies each token's row by the gradient of its loss.
     The rows of --trainable_tokens are not frozen: forward also keeps the gradients of their logits,
-    from which backward computes theirs. `head_rows` tells autograd of them; None: all are frozen.
+    from which backward computes theirs. `lm_head_rows` tells autograd of them; None: all are
+    frozen.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: ModelParameters, batch: MicroBatch,
-                head_rows: Tensor | None = None) -> Tensor:
+                lm_head_rows: Tensor | None = None) -> Tensor:
         arch = model.arch
         weight = model.lm_head
         n_shards = model.shard_group_size
@@ -120,7 +122,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         token_losses = torch.empty(len(batch.targets), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
         all_targets = model.gather(batch.targets)  # [n_shards, n], negative where padded
-        trained = None if is_evaluation or head_rows is None else model.token_rows
+        trained = None if is_evaluation or lm_head_rows is None else model.token_rows
         if trained:  # the gradients of the logits of trained rows
             ctx.grad_logits = x.new_empty(len(batch.targets), len(trained.ids))
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
@@ -129,21 +131,21 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits = F.linear(
                 model.gather(final_norm(model, part)).flatten(0, 1), weight, model.lm_head_bias)
             targets = all_targets[:, chunk].flatten()
-            absent = targets < 0
+            ignored = targets < 0
             own_targets = targets - model.own_rows.start
-            is_own = (own_targets >= 0) & (own_targets < len(weight)) & ~absent
+            is_own = (own_targets >= 0) & (own_targets < len(weight)) & ~ignored
             own_targets = own_targets.where(is_own, -1)
             statistics = logits_statistics(logits, own_targets, *logits_args, dynamic=True)
             statistics = model.gather(statistics)
-            top, total, target_logit = statistics.unbind(1)  # each [n_shards, n]
-            global_top = top.amax(0)
-            log_sum = global_top + ((top - global_top).exp() * total).sum(0).log()
-            losses = (log_sum - target_logit.sum(0)).masked_fill(absent, 0)
+            max_logit, exp_sum, target_logit = statistics.unbind(1)  # each [n_shards, n]
+            global_max = max_logit.amax(0)
+            lse = global_max + ((max_logit - global_max).exp() * exp_sum).sum(0).log()
+            losses = (lse - target_logit.sum(0)).masked_fill(ignored, 0)
             token_losses[chunk] = losses.view(n_shards, -1)[model.shard_rank]
             if is_evaluation:
                 continue
             grad = logits_gradient(
-                logits, log_sum, own_targets, absent, *logits_args, dynamic=True)
+                logits, lse, own_targets, ignored, *logits_args, dynamic=True)
             if trained:
                 whole = grad.new_zeros(len(grad), len(trained.ids))
                 whole[:, trained.own] = grad[:, trained.table_rows]
@@ -164,11 +166,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         weights = grad_losses.float().masked_fill(batch.targets < 0, 0)
         token_factors = weights.new_zeros(len(grad_x))
         token_factors.index_add_(0, batch.target_positions, weights)
-        grad_rows = None if ctx.x is None else head_row_gradient(ctx, weights)
+        grad_rows = None if ctx.x is None else lm_head_row_gradient(ctx, weights)
         return grad_x.mul_(token_factors[:, None]), None, None, grad_rows
 
 
-def head_row_gradient(ctx: Any, weights: Tensor) -> Tensor:
+def lm_head_row_gradient(ctx: Any, weights: Tensor) -> Tensor:
     """Return the gradient of the lm_head's trained rows [tokens, hidden], fp32, over this rank's
     targets with these `weights` [n]. `ctx` is that of LinearCrossEntropy; the lm_head's inputs are
     computed again."""

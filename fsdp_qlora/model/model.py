@@ -35,8 +35,8 @@ class Model(ModelParameters):
     def forward(self, batch: MicroBatch, wants_loss: bool = True) -> Tensor:
         x = self.hidden(batch)
         if wants_loss:
-            head_rows = self.token_rows.rows[-1] if self.token_rows else None
-            return LinearCrossEntropy.apply(x, self, batch, head_rows)
+            lm_head_rows = self.token_rows.rows[-1] if self.token_rows else None
+            return LinearCrossEntropy.apply(x, self, batch, lm_head_rows)
         return final_norm(self, x, is_evaluation=True)
 
     def hidden(self, batch: MicroBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The parameters of the model: decoder layers, embedding, head and norm, and this rank's part of
+"""The parameters of the model: decoder layers, embedding, lm_head and norm, and this rank's part of
 them.
 
 load.py fills them, model.py computes with them.

@@ -30,7 +30,7 @@ from fsdp_qlora.kernels.attention import Kernels, eager_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
-from fsdp_qlora.micro_batch.context_parallel import LONG_SHARE, has_long_pieces
+from fsdp_qlora.micro_batch.context_parallel import MIN_TOKENS_PER_RANK, has_long_pieces
 from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner.machine import Machine, measure_machine
@@ -252,7 +252,7 @@ def find_plan(search: SearchInputs) -> Plan:
     has_idle_ranks = workload.tokens < workload.world_size * workload.longest
     for size in range(2, workload.world_size + 1):
         fits = fits_both(best)
-        is_long = workload.least_tokens(size) >= LONG_SHARE
+        is_long = workload.least_tokens(size) >= MIN_TOKENS_PER_RANK
         if workload.world_size % size or not is_long or (fits and not has_idle_ranks):
             continue
         plan = best_plan(size)

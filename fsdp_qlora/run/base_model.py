@@ -59,12 +59,12 @@ def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
     return config, BaseModel(directory, model_config, arch, tokenizer, tokens)
 
 
-def fetch_weights(config: Config, directory: Path, name: str, is_dry: bool) -> tuple[Path, str]:
+def fetch_weights(config: Config, directory: Path, name: str, is_dry_run: bool) -> tuple[Path, str]:
     """Return the directory of the model's weights, downloaded if necessary, and the digest by which
     a resumed run recognizes them. The digest is "" in a dry run without weights."""
     if config.random_weights:
         return directory, text_digest(str(directory))
-    if is_dry and not any(directory.glob("*.safetensors")):
+    if is_dry_run and not any(directory.glob("*.safetensors")):
         return directory, ""
     directory = model_directory(name, "weights")
     return directory, base_digest(directory)

@@ -11,7 +11,7 @@ from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.state import Progress, Run
 
 PATIENCE = 50  # steps after the warm-up in which the loss must fall below the first step's loss
-LARGEST_WEIGHT = 1000  # if the loss has not, an adapter with a larger weight has diverged
+MAX_ADAPTER_WEIGHT = 1000  # if the loss has not, an adapter with a larger weight has diverged
 LAST = 0.1  # fraction of a run's steps that why_worse() looks at, at least three steps
 # the last losses may exceed the first by chance: by this fraction of it, or by this much
 MARGIN, SLIGHT = 0.1, 0.05
@@ -31,11 +31,11 @@ def why_diverged(step: int, loss: float, norm: float, n_warmup: int, progress: P
         progress.lowest_loss = loss if lowest is None else min(loss, lowest)
     if not math.isfinite(loss + norm):
         return f"loss {loss}, gradient norm {norm}"
-    if norm == 0 and not (saturates and largest_weight() <= LARGEST_WEIGHT):
+    if norm == 0 and not (saturates and largest_weight() <= MAX_ADAPTER_WEIGHT):
         return f"loss {loss:.4f}, but a gradient norm of exactly 0"
     if step > n_warmup + PATIENCE and progress.lowest_loss > progress.first_loss:
         largest = largest_weight()
-        if largest > LARGEST_WEIGHT:
+        if largest > MAX_ADAPTER_WEIGHT:
             return (f"since the warm-up the loss has not been below the first step's"
                     f" {progress.first_loss:.4f}, and the adapter has weights of {largest:.0f}")
     return ""

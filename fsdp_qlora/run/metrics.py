@@ -195,8 +195,10 @@ def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
     rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
     # per weight and token: 2 operations in forward, 2 in backward, 2 more if recomputed
     weights = sum(LayerCosts(layer.spec).active_weights() for layer in layers)
-    again = sum(LayerCosts(layer.spec).recomputed_weights(layer.save_policy) for layer in layers)
-    tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
+    weights += arch.vocab_size * arch.hidden_size
+    recomputed_weights = sum(
+        LayerCosts(layer.spec).recomputed_weights(layer.save_policy) for layer in layers)
+    tflops = rate * (4 * weights + 2 * recomputed_weights) / 1e12
     unit = unit_of(run.device)
     log(f"measured: {rate:,.0f} tok/s/{unit}, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB; predicted"
         f" {1 / plan.token_seconds:,.0f} tok/s/{unit}")

@@ -25,7 +25,7 @@ from fsdp_qlora.run.status import Status
 DRY_ROWS = 5  # rows that a dry run prints
 
 
-def prepare(config: Config, directory: Path, status: Status, is_dry: bool) -> Job:
+def prepare(config: Config, directory: Path, status: Status, is_dry_run: bool) -> Job:
     """Read the model's config and the rows, check that all fits together, and download the weights,
     but not for a dry run. `config`: the result of resolve_config(). All ranks must call this."""
     # the model, but for its weights
@@ -42,7 +42,7 @@ def prepare(config: Config, directory: Path, status: Status, is_dry: bool) -> Jo
     is_new = not saved_run  # otherwise this run resumes
     template_date = saved_run.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
     rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
-    log_rows(rows, tokenizer, DRY_ROWS if is_dry else 1)
+    log_rows(rows, tokenizer, DRY_ROWS if is_dry_run else 1)
     config = resolve_steps(config, len(rows))  # fills in --max_steps and --eval_every
 
     # what is adapted, and the files of the weights
@@ -54,7 +54,7 @@ def prepare(config: Config, directory: Path, status: Status, is_dry: bool) -> Jo
         specs = make_layer_specs(arch, adapted, config)
         if config.init_adapter and is_new:
             read_adapter(config, arch, specs, token_ids)  # only to see that it fits
-        weights_dir, base_sha256 = fetch_weights(config, base.directory, model_name, is_dry)
+        weights_dir, base_sha256 = fetch_weights(config, base.directory, model_name, is_dry_run)
     digests = agree_on_digests(config, rows, eval_rows, base_sha256)
     if config.init_adapter and is_new:
         on_rank_0(check_init_adapter_base, config, base_sha256, tokenizer)

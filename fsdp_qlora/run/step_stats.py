@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.layer.router import BALANCE, take_balance
+from fsdp_qlora.layer.router import BALANCE_METRICS, take_balance
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.preference_loss import METRICS
@@ -22,7 +22,8 @@ class StepStats(NamedTuple):
     grad_norm: torch.Tensor  # [], of the whole gradient, before it is clipped
     action: torch.Tensor  # [], the maximum of all ranks' pending_action()
     sums: torch.Tensor  # [k], over all ranks, see compute_loss()
-    balance: torch.Tensor  # [2], how evenly experts are used, see BALANCE; [0] without experts
+    # [2], how evenly experts are used, see BALANCE_METRICS; [0] without experts
+    balance: torch.Tensor
 
     def on_host(self) -> StepStats:
         """Copy all fields to the CPU, by one copy."""
@@ -43,7 +44,7 @@ def gather_step_stats(model: Model, adapter: Adapter, local_sums: torch.Tensor,
     squares, actions, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
     norm = squares[: adapter.shard_group_size].sum().sqrt()  # other copies have the same gradients
     # the last number of take_balance() counts what the others add up
-    balance_sums, n_summed = balance.sum(0).tensor_split([len(BALANCE)])
+    balance_sums, n_summed = balance.sum(0).tensor_split([len(BALANCE_METRICS)])
     return StepStats(norm, actions.max(), sums.sum(0), balance_sums / n_summed)
 
 
