@@ -158,7 +158,7 @@ def test_bf16_routers_round_as_transformers(name):
     routed = layer.get_submodule(
         arch.moe.router.removesuffix(".wg").replace("router.gate", "router"))
     routed = routed.float() if name == "hunyuan_moe" else routed  # as transformers makes it
-    mlp = layer.get_submodule(arch.moe.experts.split(".")[0])
+    mlp = layer.get_submodule(arch.moe.experts_prefix.split(".")[0])
     # Gemma 4's stands beside the experts, and norms x itself
     routed = layer.router if name == "gemma4_moe" else routed
     arguments = {"minimax_m2": ["e_score_correction_bias"], "hy_v3": ["e_score_correction_bias"],
@@ -170,7 +170,7 @@ def test_bf16_routers_round_as_transformers(name):
     call = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
     ours, order, theirs = router.route(call, x), chosen.argsort(), weights.float()
     if name in ("laguna", "step3p7"):  # there the output is scaled
-        theirs = theirs * arch.moe.scale
+        theirs = theirs * arch.moe.routed_scaling_factor
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
     got = ours.weights.gather(1, ours.chosen.argsort())
     theirs = theirs.gather(1, order)
@@ -189,8 +189,8 @@ def test_softmax_of_large_logits_is_finite(name):
     tensors = {key: torch.randn(shape, generator=seed())
                for key, shape in arch.small_tensors(kind).items()}  # fmt: skip
     tensors[f"{moe.router}.weight"] *= 1000
-    if moe.correction:  # else tokens go to experts of which they want nothing
-        tensors[moe.correction].zero_()
+    if moe.correction_bias:  # else tokens go to experts of which they want nothing
+        tensors[moe.correction_bias].zero_()
     call = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
     x = torch.randn(64, arch.hidden_size, generator=seed(1))
     routing = router.route(call, x)

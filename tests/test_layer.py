@@ -58,7 +58,7 @@ from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import Heads
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
-from fsdp_qlora.pretrained.records import AttentionGate, GatedDeltaNetRecord, Mamba2Record
+from fsdp_qlora.pretrained.records import AttentionGateRecord, GatedDeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
@@ -331,7 +331,7 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
     """Also where each head's gate follows its query, as in Qwen3.5."""
     per_head = per_head and linear is not None
     arch = dataclasses.replace(make_architecture(TINY["qwen3"](VOCABULARY)), qk_norm=None,
-                               attention_gate=AttentionGate(linear, per_head, activation))
+                               attention_gate=AttentionGateRecord(linear, per_head, activation))
     generator, (heads, kv_heads, d) = torch.Generator().manual_seed(0), (4, 2, arch.head_dim)
     n_gates = heads if per_head else heads * d
     projected = torch.randn(9, (heads + 2 * kv_heads) * d + n_gates, generator=generator)
@@ -870,7 +870,7 @@ MIXERS = {  # {function: (mixer, what names of its tensors begin with, which par
     autograd_mixers.gated_delta_net: (
         GatedDeltaNetRecord(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
     autograd_mixers.mamba2: (
-        Mamba2Record(2, 3, 2, 3, 4, conv_bias=False, step_limits=(0.0, math.inf), norm_eps=1e-6),
+        Mamba2Record(2, 3, 2, 3, 4, conv_bias=False, dt_limits=(0.0, math.inf), norm_eps=1e-6),
         "mamba.", "dt")}  # fmt: skip
 
 

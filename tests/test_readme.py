@@ -402,7 +402,7 @@ def kind_of(model_type):
         return f"{word}: {', '.join(f'`{text}`' for text in texts)}"
     record = FAMILIES[model_type]
     is_dense = not (record.moe or record.other_mixers or record.mla)
-    if record.moe and str(record.moe.used).startswith("config."):  # only some have experts
+    if record.moe and str(record.moe.experts_if).startswith("config."):  # only some have experts
         is_dense = True
     words = {"dense": is_dense, "MoE": record.moe, "hybrid": record.other_mixers,
              "latent attention": record.mla}  # fmt: skip

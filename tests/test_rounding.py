@@ -348,7 +348,7 @@ def test_decays_of_a_delta_net_are_fp32(double, stored):
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_steps_and_decays_of_mamba_are_fp32(stored):
-    mixer = Mamba2Record(4, 32, 2, 16, 4, conv_bias=True, step_limits=(0.0, torch.inf), norm=False)
+    mixer = Mamba2Record(4, 32, 2, 16, 4, conv_bias=True, dt_limits=(0.0, torch.inf), norm=False)
     tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "D": 0 * draw(4),
                "conv1d.weight": draw(192, 1, 4), "conv1d.bias": draw(192)}  # fmt: skip
     tensors = {f"mamba.{key}": as_stored(value, stored) for key, value in tensors.items()}
@@ -492,7 +492,7 @@ def test_correction_of_scores_is_as_exact_as_in_the_files():
     arch = make_architecture(TINY["minimax_m2"](320))
     moe, kind = arch.moe, arch.layer_kinds[0]
     tensors = {key: 0 * draw(*shape) for key, shape in arch.small_tensors(kind).items()}
-    tensors[moe.correction] = torch.linspace(1, 1.001, moe.n_experts)
+    tensors[moe.correction_bias] = torch.linspace(1, 1.001, moe.n_experts)
     call = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
     chosen = router.route(call, draw(N, arch.hidden_size)).chosen
     want = torch.arange(moe.n_experts)[-moe.top_k :]

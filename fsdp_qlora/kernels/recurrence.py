@@ -183,34 +183,34 @@ def eager_delta_rule_bytes(mixer: GatedDeltaNetRecord) -> int:
     projected values."""
     key, value = mixer.key_dim, mixer.value_dim
     head_values = 13 * key + 11 * value + 8 * RECURRENCE_CHUNK + 2 * key * value // RECURRENCE_CHUNK
-    return 4 * mixer.value_heads * head_values + 8 * sum(mixer.widths.values())
+    return 4 * mixer.n_value_heads * head_values + 8 * sum(mixer.widths.values())
 
 
 # ---- the scan of Mamba-2 ----
 
 
-# eager_scan() and fla_scan() take (b, c, x, decay, step, micro-batch), see Mamba2Record, and return
+# eager_scan() and fla_scan() take (b, c, x, decay, dt, micro-batch), see Mamba2Record, and return
 # C S [n, heads, head_dim]. b and c are [n, groups, state], x is [n, heads, head_dim]; decay, the
-# log of the factor on the state, and step, both fp32, are [n, heads].
+# log of the factor on the state, and dt, both fp32, are [n, heads].
 
 
 def eager_scan(
-    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, batch: MicroBatch,
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, dt: Tensor, batch: MicroBatch,
     chunk: int = RECURRENCE_CHUNK
 ) -> Tensor:
     """Mamba-2's scan in plain torch, in fp32. Only the inputs are saved for backward."""
-    return recomputed(chunked_scan, b, c, x, decay, step, batch.lengths, chunk)
+    return recomputed(chunked_scan, b, c, x, decay, dt, batch.lengths, chunk)
 
 
 def chunked_scan(
-    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int], chunk: int
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, dt: Tensor, lengths: Sequence[int], chunk: int
 ) -> Tensor:
     """eager_scan() for documents of these lengths. Within a chunk each token's C meets the B of
     all tokens before it, like queries and keys, times the decay in between; so the variables are
     named after these."""
     chunked, slots, firsts = chunks_of(lengths, chunk, x.device)
     n_heads, repeats, dtype = x.shape[1], x.shape[1] // b.shape[1], x.dtype
-    query, key, value = chunked(c), chunked(b), chunked(x.float() * step[..., None])
+    query, key, value = chunked(c), chunked(b), chunked(x.float() * dt[..., None])
     cum_decay = chunked(decay[..., None]).cumsum(2)  # see chunked_delta_rule()
     # above the diagonal exp() might overflow
     pairwise_decay = (cum_decay - cum_decay.transpose(2, 3)).tril()
@@ -230,12 +230,12 @@ def chunked_scan(
 
 
 def fla_scan(
-    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, batch: MicroBatch
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, dt: Tensor, batch: MicroBatch
 ) -> Tensor:
     """Mamba-2's scan by the Triton kernels of flash-linear-attention (fla-core), in bf16. It is
-    attention with a decay per head, of queries C, keys B and values step x."""
+    attention with a decay per head, of queries C, keys B and values dt x."""
     limit_fla_autotuning()
-    return FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.recurrence_chunks)
+    return FlaScan.apply(b, c, x, decay, dt, batch.cu_seqlens, batch.recurrence_chunks)
 
 
 class FlaScan(torch.autograd.Function):
@@ -245,12 +245,12 @@ class FlaScan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bounds: Tensor,
+        ctx: Any, b: Tensor, c: Tensor, x: Tensor, decay: Tensor, dt: Tensor, bounds: Tensor,
         chunks: Tensor
     ) -> Tensor:
         from fla.ops.simple_gla.chunk import chunk_simple_gla_fwd
 
-        inputs = b, c, x, decay, step, bounds, chunks
+        inputs = b, c, x, decay, dt, bounds, chunks
         ctx.save_for_backward(*inputs)
         out, _ = chunk_simple_gla_fwd(**FlaScan._arguments(*inputs))
         return out[0].to(x.dtype)
@@ -261,7 +261,7 @@ class FlaScan(torch.autograd.Function):
         from fla.ops.utils import chunk_local_cumsum
 
         arguments = FlaScan._arguments(*ctx.saved_tensors)
-        b, c, x, decay, step, bounds, chunks = ctx.saved_tensors
+        b, c, x, decay, dt, bounds, chunks = ctx.saved_tensors
         dc, db, dv, dg, _ = chunk_simple_gla_bwd(
             **arguments, g_gamma=None, initial_state=None, do=grad[None].contiguous(), dht=None)
         dg = chunk_local_cumsum(
@@ -269,12 +269,12 @@ class FlaScan(torch.autograd.Function):
         db, dc = (part[0].unflatten(1, (b.shape[1], -1)).sum(2, dtype=torch.float32).to(b.dtype)
                   for part in (db, dc))
         dv = dv[0].float()
-        return (db, dc, (dv * step[..., None]).to(x.dtype), dg[0].to(decay.dtype),
+        return (db, dc, (dv * dt[..., None]).to(x.dtype), dg[0].to(decay.dtype),
                 (dv * x).sum(-1), None, None)
 
     @staticmethod
     def _arguments(
-        b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bounds: Tensor, chunks: Tensor
+        b: Tensor, c: Tensor, x: Tensor, decay: Tensor, dt: Tensor, bounds: Tensor, chunks: Tensor
     ) -> dict[str, Any]:
         """Return the arguments of fla's functions, whose tensors begin with a dimension of 1."""
         from fla.ops.utils import chunk_local_cumsum
@@ -282,7 +282,7 @@ class FlaScan(torch.autograd.Function):
 
         where = dict(cu_seqlens=bounds, chunk_size=RECURRENCE_CHUNK, chunk_indices=chunks)
         by_head = [part.repeat_interleave(x.shape[1] // b.shape[1], 1)[None] for part in (c, b)]
-        value = (x * step[..., None]).to(x.dtype)[None]
+        value = (x * dt[..., None]).to(x.dtype)[None]
         total = chunk_local_cumsum(decay[None], scale=RCP_LN2, **where)  # fla's kernels use exp2()
         return dict(q=by_head[0], k=by_head[1], v=value, g=total, scale=1.0, **where)
 
@@ -290,8 +290,8 @@ class FlaScan(torch.autograd.Function):
 def eager_scan_bytes(mixer: Mamba2Record) -> int:
     """Return the bytes per token that are alive at once in eager_scan()'s backward: fp32 values
     of each head, measured to 6 % with states of 128 and 256; and twice the projected values."""
-    head_values = 8 * mixer.state + 8 * mixer.head_dim + 6 * RECURRENCE_CHUNK
-    return 4 * mixer.heads * head_values + 8 * sum(mixer.widths.values())
+    head_values = 8 * mixer.state_size + 8 * mixer.head_dim + 6 * RECURRENCE_CHUNK
+    return 4 * mixer.n_heads * head_values + 8 * sum(mixer.widths.values())
 
 
 # ---- which of them is used ----
@@ -327,9 +327,9 @@ def why_no_fla(mixer: GatedDeltaNetRecord | Mamba2Record, device: torch.device) 
     generator = torch.Generator(device).manual_seed(0)
     n = 2 * length
     if isinstance(mixer, GatedDeltaNetRecord):
-        shapes = (mixer.key_heads, mixer.key_dim), (mixer.value_heads, mixer.value_dim)
+        shapes = (mixer.n_key_heads, mixer.key_dim), (mixer.n_value_heads, mixer.value_dim)
     else:
-        shapes = (mixer.groups, mixer.state), (mixer.heads, mixer.head_dim)
+        shapes = (mixer.n_groups, mixer.state_size), (mixer.n_heads, mixer.head_dim)
     settings: dict[str, Any] = dict(dtype=torch.bfloat16, device=device, generator=generator)
     first, second, third, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
     decay, factor = (torch.rand(n, shapes[1][0], **settings) for _ in range(2))

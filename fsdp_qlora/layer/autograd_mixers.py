@@ -204,12 +204,12 @@ def gated_delta_net(call: LayerCall, projected: Tensor, record: GatedDeltaNetRec
     query, key, value = (
         CausalConv.apply(parts[letter], weight, None, positions, True).unflatten(1, (heads, -1))
         for letter, weight, heads in zip(
-            "qkv", weights, (record.key_heads, record.key_heads, record.value_heads)))
+            "qkv", weights, (record.n_key_heads, record.n_key_heads, record.n_value_heads)))
     beta = parts["b"].sigmoid() * (2 if record.double_beta else 1)
     g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
     assert call.batch.recurrence, "the model has a mixer with a state"
     out = call.batch.recurrence(query, key, value, g, beta, call.batch)
-    z = parts["z"].unflatten(1, (record.value_heads, -1))
+    z = parts["z"].unflatten(1, (record.n_value_heads, -1))
     weight = tensors[f"{record.norm}.weight"]
     mixed: Tensor = GatedNorm.apply(out, z, weight, record.norm_eps)
     return mixed.flatten(1)
@@ -217,7 +217,7 @@ def gated_delta_net(call: LayerCall, projected: Tensor, record: GatedDeltaNetRec
 
 def mamba2(call: LayerCall, projected: Tensor, record: Mamba2Record) -> Tensor:
     """Mamba-2, see Mamba2Record."""
-    tensors = {name.removeprefix(f"{record.stem}."): tensor
+    tensors = {name.removeprefix(f"{record.prefix}."): tensor
                for name, tensor in call.layer.small_tensors.items()}
     widths, multipliers = record.widths, record.multipliers
     if record.is_multiplied:
@@ -225,28 +225,28 @@ def mamba2(call: LayerCall, projected: Tensor, record: Mamba2Record) -> Tensor:
         projected = torch.cat([part * (factor * record.in_multiplier) for part, factor in zip(
             projected.split(list(widths.values()), 1), by_part, strict=True)], 1)
     n_channels = widths["x"] + widths["B"] + widths["C"]
-    z, before_conv, dt = projected.split([widths["z"], n_channels, widths["dt"]], 1)
+    z, before_conv, raw_dt = projected.split([widths["z"], n_channels, widths["dt"]], 1)
     conv = CausalConv.apply(before_conv, tensors["conv1d.weight"], tensors.get("conv1d.bias"),
                             call.batch.position_ids, True)
     x, b, c = conv.split([widths["x"], widths["B"], widths["C"]], 1)
     x, b, c = (part.unflatten(1, (heads, -1)) for part, heads in zip(
-        (x, b, c), (record.heads, record.groups, record.groups)))
-    low, high = record.step_limits
-    low = max(low, record.min_step)
-    step = F.softplus(dt.float() + tensors["dt_bias"].float()).clamp(low, high)
-    decay = -tensors["A_log"].float().exp() * step
+        (x, b, c), (record.n_heads, record.n_groups, record.n_groups)))
+    low, high = record.dt_limits
+    low = max(low, record.min_dt)
+    dt = F.softplus(raw_dt.float() + tensors["dt_bias"].float()).clamp(low, high)
+    decay = -tensors["A_log"].float().exp() * dt
     assert call.batch.recurrence, "the model has a mixer with a state"
-    out = call.batch.recurrence(b, c, x, decay, step, call.batch)
+    out = call.batch.recurrence(b, c, x, decay, dt, call.batch)
     out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
-    out, z = (part.reshape(len(x), record.groups, -1) for part in (out, z))
-    weight = tensors["norm.weight"].view(record.groups, -1) if record.norm else None
+    out, z = (part.reshape(len(x), record.n_groups, -1) for part in (out, z))
+    weight = tensors["norm.weight"].view(record.n_groups, -1) if record.norm else None
     mixed: Tensor = GatedNorm.apply(out, z, weight, record.norm_eps, not record.norm_first)
     return mixed.flatten(1) * record.out_multiplier
 
 
 def delta_parts(projected: Tensor, record: GatedDeltaNetRecord) -> dict[str, Tensor]:
     """Split the outputs of the linears into {q, k, v, z, b, a: [n, width]}."""
-    groups = record.key_heads if record.by_key_head else 1
+    groups = record.n_key_heads if record.by_key_head else 1
     parts = {}
     first = 0
     for _, names in record.in_projs:

@@ -11,8 +11,8 @@ pretrained/families.py says which models have experts.
     branch = sum of a token's k rows, times their weights   # add_expert_rows()
     return mid_residual + norm(branch + shared(x))          # add_residual()
 
-With ExpertNorms (Gemma 4), router and experts each read mlp_input through a norm of their own. With
-ExpertLatent (latent_moe.py), the experts read and write a narrower space.
+With ExpertNormsRecord (Gemma 4), router and experts each read mlp_input through a norm of their
+own. With ExpertLatent (latent_moe.py), the experts read and write a narrower space.
 
 No token is dropped, however uneven the router is. Work is cut three times: slices of tokens
 (EXPERT_SLICE_TOKENS), only where experts are recomputed; ranges of experts (Plan.n_expert_ranges),
@@ -51,7 +51,7 @@ from fsdp_qlora.layer.router import (
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import ExpertNorms, MoERecord
+from fsdp_qlora.pretrained.records import ExpertNormsRecord, MoERecord
 
 
 # tokens of recomputed experts at once. Each slice dequantizes all experts three times. In a layer
@@ -177,9 +177,9 @@ class MoESublayer:
 
     def _backward_with_expert_norms(
         self, call: LayerCall, saved: SavedMoE, upstream: Tensor, grad: Tensor,
-        norms: ExpertNorms
+        norms: ExpertNormsRecord
     ) -> Tensor:
-        """backward() for ExpertNorms: experts, router and shared expert each have their own norm.
+        """backward() with ExpertNormsRecord: experts, router and shared expert each have a norm.
         `upstream`: the gradient of the sum of their normed outputs."""
         mlp_input, kind, eps = saved.mlp_input, self.arch.norm_kind, self.arch.norm_eps
         grad_out = norm_backward(
@@ -283,7 +283,7 @@ class MoESublayer:
     def _bias(self, call: LayerCall, key: str) -> Tensor | None:
         """Return the biases [experts, out] of all experts' linears `key`; None if they have none.
         """
-        return call.layer.small_tensors.get(f"{self.moe.experts}.{key}_bias")
+        return call.layer.small_tensors.get(f"{self.moe.experts_prefix}.{key}_bias")
 
     def _add_bias(
         self, call: LayerCall, key: str, rows: Tensor, routing: Routing, chunk: ExpertChunk

@@ -53,7 +53,7 @@ def route(
 ) -> Routing:
     """Return the Routing of x [n, hidden]. `choice`: the choice of an earlier Routing of the same
     tokens. With wants_bounds this waits for the GPU, unless `choice` has the bounds. With
-    ExpertNorms, x is not normed."""
+    ExpertNormsRecord, x is not normed."""
     moe: MoERecord = call.arch.moe
     tensors = call.layer.small_tensors
     if moe.norms:
@@ -68,8 +68,8 @@ def route(
         scores = scores.to(x.dtype).float()
     if choice is None:
         ranked = logits if moe.ranks_logits else scores
-        if moe.correction:
-            ranked = ranked + tensors[moe.correction].view(-1)
+        if moe.correction_bias:
+            ranked = ranked + tensors[moe.correction_bias].view(-1)
         chosen, bounds = best_experts(ranked, moe), None
     else:
         chosen, bounds = choice.chosen.long(), choice.bounds
@@ -90,7 +90,7 @@ def route(
 
 @elementwise
 def router_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Return the router's inputs, from x [n, hidden], see ExpertNorms."""
+    """Return the router's inputs, from x [n, hidden], see ExpertNormsRecord."""
     return norm_of(x, None, "rms", eps) * scale.to(x.dtype) * x.shape[1] ** -0.5
 
 
@@ -105,8 +105,8 @@ def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
     """Return the factor of the chosen experts' weights: a number, or fp32 [n, k]."""
     moe: MoERecord = call.arch.moe
     if not moe.expert_scale:
-        return moe.scale
-    return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
+        return moe.routed_scaling_factor
+    return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.routed_scaling_factor
 
 
 def count_experts(routing: Routing, n_unpadded: Tensor) -> Tensor:
@@ -150,9 +150,9 @@ def take_balance(layers: Iterable[LayerParameters], device: torch.device) -> Ten
 
 def best_experts(scores: Tensor, moe: MoERecord) -> Tensor:
     """Return the top_k experts of each token, int64 [n, k], by scores [n, experts]."""
-    if moe.n_groups > 1:
-        groups = scores.unflatten(1, (moe.n_groups, -1))
-        best = groups.topk(moe.group_best, -1)[0].sum(-1).topk(moe.top_groups, -1)[1]
+    if moe.n_expert_groups > 1:
+        groups = scores.unflatten(1, (moe.n_expert_groups, -1))
+        best = groups.topk(moe.group_best, -1)[0].sum(-1).topk(moe.topk_group, -1)[1]
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         scores = groups.masked_fill(is_out[..., None], -math.inf).flatten(1)
     return scores.topk(moe.top_k, -1)[1]
@@ -165,7 +165,7 @@ def chosen_weights(
     sum [n, 1] by which the scores are divided, None if they are not. `dtype`: the model's."""
     picked = scores.gather(1, chosen)
     total = None
-    if moe.normalized:
+    if moe.norm_topk_prob:
         total = picked.sum(-1, keepdim=True) + moe.sum_eps
         if moe.rounded_scores:
             total = total.to(dtype).to(picked.dtype)
@@ -174,7 +174,7 @@ def chosen_weights(
 
 def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of route()'s x [n, hidden] through the weights, from `grad`, the gradient
-    of the weights, fp32 [n, k]. x is read only with ExpertNorms; else only its dtype is."""
+    of the weights, fp32 [n, k]. x is read only with ExpertNormsRecord; else only its dtype is."""
     moe: MoERecord = call.arch.moe
     chosen = routing.chosen
     _, picked, total = chosen_weights(routing.scores, chosen, moe, x.dtype)

@@ -26,7 +26,7 @@ class SharedExpert:
     gate_up: FusedLinear
     down: FusedLinear
     gate: str | None  # a linear whose sigmoid multiplies the output, see MoERecord.shared_gate
-    post_norm: str | None  # see ExpertNorms
+    post_norm: str | None  # see ExpertNormsRecord
     limit: float | None  # see LimitedActivation
 
     @property

@@ -63,9 +63,9 @@ def delta_saved_values(record: GatedDeltaNetRecord, hidden: int) -> int:
     and gate. For each value head: a chunk's products, g and its input, fp32, and b before and after
     its factor. For each key head: the norms of query and key, fp32."""
     widths = record.widths
-    copied = 2 * record.value_heads * record.by_key_head
+    copied = 2 * record.n_value_heads * record.by_key_head
     return (sum(widths.values()) - copied + sum(widths[x] for x in "qkv") + 2 * widths["v"]
-            + (RECURRENCE_CHUNK + 6) * record.value_heads + 4 * record.key_heads)
+            + (RECURRENCE_CHUNK + 6) * record.n_value_heads + 4 * record.n_key_heads)
 
 
 def delta_live_values(record: GatedDeltaNetRecord, hidden: int) -> int:
@@ -73,10 +73,11 @@ def delta_live_values(record: GatedDeltaNetRecord, hidden: int) -> int:
     its gradient and that of k; u, its gradient, the new values and two gradients of v; those of q
     and k. Besides, the gradients of the gated norm's result and of z, and that of its input, which
     is free by then. Counted in fla 0.6; a row of 262,144 tokens of Qwen3.5-9B took 0.3 % more."""
-    states = record.value_heads * record.key_dim * record.value_dim // RECURRENCE_CHUNK
-    head_values = record.value_heads * record.key_dim
+    states = record.n_value_heads * record.key_dim * record.value_dim // RECURRENCE_CHUNK
+    head_values = record.n_value_heads * record.key_dim
     widths = record.widths
-    of_key_heads = widths["q"] + widths["k"] * (2 if record.key_heads < record.value_heads else 1)
+    is_grouped = record.n_key_heads < record.n_value_heads
+    of_key_heads = widths["q"] + widths["k"] * (2 if is_grouped else 1)
     return 2 * states + 3 * head_values + of_key_heads + 6 * widths["v"]
 
 
@@ -84,7 +85,7 @@ def delta_elementwise_values(record: GatedDeltaNetRecord, hidden: int) -> int:
     """Values moved by convolution, norm and gate, and by the delta rule's kernels, which take as
     long as moving this many. Counted, not measured."""
     widths = record.widths
-    head_values = record.value_heads * (record.key_dim + record.value_dim)
+    head_values = record.n_value_heads * (record.key_dim + record.value_dim)
     return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * head_values
 
 
@@ -94,22 +95,22 @@ def mamba2_saved_values(record: Mamba2Record, hidden: int) -> int:
     after norm and gate."""
     widths = record.widths
     return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 2 * widths["x"]
-            + 8 * record.heads)
+            + 8 * record.n_heads)
 
 
 def mamba2_live_values(record: Mamba2Record, hidden: int) -> int:
     """Gradients of the saved values; B and C and their gradients for each head; fla's states, fp32.
     Counted, not measured."""
     widths = record.widths
-    states = record.heads * record.state * record.head_dim // RECURRENCE_CHUNK
-    return (2 * sum(widths.values()) + 4 * record.heads * record.state + 3 * widths["x"]
+    states = record.n_heads * record.state_size * record.head_dim // RECURRENCE_CHUNK
+    return (2 * sum(widths.values()) + 4 * record.n_heads * record.state_size + 3 * widths["x"]
             + 4 * states)
 
 
 def mamba2_elementwise_values(record: Mamba2Record, hidden: int) -> int:
     """Values moved, see delta_elementwise_values()."""
     widths = record.widths
-    head_values = record.heads * (record.state + record.head_dim)
+    head_values = record.n_heads * (record.state_size + record.head_dim)
     return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * head_values
 
 

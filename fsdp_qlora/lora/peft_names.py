@@ -100,9 +100,10 @@ def expert_settings(arch: Architecture, rank: int, alpha: int,
     """Return the settings of PEFT's LoraConfig for the experts among the linears `adapted`, if PEFT
     adapts one parameter of all experts. The adapter of gate and up together has the ranks of both
     and twice alpha, so that the scale is unchanged."""
-    if not arch.moe or arch.moe.adapters == "modules" or not {*adapted} & {*arch.experts()}:
+    experts = {*adapted} & {*arch.expert_linear_names()}
+    if not arch.moe or arch.moe.adapters == "modules" or not experts:
         return {}
-    stem, n = arch.moe.experts, arch.moe.n_experts
+    stem, n = arch.moe.experts_prefix, arch.moe.n_experts
     first = f"{stem}.gate_up_proj" if arch.gated else f"{stem}.up_proj"
     settings: dict[str, Any] = {"target_parameters": [f"{stem}.down_proj", first]}
     if (each := len(arch.expert_gate_up) // n) > 1:
@@ -131,7 +132,7 @@ def expert_slices(arch: Architecture, rank: int) -> TensorSlices:
         # PEFT wraps the experts' module once for down_proj, and inside that for gate and up
         for end, linears in (".base_layer", arch.expert_gate_up), ("", arch.expert_down):
             n, n_out = arch.moe.n_experts, linears[0].out_features
-            whole, n_columns = arch.moe.experts + end, rank * len(linears)
+            whole, n_columns = arch.moe.experts_prefix + end, rank * len(linears)
             for i, linear in enumerate(linears):
                 expert, k = divmod(i, len(linears) // n)
                 columns = slice(rank * k * n + expert, rank * (k + 1) * n, n)

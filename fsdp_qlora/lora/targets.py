@@ -20,7 +20,7 @@ ADAPTER_NAMES = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the l
 def adaptable_linears(arch: Architecture) -> list[str]:
     """Return the names, in a layer, of the linears that --target_modules can name: all but the
     experts and those that PEFT refuses."""
-    experts = set(arch.experts())
+    experts = set(arch.expert_linear_names())
     return [x.name for x in arch.all_linears()
             if x.name not in experts and not x.name.endswith(arch.peft_refuses)]
 
@@ -33,14 +33,14 @@ def adapted_linears(arch: Architecture, target_modules: Iterable[str]) -> list[s
     adaptable = adaptable_linears(arch)
     ends, every = tuple(f".{target}" for target in target_modules), set()
     if "all-linear" in target_modules and arch.moe:
-        expert_names = {name.rsplit(".", 1)[-1] for name in arch.experts()}
+        expert_names = {name.rsplit(".", 1)[-1] for name in arch.expert_linear_names()}
         every = {x.name for kind in dict.fromkeys(arch.layer_kinds)
                  for group in arch.mixer_groups(kind).values() for x in group
                  if x.name.rsplit(".", 1)[-1] not in expert_names}
     elif "all-linear" in target_modules:
         every = {*adaptable}
     names = [name for name in adaptable if name in every or f".{name}".endswith(ends)]
-    return names + arch.experts() if "experts" in target_modules else names
+    return names + arch.expert_linear_names() if "experts" in target_modules else names
 
 
 def resolve_adapter(
@@ -85,7 +85,7 @@ def check_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
 def requested_targets(arch: Architecture, config: Config) -> list[str]:
     """Return the words of --target_modules, each of which names linears of the model; all-linear is
     replaced by the names that it means. Raises ValueError for other words."""
-    experts, names = arch.experts(), adaptable_linears(arch)
+    experts, names = arch.expert_linear_names(), adaptable_linears(arch)
     default = adapted_linears(arch, ["all-linear"])
     short = sorted({name.rsplit(".", 1)[-1] for name in default})
     others = [name for name in names if name not in default]
@@ -115,7 +115,7 @@ def peft_targets(arch: Architecture, config: Config, requested: list[str]) -> li
     targets = requested
     if "experts" in requested:
         refuse_expert_adapters(arch, config)
-        experts, renames = arch.experts(), arch.moe.renames if arch.moe else ()
+        experts, renames = arch.expert_linear_names(), arch.moe.renames if arch.moe else ()
         leaves = {renamed(name, renames).rsplit(".", 1)[-1] for name in experts}
         has_own_settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
         targets = sorted({*requested} - {"experts"} | (set() if has_own_settings else leaves))

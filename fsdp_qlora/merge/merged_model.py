@@ -44,7 +44,7 @@ def merged_shapes_and_paths(
         shape = names.shapes.get(name, tensor.shape)
         if name not in known:
             # a multimodal model has other parts besides its text model, which are copied
-            if not is_multimodal(model_config) or name.startswith(names.stem):
+            if not is_multimodal(model_config) or name.startswith(names.prefix):
                 continue
             if name.endswith((*NF4_SUFFIXES, INT4_PACKED)):
                 raise ValueError(f"{tensor.path}: {name} is of a weight in 4-bit outside the text"

@@ -31,7 +31,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     adapter_bytes = 4 * layers.n_adapter  # of one layer, in fp32
     # bytes of this rank's rows of the lm_head; the embedding has as many
     table_bytes = arch.vocab_size * arch.hidden_size * itemsize / n_shards
-    # values of all layers' own inputs for a token, see PerLayerInputs
+    # values of all layers' own inputs for a token, see PerLayerInputsRecord
     n_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
     # of the tables that no matmul reads, which can be in host memory
     looked_up_bytes = (

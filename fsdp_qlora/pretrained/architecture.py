@@ -134,7 +134,7 @@ class Architecture(ArchitectureFields):
             name = gate.linear or "q_proj"
             n_gates = self.n_heads if gate.per_head in (True, "per-head") else width
             widths[name] = widths.get(name, 0) + n_gates
-        return ([LinearShape(f"{self.attention}.{name}", n, self.hidden_size, self.qkv_bias)
+        return ([LinearShape(f"{self.attention_prefix}.{name}", n, self.hidden_size, self.qkv_bias)
                  for name, n in widths.items()],
                 [LinearShape(self.attention_out, self.hidden_size, width, self.out_bias)])
 
@@ -186,7 +186,7 @@ class Architecture(ArchitectureFields):
         return list({x.name: x for kind in dict.fromkeys(self.layer_kinds)
                      for x in self.linears(kind)}.values())
 
-    def experts(self) -> list[str]:
+    def expert_linear_names(self) -> list[str]:
         """Return the names, in a layer, of the linears of all experts."""
         return [linear.name for linear in self.expert_gate_up + self.expert_down]
 
@@ -235,10 +235,10 @@ class Architecture(ArchitectureFields):
                 shapes[f"{moe.router}.bias"] = (moe.n_experts,)
                 for linear in (self.expert_gate_up[0], self.expert_down[0]):
                     key = linear.name.rsplit(".", 1)[-1]
-                    shapes[f"{moe.experts}.{key}_bias"] = (
+                    shapes[f"{moe.experts_prefix}.{key}_bias"] = (
                         moe.n_experts, linear.out_features)
-            if moe.correction:
-                shapes[moe.correction] = (1,) * moe.correction_is_row + (moe.n_experts,)
+            if moe.correction_bias:
+                shapes[moe.correction_bias] = (1,) * moe.correction_bias_is_row + (moe.n_experts,)
             if moe.norms:
                 shapes[moe.norms.router_scale] = (self.hidden_size,)
             if moe.expert_scale:

@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.records import (
-    AdapterForm, AttentionGate, GatedDeltaNetRecord, ExpertNorms, Family, Mamba2Record, MLARecord,
-    MoERecord, PerLayerInputs, ShortConvRecord)
+    AdapterForm, AttentionGateRecord, ExpertNormsRecord, Family, GatedDeltaNetRecord, Mamba2Record,
+    MLARecord, MoERecord, PerLayerInputsRecord, ShortConvRecord)
 
 BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {  # for --random_weights, without a config.json
     name: dict(
@@ -38,7 +38,7 @@ GEMMA4: dict[str, Any] = GEMMA2 | dict(
     keys_are_values="config.attention_k_eq_v", ropes_by_layer_type=True,
     logits_softcap="config.final_logit_softcapping", layer_scalar="layer_scalar",
     n_kv_shared_layers="config.num_kv_shared_layers", double_wide_mlp="config.use_double_wide_mlp",
-    per_layer=PerLayerInputs(),
+    per_layer=PerLayerInputsRecord(),
     # with "vision" only pixels see later tokens; with "all", is_causal is False
     unused=("use_bidirectional_attention",))
 COHERE: dict[str, Any] = dict(
@@ -68,7 +68,7 @@ GRANITE_SHARED: dict[str, Any] = dict(
     intermediate_size="config.shared_intermediate_size")
 GRANITE_EXPERTS: dict[str, Any] = dict(
     n_experts="config.num_local_experts", expert_size="config.intermediate_size",
-    experts="block_sparse_moe.experts", router="block_sparse_moe.router", adapters="stacked",
+    experts_prefix="block_sparse_moe.experts", router="block_sparse_moe.router", adapters="stacked",
     renames=(("moe.experts.gate_up_proj", "moe.input_linear.weight"),
              ("moe.experts.down_proj", "moe.output_linear.weight"),
              ("router.weight", "router.layer.weight")))
@@ -79,10 +79,10 @@ MIXTRAL: dict[str, Any] = dict(
 DEEPSEEK: dict[str, Any] = dict(
     n_experts="config.n_routed_experts", first_dense="config.first_k_dense_replace",
     shared_size="config.moe_intermediate_size", n_shared="config.n_shared_experts",
-    shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
-    correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
-    top_groups="config.topk_group", normalized="config.norm_topk_prob",
-    sum_eps=1e-20, scale="config.routed_scaling_factor", rounded_weights=False)
+    shared_prefix="mlp.shared_experts", fp32_router=True, scores="sigmoid",
+    correction_bias="mlp.gate.e_score_correction_bias", n_expert_groups="config.n_group",
+    topk_group="config.topk_group", norm_topk_prob="config.norm_topk_prob",
+    sum_eps=1e-20, routed_scaling_factor="config.routed_scaling_factor", rounded_weights=False)
 MLA: dict[str, Any] = dict(
     mla=MLARecord(), qkv_bias=False, out_bias=False, mlp_bias=False,
     rotary_interleaved="config.rope_interleave")
@@ -99,7 +99,8 @@ LFM2: dict[str, Any] = dict(
     mlp_in=("feed_forward.w1", "feed_forward.w3"), mlp_out="feed_forward.w2",
     other_mixers={"conv": ShortConvRecord()})
 QWEN3_NEXT: dict[str, Any] = dict(
-    norm_kind="rms_plus_one", qk_norm="head", partial_rotary=True, attention_gate=AttentionGate())
+    norm_kind="rms_plus_one", qk_norm="head", partial_rotary=True,
+    attention_gate=AttentionGateRecord())
 QWEN3_NEXT_EXPERTS: dict[str, Any] = dict(
     shared_size="config.shared_expert_intermediate_size", shared_gate="mlp.shared_expert_gate")
 FAMILIES: dict[str, Family] = {
@@ -143,8 +144,9 @@ FAMILIES: dict[str, Family] = {
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
     "gemma4_text": Family(**GEMMA4, moe=MoERecord(
-        used="config.enable_moe_block", top_k="config.top_k_experts", experts="experts",
-        router="router.proj", shared_mlp=True, rounded_weights=False, norms=ExpertNorms(),
+        experts_if="config.enable_moe_block", top_k="config.top_k_experts",
+        experts_prefix="experts",
+        router="router.proj", shared_mlp=True, rounded_weights=False, norms=ExpertNormsRecord(),
         expert_scale="router.per_expert_scale", adapters="stacked")),
     "gemma4_unified_text": Family(**GEMMA4),
     "muse_glimmer_text": Family(
@@ -152,7 +154,7 @@ FAMILIES: dict[str, Family] = {
         norm_kind="rms_plus_one", post_norm_eps="config.post_norm_eps", final_norm_kind="rms_fp32",
         embedding_norm=True, qkv_bias=False, out_bias=False, qk_norm="without weight",
         query_factor="config.qk_scale_factor", windowed_layers="layer_types",
-        no_rotary="layer_rope_theta", attention_gate=AttentionGate("gate_proj"),
+        no_rotary="layer_rope_theta", attention_gate=AttentionGateRecord("gate_proj"),
         activation="config.hidden_activation", logits_multiplier="config.output_multiplier",
         logits_softcap="config.final_logit_softcapping"),
     "granite": Family(**GRANITE, logits_divisor="config.logits_scaling"),
@@ -215,7 +217,8 @@ FAMILIES: dict[str, Family] = {
     # qkv_bias=False, else g_proj would also have a bias
     "lfm3": Family(**LFM2 | dict(
         qkv_bias=False, out_bias=False, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm",
-        attention_out="self_attn.o_proj", attention_gate=AttentionGate("g_proj", per_head=True),
+        attention_out="self_attn.o_proj", attention_gate=AttentionGateRecord("g_proj",
+            per_head=True),
         attention_post_norm="post_operator_norm", mlp_post_norm="post_ffn_norm",
         post_norm_if="config.use_sandwich_norm", windowed_layers="layer_types",
         ropes_by_layer_type=True, renames=(("self_attn.g_proj", "self_attn.gate_proj"),))),
@@ -242,29 +245,29 @@ FAMILIES: dict[str, Family] = {
                 "linear_dt_init_floor")),
     # MoE models
     "qwen3_moe": Family(qk_norm="head", windowed_layers="all", moe=MoERecord(
-        normalized="config.norm_topk_prob")),
+        norm_topk_prob="config.norm_topk_prob")),
     "qwen2_moe": Family(qkv_bias="config.qkv_bias", windowed_layers="layer_types", moe=MoERecord(
         shared_size="config.shared_expert_intermediate_size",
-        shared_gate="mlp.shared_expert_gate", normalized="config.norm_topk_prob",
+        shared_gate="mlp.shared_expert_gate", norm_topk_prob="config.norm_topk_prob",
         adapters="parameters")),
     "mixtral": Family(windowed_layers="all", moe=MoERecord(**MIXTRAL, rounded_weights=False)),
     "minimax_m2": Family(qk_norm="full", partial_rotary=True, moe=MoERecord(
-        **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias",
+        **MIXTRAL, scores="sigmoid", correction_bias="mlp.e_score_correction_bias",
         rounded_weights=False)),
     "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, moe=MoERecord(
-        expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
+        expert_size="config.intermediate_size", norm_topk_prob="config.norm_topk_prob")),
     "flex_olmo": Family(**OLMO2, moe=MoERecord(
-        expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
+        expert_size="config.intermediate_size", norm_topk_prob="config.norm_topk_prob")),
     "cohere2_moe": Family(
         **COHERE, no_rotary="full", windowed_layers="layer_types",
         dense_rotary="config.prefix_dense_sliding_window_pattern",
         intermediate_size="config.prefix_dense_intermediate_size",
         unused=("rope_theta", "rope_scaling"), moe=MoERecord(  # both are in rope_parameters, too
             expert_size="config.intermediate_size", shared_size="config.intermediate_size",
-            n_shared="config.num_shared_experts", shared="mlp.shared_experts",
+            n_shared="config.num_shared_experts", shared_prefix="mlp.shared_experts",
             combination="config.shared_expert_combination_strategy",
             scores="config.expert_selection_fn", ranks_logits=True, rounded_scores=True,
-            softmax_of_chosen=True, normalized="config.norm_topk_prob")),
+            softmax_of_chosen=True, norm_topk_prob="config.norm_topk_prob")),
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
                          moe=MoERecord(**GRANITE_EXPERTS)),
     "granitemoeshared": Family(**GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
@@ -275,11 +278,12 @@ FAMILIES: dict[str, Family] = {
         norm_kind="rms_fp32", qk_norm="head", windowed_layers="layer_types", no_rotary="full",
         sinks=True, renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoERecord(
             shared_size="config.shared_expert_intermediate_size", fp32_router=True,
-            scores="sigmoid", normalized="config.norm_topk_prob", rounded_weights=False,
+            scores="sigmoid", norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
             adapters="parameters")),
     "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoERecord(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
-        shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
+        shared_size="config.intermediate_size", shared_prefix="mlp.shared_mlp",
+        router="mlp.gate.wg",
         fp32_router=True, rounded_weights=False)),
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
                        qk_norm_if="config.use_qk_norm", moe=MoERecord(**DEEPSEEK)),
@@ -299,14 +303,14 @@ FAMILIES: dict[str, Family] = {
     "axk1": Family(
         **MLA, mlp_post_norm="mlp.post_mlp_layernorm", post_norm_of_experts=True,
         renames=(("mlp.post_mlp_layernorm", "post_mlp_layernorm"),),
-        moe=MoERecord(**DEEPSEEK, correction_or_zeros=True, adapters="parameters")),
+        moe=MoERecord(**DEEPSEEK, correction_bias_or_zeros=True, adapters="parameters")),
     "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoERecord(**DEEPSEEK | dict(
-        scores="softmax", correction=None, normalized=False, group_best=1,
+        scores="softmax", correction_bias=None, norm_topk_prob=False, group_best=1,
         groups_if="config.topk_method"))),
     "deepseek_v32": Family(**INDEXED, moe=MoERecord(**DEEPSEEK)),
     "glm_moe_dsa": Family(**INDEXED, moe=MoERecord(**DEEPSEEK)),
     "mistral4": Family(**MLA, query_temperature=True, moe=MoERecord(**DEEPSEEK | dict(
-        fp32_router=False, scores="softmax", rounded_scores=True, correction=None,
+        fp32_router=False, scores="softmax", rounded_scores=True, correction_bias=None,
         rounded_weights=True, adapters="stacked"))),
     "dots1": Family(qk_norm="head", windowed_layers="layer_types", moe=MoERecord(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
@@ -319,9 +323,10 @@ FAMILIES: dict[str, Family] = {
         renames=((".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
                  (".post_self_attn_layernorm.", ".post_attn_norm."),
                  (".post_mlp_layernorm.", ".post_ffn_norm.")), moe=MoERecord(
-            shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
-            fp32_router=True, scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
-            ranks_logits=True, normalized="config.norm_topk_prob", rounded_weights=False,
+            shared_size="config.shared_expert_intermediate_size",
+            shared_prefix="mlp.shared_experts",
+            fp32_router=True, scores="sigmoid", correction_bias="mlp.gate.e_score_correction_bias",
+            ranks_logits=True, norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
             adapters="parameters")),
     "exaone_moe": Family(
         qk_norm="head", windowed_layers="layer_types", no_rotary="full_if_window", moe=MoERecord(
@@ -329,15 +334,16 @@ FAMILIES: dict[str, Family] = {
             renames=(("mlp.gate.e_score", "mlp.e_score"),))),
     "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), moe=MoERecord(
         shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
-        shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
-        correction="mlp.e_score_correction_bias", sum_eps=1e-20,
-        scale="config.router_scaling_factor", rounded_weights=False, adapters="parameters",
+        shared_prefix="mlp.shared_experts", fp32_router=True, scores="sigmoid",
+        correction_bias="mlp.e_score_correction_bias", sum_eps=1e-20,
+        routed_scaling_factor="config.router_scaling_factor", rounded_weights=False,
+        adapters="parameters",
         renames=(("mlp.gate.weight", "mlp.router.gate.weight"),
                  ("mlp.e_score_correction_bias", "mlp.expert_bias"),
                  ("mlp.shared_experts.", "mlp.shared_mlp.")))),
     "mellum": Family(qk_norm="head", windowed_layers="layer_types", ropes_by_layer_type=True,
                      unused=("mtp_layer_types", "mtp_mlp_layer_types"), moe=MoERecord(
-                         normalized="config.norm_topk_prob")),
+                         norm_topk_prob="config.norm_topk_prob")),
     "qwen3_5_moe_text": Family(
         **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
         prefixes=("model.", "model.language_model."),
@@ -346,12 +352,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         **QWEN3_NEXT, other_mixers={"linear_attention": GatedDeltaNetRecord(
             in_projs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
-        moe=MoERecord(**QWEN3_NEXT_EXPERTS, normalized="config.norm_topk_prob")),
+        moe=MoERecord(**QWEN3_NEXT_EXPERTS, norm_topk_prob="config.norm_topk_prob")),
     "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoERecord(
-        first_dense="config.num_dense_layers", experts="feed_forward.experts",
+        first_dense="config.num_dense_layers", experts_prefix="feed_forward.experts",
         router="feed_forward.gate", scores="sigmoid", rounded_scores=True,
-        correction="feed_forward.expert_bias",
-        normalized="config.norm_topk_prob", sum_eps=1e-6, scale="config.routed_scaling_factor",
+        correction_bias="feed_forward.expert_bias",
+        norm_topk_prob="config.norm_topk_prob", sum_eps=1e-6,
+        routed_scaling_factor="config.routed_scaling_factor",
         adapters="parameters",
         # renames for experts only, whose names have a number before: layers without experts have w1
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
@@ -361,20 +368,21 @@ FAMILIES: dict[str, Family] = {
         peft_refuses=("out_proj",), norm_kind="rms_fp32", norm_eps="config.layer_norm_epsilon",
         one_sublayer=True, embedding="embeddings", final_norm="norm_f",
         prefixes=("model.", "backbone."), attention_norm="norm", mlp_norm="norm",
-        attention="mixer", attention_out="mixer.o_proj",
+        attention_prefix="mixer", attention_out="mixer.o_proj",
         qkv_bias=False, out_bias=False, rotary_if=False, gated=False, mlp_in=("mixer.up_proj",),
         mlp_out="mixer.down_proj", activation="config.mlp_hidden_act", other_mixers={
             "linear_attention": Mamba2Record(
-                heads="config.mamba_num_heads", head_dim="config.mamba_head_dim",
-                groups="config.n_groups", state="config.ssm_state_size",
-                kernel="config.conv_kernel", conv_bias="config.use_conv_bias",
+                n_heads="config.mamba_num_heads", head_dim="config.mamba_head_dim",
+                n_groups="config.n_groups", state_size="config.ssm_state_size",
+                conv_kernel_size="config.conv_kernel", conv_bias="config.use_conv_bias",
                 in_bias="config.use_bias", out_bias="config.use_bias",
-                step_limits=(0.0, math.inf), min_step="config.time_step_min",
-                norm_eps="config.layer_norm_epsilon", stem="mixer")},
+                dt_limits=(0.0, math.inf), min_dt="config.time_step_min",
+                norm_eps="config.layer_norm_epsilon", prefix="mixer")},
         moe=MoERecord(**DEEPSEEK | dict(
-            experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts",
+            experts_prefix="mixer.experts", router="mixer.gate",
+            shared_prefix="mixer.shared_experts",
             adapters="stacked",
-            correction="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
+            correction_bias="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
             latent_size="config.moe_latent_size",
             latent_linears=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
             shared_size="config.moe_shared_expert_intermediate_size")),
@@ -387,26 +395,27 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=False, out_bias=False, qk_norm="head", windowed_layers="layer_types",
         partial_rotary=True, ropes_by_layer_type=True,
         heads_by_layer="config.num_attention_heads_per_layer",
-        attention_gate=AttentionGate(
+        attention_gate=AttentionGateRecord(
             "g_proj", per_head="config.gating", activation="softplus"), moe=MoERecord(
-            shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
-            scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
-            scale="config.moe_routed_scaling_factor", adapters="parameters",
+            shared_size="config.shared_expert_intermediate_size",
+            shared_prefix="mlp.shared_experts",
+            scores="sigmoid", correction_bias="mlp.gate.e_score_correction_bias",
+            routed_scaling_factor="config.moe_routed_scaling_factor", adapters="parameters",
             renames=(("mlp.shared_experts.", "mlp.shared_expert."),
                      ("mlp.gate.e_score", "mlp.experts.e_score")))),
     "step3p5": Family(
         norm_kind="rms_plus_one", qkv_bias=False, out_bias=False, qk_norm="head",
         windowed_layers="layer_types", partial_rotary=True, ropes_by_layer_type=True,
         query_scalar="config.query_pre_attn_scalar",
-        attention_gate=AttentionGate("g_proj", per_head=True),
+        attention_gate=AttentionGateRecord("g_proj", per_head=True),
         mlp_limits="config.swiglu_limits_shared",
         unused=("num_sliding_attention_heads", "num_local_experts", "mtp_layer_types",
                 "mtp_mlp_layer_types"),
         moe=MoERecord(
             n_experts="config.n_routed_experts", shared_size="config.share_expert_dim",
-            shared="mlp.shared_experts", scores="sigmoid", rounded_weights=False,
-            correction="mlp.gate.e_score_correction_bias", limits="config.swiglu_limits",
-            scale="config.moe_router_scaling_factor", adapters="stacked",
+            shared_prefix="mlp.shared_experts", scores="sigmoid", rounded_weights=False,
+            correction_bias="mlp.gate.e_score_correction_bias", limits="config.swiglu_limits",
+            routed_scaling_factor="config.moe_router_scaling_factor", adapters="stacked",
             renames=(("mlp.gate.weight", "moe.gate.weight"),
                      ("mlp.gate.e_score_correction_bias", "moe.router_bias"),
                      ("mlp.shared_experts.", "share_expert."),
@@ -414,22 +423,23 @@ FAMILIES: dict[str, Family] = {
                        for x in ("gate", "up", "down"))))),
     "afmoe": Family(
         norm_kind="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head",
-        windowed_layers="layer_types", no_rotary="full", attention_gate=AttentionGate("gate_proj"),
+        windowed_layers="layer_types", no_rotary="full",
+        attention_gate=AttentionGateRecord("gate_proj"),
         sqrt_embedding="config.mup_enabled",
         attention_post_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm",
         mlp_post_norm="post_mlp_layernorm", unused=("global_attn_every_n_layers",),
         moe=MoERecord(
             shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
-            shared="mlp.shared_experts", first_dense="config.num_dense_layers",
-            router="mlp.router.gate", scores="sigmoid", correction="mlp.expert_bias",
-            sum_eps=1e-20, scale="config.route_scale", rounded_weights=False)),
+            shared_prefix="mlp.shared_experts", first_dense="config.num_dense_layers",
+            router="mlp.router.gate", scores="sigmoid", correction_bias="mlp.expert_bias",
+            sum_eps=1e-20, routed_scaling_factor="config.route_scale", rounded_weights=False)),
     # use_bias in a config is refused, because it would also give the lm_head a bias
     "ernie4_5_moe": Family(rotary_interleaved=True, moe=MoERecord(
         n_experts="config.moe_num_experts", top_k="config.moe_k",
         shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
-        first_dense="config.moe_layer_start_index", shared="mlp.shared_experts",
-        fp32_router=True, correction="mlp.gate.moe_statics.e_score_correction_bias",
-        correction_is_row=True, renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
+        first_dense="config.moe_layer_start_index", shared_prefix="mlp.shared_experts",
+        fp32_router=True, correction_bias="mlp.gate.moe_statics.e_score_correction_bias",
+        correction_bias_is_row=True, renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
     # another swiglu_limit or swiglu_alpha than these in a config is refused
     "gpt_oss": Family(
         norm_kind="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoERecord(

@@ -25,7 +25,8 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.pretrained.layer_kinds import Rope, kv_sources, make_layer_kinds, routed_layers
 from fsdp_qlora.pretrained.records import (
-    ACTIVATIONS, LAYER_TYPES, ArchitectureFields, Family, LinearShape, MoERecord, PerLayerInputs)
+    ACTIVATIONS, LAYER_TYPES, ArchitectureFields, Family, LinearShape, MoERecord,
+    PerLayerInputsRecord)
 from fsdp_qlora.quant.blocks import BLOCK
 
 # Fields of config classes that make_architecture() reads for every family, or that change no
@@ -154,7 +155,7 @@ def make_names(model_config: PreTrainedConfig, family: Family) -> dict[str, Any]
         module_prefix=prefixes[0], checkpoint_prefixes=prefixes, lm_head_names=lm_head_names)
 
 
-def make_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | None:
+def make_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputsRecord | None:
     """Return Architecture.per_layer."""
     record = family.per_layer
     if not record or not record.size:
@@ -236,7 +237,7 @@ def make_moe(c: PreTrainedConfig, family: Family, outer_type: str) -> MoERecord 
     """Return Architecture.moe; None if no layer has experts. `outer_type`: model_type of the whole
     config."""
     moe = family.moe
-    if not moe or not moe.used or moe.shared_mlp and moe.n_experts == 0:
+    if not moe or not moe.experts_if or moe.shared_mlp and moe.n_experts == 0:
         return None
     sizes = moe.n_experts, moe.top_k, moe.expert_size
     if not all(isinstance(n, int) and n > 0 for n in sizes) or moe.top_k > moe.n_experts:
@@ -245,9 +246,9 @@ def make_moe(c: PreTrainedConfig, family: Family, outer_type: str) -> MoERecord 
     if not any(routed_layers(c, family)):
         return None
     if moe.groups_if not in (True, "group_limited_greedy"):
-        moe = dataclasses.replace(moe, n_groups=1)
+        moe = dataclasses.replace(moe, n_expert_groups=1)
     if moe.softmax_of_chosen and moe.scores == "softmax":
-        moe = dataclasses.replace(moe, normalized=True, rounded_scores=False)
+        moe = dataclasses.replace(moe, norm_topk_prob=True, rounded_scores=False)
     if moe.scores not in ("softmax", "sigmoid") or moe.combination not in ("sum", "average"):
         raise ValueError(f"experts with {moe.scores} scores and the {moe.combination} with shared"
                          " experts are not supported")
@@ -267,14 +268,14 @@ def make_linears(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dict[st
         return linears
     if shared_size := (moe.shared_size or 0) * (moe.n_shared or 0):
         linears["shared_gate_up"], linears["shared_down"] = mlp_linears(
-            moe.shared, shared_size, hidden, family.gated, bias)
+            moe.shared_prefix, shared_size, hidden, family.gated, bias)
     if moe.shared_mlp and inner:  # Granite's may have no shared expert
         linears["shared_gate_up"], linears["shared_down"] = gate_up, down
     if size := moe.latent_size:
         into, back = moe.latent_linears
         linears["expert_latent"] = [
             LinearShape(into, size, hidden, bias), LinearShape(back, hidden, size, bias)]
-    experts = [expert_linears(f"{moe.experts}.{i}", family, moe, hidden, in_mxfp4)
+    experts = [expert_linears(f"{moe.experts_prefix}.{i}", family, moe, hidden, in_mxfp4)
                for i in range(moe.n_experts)]
     return linears | {"expert_gate_up": [linear for gate_up, _ in experts for linear in gate_up],
                       "expert_down": [linear for _, down in experts for linear in down]}

@@ -31,7 +31,7 @@ ExpertSum = Literal["sum", "average"]
 AdapterForm = Literal["modules", "stacked", "parameters"]
 
 
-class ExpertNorms(NamedTuple):
+class ExpertNormsRecord(NamedTuple):
     """Norms of Gemma 4's experts, which run next to the MLP that other models have: both outputs
     are normed separately and added. Names are those in a layer; the norm before the MLP is
     Family.mlp_norm."""
@@ -50,10 +50,10 @@ class MoERecord:
     "config.x" means the same as in Family.
 
     The router's logits become scores. Each token goes to the top_k experts with the highest scores
-    (plus correction). Their outputs are added, each times its weight, which is its score.
+    (plus correction_bias). Their outputs are added, each times its weight, which is its score.
     """
 
-    used: bool | FromConfig = True  # if a config can switch experts off
+    experts_if: bool | FromConfig = True  # if a config can switch experts off
     n_experts: int | FromConfig = "config.num_experts"
     top_k: int | FromConfig = "config.num_experts_per_tok"
     expert_size: int | FromConfig = "config.moe_intermediate_size"  # inner width of one expert
@@ -66,8 +66,8 @@ class MoERecord:
     combination: ExpertSum | FromConfig = "sum"
     n_shared: int | FromConfig = 1  # shared experts, computed as one that is n_shared times as wide
     first_dense: int | FromConfig = 0  # number of first layers that have an MLP without experts
-    experts: str = "mlp.experts"  # prefix of the experts' names in a layer
-    shared: str = "mlp.shared_expert"  # prefix of the shared expert's names in a layer
+    experts_prefix: str = "mlp.experts"  # prefix of the experts' names in a layer
+    shared_prefix: str = "mlp.shared_expert"  # prefix of the shared expert's names in a layer
     # the linears that are the MLP of a layer without experts are the shared expert of one with them
     shared_mlp: bool = False
     shared_gate: str | None = None  # a linear whose sigmoid multiplies the shared expert's output
@@ -75,23 +75,23 @@ class MoERecord:
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
     scores: RouterScores | FromConfig = "softmax"
     rounded_scores: bool = False  # scores, and their sum, are rounded to the model's dtype
-    correction: str | None = None  # a tensor [experts]
-    correction_is_row: bool = False  # it is [1, experts]
-    ranks_logits: bool = False  # experts are ranked by logits (plus correction), not by scores
-    correction_or_zeros: bool = False  # files may lack it; it is then 0
-    # a token goes only to experts of its top_groups groups, the ones with the largest sums of their
+    correction_bias: str | None = None  # a tensor [experts]
+    correction_bias_is_row: bool = False  # it is [1, experts]
+    ranks_logits: bool = False  # experts are ranked by logits (plus correction_bias), not by scores
+    correction_bias_or_zeros: bool = False  # files may lack it; it is then 0
+    # a token goes only to experts of its topk_group groups, the ones with the largest sums of their
     # group_best highest scores
-    n_groups: int | FromConfig = 1
-    top_groups: int | FromConfig = 1
+    n_expert_groups: int | FromConfig = 1
+    topk_group: int | FromConfig = 1
     group_best: int = 2
     groups_if: bool | FromConfig = True  # if a config can switch groups off; True or
     #                                      "group_limited_greedy": on
-    normalized: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
+    norm_topk_prob: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
     softmax_of_chosen: bool = False  # softmax is over the top_k logits: always normalized
     sum_eps: float = 0.0
-    scale: float | FromConfig = 1.0  # multiplies the weights
+    routed_scaling_factor: float | FromConfig = 1.0  # multiplies the weights
     expert_scale: str | None = None  # a tensor [experts], which also multiplies the weights
-    norms: ExpertNorms | None = None  # None: router, experts and shared expert read one norm
+    norms: ExpertNormsRecord | None = None  # None: router, experts and shared expert read one norm
     rounded_weights: bool = True  # weights are rounded to the model's dtype
     biases: bool = False  # the router and each expert's two linears have a bias
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see glu_product()
@@ -104,7 +104,7 @@ class MoERecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionGate:
+class AttentionGateRecord:
     """Attention's output is multiplied by activation(gate) before o_proj. "config.x" means the same
     as in Family."""
 
@@ -135,7 +135,7 @@ class MLARecord:
     # An indexer chooses this many keys for each query. In rows up to this length these are all
     # keys, so the indexer changes nothing and is not computed; longer rows are refused.
     index_topk: int | FromConfig | None = None
-    indexer: str = "self_attn.indexer."  # prefix of the names of its tensors
+    indexer_prefix: str = "self_attn.indexer."  # prefix of the names of its tensors
 
     def linear_groups(self, hidden: int, heads: int) -> dict[str, list[LinearShape]]:
         """Return the groups of a layer's linears, see Architecture.mixer_groups()."""
@@ -161,9 +161,10 @@ class MLARecord:
 @dataclasses.dataclass(frozen=True)
 class ShortConvRecord:
     """LFM2's token mixer: in_proj outputs b, c and x, [3 x hidden]; out_proj reads c * conv(b * x),
-    where conv sums each channel's last `kernel` tokens. "config.x" means the same as in Family."""
+    where conv sums each channel's last `conv_kernel_size` tokens. "config.x" means the same as in
+    Family."""
 
-    kernel: int | FromConfig = "config.conv_L_cache"
+    conv_kernel_size: int | FromConfig = "config.conv_L_cache"
     bias: bool | FromConfig = "config.conv_bias"  # for conv, in_proj and out_proj
 
     def linears(self, hidden: int) -> tuple[list[LinearShape], list[LinearShape]]:
@@ -174,7 +175,7 @@ class ShortConvRecord:
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return {name in the layer: shape} of its tensors other than linears."""
         bias = {"conv.conv.bias": (hidden,)} if self.bias else {}
-        return {"conv.conv.weight": (hidden, 1, self.kernel)} | bias
+        return {"conv.conv.weight": (hidden, 1, self.conv_kernel_size)} | bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,18 +183,18 @@ class GatedDeltaNetRecord:
     """Gated DeltaNet of Qwen3-Next and Qwen3.5. "config.x" means the same as in Family.
 
     Its linears output query and key [key heads, key_dim], value and z [value heads, value_dim], b
-    and a [value heads]. Query, key and value go through a convolution of `kernel` tokens and SiLU;
-    the value heads are divided evenly among the key heads. A value head's state S [key_dim,
-    value_dim] becomes S exp(g) + beta k (v - k S exp(g)), with k of length 1, beta the sigmoid of b
-    and g = -exp(A_log) softplus(a + dt_bias). `out` reads norm(q S) SiLU(z), with q of length
-    key_dim ** -0.5.
+    and a [value heads]. Query, key and value go through a convolution of `conv_kernel_size`
+    tokens and SiLU; the value heads are divided evenly among the key heads. A value head's state S
+    [key_dim, value_dim] becomes S exp(g) + beta k (v - k S exp(g)), with k of length 1, beta the
+    sigmoid of b and g = -exp(A_log) softplus(a + dt_bias). `out` reads norm(q S) SiLU(z), with q of
+    length key_dim ** -0.5.
     """
 
-    key_heads: int | FromConfig = "config.linear_num_key_heads"
-    value_heads: int | FromConfig = "config.linear_num_value_heads"
+    n_key_heads: int | FromConfig = "config.linear_num_key_heads"
+    n_value_heads: int | FromConfig = "config.linear_num_value_heads"
     key_dim: int | FromConfig = "config.linear_key_head_dim"
     value_dim: int | FromConfig = "config.linear_value_head_dim"
-    kernel: int | FromConfig = "config.linear_conv_kernel_dim"
+    conv_kernel_size: int | FromConfig = "config.linear_conv_kernel_dim"
     # (name, letters of q, k, v, z, b and a that it outputs) of each linear that reads the input
     in_projs: tuple[tuple[str, str], ...] = (
         ("in_proj_qkv", "qkv"), ("in_proj_z", "z"), ("in_proj_b", "b"), ("in_proj_a", "a"))
@@ -208,9 +209,9 @@ class GatedDeltaNetRecord:
     @property
     def widths(self) -> dict[str, int]:
         """{letter: width} of q, k, v, z, b and a."""
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        keys, values = self.n_key_heads * self.key_dim, self.n_value_heads * self.value_dim
         return {"q": keys, "k": keys, "v": values, "z": values,
-                "b": self.value_heads, "a": self.value_heads}
+                "b": self.n_value_heads, "a": self.n_value_heads}
 
     def linears(self, hidden: int) -> tuple[list[LinearShape], list[LinearShape]]:
         """Return the linears that read its input, and those that compute its output."""
@@ -225,8 +226,8 @@ class GatedDeltaNetRecord:
         if self.split_conv:
             channels = {f"{x}_conv1d": self.widths[x] for x in "qkv"}
         shapes: dict[str, tuple[int, ...]] = {
-            f"{name}.weight": (n, 1, self.kernel) for name, n in channels.items()}
-        shapes |= {"A_log": (self.value_heads,), "dt_bias": (self.value_heads,),
+            f"{name}.weight": (n, 1, self.conv_kernel_size) for name, n in channels.items()}
+        shapes |= {"A_log": (self.n_value_heads,), "dt_bias": (self.n_value_heads,),
                    f"{self.norm}.weight": (self.value_dim,)}
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
@@ -235,25 +236,25 @@ class GatedDeltaNetRecord:
 class Mamba2Record:
     """Mamba-2. "config.x" means the same as in Family.
 
-    in_proj outputs z and x [heads, head_dim], B and C [groups, state] and dt [heads]. x, B and C go
-    through a convolution of `kernel` tokens and SiLU; the heads are divided evenly among the
-    groups. With step = softplus(dt + dt_bias), within step_limits and not below min_step, a head's
-    state S [state, head_dim] becomes S exp(-exp(A_log) step) + B (step x). out_proj reads norm((C S
-    + D x) SiLU(z)) with the norm by group, or norm(C S + D x) SiLU(z) with norm_first.
+    in_proj outputs z and x [heads, head_dim], B and C [groups, state_size] and dt [heads]. x, B and
+    C go through a convolution of `conv_kernel_size` tokens and SiLU; the heads are divided evenly
+    among the groups. dt = softplus(dt + dt_bias), within dt_limits and not below min_dt. A head's
+    state S [state_size, head_dim] becomes S exp(-exp(A_log) dt) + B (dt x). out_proj reads norm((C
+    S + D x) SiLU(z)) with the norm by group, or norm(C S + D x) SiLU(z) with norm_first.
     """
 
-    heads: int | FromConfig = "config.mamba_n_heads"
+    n_heads: int | FromConfig = "config.mamba_n_heads"
     head_dim: int | FromConfig = "config.mamba_d_head"
-    groups: int | FromConfig = "config.mamba_n_groups"
-    state: int | FromConfig = "config.mamba_d_state"
-    kernel: int | FromConfig = "config.mamba_d_conv"
+    n_groups: int | FromConfig = "config.mamba_n_groups"
+    state_size: int | FromConfig = "config.mamba_d_state"
+    conv_kernel_size: int | FromConfig = "config.mamba_d_conv"
     conv_bias: bool | FromConfig = "config.mamba_conv_bias"
     in_bias: bool | FromConfig = "config.mamba_proj_bias"
     out_bias: bool | FromConfig = "config.mamba_proj_bias"
-    step_limits: FromConfig = "config.time_step_limit"
-    min_step: float | FromConfig = 0.0
+    dt_limits: FromConfig = "config.time_step_limit"
+    min_dt: float | FromConfig = 0.0
     norm_eps: float | FromConfig = "config.rms_norm_eps"
-    stem: str = "mamba"  # its name in a layer
+    prefix: str = "mamba"  # its name in a layer
     norm: bool | FromConfig = True  # False: no norm
     norm_first: bool | FromConfig = False
     # factors of in_proj's input; of its outputs z, x, B, C and dt; and of out_proj's output
@@ -270,24 +271,24 @@ class Mamba2Record:
     @property
     def widths(self) -> dict[str, int]:
         """{name: width} of in_proj's outputs."""
-        inner, states = self.heads * self.head_dim, self.groups * self.state
-        return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.heads}
+        inner, states = self.n_heads * self.head_dim, self.n_groups * self.state_size
+        return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.n_heads}
 
     def linears(self, hidden: int) -> tuple[list[LinearShape], list[LinearShape]]:
         """Return the linears that read its input, and those that compute its output."""
         widths = self.widths
-        return ([LinearShape(f"{self.stem}.in_proj", sum(widths.values()), hidden, self.in_bias)],
-                [LinearShape(f"{self.stem}.out_proj", hidden, widths["x"], self.out_bias)])
+        return ([LinearShape(f"{self.prefix}.in_proj", sum(widths.values()), hidden, self.in_bias)],
+                [LinearShape(f"{self.prefix}.out_proj", hidden, widths["x"], self.out_bias)])
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return {name in the layer: shape} of its tensors other than linears."""
         n_channels = sum(self.widths[part] for part in ("x", "B", "C"))
         shapes: dict[str, tuple[int, ...]] = {
-            "conv1d.weight": (n_channels, 1, self.kernel), "A_log": (self.heads,),
-            "dt_bias": (self.heads,), "D": (self.heads,)}
+            "conv1d.weight": (n_channels, 1, self.conv_kernel_size), "A_log": (self.n_heads,),
+            "dt_bias": (self.n_heads,), "D": (self.n_heads,)}
         shapes |= {"norm.weight": (self.widths["x"],)} if self.norm else {}
         shapes |= {"conv1d.bias": (n_channels,)} if self.conv_bias else {}
-        return {f"{self.stem}.{name}": shape for name, shape in shapes.items()}
+        return {f"{self.prefix}.{name}": shape for name, shape in shapes.items()}
 
 
 # token mixers other than softmax attention
@@ -295,7 +296,7 @@ OtherMixer = ShortConvRecord | GatedDeltaNetRecord | Mamba2Record
 
 
 @dataclasses.dataclass(frozen=True)
-class PerLayerInputs:
+class PerLayerInputsRecord:
     """Inputs of their own that each layer has for each token (Gemma 4 E2B). "config.x" means the
     same as in Family.
 
@@ -348,7 +349,7 @@ class ArchitectureFields:
     final_norm_kind: str | None = None  # None: same as norm_kind
 
     # ---- attention: linears and heads
-    attention: str = "self_attn"  # prefix of q_proj and the like in a layer
+    attention_prefix: str = "self_attn"  # prefix of q_proj and the like in a layer
     attention_out: str = "self_attn.o_proj"
     one_qkv: bool = False  # one linear "qkv_proj"
     # a tensor that files may have in place of those of q_proj, k_proj and v_proj
@@ -367,7 +368,7 @@ class ArchitectureFields:
     qkv_limit: float | FromConfig | None = None
     attention_softcap: float | FromConfig | None = None
     sinks: bool = False  # attention's softmax has one more logit per head, without a value
-    attention_gate: AttentionGate | None = None
+    attention_gate: AttentionGateRecord | None = None
     mla: MLARecord | None = None  # instead of q_proj, k_proj and v_proj
 
     # ---- rotary and windows
@@ -409,7 +410,7 @@ class ArchitectureFields:
     # layers with one of other_mixers also have softmax attention, and both outputs are added
     parallel_other_mixers: bool = False
     moe: MoERecord | None = None  # experts, instead of the MLP
-    per_layer: PerLayerInputs | None = None
+    per_layer: PerLayerInputsRecord | None = None
 
     # ---- embedding and lm_head
     embedding: str = "embed_tokens"  # its name in the model

@@ -149,7 +149,8 @@ def expert_changes(
     if not arch.moe:
         return []
     sizes = {
-        "n_experts": max(8, 2 * arch.moe.n_groups),  # groups are ranked by their two best experts
+        # groups are ranked by their two best experts
+        "n_experts": max(8, 2 * arch.moe.n_expert_groups),
         "top_k": min(3, arch.moe.top_k), "shared_size": 128,
         "expert_size": hidden if arch.moe.expert_size == arch.hidden_size else 64,
         "latent_size": 192, "first_dense": 1}
@@ -188,8 +189,8 @@ def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, di
     record = next((x for x in mixers if isinstance(x, Mamba2Record)), None)
     if not record:
         return []
-    sizes = {"heads": 4, "head_dim": 32, "groups": min(2, getattr(
-        c, str(record.groups).removeprefix("config."))), "state": 16}
+    sizes = {"n_heads": 4, "head_dim": 32, "n_groups": min(2, getattr(
+        c, str(record.n_groups).removeprefix("config."))), "state_size": 16}
     fields = {str(getattr(record, key)).removeprefix("config."): n for key, n in sizes.items()}
     return [("always", fields), ("if declared", {"mamba_expand": 2, "mamba_d_ssm": 128})]
 

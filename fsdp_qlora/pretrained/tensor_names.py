@@ -44,7 +44,7 @@ class TensorNames:
     norm_bias: str | None = None
     lm_head: str = ""
     lm_head_bias: str | None = None  # None: it has no bias
-    stem: str = ""  # prefix of the text model's names
+    prefix: str = ""  # prefix of the text model's names
     layer_prefix: str = "layers."  # prefix of the layers' names, before a layer's number
     # those of MoERecord.renames that these files use; Family.renames are in `aliases`
     renames: tuple[tuple[str, str], ...] = ()
@@ -61,11 +61,11 @@ class TensorNames:
 
     def of_model(self, name: str) -> str:
         """Return the name in the files of the weight of `name`, which is outside of the layers."""
-        return f"{self.stem}{name}.weight"
+        return f"{self.prefix}{name}.weight"
 
     def of_layer(self, index: int, name: str) -> str:
         """Return the name in the files of the tensor `name` of layer `index`."""
-        name = f"{self.stem}layers.{index}." + renamed(name, self.renames)
+        name = f"{self.prefix}layers.{index}." + renamed(name, self.renames)
         return self.aliases.get(name, name)
 
     def linears_by_tensor(self) -> dict[str, list[tuple[str, Any]]]:
@@ -103,23 +103,23 @@ def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
 def tensor_names(arch: Architecture, stored: Mapping[str, HasShape]) -> TensorNames:
     """Return the TensorNames of a model whose files have the tensors `stored`, with the files'
     spelling."""
-    stems = arch.checkpoint_prefixes
-    stem = next((s for s in stems if name_in_files(f"{s}{arch.embedding}.weight", arch, stored)
-                 in stored), stems[0])
+    prefixes = arch.checkpoint_prefixes
+    prefix = next((x for x in prefixes if name_in_files(f"{x}{arch.embedding}.weight", arch, stored)
+                   in stored), prefixes[0])
     head = next((name for name in arch.lm_head_names if name in stored), arch.lm_head_names[0])
-    embedding, norm, bias = (name_in_files(f"{stem}{name}", arch, stored) for name in (
+    embedding, norm, bias = (name_in_files(f"{prefix}{name}", arch, stored) for name in (
         f"{arch.embedding}.weight", f"{arch.final_norm}.weight", f"{arch.final_norm}.bias"))
-    layer_prefix = renamed(f"{stem}layers.", arch.renames)
+    layer_prefix = renamed(f"{prefix}layers.", arch.renames)
     if not any(name.startswith(layer_prefix) for name in stored):
-        layer_prefix = f"{stem}layers."
+        layer_prefix = f"{prefix}layers."
     table, renames = (arch.vocab_size - arch.added_rows, arch.hidden_size), ()
     if arch.moe:  # only the renames that these files use
         renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in stored))
     names = TensorNames(
         shapes={embedding: table}, embedding=embedding, norm=norm if arch.norm_weight else None,
         norm_bias=bias if arch.norm_bias else None, lm_head=head,
-        lm_head_bias=head.removesuffix("weight") + "bias" if arch.lm_head_bias else None, stem=stem,
-        layer_prefix=layer_prefix, renames=renames)
+        lm_head_bias=head.removesuffix("weight") + "bias" if arch.lm_head_bias else None,
+        prefix=prefix, layer_prefix=layer_prefix, renames=renames)
     if arch.per_layer:
         add_per_layer(names, arch)
     for i in range(arch.n_layers):
@@ -168,15 +168,15 @@ def add_layer(
             names.shapes[scales] = tuple(
                 math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
     if arch.mla and arch.mla.index_topk:
-        add_unread(names, names.of_layer(i, arch.mla.indexer), stored)
+        add_unread(names, names.of_layer(i, arch.mla.indexer_prefix), stored)
     if arch.kv_sources[i] is not None:  # released files have keys and values all the same
         for key in "k_proj", "v_proj", "k_norm", "v_norm":
-            add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), stored)
+            add_unread(names, names.of_layer(i, f"{arch.attention_prefix}.{key}."), stored)
     if arch.post_norm_of_experts and not kind.routed:  # released files have it all the same
         norm = names.of_layer(i, f"{arch.mlp_post_norm}.weight")
         add_unread(names, name_in_files(norm, arch, stored), stored)
-    if kind.routed and (moe := arch.moe) and moe.correction and moe.correction_or_zeros:
-        names.zeros.update({names.of_layer(i, moe.correction)} - stored.keys())
+    if kind.routed and (moe := arch.moe) and moe.correction_bias and moe.correction_bias_or_zeros:
+        names.zeros.update({names.of_layer(i, moe.correction_bias)} - stored.keys())
     for key in [*vectors, *small]:
         if key not in parts and names.of_layer(i, key) not in names.zeros:
             names.shapes[names.of_layer(i, key)] = (vectors | small)[key]
@@ -216,7 +216,7 @@ def add_int4(names: TensorNames, name: str, linear: LinearShape) -> None:
 
 
 def add_per_layer(names: TensorNames, arch: Architecture) -> None:
-    """Add the tensors of PerLayerInputs that are outside of the layers."""
+    """Add the tensors of PerLayerInputsRecord that are outside of the layers."""
     record = arch.per_layer
     assert record, "the family has them"
     linear = record.projection_linear(arch.hidden_size, arch.n_layers)
@@ -263,11 +263,11 @@ def stacked_experts(
     assert moe, "the layer has experts"
     first_key = "gate_up_proj" if arch.gated else "up_proj"
     groups = {first_key: arch.expert_gate_up, "down_proj": arch.expert_down}
-    if names.of_layer(layer, f"{moe.experts}.gate_proj") in stored:
+    if names.of_layer(layer, f"{moe.experts_prefix}.gate_proj") in stored:
         apart = {"gate_proj": arch.expert_gate_up[::2], "up_proj": arch.expert_gate_up[1::2]}
         groups = apart | {"down_proj": arch.expert_down}
     for key, linears in groups.items():
-        whole, n, n_in = f"{moe.experts}.{key}", moe.n_experts, linears[0].in_features
+        whole, n, n_in = f"{moe.experts_prefix}.{key}", moe.n_experts, linears[0].in_features
         n_out = sum(linear.out_features for linear in linears) // n  # outputs of one expert
         transposed = False
         if linears[0].mxfp4:
