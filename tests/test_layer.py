@@ -663,8 +663,8 @@ def test_each_layer_has_the_layout_of_its_kind():
             of, routed = spec.mixer_sublayer, isinstance(spec.mlp_sublayer, MoESublayer)
             sublayers = {NoMixerSublayer: "mlp", NoMLPSublayer: "mixer"}
             sublayers = sublayers.get(type(of)) or sublayers.get(type(spec.mlp_sublayer)) or "both"
-            heads = Heads(of.arch.n_heads, of.arch.n_kv_heads, of.arch.head_dim,
-                          of.arch.keys_are_values)  # fmt: skip
+            its = spec.arch
+            heads = Heads(its.n_heads, its.n_kv_heads, its.head_dim, its.keys_are_values)
             kind = [None, None, None, routed, heads, sublayers]
             for _, one in of.paths if sublayers != "mlp" else ():
                 if isinstance(one, AttentionMixer):

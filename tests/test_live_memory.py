@@ -237,10 +237,10 @@ def kernels_make_shapes_alone(monkeypatch):
 # ---- a layer of these ----
 
 
-def fake_layer(arch, spec, index, plan):
+def fake_layer(spec, index, plan):
     """A DecoderLayer whose tensors have shapes alone, and a gradient of its adapter."""
     with torch.device("meta"):
-        layer = DecoderLayer(arch, spec, index, plan)
+        layer = DecoderLayer(spec, index, plan)
     dtype = plan.dtype
     layer.vectors = torch.nn.Parameter(torch.empty(spec.n_vectors, dtype=dtype), False)
     layer.adapter = torch.nn.Parameter(torch.empty(spec.n_adapter))
@@ -284,7 +284,7 @@ def measure(arch, spec, index, plan, with_backward=True):
     lengths = (n,) if plan.n_attention_saved else (n // 2, n // 2)
     with shapes_alone(plan):
         layer, micro_batch = (
-            fake_layer(arch, spec, index, plan), fake_micro_batch(arch, plan, lengths))
+            fake_layer(spec, index, plan), fake_micro_batch(arch, plan, lengths))
         with Storages() as storages:
             x = torch.empty(n, hidden, dtype=dtype).requires_grad_()
             out, *_ = layer(x, micro_batch)
@@ -523,7 +523,7 @@ def test_plan_counts_what_layers_have_in_common():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(call, "dequantize", only_shape)
             for i in {*arch.kv_sources} - {None}:
-                _, *parts = fake_layer(arch, specs[i], i, plan)(x, micro_batch)
+                _, *parts = fake_layer(specs[i], i, plan)(x, micro_batch)
                 kv_to_share += sum(part.nbytes for part in parts)
     memory = predict_memory(plan, arch, specs).memory
     assert (
@@ -544,7 +544,7 @@ def test_plan_counts_what_fsdp_gathers_to_the_byte():
     plan = plan_of(arch, "all", shard_group_size=2)
     sizes = []
     for i, spec in enumerate(specs):
-        layer = DecoderLayer(arch, spec, i, plan)  # its parameters are on the meta device
+        layer = DecoderLayer(spec, i, plan)  # its parameters are on the meta device
         weights = layer.packed_weights.packed.nbytes + layer.packed_weights.scales.nbytes
         sizes.append((weights, layer.vectors.nbytes, layer.adapter.nbytes // 2))
     one, every = (sum(map(of_all, zip(*sizes))) for of_all in (max, sum))

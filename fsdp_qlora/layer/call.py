@@ -25,8 +25,7 @@ class LayerCall:
         self, layer: LayerParameters, batch: MicroBatch, kv_in: tuple[Tensor, ...] = (),
         is_backward: bool = False, is_evaluation: bool = False
     ) -> None:
-        # what the call reads. `arch` is the model's: norms and heads of this kind of layer are in
-        # the sublayers' own `arch`, see Architecture.of_kind()
+        # what the call reads
         self.layer, self.batch, self.arch, self.spec = layer, batch, layer.arch, layer.spec
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         self.kv_in = kv_in  # keys and values of the kv_source

@@ -5,27 +5,16 @@ They have the interfaces of MixerSublayer and of MLPSublayer.
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor
 
 from fsdp_qlora.layer.call import LayerCall
-from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedMLP
-from fsdp_qlora.pretrained.architecture import Architecture
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Identity:
-    """The fields of both identity sublayers."""
-
-    arch: Architecture
-
-    fused_linears: tuple[FusedLinear, ...] = dataclasses.field(default=(), init=False)
-
-
-class NoMixerSublayer(_Identity):
+class NoMixerSublayer:
     """An identity with the interface of MixerSublayer."""
+
+    fused_linears = ()
 
     def forward(
         self, call: LayerCall, x: Tensor, wants_sum: bool = True
@@ -39,8 +28,10 @@ class NoMixerSublayer(_Identity):
         return grad_residual
 
 
-class NoMLPSublayer(_Identity):
+class NoMLPSublayer:
     """An identity that is an MLPSublayer."""
+
+    fused_linears = ()
 
     def forward(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor

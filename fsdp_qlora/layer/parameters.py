@@ -23,6 +23,7 @@ from fsdp_qlora.quant.blocks import FourBitBlocks, NestedScales
 class ParameterLayout:
     """The contents of a layer's three parameters."""
 
+    arch: Architecture  # of layers of this kind, see Architecture.of_kind()
     fused_linears: tuple[FusedLinear, ...]  # slices of `packed_weights` and `adapter`
     # {name in the layer: (slice of `vectors`, shape)} of norms and biases
     vectors: dict[str, tuple[slice, tuple[int, ...]]]
@@ -70,8 +71,9 @@ class LayerParameters(nn.Module):
     """The tensors of one layer: `packed_weights`, the weights of all linears; `vectors`, norms and
     biases; `adapter`, the only trainable one; and small tensors that every rank has whole."""
 
-    def __init__(self, arch: Architecture, spec: ParameterLayout, index: int, plan: Plan) -> None:
+    def __init__(self, spec: ParameterLayout, index: int, plan: Plan) -> None:
         super().__init__()
+        arch = spec.arch
         self.arch, self.spec, self.index, self.plan = arch, spec, index, plan
         self.save_policy: SavePolicy = plan.save_policy(index)  # see LayerFunction
         # index of the layer whose keys and values it reads; None: it has its own

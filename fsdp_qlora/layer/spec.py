@@ -114,7 +114,7 @@ def _make_layer_spec(
     counts = allocator.counts
     mixer, mlp = _make_mixer(arch, kind, fused), _make_mlp(arch, kind, fused)
     return LayerSpec(
-        mixer_sublayer=mixer, mlp_sublayer=mlp,
+        arch=arch, mixer_sublayer=mixer, mlp_sublayer=mlp,
         fused_linears=mixer.fused_linears + mlp.fused_linears, vectors=vectors,
         small_tensors=small_tensors,
         # at least one value, because FSDP2 shards it
@@ -128,7 +128,7 @@ def _make_mixer(
 ) -> MixerSublayer | NoMixerSublayer:
     """`fused`: {name in fused_groups(): its FusedLinear} for the groups that have linears."""
     if kind.sublayers == "mlp":
-        return NoMixerSublayer(arch)
+        return NoMixerSublayer()
     token_mixer: TokenMixer = AttentionMixer(arch, kind.window, kind.rope_index)
     second_path = None
     if arch.mla:
@@ -157,7 +157,7 @@ def _make_mlp(
         return MoESublayer(arch, shared, latent, fused["expert_gate_up"], fused["expert_down"],
                            kind.limits.experts)
     if kind.sublayers == "mixer":
-        return NoMLPSublayer(arch)
+        return NoMLPSublayer()
     per_layer = (PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"])
                  if arch.per_layer else None)
     return DenseMLPSublayer(arch, fused["gate_up"], fused["down"], per_layer, kind.limits.mlp)

@@ -43,7 +43,7 @@ class LayerCosts:
 
     @property
     def arch(self) -> Architecture:
-        return self.spec.mixer_sublayer.arch
+        return self.spec.arch
 
     @functools.cached_property
     def mixer_sublayer(self) -> MixerSublayerCosts | NoMixerSublayerCosts:

@@ -71,7 +71,7 @@ class ModelParameters(nn.Module):
         # the same rows of every table
         self.own_rows = shard_range(arch.vocab_size, self.shard_rank, self.shard_group_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(arch, spec, i, plan) for i, spec in enumerate(specs))
+            DecoderLayer(spec, i, plan) for i, spec in enumerate(specs))
         self.embedding = self.norm = self.norm_bias = self.lm_head = self.frequencies = None
         self.lm_head_bias: Tensor | None = None  # of own_rows; None: the lm_head has no bias
         self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
