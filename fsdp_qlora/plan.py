@@ -6,14 +6,38 @@ planner/search.py finds it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import NamedTuple
 
 import torch
 
 
-# what a layer saves for backward, see LayerFunction
-SavePolicy = Literal["all", "mlp", "attention", "mid_residual", "input"]
-SAVE_POLICIES: tuple[SavePolicy, ...] = get_args(SavePolicy)
+class SavePolicy(NamedTuple):
+    """What a layer saves for backward, besides its input x. Backward computes the rest again."""
+
+    name: str
+    mixer: bool = False  # the mixer's tensors
+    mlp: bool = False  # the MLP's tensors
+    mid_residual: bool = False  # the sum after the mixer, alone
+    attention: bool = False  # attention's results
+
+    @property
+    def recomputes_sum(self) -> bool:
+        """True if backward computes the sum after the mixer again, to run the MLP."""
+        return not (self.mlp or self.mid_residual)
+
+    @property
+    def n_puts(self) -> int:
+        """Number of the layer's put()s into the store of activations, see LayerFunction."""
+        return 0 if self.mixer else 1 + (self.mlp or self.mid_residual)
+
+
+# with what backward computes again
+SAVE_ALL = SavePolicy("all", mixer=True, mlp=True)  # nothing
+SAVE_MLP = SavePolicy("mlp", mlp=True)  # the mixer
+SAVE_MID_RESIDUAL = SavePolicy("mid_residual", mid_residual=True)  # mixer; MLP, in slices of tokens
+SAVE_ATTENTION = SavePolicy("attention", attention=True)  # mixer but its kernel; MLP, in slices
+SAVE_INPUT = SavePolicy("input")  # mixer; MLP, in slices
+SAVE_POLICIES = SAVE_ALL, SAVE_MLP, SAVE_MID_RESIDUAL, SAVE_ATTENTION, SAVE_INPUT
 
 # fraction of the GPU's memory lost to fragmentation: with 22.5 GiB a plan of 21.4 GiB ran, one of
 # 21.8 GiB did not
@@ -91,14 +115,14 @@ class Plan:
         return sum(self.memory.values())
 
     def save_policy(self, index: int) -> SavePolicy:
-        """Return what a layer saves for backward, see LayerFunction."""
+        """Return what a layer saves for backward."""
         if index >= self.n_recomputed:
-            return "all"
+            return SAVE_ALL
         if index >= self.n_recomputed - self.n_mlp_saved:
-            return "mlp"
+            return SAVE_MLP
         if index >= self.n_recomputed - self.n_mlp_saved - self.n_attention_saved:
-            return "attention"
-        return "mid_residual" if self.save_mid_residual else "input"
+            return SAVE_ATTENTION
+        return SAVE_MID_RESIDUAL if self.save_mid_residual else SAVE_INPUT
 
     @property
     def tie_break(self) -> tuple[int, ...]:

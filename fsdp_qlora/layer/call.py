@@ -31,12 +31,13 @@ class LayerCall:
         self.kv_in = kv_in  # keys and values of the kv_source
         self.is_backward = is_backward
         self.is_evaluation = is_evaluation  # True: no backward will follow
+        policy = layer.save_policy
         # True if autograd's graph of this forward is needed: by the backward that is running it
         # now, or later, if the layer saves everything
-        self.saves_graph = is_backward or layer.save_policy == "all" and not is_evaluation
-        self.saves_attention = layer.save_policy == "attention" and not is_evaluation
-        self.reuses_dequantized = (is_backward and layer.plan.reuse_dequantized
-                                   and layer.save_policy not in ("all", "mlp"))
+        self.saves_graph = is_backward or policy.mixer and not is_evaluation
+        self.saves_attention = policy.attention and not is_evaluation
+        self.reuses_dequantized = (
+            is_backward and layer.plan.reuse_dequantized and not policy.mlp)
         # what changes while the sublayers run
         self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
         self.dropout_seeds = batch.dropout_seeds  # see drop()

@@ -40,7 +40,7 @@ class DecoderLayer(LayerParameters):
 class SavedLayer:
     """What a layer saves for backward, see LayerFunction; the rest is None."""
 
-    # keys of the store, see its put(); with "attention", x_key is also that of attention's results
+    # keys of the store, see its put(); SAVE_ATTENTION: x_key is also that of attention's results
     x_key: Any = None
     mid_residual_key: Any = None
     mixer_sublayer: SavedMixerSublayer | None = None
@@ -53,18 +53,10 @@ class LayerFunction(torch.autograd.Function):
     """Forward and backward of a decoder layer, from x [tokens, hidden] to the same shape: a token
     mixer, after which the sum is `mid_residual`, then the MLP.
 
-    layer.save_policy, which the Plan decides:
-
-                    forward saves              backward computes again
-    "all"           both sublayers' tensors    nothing
-    "mlp"           x, the MLP's tensors       the mixer
-    "mid_residual"  x, mid_residual            the mixer; the MLP, in slices of tokens
-    "attention"     x, attention's results     the mixer but its kernel; the MLP, in slices
-    "input"         x                          the mixer; the MLP, in slices
-
-    A parallel layer, whose MLP reads x, has "all" or "input"; a layer with experts never has "mlp".
-    The choice of experts is saved in any case. Backward reads the parameters from the layer, where
-    FSDP2 has gathered them again by then.
+    layer.save_policy, which the Plan decides, is what forward saves; see SavePolicy (plan.py) for
+    what backward computes again. A parallel layer, whose MLP reads x, has SAVE_ALL or SAVE_INPUT; a
+    layer with experts never has SAVE_MLP. The choice of experts is saved in any case. Backward
+    reads the parameters from the layer, where FSDP2 has gathered them again by then.
 
     Keys and values that later layers read are outputs of this function and inputs of theirs, so
     that autograd sums their gradients. They stay on the GPU, and no layer recomputes those of
@@ -86,24 +78,24 @@ class LayerFunction(torch.autograd.Function):
         put, policy = batch.store.put, layer.save_policy
         mixer, mlp = layer.spec.mixer_sublayer, layer.spec.mlp_sublayer
         parallel = layer.arch.parallel_residual
-        if policy == "all":
+        if policy.mixer:
             mid_residual, mixer_saved = mixer.forward(call, x)
             out, mlp_saved = mlp.forward(call, mid_residual, x if parallel else mid_residual)
             ctx.saved = SavedLayer(mixer_sublayer=mixer_saved, mlp_sublayer=mlp_saved)
             return call.times_layer_scalar(out), *call.kv_out
         # put() returns a key for take(); they move activations to the host and back, if offloaded
         ctx.saved = saved = SavedLayer()
-        if policy != "attention":
+        if not policy.attention:
             saved.x_key = put(x)  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
-        if policy == "attention":  # in one put(), because backward needs both at once
+        if policy.attention:  # in one put(), because backward needs both at once
             saved.x_key = put(x, *call.attention_results)
             call.attention_results.clear()  # the store frees them
-        if policy == "mlp":
+        if policy.mlp:
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
             saved.take_mlp = put_saved(batch.store, mlp_saved)
             return call.times_layer_scalar(out), *call.kv_out
-        if policy == "mid_residual":
+        if policy.mid_residual:
             saved.mid_residual_key = put(mid_residual)
         out, saved.routing_choices = mlp.forward_in_slices(
             call, mid_residual, x if parallel else mid_residual)
@@ -120,11 +112,11 @@ class LayerFunction(torch.autograd.Function):
         mixer, mlp = layer.spec.mixer_sublayer, layer.spec.mlp_sublayer
         parallel = layer.arch.parallel_residual
         grad = call.times_layer_scalar(grad)
-        if policy == "all":
+        if policy.mixer:
             mixer_saved = saved.mixer_sublayer
             grad_mid_residual = mlp.backward(call, saved.mlp_sublayer, grad)
-        elif policy in ("mlp", "mid_residual"):
-            if policy == "mlp":
+        elif not policy.recomputes_sum:
+            if policy.mlp:
                 grad_mid_residual = mlp.backward(call, saved.take_mlp(), grad)
             else:
                 (mid_residual,) = take(saved.mid_residual_key)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE, FusedLinear, LinearSlices
-from fsdp_qlora.plan import Plan, SavePolicy
+from fsdp_qlora.plan import SAVE_ALL, SAVE_INPUT, Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import FourBitBlocks, NestedScales
 
@@ -75,11 +75,12 @@ class LayerParameters(nn.Module):
         super().__init__()
         arch = spec.arch
         self.arch, self.spec, self.index, self.plan = arch, spec, index, plan
-        self.save_policy: SavePolicy = plan.save_policy(index)  # see LayerFunction
+        self.save_policy = plan.save_policy(index)
         # index of the layer whose keys and values it reads; None: it has its own
         self.kv_source = arch.kv_sources[index]
         self.is_kv_source = index in arch.kv_sources
-        assert not arch.parallel_residual or self.save_policy in ("all", "input"), "the MLP reads x"
+        assert not arch.parallel_residual or self.save_policy in (SAVE_ALL, SAVE_INPUT), (
+            "the MLP reads x")
         self.nested: NestedScales | None = None  # whole on every rank
         self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
         self.balance: Tensor | None = None  # sums over this step's micro-batches, see add_balance()

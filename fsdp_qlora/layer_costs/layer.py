@@ -64,27 +64,26 @@ class LayerCosts:
         return mixer if isinstance(mixer, MLACosts) else None
 
     def saved_values(self, policy: SavePolicy) -> int:
-        """Values per token that a layer saves for backward, see LayerFunction."""
+        """Values per token that a layer saves for backward."""
         hidden = self.arch.hidden_size  # width of x and of mid_residual
-        if policy == "all":
-            return self.mixer_sublayer.saved_values + self.mlp_sublayer.saved_values
-        if policy == "mlp":
-            return hidden + self.mlp_sublayer.saved_values
-        more = {"mid_residual": hidden, "attention": self.mixer_sublayer.attention_values}
-        return hidden + more.get(policy, 0) + self.mlp_sublayer.choice_values
+        mixer, mlp = self.mixer_sublayer, self.mlp_sublayer
+        if policy.mixer:
+            return mixer.saved_values + mlp.saved_values
+        values = hidden * (1 + policy.mid_residual) + mixer.attention_values * policy.attention
+        return values + (mlp.saved_values if policy.mlp else mlp.choice_values)
 
     def live_bytes(self, plan: Plan, policy: SavePolicy) -> int:
         """Peak bytes of a layer's backward besides the saved ones: gradients, dequantized weights
         and recomputed values."""
         n = plan.micro_batch_tokens
         itemsize = plan.dtype.itemsize
-        mixer = self.mixer_sublayer.live_bytes(plan, recomputed=policy != "all")
-        mlp = self.mlp_sublayer.live_bytes(plan, recomputed=policy not in ("all", "mlp"))
-        if policy in ("input", "attention"):
+        mixer = self.mixer_sublayer.live_bytes(plan, recomputed=not policy.mixer)
+        mlp = self.mlp_sublayer.live_bytes(plan, recomputed=not policy.mlp)
+        if policy.recomputes_sum:
             # mid_residual is recomputed first, and with it what the mixer needs
             mlp += n * self.mixer_sublayer.saved_values * itemsize
         live = max(mixer, mlp)
-        if policy == "attention":  # its results are among the saved ones, too
+        if policy.attention:  # its results are among the saved ones, too
             live -= n * self.mixer_sublayer.attention_values * itemsize
         if self.arch.layer_scalar:  # the gradient before it is multiplied by the scalar
             live += n * self.arch.hidden_size * itemsize
@@ -99,11 +98,11 @@ class LayerCosts:
 
     def recomputed_weights(self, policy: SavePolicy) -> float:
         """Weights of the matmuls that a layer's backward computes again."""
-        if policy == "all":
+        if policy.mixer:
             return 0
-        wants_sum = policy in ("input", "attention") and not self.arch.parallel_residual
+        wants_sum = policy.recomputes_sum and not self.arch.parallel_residual
         weights = self.mixer_sublayer.recomputed_weights(wants_sum)
-        return weights if policy == "mlp" else weights + self.mlp_sublayer.recomputed_weights
+        return weights if policy.mlp else weights + self.mlp_sublayer.recomputed_weights
 
 
 class MLPSublayerCosts(Protocol):

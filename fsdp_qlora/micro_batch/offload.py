@@ -156,6 +156,5 @@ def make_store(plan: Plan, device: torch.device) -> ActivationStore:
     """
     if not plan.offload_activations or not plan.n_recomputed:
         return DeviceActivations()
-    n_puts = sum(2 if plan.save_policy(i) in ("mid_residual", "mlp") else 1
-                 for i in range(plan.n_recomputed))
+    n_puts = sum(plan.save_policy(i).n_puts for i in range(plan.n_layers))
     return OffloadedActivations(n_puts, plan.n_copied_at_once, plan.micro_batch_tokens, device)

@@ -16,7 +16,7 @@ from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.model.parameters import CHUNK_BYTES
-from fsdp_qlora.plan import Plan, SavePolicy
+from fsdp_qlora.plan import SAVE_MLP, Plan, SavePolicy
 from fsdp_qlora.planner.layer_totals import LayerTotals, layer_ranges, saved_bytes, sum_layers
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -94,9 +94,9 @@ def shared_kv_values(arch: Architecture) -> int:
 
 def last_put_values(policy: SavePolicy, layers: LayerTotals, hidden: int) -> int:
     """Return the values per token of a layer's last put(), see LayerFunction."""
-    if policy == "mlp":
+    if policy == SAVE_MLP:
         return layers.mlp_values
-    return hidden + layers.attention_values * (policy == "attention")
+    return hidden + layers.attention_values * policy.attention
 
 
 def activation_peak(
@@ -116,7 +116,7 @@ def activation_peak(
             on_gpu = recomputed
             if plan.offload_activations:  # the mixer's put, and those that are copied at once
                 put = last_put_values(policy, layers, hidden)
-                of_mixer = hidden if policy == "mlp" else put
+                of_mixer = hidden if policy == SAVE_MLP else put
                 on_gpu = min(recomputed, value_bytes * (of_mixer + plan.n_copied_at_once * put))
             peaks.append((on_gpu, others, layer_costs.live_bytes(plan, policy)))
     return max(peaks, key=sum)
@@ -176,7 +176,7 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
     widths = [fused.out_features for spec in specs for fused in spec.fused_linears]
     n = plan.micro_batch_tokens
     itemsize = plan.dtype.itemsize
-    if plan.save_policy(plan.n_layers - 1) not in ("all", "mlp"):
+    if not plan.save_policy(plan.n_layers - 1).mlp:
         # every layer's MLP runs in slices of tokens
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32

@@ -11,7 +11,7 @@ import dataclasses
 
 from fsdp_qlora.kernels.recurrence import recurrent_mixer
 from fsdp_qlora.layer.spec import LayerSpec
-from fsdp_qlora.plan import Plan
+from fsdp_qlora.plan import SAVE_MLP, Plan
 from fsdp_qlora.planner.layer_totals import LayerTotals, saved_bytes, sum_layers
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.time_constants import CONSTANTS
@@ -89,7 +89,7 @@ def fraction_recomputed(plan: Plan) -> float:
 def weights_multiplied_again(plan: Plan, layers: LayerTotals) -> float:
     """Return the number of a mean layer's weights that backward multiplies by once more."""
     of_whole = fraction_recomputed(plan) * layers.recomputed_weights[plan.save_policy(0)]
-    of_mixers = plan.n_mlp_saved / plan.n_layers * layers.recomputed_weights["mlp"]
+    of_mixers = plan.n_mlp_saved / plan.n_layers * layers.recomputed_weights[SAVE_MLP]
     return (of_whole + of_mixers) / plan.n_layers
 
 
