@@ -39,7 +39,7 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.checks import compare_with_transformers as check
 from fsdp_qlora.checks.compare_with_transformers import (
-    plain_model, random_adapter, random_hf_model, read_weights)
+    CheckPlan, plain_model, random_adapter, random_hf_model, read_weights)
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
@@ -55,7 +55,6 @@ from fsdp_qlora.lora.peft_files import write_adapter
 from fsdp_qlora.lora.peft_names import expert_slices, peft_slices, stack_experts, unstack_experts
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.model.load import weight_rows
-from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
@@ -75,7 +74,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     """The largest relative difference of logits, loss and gradients to transformers'. `edit`
     changes the reference's tensors before both get them; `tokens`: of the two documents."""
     monkeypatch.setattr(check, "LENGTHS", tokens or check.LENGTHS)
-    monkeypatch.setattr(check, "Plan", functools.partial(changed_plan, ranges))
+    monkeypatch.setattr(check, "CheckPlan", functools.partial(changed_plan, ranges))
     if torch_grouped:
         for module in moe, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
@@ -101,7 +100,7 @@ def make_layers(model_config, arch, tensors, config):
 
 
 def changed_plan(ranges, **settings):
-    return Plan(**settings | {"n_expert_ranges": ranges})
+    return CheckPlan(**settings | {"n_expert_ranges": ranges})
 
 
 @pytest.mark.parametrize("torch_grouped", [False, True])
@@ -345,10 +344,11 @@ def test_backward_repeats_forwards_choice(ranges, monkeypatch):
     assert len(calls) == 8
 
 
-def sliced_results(layer, slice_tokens):
+def sliced_results(layer, slice_tokens, monkeypatch):
     """{result: tensor} of the recomputed MoE sublayer of a layer for 61 tokens, the last 29 of them
     padding, computed so many tokens at a time."""
-    sublayer = dataclasses.replace(layer.spec.mlp_sublayer, slice_tokens=slice_tokens)
+    monkeypatch.setattr(CheckPlan, "expert_slice_tokens", slice_tokens)
+    sublayer = layer.spec.mlp_sublayer
     x, mlp_input, grad = (
         torch.randn(61, layer.arch.hidden_size, generator=seed(n)) for n in range(3))
     batch = types.SimpleNamespace(n_unpadded=torch.tensor([32]), dropout_seeds=torch.arange(61))
@@ -382,7 +382,7 @@ OFTEN_SLICED = {("gpt_oss", "lora"), ("qwen2_moe", "dora"), ("gemma4_moe", "lora
 def test_slices_of_tokens_give_what_all_tokens_give(name, kind, grouped, monkeypatch):
     """With dropout, ranges of experts, and slices that are in part or wholly padding."""
     if grouped != A_LOOP:
-        monkeypatch.setattr(check, "Plan", functools.partial(changed_plan, 1))
+        monkeypatch.setattr(check, "CheckPlan", functools.partial(changed_plan, 1))
         for module in moe, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
@@ -394,10 +394,10 @@ def test_slices_of_tokens_give_what_all_tokens_give(name, kind, grouped, monkeyp
         random_adapter(model, seed(1))
     layer = model.layers[arch.layer_routed.index(True)]
     layer.spec = dataclasses.replace(layer.spec, dropout=0.5)
-    whole = sliced_results(layer, 61)
+    whole = sliced_results(layer, 61, monkeypatch)
     choice = whole.pop("choice")
     for slice_tokens in 60, 16, 7:
-        got = sliced_results(layer, slice_tokens)
+        got = sliced_results(layer, slice_tokens, monkeypatch)
         assert torch.equal(got.pop("choice"), choice)
         assert torch.equal(got["balance"][1:], whole["balance"][1:])  # integers, and their quotient
         for what, values in whole.items():
@@ -655,7 +655,8 @@ def test_an_experts_bytes_are_bitsandbytes_own(width):
 
 def test_router_is_as_exact_as_in_the_files(monkeypatch):
     """Its correction is fp32 in them: rounded to bf16 it would send tokens elsewhere."""
-    monkeypatch.setattr(check, "Plan", lambda **s: Plan(**s | {"compute_dtype": "bfloat16"}))
+    monkeypatch.setattr(
+        check, "CheckPlan", lambda **s: CheckPlan(**s | {"compute_dtype": "bfloat16"}))
     small = shrunk_config(TINY["glm4_moe"](320))
     arch, tensors = make_architecture(small), random_hf_model(small, seed()).state_dict()
     model = plain_model(small, arch, tensors, 24)

@@ -38,8 +38,7 @@ from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
 from fsdp_qlora.kernels.pieces import piece_attention
-from fsdp_qlora.layer import (
-    attention_mixer, autograd_mixers, linears, mixer_sublayer, mlp, moe)
+from fsdp_qlora.layer import attention_mixer, autograd_mixers, linears, mixer_sublayer, mlp
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.mla import MLAMixer
@@ -254,9 +253,9 @@ def pair_and_expected(name, **settings):
 def assert_equal(kept, monkeypatch, name, **settings):
     saves, reuse_dequantized, slice_tokens = SAVED[kept]
     pair, (loss, grads) = pair_and_expected(name, **settings)
-    monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
+    monkeypatch.setattr(Plan, "mlp_slice_tokens", slice_tokens)
     if slice_tokens == SLICED:
-        monkeypatch.setattr(moe, "EXPERT_SLICE_TOKENS", SLICED)
+        monkeypatch.setattr(Plan, "expert_slice_tokens", SLICED)
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
         monkeypatch.setattr(attention_mixer, "GROUP_BYTES", 1)  # and each key head
     got_loss, got = pair.computed(saves, reuse_dequantized)
@@ -537,7 +536,7 @@ def test_what_is_computed_again_is_there_once(name, saves, monkeypatch):
     pair, backward = pair_and_expected(name)[0], mixer_sublayer.MixerSublayer.backward
     monkeypatch.setattr(mixer_sublayer.MixerSublayer, "backward", then)
     monkeypatch.setattr(mlp.DenseMLPSublayer, "forward", watched)
-    monkeypatch.setattr(mlp, "SLICE_TOKENS", SLICED)
+    monkeypatch.setattr(Plan, "mlp_slice_tokens", SLICED)
     pair.computed(saves, True)
     assert len(at_once) > 4 * (saves != "all") and set(at_once) == {0}
 
@@ -585,7 +584,7 @@ def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatc
     saves, reuse_dequantized, slice_tokens = SAVED[kept]
     pair, (loss, grads) = pair_and_expected(
         name, fields=(("intermediate_size", 171),), adapter=adapter)
-    monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
+    monkeypatch.setattr(Plan, "mlp_slice_tokens", slice_tokens)
     if slice_tokens == SLICED:
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
         monkeypatch.setattr(attention_mixer, "GROUP_BYTES", 1)  # and each key head

@@ -88,7 +88,7 @@ def test_models_own_dropout_is_the_same_when_recomputed_in_slices(
     train, model_with_dropout, monkeypatch
 ):
     kept = train("kept", model_with_dropout("both"), "--recompute", "none")
-    monkeypatch.setattr("fsdp_qlora.layer.mlp.SLICE_TOKENS", 16)
+    monkeypatch.setattr(Plan, "mlp_slice_tokens", 16)
     sliced = train("sliced", model_with_dropout("both"), "--recompute", "all")
     assert sliced == [pytest.approx(row, rel=1e-5) for row in kept]
 
@@ -129,7 +129,7 @@ def test_adapters_of_the_mlp_alone_are_sliced(train, tiny_model, monkeypatch, re
     """The first MLP's input then needs no gradient."""
     flags = tiny_model("llama"), "--target_modules", "gate_proj", "down_proj"
     want = train("whole", *flags, "--recompute", "none")
-    monkeypatch.setattr("fsdp_qlora.layer.mlp.SLICE_TOKENS", 16)
+    monkeypatch.setattr(Plan, "mlp_slice_tokens", 16)
     got = train("sliced", *flags, "--recompute", recompute)
     assert got == [pytest.approx(row, rel=1e-5) for row in want]
 

@@ -6,7 +6,6 @@ The adapter has random values; weights go through load.py, so that loading is ch
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import sys
@@ -25,8 +24,6 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.dequantize import dequantize
-from fsdp_qlora.layer.mlp import DenseMLPSublayer
-from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
 from fsdp_qlora.model.lm_head import eager_losses, logits_of_hidden, scaled_logits
@@ -47,6 +44,12 @@ CHECKED = ("lora", False), ("dora", True)  # (adapter_type, True if layers are r
 CHECK_LIMIT = 1e-4  # relative difference; another order of fp32 sums causes 1e-6
 # relative difference between weights and their NF4; it is 0.1, and 1.4 with wrong weights
 NF4_ROUNDING = 0.2
+
+
+class CheckPlan(Plan):
+    """A Plan with slices so short that the tokens of both documents are two of them."""
+
+    mlp_slice_tokens = expert_slice_tokens = 25
 
 
 def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None:
@@ -174,7 +177,7 @@ def plain_model(
     config: Any = types.SimpleNamespace(
         lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0,
         adapter=adapter_type or "lora")
-    plan = Plan(
+    plan = CheckPlan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
         reshard_after_forward=True, micro_batch_tokens=64, n_recomputed=arch.n_layers * recompute,
         save_mid_residual=False, reuse_dequantized=recompute, offload_activations=False,
@@ -183,11 +186,6 @@ def plain_model(
     if adapter_type == "dora":
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
     specs = make_layer_specs(arch, adapted if adapter_type else (), config)
-    if recompute:
-        specs = [
-            dataclasses.replace(
-                x, mlp_sublayer=dataclasses.replace(x.mlp_sublayer, slice_tokens=25))
-            if isinstance(x.mlp_sublayer, (DenseMLPSublayer, MoESublayer)) else x for x in specs]
     model = Model(arch, specs, plan, eager_kernels(arch), torch.device("cpu"))
     names = tensor_names(arch, tensors)
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})

@@ -27,9 +27,6 @@ from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
 
 
-SLICE_TOKENS = 4096  # tokens of a recomputed MLP at once; fewer make its matmuls slower
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class DenseMLPSublayer:
     """The MLP of one layer, an MLPSublayer (spec.py)."""
@@ -39,8 +36,6 @@ class DenseMLPSublayer:
     down: FusedLinear
     per_layer: PerLayerGate | None = None  # after the sum, in layers with an input of their own
     limit: float | None = None  # see LimitedActivation
-    # tokens at once where it is recomputed; a factory, because tests set the constant
-    slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -85,7 +80,7 @@ class DenseMLPSublayer:
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, None]:
         sums = []
-        for tokens in each_slice(call, len(mid_residual), self.slice_tokens):
+        for tokens in each_slice(call, len(mid_residual), call.layer.plan.mlp_slice_tokens):
             sums.append(self.forward(call, mid_residual[tokens], mlp_input[tokens])[0])
         return joined(sums), None
 
@@ -93,7 +88,7 @@ class DenseMLPSublayer:
         self, call: LayerCall, mlp_input: Tensor, grad: Tensor, routing_choices: None
     ) -> Tensor:
         grads = []
-        for tokens in each_slice(call, len(mlp_input), self.slice_tokens):
+        for tokens in each_slice(call, len(mlp_input), call.layer.plan.mlp_slice_tokens):
             mid_residual = mlp_input[tokens] if self.per_layer else None
             saved = self.forward(call, mid_residual, mlp_input[tokens], wants_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))

@@ -15,9 +15,9 @@ With ExpertNormsRecord (Gemma 4), router and experts each read mlp_input through
 own. With ExpertLatent (latent_moe.py), the experts read and write a narrower space.
 
 No token is dropped, however uneven the router is. Work is cut three times: slices of tokens
-(EXPERT_SLICE_TOKENS), only where experts are recomputed; ranges of experts (Plan.n_expert_ranges),
-which are dequantized together; chunks, at most an even share of the rows, which are multiplied
-together.
+(Plan.expert_slice_tokens), only where experts are recomputed; ranges of experts
+(Plan.n_expert_ranges), which are dequantized together; chunks, at most an even share of the rows,
+which are multiplied together.
 """
 
 from __future__ import annotations
@@ -54,12 +54,6 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.records import ExpertNormsRecord, MoERecord
 
 
-# tokens of recomputed experts at once. Each slice dequantizes all experts three times. In a layer
-# of gpt-oss-20b that takes 3 ms of a slice's 100 on an H100 (counted), so predict_time() counts one
-# slice alone
-EXPERT_SLICE_TOKENS = 65536
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class MoESublayer:
     """The experts of one layer, an MLPSublayer (spec.py)."""
@@ -71,8 +65,6 @@ class MoESublayer:
     expert_gate_up: FusedLinear  # all experts, one after the other
     expert_down: FusedLinear
     limit: float | None  # see LimitedActivation
-    # tokens at once where it is recomputed; a factory, because tests set the constant
-    slice_tokens: int = dataclasses.field(default_factory=lambda: EXPERT_SLICE_TOKENS)
 
     @property
     def moe(self) -> MoERecord:
@@ -196,7 +188,7 @@ class MoESublayer:
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor
     ) -> tuple[Tensor, list[RoutingChoice]]:
         sums, choices, counts = [], [], []
-        for tokens in each_slice(call, len(mid_residual), self.slice_tokens):
+        for tokens in each_slice(call, len(mid_residual), call.layer.plan.expert_slice_tokens):
             out, saved = self._forward_slice(
                 call, mid_residual[tokens], mlp_input[tokens], save_gate_ups=False)
             sums.append(out)
@@ -214,7 +206,7 @@ class MoESublayer:
         routing_choices: list[RoutingChoice]
     ) -> Tensor:
         grads = []
-        slices = each_slice(call, len(mlp_input), self.slice_tokens)
+        slices = each_slice(call, len(mlp_input), call.layer.plan.expert_slice_tokens)
         for tokens, choice in zip(slices, routing_choices, strict=True):
             saved = self._forward_slice(
                 call, None, mlp_input[tokens], wants_sum=False, routing_choice=choice,

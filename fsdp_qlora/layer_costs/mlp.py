@@ -39,7 +39,7 @@ class DenseMLPCosts:
         n_tokens = plan.micro_batch_tokens
         itemsize = plan.dtype.itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
-        n = token_slices(n_tokens, self.mlp.slice_tokens)[0].stop if recomputed else n_tokens
+        n = token_slices(n_tokens, plan.mlp_slice_tokens)[0].stop if recomputed else n_tokens
         up_weights = weight_bytes(up, itemsize, reuse_dequantized)
         down_weights = weight_bytes(down, itemsize, reuse_dequantized)
         # first the gradient of glu()'s result, with down's weight; then the gradient of the inputs,

@@ -82,7 +82,7 @@ class MoECosts:
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         moe, hidden, n_tokens = self.moe, self.arch.hidden_size, plan.micro_batch_tokens
-        n = token_slices(n_tokens, self.sublayer.slice_tokens)[0].stop if recomputed else n_tokens
+        n = token_slices(n_tokens, plan.expert_slice_tokens)[0].stop if recomputed else n_tokens
         values = max(self._values_in_experts(n, plan, recomputed),
                      self._values_after_experts(n, recomputed))
         if recomputed and self.shared:

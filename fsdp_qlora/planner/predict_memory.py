@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from fsdp_qlora.layer.attention_mixer import n_head_groups
-from fsdp_qlora.layer.mlp import SLICE_TOKENS
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.model.parameters import CHUNK_BYTES
@@ -178,7 +177,7 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
     itemsize = plan.dtype.itemsize
     if not plan.save_policy(plan.n_layers - 1).mlp:
         # every layer's MLP runs in slices of tokens
-        n = min(n, SLICE_TOKENS)
+        n = min(n, plan.mlp_slice_tokens)
     # in the compute dtype, in fp32, and their gradient in fp32
     size = 4 * sum(widths) + (itemsize + 8) * n * max(widths)
     if plan.context_parallel_size > 1 and (mla := LayerCosts(specs[0]).mla):
