@@ -126,16 +126,16 @@ def attend_by_groups(
     `make_kv` they are the query, and two tensors of which it makes key and value."""
     query = heads[0]
     groups = []
-    results = call.attention_results
     n_groups = n_head_groups(arch, query[:, 0, 0].numel() * query.itemsize)
     for i, group in enumerate(zip(*(part.chunk(n_groups, 1) for part in heads))):
-        known = results[2 * i : 2 * i + 2]  # none in forward
+        saved = call.saved_attention_results
+        known = saved.pop(0) if saved else ()
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             leaves = [part.detach().requires_grad_() for part in group]
             attended, lse = attend(call, arch, window, leaves, (i, n_groups), known, make_kv)
         groups.append(HeadGroup(leaves, attended))
         if lse is not None and not known:
-            results += [attended.detach(), lse]
+            call.attention_results.append((attended.detach(), lse))
     return groups
 
 

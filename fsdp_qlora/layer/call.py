@@ -43,9 +43,10 @@ class LayerCall:
         self.dropout_seeds = batch.dropout_seeds  # see drop()
         # weights to use twice: a recomputed layer's backward first runs forward() again
         self.dequantized: dict[FusedLinear, Tensor] = {}
-        # for each group of heads the two results of attention_with_lse(): in forward to be saved,
-        # in backward those saved; none if the micro-batch's kernel is none of LSE_KERNELS
-        self.attention_results: list[Tensor] = []
+        # pairs of results of attention_with_lse(), one for each group of heads; none if the
+        # micro-batch's kernel is none of LSE_KERNELS
+        self.attention_results: list[tuple[Tensor, Tensor]] = []  # made in forward, to be saved
+        self.saved_attention_results: list[tuple[Tensor, Tensor]] = []  # in backward, until used
         # what the sublayers return through the call
         self.kv_out: tuple[Tensor, ...] = ()  # this layer's, which other layers read
         self.grad_kv_out: tuple[Tensor, ...] = ()  # from those layers

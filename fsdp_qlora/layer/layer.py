@@ -6,6 +6,7 @@ Start at LayerFunction. spec.py says which two sublayers a layer has.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,7 @@ class LayerFunction(torch.autograd.Function):
             saved.x_key = put(x)  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
         if policy.attention:  # in one put(), because backward needs both at once
-            saved.x_key = put(x, *call.attention_results)
+            saved.x_key = put(x, *itertools.chain(*call.attention_results))
             call.attention_results.clear()  # the store frees them
         if policy.mlp:
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
@@ -126,12 +127,13 @@ class LayerFunction(torch.autograd.Function):
             (x,) = take(saved.x_key)  # copied back while the MLP ran
             mixer_saved = mixer.forward(call, x, wants_sum=False)[1]
         else:
-            x, *call.attention_results = take(saved.x_key)
+            x, *results = take(saved.x_key)
+            call.saved_attention_results = list(zip(results[::2], results[1::2]))
+            del results
             # in DeviceActivations the key is the tensors; mixer.backward() frees them group by
             # group of heads
             saved.x_key = None
             mid_residual, mixer_saved = mixer.forward(call, x, wants_sum=not parallel)
-            call.attention_results.clear()
             call.dequantized.clear()  # room for the MLP's weights
             grad_mid_residual = mlp.backward_in_slices(
                 call, x if parallel else mid_residual, grad, saved.routing_choices)
