@@ -28,8 +28,9 @@ from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import (
-    autograd_mixers, lora_matmul, mla_context, mla_heads, moe, per_layer, residual, router)
+    autograd_mixers, lora_matmul, mla_context, mla_heads, moe, per_layer, router)
 from fsdp_qlora.layer.call import LayerCall
+from fsdp_qlora.layer.residual import ResidualSum
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.from_config import make_architecture
@@ -410,10 +411,9 @@ def test_residual_sum_is_rounded_once():
     """With a multiplier, too; torch rounds that on a CPU, but for such a one."""
     call = types.SimpleNamespace(arch=arch_of("granite", residual_multiplier=7 / 32),
                                  drop=lambda x, *_: x)  # fmt: skip
-    assert_rounded_once(lambda x, branch: residual.add_residual(call, x, branch, None, 0, True),
-                        X, GRAD)  # fmt: skip
-    assert_rounded_once(
-        lambda grad: residual.add_residual_backward(call, None, grad, None, 0), GRAD)
+    residual_sum = ResidualSum(None, 0)
+    assert_rounded_once(lambda x, branch: residual_sum.add(call, x, branch, True), X, GRAD)
+    assert_rounded_once(lambda grad: residual_sum.backward(call, None, grad), GRAD)
 
 
 def bf16_call(name, **settings):

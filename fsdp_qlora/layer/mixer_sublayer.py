@@ -12,12 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.layer.residual import (
-    add_residual, add_residual_backward, norm_padded, norm_padded_backward)
+from fsdp_qlora.layer.residual import ResidualSum, norm_padded, norm_padded_backward
 from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedTokenMixer
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -59,6 +57,7 @@ class MixerSublayer:
     in_proj: FusedLinear  # q, k and v in attention
     out_proj: FusedLinear
     token_mixer: TokenMixer
+    residual_sum: ResidualSum
     # a second (out_proj, token_mixer), which reads the remaining outputs of in_proj; both results
     # are added, see Family.parallel_other_mixers
     second_path: tuple[FusedLinear, TokenMixer] | None = None
@@ -92,8 +91,7 @@ class MixerSublayer:
         saved.paths = [mixer.saved_type(projected=part) for (_, mixer), part in zip(
             self.paths, projected.split(widths, 1))]
         del projected
-        # the post norm's backward also reads the branch
-        needs_branch = wants_sum or arch.attention_post_norm is not None
+        needs_branch = self.residual_sum.needs_branch(wants_sum)
         branch = None
         for (out_proj, mixer), saved_path in zip(self.paths, saved.paths):
             out_inputs = widen(mixer.forward(call, saved_path), out_proj)
@@ -102,8 +100,7 @@ class MixerSublayer:
             branch = added if branch is None else branch.add_(added)
         out, saved.branch = None, None
         if branch is not None:
-            out, saved.branch = add_residual(
-                call, x, branch, arch.attention_post_norm, ATTENTION_SITE, wants_sum)
+            out, saved.branch = self.residual_sum.add(call, x, branch, wants_sum)
         return out, saved
 
     def backward(
@@ -114,8 +111,7 @@ class MixerSublayer:
         wants_grad_x. `grad` is the gradient of forward()'s sum."""
         arch = self.arch
         grads = []
-        upstream = add_residual_backward(
-            call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
+        upstream = self.residual_sum.backward(call, saved.branch, grad)
         saved.branch = None
         for (out_proj, mixer), saved_path in zip(self.paths, saved.paths):
             mixed = mixer.recompute_output(call, saved_path)

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import MLP_SITE, PairedActivation, ScaledActivation, limited
+from fsdp_qlora.kernels.elementwise import PairedActivation, ScaledActivation, limited
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer.residual import (
-    add_residual_backward, matmul_and_add_residual, norm_padded, norm_padded_backward,
-    saved_or_recomputed_inputs)
+    ResidualSum, norm_padded, norm_padded_backward, saved_or_recomputed_inputs)
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
 
@@ -34,6 +33,7 @@ class DenseMLPSublayer:
     arch: Architecture
     gate_up: FusedLinear  # up alone in an MLP without a gate
     down: FusedLinear
+    residual_sum: ResidualSum
     per_layer: PerLayerGate | None = None  # after the sum, in layers with an input of their own
     limit: float | None = None  # see LimitedActivation
 
@@ -54,9 +54,8 @@ class DenseMLPSublayer:
         saved.normed_inputs = inputs if call.is_backward else None
         del inputs
         activated = activate(call, saved, self.down, self.activation(call))
-        out, saved.branch, saved.down_lora_hidden = matmul_and_add_residual(
-            call, mid_residual, self.down, activated, MLP_SITE, arch.mlp_post_norm,
-            wants_sum or self.per_layer is not None)
+        out, saved.branch, saved.down_lora_hidden = self.residual_sum.matmul_and_add(
+            call, mid_residual, self.down, activated, wants_sum or self.per_layer is not None)
         del activated
         if self.per_layer:
             assert out is not None, "the gate needs the sum"
@@ -67,7 +66,7 @@ class DenseMLPSublayer:
         arch = self.arch
         if self.per_layer:
             grad = self.per_layer.backward(call, saved, grad)
-        upstream = add_residual_backward(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
+        upstream = self.residual_sum.backward(call, saved.branch, grad)
         saved.branch = None
         grad_gate_up = down_backward(call, saved, self.down, self.activation(call), upstream)
         del upstream

@@ -9,7 +9,7 @@ pretrained/families.py says which models have experts.
         gate_up = inputs @ chunk.gate_up.T                  # grouped: each row by its own expert
         rows[chunk.rows] = glu(gate_up) @ chunk.down.T      # _experts_forward()
     branch = sum of a token's k rows, times their weights   # add_expert_rows()
-    return mid_residual + norm(branch + shared(x))          # add_residual()
+    return mid_residual + norm(branch + shared(x))          # ResidualSum.add()
 
 With ExpertNormsRecord (Gemma 4), router and experts each read mlp_input through a norm of their
 own. With ExpertLatent (latent_moe.py), the experts read and write a narrower space.
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import (
-    MLP_SITE, LimitedActivation, add_expert_rows, add_row_bias, clamped_glu_backward_, glu,
+    LimitedActivation, add_expert_rows, add_row_bias, clamped_glu_backward_, glu,
     glu_backward_, glu_weight_gradients, limited, norm_backward)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
@@ -44,8 +44,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import widen
 from fsdp_qlora.layer.mlp import each_slice, joined
 from fsdp_qlora.layer.residual import (
-    add_residual, add_residual_backward, apply_norm, norm_padded, norm_padded_backward,
-    saved_or_recomputed_inputs)
+    ResidualSum, apply_norm, norm_padded, norm_padded_backward, saved_or_recomputed_inputs)
 from fsdp_qlora.layer.router import (
     Routing, RoutingChoice, add_balance, count_experts, route, route_backward)
 from fsdp_qlora.layer.saved import SavedMoE
@@ -64,6 +63,7 @@ class MoESublayer:
     expert_latent: ExpertLatent | None
     expert_gate_up: FusedLinear  # all experts, one after the other
     expert_down: FusedLinear
+    residual_sum: ResidualSum
     limit: float | None  # see LimitedActivation
 
     @property
@@ -120,7 +120,7 @@ class MoESublayer:
         wants_bounds = call.layer.plan.n_expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
         saved.routing = route(call, mlp_input if norms else x, routing_choice, wants_bounds)
-        needs_branch = wants_sum or arch.mlp_post_norm is not None
+        needs_branch = self.residual_sum.needs_branch(wants_sum)
         if self.expert_latent:
             self.expert_latent.enter(call, saved, x)
         runs_experts = needs_branch or (  # out_proj's A gradient reads their sum
@@ -143,13 +143,12 @@ class MoESublayer:
         saved.normed_inputs = inputs if call.is_backward else None
         out = None
         if branch is not None:
-            out, saved.branch = add_residual(
-                call, mid_residual, branch, arch.mlp_post_norm, MLP_SITE, wants_sum)
+            out, saved.branch = self.residual_sum.add(call, mid_residual, branch, wants_sum)
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
         arch, norms = self.arch, self.moe.norms
-        upstream = add_residual_backward(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
+        upstream = self.residual_sum.backward(call, saved.branch, grad)
         saved.branch = None
         if self.sum_factor != 1:
             upstream = upstream * self.sum_factor

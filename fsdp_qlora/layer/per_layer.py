@@ -6,11 +6,11 @@ import dataclasses
 
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import MLP_SITE, activation_pair, elementwise
+from fsdp_qlora.kernels.elementwise import activation_pair, elementwise
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.layer.residual import add_residual_backward, matmul_and_add_residual
+from fsdp_qlora.layer.residual import ResidualSum
 from fsdp_qlora.layer.saved import SavedPerLayer
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -35,15 +35,11 @@ class PerLayerGate:
     arch: Architecture
     gate: FusedLinear
     out_proj: FusedLinear
+    residual_sum: ResidualSum
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return self.gate, self.out_proj
-
-    @property
-    def norm(self) -> str:
-        assert self.arch.per_layer, "the layer has an input of its own"
-        return self.arch.per_layer.norm
 
     def forward(
         self, call: LayerCall, x: Tensor, saved: SavedPerLayer, wants_sum: bool
@@ -55,14 +51,13 @@ class PerLayerGate:
             call, self.gate, inputs)
         activated = x.new_empty(len(x), self.out_proj.width)
         self._activate(call, saved, activated[:, : self.out_proj.in_features])
-        # uses the MLP's dropout site: no family with this gate has dropout of its own
-        out, saved.per_layer_branch, saved.per_layer_out_lora_hidden = matmul_and_add_residual(
-            call, x, self.out_proj, activated, MLP_SITE, self.norm, wants_sum)
+        out, saved.per_layer_branch, saved.per_layer_out_lora_hidden = (
+            self.residual_sum.matmul_and_add(call, x, self.out_proj, activated, wants_sum))
         return out
 
     def backward(self, call: LayerCall, saved: SavedPerLayer, grad: Tensor) -> Tensor:
         """Return the gradient of x from the gradient of the sum."""
-        upstream = add_residual_backward(call, saved.per_layer_branch, grad, self.norm, MLP_SITE)
+        upstream = self.residual_sum.backward(call, saved.per_layer_branch, grad)
         saved.per_layer_branch = None
         activated = upstream.new_empty(len(upstream), self.out_proj.in_features)
         self._activate(call, saved, activated)

@@ -6,6 +6,8 @@ of the matmuls is its branch.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -60,46 +62,50 @@ def norm_padded_backward(
         x, grad, grad_residual, call.vector(name), call.arch.norm_kind, call.arch.norm_eps)
 
 
-def matmul_and_add_residual(
-    call: LayerCall, x: Tensor | None, fused: FusedLinear, inputs: Tensor, site: int,
-    post_norm: str | None, wants_sum: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return add_residual() of the matmul of `inputs`, and LoRA's hidden values as lora_matmul()
-    does. The matmul is skipped if neither the sum nor the norm's backward needs it."""
-    branch, lora_hidden = lora_matmul(call, fused, inputs, wants_sum or post_norm is not None)
-    if branch is None:
-        return None, None, lora_hidden
-    return *add_residual(call, x, branch, post_norm, site, wants_sum), lora_hidden
+class ResidualSum(NamedTuple):
+    """The end of a sublayer, x + multiplier * norm(dropout(branch))."""
 
+    post_norm: str | None  # the norm's name in the layer; None: the family has none
+    site: int  # of the model's own dropout
 
-def add_residual(
-    call: LayerCall, x: Tensor | None, branch: Tensor, post_norm: str | None, site: int,
-    wants_sum: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Apply the model's own dropout to the branch, and add it to x. Returns x + multiplier *
-    norm(branch), None without wants_sum; and the branch after dropout, which the norm's backward
-    reads, None if it was added without a norm."""
-    arch = call.arch
-    added = branch = call.drop(branch, arch.residual_dropout, site)
-    if not wants_sum:
-        return None, branch
-    assert x is not None, "the sum needs it"
-    if post_norm:
-        added = torch.empty_like(branch)
-        normalize(added, branch, call.vector(post_norm), call.vector(post_norm, "bias"),
-                  arch.norm_kind, arch.post_norm_eps, is_evaluation=call.is_evaluation)
-    out = torch.add(x, added, alpha=arch.residual_multiplier)
-    return out, branch if post_norm else None
+    def needs_branch(self, wants_sum: bool) -> bool:
+        """Return True if the sum or the norm's backward needs the branch."""
+        return wants_sum or self.post_norm is not None
 
+    def matmul_and_add(
+        self, call: LayerCall, x: Tensor | None, fused: FusedLinear, inputs: Tensor, wants_sum: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Return add() of the matmul of `inputs`, and LoRA's hidden values as lora_matmul() does.
+        The matmul is skipped if nothing needs the branch."""
+        branch, lora_hidden = lora_matmul(call, fused, inputs, self.needs_branch(wants_sum))
+        if branch is None:
+            return None, None, lora_hidden
+        return *self.add(call, x, branch, wants_sum), lora_hidden
 
-def add_residual_backward(
-    call: LayerCall, branch: Tensor | None, grad: Tensor, post_norm: str | None, site: int
-) -> Tensor:
-    """Return the gradient of add_residual()'s branch, from `grad`, the gradient of the sum."""
-    arch = call.arch
-    if arch.residual_multiplier != 1:
-        grad = grad * arch.residual_multiplier
-    if post_norm:
-        weight = call.vector(post_norm)
-        grad = norm_backward(branch, grad, None, weight, arch.norm_kind, arch.post_norm_eps)
-    return call.drop(grad, arch.residual_dropout, site)
+    def add(
+        self, call: LayerCall, x: Tensor | None, branch: Tensor, wants_sum: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the sum, None without wants_sum; and the branch after dropout, which the norm's
+        backward reads, None if it was added without a norm."""
+        arch = call.arch
+        added = branch = call.drop(branch, arch.residual_dropout, self.site)
+        if not wants_sum:
+            return None, branch
+        assert x is not None, "the sum needs it"
+        if self.post_norm:
+            added = torch.empty_like(branch)
+            normalize(added, branch, call.vector(self.post_norm),
+                      call.vector(self.post_norm, "bias"), arch.norm_kind, arch.post_norm_eps,
+                      is_evaluation=call.is_evaluation)
+        out = torch.add(x, added, alpha=arch.residual_multiplier)
+        return out, branch if self.post_norm else None
+
+    def backward(self, call: LayerCall, branch: Tensor | None, grad: Tensor) -> Tensor:
+        """Return the gradient of add()'s branch, from `grad`, the gradient of the sum."""
+        arch = call.arch
+        if arch.residual_multiplier != 1:
+            grad = grad * arch.residual_multiplier
+        if self.post_norm:
+            weight = call.vector(self.post_norm)
+            grad = norm_backward(branch, grad, None, weight, arch.norm_kind, arch.post_norm_eps)
+        return call.drop(grad, arch.residual_dropout, self.site)

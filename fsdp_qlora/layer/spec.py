@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
+from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, MLP_SITE
 from fsdp_qlora.layer.attention_mixer import AttentionMixer
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.layer.call import LayerCall
@@ -28,6 +28,7 @@ from fsdp_qlora.layer.mlp import DenseMLPSublayer
 from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.layer.per_layer import PerLayerGate
+from fsdp_qlora.layer.residual import ResidualSum
 from fsdp_qlora.layer.router import RoutingChoice
 from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
@@ -138,13 +139,16 @@ def _make_mixer(
         second_path = fused["mixer_out_proj"], other
     elif kind.other_mixer:
         token_mixer = AutogradMixer(arch.other_mixers[kind.other_mixer], arch)
-    return MixerSublayer(arch, fused["in_proj"], fused["out_proj"], token_mixer, second_path)
+    residual_sum = ResidualSum(arch.attention_post_norm, ATTENTION_SITE)
+    return MixerSublayer(
+        arch, fused["in_proj"], fused["out_proj"], token_mixer, residual_sum, second_path)
 
 
 def _make_mlp(
     arch: Architecture, kind: LayerKind, fused: Mapping[str, FusedLinear]
 ) -> MLPSublayer:
     """`fused`: see _make_mixer()."""
+    residual_sum = ResidualSum(arch.mlp_post_norm, MLP_SITE)
     if kind.routed:
         assert arch.moe, "the layer has experts"
         shared = latent = None
@@ -155,9 +159,13 @@ def _make_mlp(
         if arch.expert_latent:
             latent = ExpertLatent(fused["latent_in_proj"], fused["latent_out_proj"])
         return MoESublayer(arch, shared, latent, fused["expert_gate_up"], fused["expert_down"],
-                           kind.limits.experts)
+                           residual_sum, kind.limits.experts)
     if kind.sublayers == "mixer":
         return NoMLPSublayer()
-    per_layer = (PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"])
-                 if arch.per_layer else None)
-    return DenseMLPSublayer(arch, fused["gate_up"], fused["down"], per_layer, kind.limits.mlp)
+    per_layer = None
+    if arch.per_layer:
+        # uses the MLP's dropout site: no family with this gate has dropout of its own
+        per_layer = PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"],
+                                 ResidualSum(arch.per_layer.norm, MLP_SITE))
+    return DenseMLPSublayer(
+        arch, fused["gate_up"], fused["down"], residual_sum, per_layer, kind.limits.mlp)
