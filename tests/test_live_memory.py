@@ -246,6 +246,8 @@ def fake_layer(spec, index, plan):
     layer.adapter = torch.nn.Parameter(torch.empty(spec.n_adapter))
     layer.small_tensors = {
         name: torch.empty(shape, dtype=dtype) for name, shape in spec.small_tensors.items()}
+    layer.weight_norms = {linear.name: torch.empty(linear.out_features)
+                          for fused in spec.fused_linears for linear in fused.adapted if spec.dora}
     return layer
 
 
@@ -348,6 +350,7 @@ PLAIN, PLAIN_ATTENTION = {"recurrence_is_eager": True}, {"attention_is_eager": T
 LONG = {"attention_is_eager": True, "micro_batch_tokens": 8192}  # longer than a window
 SLICES = {"micro_batch_tokens": 131_200}  # three
 EXPERTS = {"target_modules": ("all-linear", "experts")}
+DORA, DORA_DOWN = {"adapter": "dora"}, {"adapter": "dora", "target_modules": ("down_proj",)}
 AROUND = {"target_modules": ("all-linear", "fc1_latent_proj", "fc2_latent_proj")}
 SHARED = {"lora_rank": 128, "target_modules": (
     "all-linear", "shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")}
@@ -408,6 +411,16 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("gemma-4-26b-a4b", 0, "all", RANGES | EXPERTS, 0.944),
     ("nemotron-3-super", 1, "all", NARROW | EXPERTS, 0.946),
     ("glm-4.5-air", 1, "all", NARROW | SHARED, 0.895),
+    # DoRA: the MLP's outputs, those of slices, of attention alone, of a shared expert, of a gate
+    ("llama-3-8b", 0, "all", DORA, 0.975),
+    ("llama-2-70b", 0, "input", DORA, 0.924),
+    ("llama-3-8b", 0, "input", DORA | {"micro_batch_tokens": 65536}, 0.943),
+    ("llama-3-8b", 0, "all", DORA_DOWN, 0.752),
+    ("qwen3-30b-a3b", 0, "mid_residual", DORA | NARROW | {"micro_batch_tokens": 16384}, 0.967),
+    ("glm-4.7-flash", 1, "all", DORA | NARROW, 0.646),
+    ("glm-4.5-air", 1, "input", DORA | NARROW | SHARED, 0.897),
+    ("nemotron-3-super", 1, "input", DORA | NARROW | AROUND, 0.750),
+    ("gemma-4-e4b", 0, "input", DORA, 0.977),
     # experts in slices of at most 65,536 tokens
     ("gpt-oss-20b", 0, "input", SLICES | {"micro_batch_tokens": 530_432}, 1.0),
     ("qwen3-30b-a3b", 0, "mid_residual", SLICES | EXPERTS, 0.986),
@@ -443,7 +456,8 @@ def test_plan_is_no_less_than_a_layers_peak(
     """`share`: what a layer takes of what is planned. It is less than 1 where the plan counts the
     most that a kernel may need, or counts tensors that are not there at the same time."""
     settings = dict(settings)
-    flags = {key: settings.pop(key) for key in ("target_modules", "lora_rank") if key in settings}
+    flags = {key: settings.pop(key) for key in ("adapter", "target_modules", "lora_rank")
+             if key in settings}
     arch, specs = layers_of(name, monkeypatch, **flags)
     plan = plan_of(arch, saves, **settings)
     got = measure(arch, specs[index], index, plan)[1]
@@ -554,11 +568,11 @@ def test_plan_counts_what_fsdp_gathers_to_the_byte():
 
 
 def test_plan_counts_doras_norms_to_the_byte():
-    """Of the rows of q, k, v, o, gate, up and down, fp32; and outputs that backward makes again."""
-    _, arch, specs = shapes_of("llama-2-70b", adapter="dora")
-    rows = 80 * (8192 + 2 * 1024 + 8192 + 2 * 28672 + 8192)
-    memory = predict_memory(plan_of(arch, "all"), arch, specs).memory
-    assert memory["DoRA"] == 4 * rows + (2 + 4 + 4) * 2048 * 2 * 28672
+    """Of the rows of q, k, v and o, gate, up and down, fp32; not of experts, which have none."""
+    for name, rows in (("llama-2-70b", 80 * (8192 + 2 * 1024 + 8192 + 2 * 28672 + 8192)),
+                       ("qwen3-30b-a3b", 48 * (4096 + 2 * 512 + 2048))):
+        _, arch, specs = shapes_of(name, adapter="dora")
+        assert predict_memory(plan_of(arch, "all"), arch, specs).memory["DoRA"] == 4 * rows
 
 
 class FakeExchange(KeyExchange):
@@ -576,6 +590,7 @@ class FakeExchange(KeyExchange):
     ("glm-4.7-flash", 0, "input", {"micro_batch_tokens": 32_768}, 0.953),
     ("glm-4.7-flash", 0, "attention", {"micro_batch_tokens": 32_768}, 0.953),
     ("glm-4.7-flash", 0, "input", {"context_parallel_size": 4, "is_varlen": True}, 0.987),
+    ("glm-4.7-flash", 0, "input", {"adapter": "dora"}, 0.893),
     ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384}, 0.888),
     ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384, "context_parallel_size": 8}, 0.948),
 ])  # fmt: skip
@@ -584,8 +599,9 @@ def test_plan_is_no_less_than_what_shared_latents_take(
     monkeypatch
 ):
     """With context parallelism, and so that what a kernel saves of keys and values is freed."""
-    arch, specs = layers_of(name, monkeypatch)
-    plan = plan_of(arch, saves, **{"context_parallel_size": 2} | settings)
+    settings = {"context_parallel_size": 2} | settings
+    arch, specs = layers_of(name, monkeypatch, adapter=settings.pop("adapter", "lora"))
+    plan = plan_of(arch, saves, **settings)
     n, size = plan.micro_batch_tokens, plan.context_parallel_size
     shard = make_context_shard([n * size], ContextGroup(size))
     shard._exchanges[None] = FakeExchange.make(shard, None)

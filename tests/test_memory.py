@@ -376,14 +376,6 @@ def test_sharding_offloading_and_recomputing_take_what_they_say():
     assert predicted(arch, specs, offload_params=True, shard_group_size=2).host_bytes * 2 == whole
     dora = shapes_of("llama-2-70b", adapter="dora")[1:]
     assert predicted(*dora).bytes > predicted(arch, specs).bytes
-    # its outputs that backward computes again: of all tokens, or of a slice of them
-    kept, kept_of_more = (
-        predicted(*dora, micro_batch_tokens=n).memory["DoRA"] for n in (4096, 16384)
-    )
-    assert kept_of_more - kept == 3 * 4096 * 10 * 2 * 28672
-    recomputed, of_more = (predicted(*dora, n_recomputed=80, micro_batch_tokens=n).memory["DoRA"]
-                           for n in (4096, 16384))  # fmt: skip
-    assert recomputed == of_more == kept
 
 
 def test_adapter_and_its_gradient_are_counted_to_the_byte():

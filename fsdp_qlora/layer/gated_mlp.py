@@ -30,7 +30,7 @@ def down_backward(
     saved.gate_up itself, overwritten."""
     gated = call.arch.gated
     activated = None
-    if call.spec.dora:
+    if call.spec.dora and down.n_lora:
         activated = grad.new_empty(len(grad), down.in_features)
         glu(activated, saved.gate_up, activation, gated)
     grad_activated, grad_d = input_gradients(

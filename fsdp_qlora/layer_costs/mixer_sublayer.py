@@ -15,6 +15,7 @@ from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer_costs.attention_mixer import AttentionCosts
 from fsdp_qlora.layer_costs.autograd_mixers import AutogradCosts
 from fsdp_qlora.layer_costs.dequantize import weight_bytes
+from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
 from fsdp_qlora.layer_costs.mla import MLACosts
 from fsdp_qlora.plan import Plan
 
@@ -73,10 +74,14 @@ class MixerSublayerCosts:
         values = hidden + sublayer.in_proj.padded_lora
         values += sum(out_proj.padded_lora for out_proj, _ in sublayer.paths)
         values += sum(mixer.saved_values for mixer in self.mixers)
-        if any(mixer.saves_projected for mixer in self.mixers):  # in the same tensor: kept whole
+        if self._saves_projected:  # in the same tensor: kept whole
             values += sum(mixer.projected_width for (_, mixer), costs in zip(
                 sublayer.paths, self.mixers) if not costs.saves_projected)
         return values + hidden * (sublayer.arch.attention_post_norm is not None)
+
+    @property
+    def _saves_projected(self) -> bool:
+        return any(mixer.saves_projected for mixer in self.mixers)
 
     @property
     def query_width(self) -> int:
@@ -101,11 +106,18 @@ class MixerSublayerCosts:
         kept = self.sublayer.fused_linears if reuse_dequantized else self._recomputed_linears
         sizes = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in kept]
         dequantized = sum(sizes) if reuse_dequantized else max(sizes)
-        value_bytes = plan.micro_batch_tokens * itemsize
-        mixing = (self.saved_values - hidden if recomputed else 0) * value_bytes
-        mixing += sum(mixer.live_bytes(plan) for mixer in self.mixers)
-        # the gradient of in_proj's outputs; its inputs, and their gradient
-        projecting = (in_proj.out_features + 2 * in_proj.width) * value_bytes
+        n = plan.micro_batch_tokens
+        value_bytes = n * itemsize
+        # while out_proj's backward runs: a mixer's result and its gradient
+        mixing = max(2 * out_proj.width * value_bytes + dora_bytes(out_proj, n, itemsize)
+                     for out_proj, _ in self.sublayer.paths)
+        mixing = max(mixing, sum(mixer.live_bytes(plan) for mixer in self.mixers))
+        mixing += (self.saved_values - hidden if recomputed else 0) * value_bytes
+        # the gradient of in_proj's outputs; its inputs, and their gradient; and its outputs, which
+        # a mixer that saves them does not free
+        saved_again = in_proj.out_features * (recomputed and self._saves_projected)
+        projecting = (in_proj.out_features + 2 * in_proj.width + saved_again) * value_bytes
+        projecting += dora_bytes(in_proj, n, itemsize)
         residuals = 2 * hidden * value_bytes  # gradients: of x and of the sum
         return residuals + max(mixing, projecting) + dequantized
 

@@ -9,6 +9,7 @@ from fsdp_qlora.layer.attention_mixer import n_head_groups
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer_costs.attention_mixer import kernel_values
+from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.records import MLARecord
@@ -66,7 +67,9 @@ class MLACosts:
         # the gradients of query, key, value and attention's output, and of the tensors that these
         # heads are made from
         values = 4 * self.query_width + self.query_width + self.kv_b.out_features
-        values += kernel_values(self.arch, plan.micro_batch_tokens * itemsize)
+        dora = max(dora_bytes(fused, 1, itemsize) for fused in self.mixer.fused_linears)
+        values += max(kernel_values(self.arch, plan.micro_batch_tokens * itemsize),
+                      dora // itemsize)  # not at the same time
         if plan.attention_is_eager:
             values += 4 * self.query_width
             others = eager_attention_bytes(self.arch, None, plan.micro_batch_tokens)
@@ -105,6 +108,7 @@ class MLACosts:
         if plan.attention_is_eager:
             group += 4 * seen
         # afterwards kv_b's inputs and their gradient, in two dtypes
-        projecting = 4 * seen * self.kv_b.width
+        itemsize = plan.dtype.itemsize
+        projecting = seen * (4 * self.kv_b.width + dora_bytes(self.kv_b, 1, itemsize) / itemsize)
         # the gradient of the queries, and twice that of attention's output: padded, and before
         return 3 * queries + max(group * queries / n_groups, projecting)

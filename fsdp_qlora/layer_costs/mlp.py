@@ -8,6 +8,7 @@ import functools
 from fsdp_qlora.layer.mlp import DenseMLPSublayer, token_slices
 from fsdp_qlora.layer.per_layer import PerLayerGate
 from fsdp_qlora.layer_costs.dequantize import weight_bytes
+from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
 from fsdp_qlora.plan import Plan
 
 
@@ -50,6 +51,7 @@ class DenseMLPCosts:
             first, second = first + up_weights, second + down_weights
         third = self.per_layer.live_bytes(n, itemsize, reuse_dequantized) if self.per_layer else 0
         total = max(first, second, third)
+        total += max(dora_bytes(up, n, itemsize), dora_bytes(down, n, itemsize, down.in_features))
         total += 2 * n_tokens * hidden * itemsize  # gradients: of the sum, and of finished slices
         if recomputed:
             padded_lora = up.padded_lora + down.padded_lora
@@ -91,7 +93,8 @@ class PerLayerCosts:
         gate, out = self.per_layer.fused_linears
         values = 2 * self.per_layer.arch.hidden_size + 2 * out.width + gate.width
         weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in (gate, out)]
-        return n * values * itemsize + sum(weights)
+        dora = max(dora_bytes(fused, n, itemsize) for fused in (gate, out))
+        return n * values * itemsize + sum(weights) + dora
 
     @property
     def elementwise_values(self) -> int:

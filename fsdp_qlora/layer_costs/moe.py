@@ -11,6 +11,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.mlp import token_slices
 from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.shared_expert import SharedExpert
+from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.records import MoERecord
@@ -101,7 +102,10 @@ class MoECosts:
         # the router, in fp32: five values per row, three tensors as large as its scores, and each
         # expert's rows, counted twice
         router = 5 * n * moe.top_k + 3 * n * moe.n_experts + 2 * moe.n_experts
-        return values * plan.dtype.itemsize + 4 * router
+        itemsize = plan.dtype.itemsize
+        dora = max((dora_bytes(fused, n, itemsize, fused.in_features)
+                    for fused in self.sublayer.fused_linears[:-2]), default=0)
+        return values * itemsize + 4 * router + dora
 
     def _values_in_experts(self, n: int, plan: Plan, recomputed: bool) -> int:
         """Values alive while the experts of n tokens run: a chunk's rows and weights, the gradient

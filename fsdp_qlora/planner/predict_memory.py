@@ -3,7 +3,7 @@
     predict_memory()         bytes by kind, at the peak of a step
       sum_layers()           LayerTotals of all layers
       activation_peak()      saved and live values, at the worst kind of layer
-      lm_head_bytes(), gathered_bytes(), exchanged_bytes(), dora_bytes()
+      lm_head_bytes(), gathered_bytes(), exchanged_bytes()
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         "one layer's adapter gradient": adapter_bytes * (3 if plan.uses_fsdp else 1),
         "gathered weights": gathered_bytes(plan, layers, itemsize),
         "keys and values of other ranks": exchanged_bytes(plan, arch, specs, value_bytes),
-        "DoRA": dora_bytes(plan, specs)}
+        # the norms of rows of weights, in fp32
+        "DoRA": 4 * specs[0].dora * sum(
+            fused.out_features for spec in specs for fused in spec.fused_linears if fused.n_lora)}
     if plan.uses_cuda_graphs:  # besides the memory above, which evaluations need
         of_micro_batch = by_recomputed + by_others + live
         memory["CUDA graphs' own"] = plan.cuda_graph_room * of_micro_batch + live
@@ -165,23 +167,3 @@ def gathered_bytes(plan: Plan, layers: LayerTotals, itemsize: int) -> int:
         if not plan.reshard_after_forward:
             return all_bytes + layer_bytes  # all layers stay until their backward, and one more
     return 2 * layer_bytes  # a layer and the next one
-
-
-def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
-    """Return the bytes of the norms of all rows of weights, and of outputs that backward
-    recomputes."""
-    if not specs[0].dora:
-        return 0
-    widths = [fused.out_features for spec in specs for fused in spec.fused_linears]
-    n = plan.micro_batch_tokens
-    itemsize = plan.dtype.itemsize
-    if not plan.save_policy(plan.n_layers - 1).mlp:
-        # every layer's MLP runs in slices of tokens
-        n = min(n, plan.mlp_slice_tokens)
-    # in the compute dtype, in fp32, and their gradient in fp32
-    size = 4 * sum(widths) + (itemsize + 8) * n * max(widths)
-    if plan.context_parallel_size > 1 and (mla := LayerCosts(specs[0]).mla):
-        # kv_b also computes for the keys of other ranks
-        size += int((itemsize + 8) * plan.seen_keys_per_token * plan.micro_batch_tokens
-                    * mla.kv_b.out_features)
-    return size
