@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_qlora.files import remove, sync_file
-from fsdp_qlora.run.directory import lock
+from fsdp_qlora.run.lock import DirectoryLock
 
 
-def open_partial(output: Path) -> tuple[Path, int]:
-    """Return an empty hidden directory that becomes `output` once everything is written, and the
-    descriptor of its .lock, which this process has locked. Raises ValueError."""
+def open_partial(output: Path) -> tuple[Path, DirectoryLock]:
+    """Return an empty hidden directory that becomes `output` once everything is written, and its
+    lock, which this process has. Raises ValueError."""
     target = output.resolve()
     if target.is_mount():
         raise ValueError(f"--output_dir {output}: is a mount point. Use a new directory inside it")
-    partial, is_locked = target.with_name(f".{target.name}.partial"), False
-    while not is_locked:
+    partial, lock = target.with_name(f".{target.name}.partial"), DirectoryLock()
+    while lock.fd is None:
         if partial.is_symlink():  # see open_own()
             partial.unlink()
         with contextlib.suppress(FileExistsError):
             partial.mkdir(parents=True)
         with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
-            fd, _ = lock(path := partial / ".lock", output)
-            is_locked = os.path.samestat(os.stat(path), os.fstat(fd))
-    for old in {*partial.iterdir()} - {path}:  # left by a process that died
+            lock.take(partial, output)
+        if lock.is_lost():  # renamed just before it was locked
+            lock.close()
+    for old in {*partial.iterdir()} - {lock.path}:  # left by a process that died
         remove(old)
-    return partial, fd
+    return partial, lock
 
 
 @dataclasses.dataclass
@@ -45,9 +45,9 @@ class NewDirectory:
 def new_directory(output: Path) -> Iterator[NewDirectory]:
     """Yield a hidden, locked NewDirectory, which becomes `output` when the `with` body ends. If the
     body raises, it is removed; if is_whole is set, it is left, and the error names it."""
-    partial, lock_fd = open_partial(output)
+    partial, lock = open_partial(output)
     new = NewDirectory(partial)
-    with os.fdopen(lock_fd):
+    with contextlib.closing(lock):
         try:
             if output.exists() and any(output.iterdir()):
                 raise ValueError(f"--output_dir {output}: already exists and is not empty. Use a"

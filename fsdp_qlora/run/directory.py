@@ -1,4 +1,4 @@
-"""The output directory of a run: its lock, train_config.json and the tokenizer.
+"""The output directory of a run: claiming it, train_config.json and the tokenizer.
 
 Checkpoints in it are in checkpoints.py, metrics in metrics.py; merge/trained_run.py reads it.
 """
@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +19,12 @@ import torch.distributed as dist
 from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.data.tokenizer_files import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
-    ADAPTER_FILES, ADAPTER_WEIGHTS, as_json, digest, open_own, put_in_place, read_json, remove,
+    ADAPTER_FILES, ADAPTER_WEIGHTS, as_json, digest, put_in_place, read_json, remove,
     text_digest, write_atomic)
 from fsdp_qlora.log import log
 from fsdp_qlora.model.load import LoadResult
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
-from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks, this_rank
+from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import BaseModel
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status
@@ -65,17 +62,14 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
         status.how_to_resume = f"the same command with --output_dir {directory} resumes it"
     try:
         with raise_on_all_ranks():
-            if not (path := directory / ".lock").is_file() or path.read_text() != holder:
-                raise ValueError(f"--output_dir {directory}: {this_rank()} does not see the {path}"
-                                 " that rank 0 wrote. Use a directory that all nodes share")
-            status.lock = os.lstat(path)
+            status.lock.find(directory, holder)
         log(f"output: {directory}" if not is_complete else
             f"{directory} is already complete; nothing to do. To train further: --init_adapter"
             f" {directory} and a new --output_dir")
         yield directory, is_complete
     except RunEnd:
         is_begun = status.phase in ("saving", "training")
-        if is_rank_0() and made and not (is_begun or status.has_lost_directory()):
+        if is_rank_0() and made and not (is_begun or status.lock.is_lost()):
             for name in ("status.json", *["demo"] * (not config.model), ".lock"):
                 remove(directory / name)
             with contextlib.suppress(OSError):  # not empty: other files, or another run
@@ -93,7 +87,7 @@ def claim_directory(config: Config, directory: Path, saved_run: dict[str, Any],
         refuse_inputs(config, directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        status.lock_fd, holder = lock(directory / ".lock", directory)
+        holder = status.lock.take(directory, directory)
     except OSError as e:
         raise ValueError(f"--output_dir {directory}: cannot be created: {e}. Use another directory")
     return holder, made
@@ -145,31 +139,6 @@ def has_adapter(directory: Path, saved_run: dict[str, Any]) -> bool:
     log(f"warning: {adapter} has another SHA-256 than when it was written; it is saved again from"
         " the last checkpoint")
     return False
-
-
-def lock(path: Path, directory: Path) -> tuple[int, str]:
-    """Lock the file `path` until it is closed, and write into it which process has locked it.
-    Returns its descriptor and that text. Raises ValueError if another process uses the directory.
-    flock works between nodes on NFS 4 and on Lustre with -o flock. Rank 0 only."""
-    fd = open_own(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        time.sleep(0.1)  # the other process may have just begun, and is still writing the text
-        holder = os.pread(fd, 200, 0).decode(errors="replace")
-        os.close(fd)
-        raise ValueError(f"--output_dir {directory}: in use by"
-                         f" {holder or 'a process that is starting'}. Wait for it, or use another"
-                         " directory")
-    except OSError as e:
-        log(f"warning: --output_dir {directory}: its file system has no locks ({e.strerror}), so"
-            " two runs in it at once will not be noticed")
-    holder = (f"process {os.getpid()} on {socket.gethostname()} since"
-              f" {time.strftime('%Y-%m-%d %H:%M:%S')}")
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, holder.encode(), 0)
-    os.fsync(fd)  # other nodes read it
-    return fd, holder
 
 
 def flags_of(user_config: Config) -> dict[str, Any]:

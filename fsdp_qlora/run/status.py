@@ -40,6 +40,7 @@ from fsdp_qlora.log import print_error, tell_torchrun
 from fsdp_qlora.memory import memory_gib
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.ranks import RunEnd, is_rank_0, this_rank
+from fsdp_qlora.run.lock import DirectoryLock
 
 
 ACTIONS = (None, "save", "stop")  # that a rank can request of all; the last has precedence
@@ -57,9 +58,7 @@ class Status:
         self.phase = "flags"  # a key of EXITS
         self.directory: Path | None = None  # the run's directory; None: not known yet
         self.may_write = False  # True: status.json belongs to a run with these flags
-        self.lock_fd: int | None = None  # descriptor of the directory's .lock; None: not locked
-        # stat of .lock, as this process saw it after rank 0 had locked it
-        self.lock: os.stat_result | None = None
+        self.lock = DirectoryLock()  # of that directory
         self.step = 0
         self.max_steps: int | None = None
         self.longest_step = 0.0  # seconds, since this start
@@ -97,7 +96,7 @@ class Status:
         may_write = self.may_write or code == EXIT_RESUMABLE
         if self.directory is None or not may_write or not (is_rank_0() or code):
             return
-        if self.has_lost_directory():
+        if self.lock.is_lost():
             return
         path = self.directory / "status.json"
         content = {
@@ -110,29 +109,12 @@ class Status:
             if may_replace(before, state, code, message):
                 replace_text(path, json.dumps(content, indent=2) + "\n")
 
-    def has_lost_directory(self) -> bool:
-        """Return True if .lock is no longer the file that rank 0 has locked: the directory or .lock
-        was moved or removed, and another run may be there."""
-        try:
-            path = Path(self.directory or "", ".lock")
-            return self.lock is not None and not os.path.samestat(os.lstat(path), self.lock)
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        except OSError:  # the disk does not respond
-            return False
-
     def check_lock(self) -> None:
         """Raise OSError if this run has lost its directory. The run then writes nothing more there
         and ends after this step."""
-        if self.has_lost_directory():
+        if self.lock.is_lost():
             self.stop_reason = LOST_DIRECTORY
             raise OSError(LOST_DIRECTORY)
-
-    def close_lock(self) -> None:
-        """Close this process's descriptor of .lock, the last of which unlocks the directory."""
-        if self.lock_fd is not None:
-            os.close(self.lock_fd)
-            self.lock_fd = None
 
     def end_together(self, end: RunEnd) -> int:
         """Print and record why all ranks end. Returns the exit code."""

@@ -50,7 +50,7 @@ def watch_process() -> Iterator[Status]:
         send.close()
         thread.join()
         receive.close()
-        status.close_lock()
+        status.lock.close()
 
 
 def watch(receive: socket.socket, status: Status) -> None:
@@ -101,7 +101,7 @@ def reset_after_fork(status: Status) -> None:
     if os.getppid() != status.pid:  # the parent ended before prctl() took effect
         os._exit(1)
     status.pid = os.getpid()
-    status.close_lock()
+    status.lock.close()
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
