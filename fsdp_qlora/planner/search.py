@@ -107,7 +107,7 @@ class SearchInputs:
         return self.workload.device.type == "cpu" and not self.limit
 
     @property
-    def memory_bound(self) -> float:
+    def usable_bytes(self) -> float:
         """Bytes that a plan may need of the memory that it computes in; 0: any number."""
         return self.machine.free_host_bytes if self.only_host_limits else self.limit
 
@@ -244,7 +244,7 @@ def find_plan(search: SearchInputs) -> Plan:
         return fastest_plan(affordable_plans(search, context_size), search)
 
     def fits_both(plan: Plan) -> bool:
-        return plan.fits_both(search.memory_bound, search.machine.free_host_bytes)
+        return plan.fits_both(search.usable_bytes, search.machine.free_host_bytes)
 
     best = best_plan(config.context_parallel_size or 1)
     if config.context_parallel_size or recurrent_mixer(search.arch):
@@ -266,20 +266,20 @@ def affordable_plans(search: SearchInputs, context_size: int) -> list[Plan]:
     """Return the possible plans that do not pin too much host memory. If none of them leaves
     MIN_FREE of the GPU's memory, all plans get the embedding in host memory, where that is
     possible."""
-    arch, machine, memory_bound = search.arch, search.machine, search.memory_bound
+    arch, machine, usable_bytes = search.arch, search.machine, search.usable_bytes
     plans = list(possible_plans(search, context_size))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {search.config.shard_group_size} processes: use a smaller"
                          " --shard_group_size")
-    fits = any(plan.fits(memory_bound, MIN_FREE) for plan in plans)
+    fits = any(plan.fits(usable_bytes, MIN_FREE) for plan in plans)
     can_move_table = search.workload.device.type == "cuda" and not machine.why_no_triton
     if not fits and can_move_table and (arch.per_layer or not arch.tied):
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
         plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]
-    runnable = [plan for plan in plans if plan.fits_both(memory_bound, machine.free_host_bytes)]
-    with_margin = [plan for plan in runnable if plan.fits(memory_bound, MIN_FREE)]
+    runnable = [plan for plan in plans if plan.fits_both(usable_bytes, machine.free_host_bytes)]
+    with_margin = [plan for plan in runnable if plan.fits(usable_bytes, MIN_FREE)]
     needed = min(plan.host_bytes for plan in with_margin or runnable or plans)
     # beyond what is needed, host memory is pinned only for speed
     allowed = min(needed + HOST_SPARE, max(needed, machine.free_host_bytes / 2))
@@ -403,11 +403,11 @@ def fastest_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     leaves GOOD_FREE, else the smallest. If no plan leaves MIN_FREE, it is the smallest plan.
     """
     smallest = min(plans, key=lambda plan: plan.bytes)
-    fitting = [p for p in plans if p.fits(search.memory_bound, MIN_FREE)]
+    fitting = [p for p in plans if p.fits(search.usable_bytes, MIN_FREE)]
     fitting = [search.predict_time(p) for p in fitting or [smallest]]
     fastest = min(p.token_seconds for p in fitting)
     near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
-    with_margin = [p for p in near if p.fits(search.memory_bound, GOOD_FREE)]
+    with_margin = [p for p in near if p.fits(search.usable_bytes, GOOD_FREE)]
     if with_margin:
         return min(with_margin, key=lambda plan: plan.tie_break)
     return min(near, key=lambda plan: plan.bytes)
@@ -497,13 +497,14 @@ def use_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: bool
     graphed = dataclasses.replace(
         plan, uses_cuda_graphs=True, cuda_graph_room=2 if uneven_micro_batches else 0)
     graphed = search.predict_time(search.predict_memory(graphed))
-    reasons = {
-        "FSDP2 gathers the weights": plan.uses_fsdp,
-        "activations are offloaded": plan.offload_activations,
-        "ranks exchange keys and values": plan.context_parallel_size > 1,
-        search.workload.why_no_capture: search.workload.why_no_capture,
-        "ranges of experts wait for the GPU": plan.n_expert_ranges > 1,
-        "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
-        "no memory for them": not graphed.fits(search.memory_bound)}
-    reason = next((text for text, is_so in reasons.items() if is_so), "")
+    why_no_capture = search.workload.why_no_capture
+    reasons = (
+        (plan.uses_fsdp, "FSDP2 gathers the weights"),
+        (plan.offload_activations, "activations are offloaded"),
+        (plan.context_parallel_size > 1, "ranks exchange keys and values"),
+        (why_no_capture, why_no_capture),
+        (plan.n_expert_ranges > 1, "ranges of experts wait for the GPU"),
+        (graphed.token_seconds > 0.95 * plan.token_seconds, "the host is fast enough"),
+        (not graphed.fits(search.usable_bytes), "no memory for them"))
+    reason = next((text for is_so, text in reasons if is_so), "")
     return dataclasses.replace(plan, why_no_cuda_graphs=reason) if reason else graphed
