@@ -47,7 +47,6 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -85,10 +84,8 @@ from fsdp_qlora.evaluation.global_loss_values import global_loss_values, set_glo
 from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
-from fsdp_qlora.kernels.attention import Kernels
+from fsdp_qlora.kernels.attention import AttentionKernel, Kernels
 from fsdp_qlora.kernels.elementwise import compile_dynamic
-from fsdp_qlora.kernels.flex import flex_document_attention
-from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.router import BALANCE_METRICS
 from fsdp_qlora.log import fail_before_init, log
@@ -388,31 +385,30 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
                          " `make flash-attn` builds it, or use --attn sdpa")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     has_kernels = capability >= (8, 0) and config.compute_dtype == "bfloat16"
-    flash = [attention.flash_attention] if has_flash and config.attn != "sdpa" else []
+    flash = [attention.FLASH_KERNEL] if has_flash and config.attn != "sdpa" else []
     sdpa_first = capability >= (9, 0) and config.attn != "flash_attention_2"
-    sdpa = attention.sdpa_attention
-    fixed_len = [sdpa, *flash] if sdpa_first else [*flash, sdpa]
+    sdpa = [attention.SDPA_KERNEL]
+    fixed_len = sdpa + flash if sdpa_first else flash + sdpa
     if not whole_documents:
-        fixed_len = [piece_attention, *flash] if sdpa_first else flash
-    varlen = [attention.varlen_attention, flex_document_attention]
+        fixed_len = [attention.PIECE_KERNEL, *flash] if sdpa_first else flash
+    varlen = [attention.VARLEN_KERNEL, attention.FLEX_KERNEL]
 
     def first_that_works(
-            kernels: list[Callable], layer_arch: Architecture, attention_type: str) -> Callable:
+            kernels: list[AttentionKernel], layer_arch: Architecture, attention_type: str
+    ) -> AttentionKernel:
         if not has_kernels or layer_arch.attention_dropout:
-            return attention.eager_attention
-        usable = (f for f in kernels if attention.kernel_matches(
-            f, layer_arch, attention_type, device, whole_documents))
-        return next(usable, attention.eager_attention)
+            return attention.EAGER_KERNEL
+        usable = (kernel for kernel in kernels if attention.kernel_matches(
+            kernel, layer_arch, attention_type, device, whole_documents))
+        return next(usable, attention.EAGER_KERNEL)
 
     chosen = Kernels({}, {})
     for attention_type, layer_arch in attention.architectures_by_attention_type(arch).items():
         chosen.varlen[attention_type] = first_that_works(
-            [*flash, *varlen], layer_arch, attention_type)
-        # SDPA has no windows
-        candidates = [*(flash if attention_type == "window" else fixed_len), *varlen]
+            flash + varlen, layer_arch, attention_type)
         chosen.fixed_len[attention_type] = first_that_works(
-            candidates, layer_arch, attention_type)
-    is_used = attention.flash_attention in chosen.varlen.values()
+            fixed_len + varlen, layer_arch, attention_type)
+    is_used = attention.FLASH_KERNEL in chosen.varlen.values()
     if config.attn == "flash_attention_2" and not is_used:
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")

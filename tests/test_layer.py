@@ -33,11 +33,10 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.kernels import pieces, recurrence
-from fsdp_qlora.kernels.attention import eager_attention, sdpa_attention
+from fsdp_qlora.kernels.attention import PIECE_KERNEL, SDPA_KERNEL, AttentionKernel, eager_attention
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
-from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.layer import attention_mixer, autograd_mixers, linears, mixer_sublayer, mlp
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
@@ -141,7 +140,7 @@ def lse_kernels(arch):
     if arch.attention_softcap or arch.sinks:
         return plain
     fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "window_unreached"), kernel)
-                         for kernel in (sdpa_attention, piece_attention))
+                         for kernel in (SDPA_KERNEL, PIECE_KERNEL))
     return plain._replace(fixed_len=fixed_len, varlen=varlen)
 
 
@@ -1229,10 +1228,8 @@ def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
 def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     arch, kernels = make_architecture(TINY["mistral"](VOCABULARY)), {}
     for attention_type in "window", "window_unreached":
-        kernels[attention_type] = lambda *args, attention_type=attention_type: (
-            attention_type,
-            args[6],
-        )
+        kernels[attention_type] = AttentionKernel(
+            attention_type, lambda *args, attention_type=attention_type: (attention_type, args[6]))
     segments = segments_of((n,))
     micro_batch = types.SimpleNamespace(
         longest=n, segments=segments, context_shard=None,

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_qlora.kernels import pieces
-from fsdp_qlora.kernels.attention import ATTENTION_TYPES, eager_attention, sdpa_attention
+from fsdp_qlora.kernels.attention import (
+    ATTENTION_TYPES, EAGER_KERNEL, PIECE_KERNEL, SDPA_KERNEL, AttentionKernel)
 from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
-from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer import call, grouped_mm, lora_matmul, moe
 from fsdp_qlora.layer.layer import DecoderLayer
@@ -183,14 +183,14 @@ def state_of(value, key):
 
 def counted_kernels(arch, plan):
     """The fields attention_kernels and recurrence of a micro-batch."""
-    recurrence, kernels = None, dict.fromkeys(
-        ATTENTION_TYPES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
+    recurrence, kernel = None, AttentionKernel(
+        "counted", lambda query, key, value, *_: CountedAttention.apply(query, key, value))
     if plan.attention_is_eager:
-        kernels = dict.fromkeys(ATTENTION_TYPES, eager_attention)
+        kernel = EAGER_KERNEL
     if plan.n_attention_saved:
-        kernels = dict.fromkeys(ATTENTION_TYPES, sdpa_attention)
+        kernel = SDPA_KERNEL
     if plan.context_parallel_size > 1 and not plan.is_varlen:
-        kernels = dict.fromkeys(ATTENTION_TYPES, piece_attention)
+        kernel = PIECE_KERNEL
     if mixer := recurrent_mixer(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         def recurrence(*args):
@@ -198,7 +198,7 @@ def counted_kernels(arch, plan):
 
         if plan.recurrence_is_eager:
             recurrence = RECURRENCES[type(mixer)].eager
-    return {"attention_kernels": kernels, "recurrence": recurrence}
+    return {"attention_kernels": dict.fromkeys(ATTENTION_TYPES, kernel), "recurrence": recurrence}
 
 
 def only_shape(layer, fused, adapter):

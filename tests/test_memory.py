@@ -22,7 +22,8 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
-from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention, sdpa_attention
+from fsdp_qlora.kernels.attention import (
+    ATTENTION_TYPES, EAGER_KERNEL, SDPA_KERNEL, AttentionKernel, Kernels)
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
@@ -298,9 +299,9 @@ def what_other_files_left_is_not_looked_through():
 def held_bytes(arch, model, n_layers, n_tokens):
     """Of all tensors that are there after a forward of n_tokens and were not before it."""
     ids = torch.arange(n_tokens) % 100
-    kernel = {kind: lambda q, k, v, *_: CountedAttention.apply(q, k, v)
-              for kind in ATTENTION_TYPES}  # fmt: skip
-    model.kernels = Kernels(kernel, kernel)
+    kernel = AttentionKernel("counted", lambda q, k, v, *_: CountedAttention.apply(q, k, v))
+    by_type = dict.fromkeys(ATTENTION_TYPES, kernel)
+    model.kernels = Kernels(by_type, by_type)
     micro_batch = make_micro_batch(make_rows([(ids, ids)]), [[0]], model, torch.tensor(0))
 
     def storages():
@@ -540,8 +541,8 @@ def test_parallel_layers_and_short_rows_save_no_results_of_attention():
 
 
 @pytest.mark.parametrize("n, kernel, tried", [
-    (8192, sdpa_attention, True), (8191, sdpa_attention, False),
-    (8192, eager_attention, False)])  # fmt: skip
+    (8192, SDPA_KERNEL, True), (8191, SDPA_KERNEL, False),
+    (8192, EAGER_KERNEL, False)])  # fmt: skip
 def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkeypatch):
     config, arch, specs = shapes_of("llama-3-8b", 1, max_steps=2, batch_size=2)
     rows, workloads = make_rows([(list(range(n)),) * 2] * 2), []

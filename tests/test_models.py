@@ -18,10 +18,10 @@ from fsdp_qlora.checks.compare_with_transformers import eager_kernels
 from fsdp_qlora.config import Config
 from fsdp_qlora.kernels import attention, pieces
 from fsdp_qlora.kernels.attention import (
-    Kernels, architectures_by_attention_type, can_reuse_lse, eager_attention, kernel_matches,
-    sdpa_attention, varlen_attention)
+    EAGER_KERNEL, FLEX_KERNEL, PIECE_KERNEL, SDPA_KERNEL, VARLEN_KERNEL, AttentionKernel, Kernels,
+    architectures_by_attention_type, can_reuse_lse, eager_attention, kernel_matches,
+    sdpa_attention)
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
-from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
@@ -171,7 +171,7 @@ def test_tied_model_whose_file_has_another_head_is_refused(change, works, tmp_pa
 @pytest.mark.parametrize("kind, attention_type", [("gemma2", "full"), ("gemma2", "window"),
                                          ("mistral", "window"), ("llama", "full"),
                                          ("gpt_oss", "full"), ("gpt_oss", "window")])  # fmt: skip
-def test_kernel_that_computes_something_else_is_found_out(kind, attention_type, monkeypatch):
+def test_kernel_that_computes_something_else_is_found_out(kind, attention_type):
     """One without soft caps, windows or sinks, or with a wrong backward."""
     arch, cpu = make_architecture(TINY[kind](320)), torch.device("cpu")
     if arch.attention_softcap:
@@ -199,10 +199,8 @@ def test_kernel_that_computes_something_else_is_found_out(kind, attention_type, 
     wrong += [without_window] if attention_type == "window" else []
     wrong += [without_sinks] if arch.sinks else []
     for kernel in (right, *wrong):
-        monkeypatch.setattr("fsdp_qlora.kernels.attention.flash_attention", kernel)
-        assert kernel_matches(kernel, arch, attention_type, cpu) == (kernel is right), (
-            kernel.__name__
-        )
+        record = AttentionKernel(kernel.__name__, kernel, has_softcap=True)
+        assert kernel_matches(record, arch, attention_type, cpu) == (kernel is right), record.name
 
 
 def test_kernels_are_tried_with_the_heads_of_the_layers_that_use_them():
@@ -228,7 +226,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(attention, "kernel_matches", lambda kernel, arch, *_: (
-        kernel is flex_document_attention or not arch.attention_softcap))
+        kernel is FLEX_KERNEL or not arch.attention_softcap))
     arch = make_architecture(TINY[kind](320))
 
     def kernels(arch=arch, **flags):
@@ -239,45 +237,46 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
         }
 
     found = kernels()
-    assert eager_attention not in set.union(*found.values())
+    assert EAGER_KERNEL not in set.union(*found.values())
     assert {
         attention_type
         for attention_type, used in found.items()
-        if used == {flex_document_attention}
+        if used == {FLEX_KERNEL}
     } == flex
     for plain in (kernels(compute_dtype="float32"),
                   kernels(dataclasses.replace(arch, attention_dropout=0.1))):  # fmt: skip
-        assert set.union(*plain.values()) == {eager_attention}
+        assert set.union(*plain.values()) == {EAGER_KERNEL}
 
 
 @pytest.mark.parametrize("capability, attn, want", [
-    ((9, 0), None, piece_attention), ((9, 0), "sdpa", piece_attention),
-    ((8, 6), None, varlen_attention)])  # fmt: skip
+    ((9, 0), None, PIECE_KERNEL), ((9, 0), "sdpa", PIECE_KERNEL),
+    ((8, 6), None, VARLEN_KERNEL)])  # fmt: skip
 def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
     capability, attn, want, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
-    monkeypatch.setattr(attention, "kernel_matches", lambda *_: True)
+    monkeypatch.setattr(attention, "kernel_matches", lambda kernel, arch, attention_type, *_: (
+        attention_type != "window" or kernel.has_windows))
     arch = make_architecture(TINY["mistral"](320))
     chosen = choose_attention(Config(attn=attn), arch, torch.device("cuda"), whole_documents=False)
-    assert chosen.fixed_len == {"window": varlen_attention, "window_unreached": want}
-    assert set(chosen.varlen.values()) == {varlen_attention}
+    assert chosen.fixed_len == {"window": VARLEN_KERNEL, "window_unreached": want}
+    assert set(chosen.varlen.values()) == {VARLEN_KERNEL}
 
 
 @pytest.mark.parametrize("kind, right", [("granite", True), ("gpt_oss", False), ("gemma2", False)])
 def test_pieces_have_no_sinks_and_no_caps(kind, right):
     arch = make_architecture(TINY[kind](320))
     matches = [kernel_matches(kernel, arch, "full", torch.device("cpu"), whole_documents=False)
-               for kernel in (piece_attention, sdpa_attention)]  # fmt: skip
-    assert matches == [right, False]  # sdpa_attention needs as many keys as queries
+               for kernel in (PIECE_KERNEL, SDPA_KERNEL)]  # fmt: skip
+    assert matches == [right, False]  # SDPA_KERNEL needs as many keys as queries
 
 
 def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
     arch = make_architecture(TINY["llama"](320))
     for head_dim, works in (256, True), (512, False):
         wide = dataclasses.replace(arch, head_dim=head_dim)
-        for kernel in sdpa_attention, piece_attention:
+        for kernel in SDPA_KERNEL, PIECE_KERNEL:
             assert kernel_matches(kernel, wide, "full", torch.device("cpu")) == works
 
 
@@ -286,12 +285,12 @@ def test_no_results_are_saved_where_attention_cannot_be_resumed(monkeypatch, cap
     arch, cpu = make_architecture(TINY["granite"](320)), torch.device("cpu")
     windowed = make_architecture(TINY["mistral"](320))
 
-    def can_be_reused(kernel=sdpa_attention, arch=arch):
+    def can_be_reused(kernel=SDPA_KERNEL, arch=arch):
         by_type = dict.fromkeys(attention.ATTENTION_TYPES, kernel)
         return can_reuse_lse(Kernels(by_type, by_type), arch, cpu)
 
-    assert can_be_reused() and can_be_reused(piece_attention)
-    assert not can_be_reused(eager_attention) and not can_be_reused(arch=windowed)
+    assert can_be_reused() and can_be_reused(PIECE_KERNEL)
+    assert not can_be_reused(EAGER_KERNEL) and not can_be_reused(arch=windowed)
     assert not capsys.readouterr().out
     backward = pieces.attend_backward
     for fails in (lambda *_: torch.ops.aten.no_such_kernel(), lambda *_: torch.ops.aten.mm(1),

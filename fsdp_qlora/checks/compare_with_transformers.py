@@ -10,7 +10,7 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.errors import errors_about
-from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, eager_attention
+from fsdp_qlora.kernels.attention import ATTENTION_TYPES, EAGER_KERNEL, Kernels
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.spec import make_layer_specs
@@ -198,7 +198,7 @@ def plain_model(
 def eager_kernels(arch: Architecture) -> Kernels:
     """Return attention in plain torch; and for mixers with a state, plain torch with chunks so
     small that each document has several."""
-    by_type: dict[str, Callable] = dict.fromkeys(ATTENTION_TYPES, eager_attention)
+    by_type = dict.fromkeys(ATTENTION_TYPES, EAGER_KERNEL)
     recurrence = None
     if mixer := recurrent_mixer(arch):
         recurrence = functools.partial(RECURRENCES[type(mixer)].eager, chunk=8)

@@ -1,4 +1,4 @@
-"""Attention kernels, and the trial that tells whether one can be used.
+"""Attention kernels, what each can do, and the trial that tells whether one can be used.
 
 Each computes causal attention inside each document of a micro-batch. choose_attention() of
 train_fsdp_qlora.py chooses among them.
@@ -47,17 +47,31 @@ class Kernels(NamedTuple):
 
     # documents of one length; with context parallelism long pieces of any lengths, see
     # has_long_pieces()
-    fixed_len: dict[str, Callable]
-    varlen: dict[str, Callable]  # any lengths
+    fixed_len: dict[str, AttentionKernel]
+    varlen: dict[str, AttentionKernel]  # any lengths
     recurrence: Callable | None = None  # of a mixer with a state; None: there is none
 
     @property
-    def of_attention(self) -> set[Callable]:
+    def of_attention(self) -> set[AttentionKernel]:
         """All attention kernels."""
         return {*self.fixed_len.values(), *self.varlen.values()}
 
 
-class AttentionKernel(Protocol):
+@dataclasses.dataclass(frozen=True)
+class AttentionKernel:
+    """An attention kernel and what it can do."""
+
+    name: str  # in the log
+    function: AttentionFunction
+    has_softcap: bool = False
+    has_windows: bool = True
+    largest_head: float = math.inf  # the largest head_dim
+    gives_lse: bool = False  # True: layers can save its results, see attention_with_lse()
+    needs_triton: bool = False
+    is_eager: bool = False  # plain torch: values may be narrower than queries; no CUDA graphs
+
+
+class AttentionFunction(Protocol):
     """Causal attention within the segments of a micro-batch."""
 
     def __call__(
@@ -201,6 +215,20 @@ def masked_eager_attention(
     return (weights @ value)[0].transpose(0, 1)
 
 
+# with wider heads, SDPA would have all scores in memory. From Hopper on, SDPA_KERNEL is cuDNN's, as
+# PIECE_KERNEL and attention_with_lse() are
+CUDNN_LIMITS: Any = {"has_windows": False, "largest_head": 256, "gives_lse": True}
+
+SDPA_KERNEL = AttentionKernel("SDPA (equal lengths)", sdpa_attention, **CUDNN_LIMITS)
+PIECE_KERNEL = AttentionKernel("cuDNN (long pieces)", piece_attention, **CUDNN_LIMITS)
+FLASH_KERNEL = AttentionKernel("Flash Attention 2", flash_attention, has_softcap=True)
+VARLEN_KERNEL = AttentionKernel("varlen_attn", varlen_attention)
+FLEX_KERNEL = AttentionKernel(
+    "flex_attention", flex_document_attention, has_softcap=True, needs_triton=True)
+EAGER_KERNEL = AttentionKernel(
+    "one document at a time", eager_attention, has_softcap=True, is_eager=True)
+
+
 def eager_attention_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int:
     """Return the peak bytes of scores and other intermediate values in eager_attention(),
     forward or backward, with micro-batches of n_tokens."""
@@ -220,16 +248,12 @@ def architectures_by_attention_type(arch: Architecture) -> dict[str, Architectur
     return architectures
 
 
-# kernels that are cuDNN's from Hopper on, as attention_with_lse() is
-LSE_KERNELS = sdpa_attention, piece_attention
-
-
 def can_reuse_lse(kernels: Kernels, arch: Architecture, device: torch.device) -> bool:
     """Return True if layers can save the results of attention, for backward to reuse: if
-    all attention is full and by one of LSE_KERNELS, and if a trial gives what
+    all attention is full and by a kernel that gives its logsumexps, and if a trial gives what
     eager_attention() gives."""
     if [*architectures_by_attention_type(arch)] != ["full"] \
-            or kernels.fixed_len["full"] not in LSE_KERNELS \
+            or not kernels.fixed_len["full"].gives_lse \
             or device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         return False
 
@@ -242,7 +266,8 @@ def can_reuse_lse(kernels: Kernels, arch: Architecture, device: torch.device) ->
             results = attention_with_lse(*inputs)
         return attention_with_lse(*inputs, results)[0]
 
-    if kernel_matches(with_reused_lse, arch, "full", device):
+    kernel = dataclasses.replace(kernels.fixed_len["full"], function=with_reused_lse)
+    if kernel_matches(kernel, arch, "full", device):
         return True
     log("warning: slow path, recomputed layers run attention's forward again: a trial to reuse"
         " its saved results failed on this GPU")
@@ -253,14 +278,13 @@ def kernel_matches(
     kernel: AttentionKernel, arch: Architecture, attention_type: str, device: torch.device,
     whole_documents: bool = True
 ) -> bool:
-    """Return True if the kernel's results match eager_attention()'s, forward and backward, for
-    two documents or, without whole_documents, for the ends of two. `arch` is that of layers with
-    this attention type, see architectures_by_attention_type()."""
-    if arch.attention_softcap and kernel not in (flash_attention, flex_document_attention):
-        return False
-    if kernel in (sdpa_attention, piece_attention) and arch.head_dim > 256:
-        return False  # SDPA would have all scores in memory
-    if kernel is flex_document_attention and why_no_triton():
+    """Return True if the kernel can do what these layers need, and its results match
+    eager_attention()'s, forward and backward, for two documents or, without whole_documents, for
+    the ends of two. `arch` is that of layers with this attention type, see
+    architectures_by_attention_type()."""
+    if arch.attention_softcap and not kernel.has_softcap \
+            or attention_type == "window" and not kernel.has_windows \
+            or arch.head_dim > kernel.largest_head or kernel.needs_triton and why_no_triton():
         return False
     length = 3 * BLOCK_TOKENS // 2  # flex_attention uses another kernel for a single block
     generator = torch.Generator(device).manual_seed(0)
@@ -287,7 +311,7 @@ def kernel_matches(
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     try:
-        pairs = list(zip(both(kernel), both(eager_attention)))
+        pairs = list(zip(both(kernel.function), both(eager_attention)))
     except (AttributeError, ImportError, RuntimeError, TypeError, ValueError):
         return False  # AttributeError: this torch has no such kernel
     return all(bool((got - want).norm() < MAX_ERROR * want.norm()) for got, want in pairs)

@@ -301,7 +301,9 @@ def eager_scan_bytes(mixer: Mamba2Record) -> int:
 class Recurrence:
     """The functions of one kind of mixer with a state, see above."""
 
-    name: str  # in the log
+    # in the log: the recurrence, and `eager` as a kernel
+    name: str
+    eager_name: str
     eager: Callable[..., Tensor]  # in plain torch
     fla: Callable[..., Tensor]  # by flash-linear-attention's kernels
     eager_bytes_per_token: Callable[[Any], int]  # mixer -> alive at once in eager's backward
@@ -309,8 +311,10 @@ class Recurrence:
 
 RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
     GatedDeltaNetRecord: Recurrence(
-        "Gated DeltaNet", eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
-    Mamba2Record: Recurrence("Mamba-2", eager_scan, fla_scan, eager_scan_bytes)}
+        "Gated DeltaNet", "delta rule in plain PyTorch",
+        eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
+    Mamba2Record: Recurrence(
+        "Mamba-2", "Mamba-2 in plain PyTorch", eager_scan, fla_scan, eager_scan_bytes)}
 
 
 def recurrent_mixer(arch: Architecture) -> GatedDeltaNetRecord | Mamba2Record | None:

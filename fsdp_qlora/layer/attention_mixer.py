@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.attention import LSE_KERNELS
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rotate_backward, rotate_forward, split_heads, split_projected)
 from fsdp_qlora.kernels.pieces import attention_with_lse
@@ -187,6 +186,7 @@ def attend(
     if sinks is not None:
         sinks = sinks.chunk(group[1])[group[0]]
     assert segments, "of the micro-batch or of the keys gathered for it"
-    if call.saves_attention and kernel in LSE_KERNELS:
+    if call.saves_attention and kernel.gives_lse:
         return attention_with_lse(query, key, value, segments, arch.attention_scale, known)
-    return kernel(query, key, value, sinks, segments, arch, window, call.layer.index), None
+    out = kernel.function(query, key, value, sinks, segments, arch, window, call.layer.index)
+    return out, None

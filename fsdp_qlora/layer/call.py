@@ -44,7 +44,7 @@ class LayerCall:
         # weights to use twice: a recomputed layer's backward first runs forward() again
         self.dequantized: dict[FusedLinear, Tensor] = {}
         # pairs of results of attention_with_lse(), one for each group of heads; none if the
-        # micro-batch's kernel is none of LSE_KERNELS
+        # micro-batch's kernel does not give them
         self.attention_results: list[tuple[Tensor, Tensor]] = []  # made in forward, to be saved
         self.saved_attention_results: list[tuple[Tensor, Tensor]] = []  # in backward, until used
         # what the sublayers return through the call

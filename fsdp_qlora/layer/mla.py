@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.attention import eager_attention
 from fsdp_qlora.kernels.elementwise import norm_backward
 from fsdp_qlora.layer.attention_mixer import (
     all_heads, attend_by_groups, groups_backward)
@@ -148,6 +147,5 @@ class MLAMixer:
 def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
     """Return the width of a head's value for the kernel: plain torch accepts any width, the other
     kernels need the query's."""
-    is_eager = batch.attention_kernels["full"] is eager_attention
     assert arch.mla, "the layer has latent attention"
-    return arch.mla.value_dim if is_eager else arch.head_dim
+    return arch.mla.value_dim if batch.attention_kernels["full"].is_eager else arch.head_dim

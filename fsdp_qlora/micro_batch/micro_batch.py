@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ class MicroBatch:
     answers: Answers | None  # answers of all ranks in this micro-step; None: --loss sft
     lengths: tuple[int, ...]  # lengths of the documents, in tokens
     longest: int  # upper bound of `lengths`
-    attention_kernels: dict[str, Callable]  # of attention, {one of ATTENTION_TYPES: kernel}
+    attention_kernels: dict[str, Any]  # {one of ATTENTION_TYPES: AttentionKernel}
     store: ActivationStore  # where layers put what they save
     recurrence: Callable | None = None  # kernel of a mixer with a state; None: there is none
     recurrence_chunks: torch.Tensor | None = None  # for that kernel, see chunk_table()

@@ -26,7 +26,7 @@ from fsdp_qlora.data.collate import round_up
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler
 from fsdp_qlora.kernels import attention
-from fsdp_qlora.kernels.attention import Kernels, eager_attention
+from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
@@ -129,7 +129,7 @@ def agree_on_plan(
     if device.type == "cuda":  # so that reported peaks exclude the measurements above
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    attention_is_eager = eager_attention in kernels.of_attention
+    attention_is_eager = any(kernel.is_eager for kernel in kernels.of_attention)
     recurrence_is_eager = kernels.recurrence in [record.eager for record in RECURRENCES.values()]
     workload = make_workload(
         config, sampler, eval_rows, dist.get_world_size(), device,

@@ -16,6 +16,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.kernels.attention import Kernels
+from fsdp_qlora.kernels.recurrence import RECURRENCES
 from fsdp_qlora.log import log, log_debug
 from fsdp_qlora.memory import host_memory
 from fsdp_qlora.model.preference_loss import LOSSES
@@ -27,13 +28,6 @@ from fsdp_qlora.run.state import Run
 
 
 HIGH_RATE = 0.02  # --learning_rate above it gets a line
-KERNEL_NAMES = {  # of functions in kernels/, in the log; others by their own name
-    "sdpa_attention": "SDPA (equal lengths)", "piece_attention": "cuDNN (long pieces)",
-    "flash_attention": "Flash Attention 2",
-    "varlen_attention": "varlen_attn", "flex_document_attention": "flex_attention",
-    "eager_attention": "one document at a time", "fla_delta_rule": "flash-linear-attention",
-    "fla_scan": "flash-linear-attention", "eager_delta_rule": "delta rule in plain PyTorch",
-    "eager_scan": "Mamba-2 in plain PyTorch"}
 FLAGS_LOGGED_SEPARATELY = ("output_dir", "shard_group_size")  # in other lines of the log
 # of the first row's long parts, in the loss or not, at each end
 SHOWN_TOKENS = {True: 60, False: 30}
@@ -60,12 +54,14 @@ def log_startup(
             " train at 1e-5 to 1e-2")
     if device.type == "cuda" and why_no_triton():
         log(f"warning: slow path, no Triton kernels: {why_no_triton()}")
-    used = {f.__name__ for f in (*kernels.of_attention, kernels.recurrence) if f}
+    names = {kernel.name for kernel in kernels.of_attention}
+    if kernels.recurrence:
+        eager_names = {record.eager: record.eager_name for record in RECURRENCES.values()}
+        names.add(eager_names.get(kernels.recurrence, "flash-linear-attention"))
     log_on_gpu = log if device.type == "cuda" else log_debug
-    names = sorted({KERNEL_NAMES.get(name, name) for name in used})
-    log_on_gpu(f"attention: {', '.join(names)}")
+    log_on_gpu(f"attention: {', '.join(sorted(names))}")
     if device.type == "cuda":
-        if "eager_attention" in used:
+        if any(kernel.is_eager for kernel in kernels.of_attention):
             log("warning: slow path, attention of one document at a time: no fused kernel fits this"
                 " model, dtype and GPU")
         free, total = torch.cuda.mem_get_info()
