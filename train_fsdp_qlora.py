@@ -80,7 +80,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler, ShuffledSampler
 from fsdp_qlora.evaluation.document_losses import evaluation_batches, evaluation_micro_batches
 from fsdp_qlora.evaluation.generation import generate_samples
-from fsdp_qlora.evaluation.global_loss_values import global_loss_values, set_global_values
+from fsdp_qlora.evaluation.global_loss_values import global_loss_values, with_global_values
 from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
@@ -661,8 +661,8 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
     # forward; ORPO's weights of tokens
     global_values = global_loss_values(run.model, rows, [rows])
     while micro_batches:
-        micro_batch = micro_batches.pop(0)  # not a for loop: frees each one's memory after use
-        set_global_values(micro_batch, global_values)
+        # not a for loop: frees each one's memory after use
+        micro_batch = with_global_values(micro_batches.pop(0), global_values)
         if plan.uses_fsdp and plan.shard_group_size < dist.get_world_size():
             # copies of the model sum their gradients once per step, not once per micro-batch
             run.model.set_requires_all_reduce(not micro_batches)
@@ -674,9 +674,9 @@ def rows_of_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
     rows = run.rows.select(run.sampler.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
-    return rows, [
-        make_micro_batch(rows, micro_step, run.model, step_seed, run.model.context)
-        for micro_step in micro_steps_of(rows, run.model)]
+    batch_format = run.model.batch_format
+    return rows, [make_micro_batch(rows, micro_step, batch_format, step_seed)
+                  for micro_step in micro_steps_of(rows, batch_format)]
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> torch.Tensor:
@@ -755,7 +755,7 @@ def evaluate(run: Run) -> Metrics | None:
     for _, batch in batches():
         n_seen += len(batch)
         for micro_batch, _ in evaluation_micro_batches(run.model, batch):
-            set_global_values(micro_batch, global_values)
+            micro_batch = with_global_values(micro_batch, global_values)
             sums += compute_loss(run.model, micro_batch, run.config)[1]
     reshard_all(run.model)  # no backward has freed what the last forward gathered
     if n_seen < len(rows):  # evaluation_batches() ended early, because a stop was requested

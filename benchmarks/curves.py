@@ -41,12 +41,12 @@ def plain_product(layer, fused, x):
     return outputs
 
 
-def plain_layer(layer, x, micro_batch):
+def plain_layer(layer, x, inputs):
     """A Llama decoder layer as one would write it, for autograd; with DoRA the script's own."""
     from fsdp_qlora.layer.layer import LayerFunction
 
     if layer.spec.dora:  # of the check at start
-        return LayerFunction.apply(x, layer.adapter, layer, micro_batch, torch.is_grad_enabled())
+        return LayerFunction.apply(x, layer.adapter, layer, inputs, torch.is_grad_enabled())
     arch, (qkv, out, gate_up, down) = layer.arch, layer.spec.fused_linears
 
     def norm(name, x):
@@ -56,14 +56,14 @@ def plain_layer(layer, x, micro_batch):
 
     def rotated(x):
         rope_index = layer.spec.mixer_sublayer.token_mixer.rope_index
-        cos, sin = (t[:, None] for t in micro_batch.ropes[rope_index][:2])
+        cos, sin = (t[:, None] for t in inputs.ropes[rope_index][:2])
         first, second = x.float().chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
     normed = norm(arch.attention_norm, x)
     query, key, value = (part.unflatten(1, (-1, arch.head_dim))
                          for part in plain_product(layer, qkv, normed))  # fmt: skip
-    documents = zip(*(t.split(micro_batch.lengths) for t in (rotated(query), rotated(key), value)))
+    documents = zip(*(t.split(inputs.batch.lengths) for t in (rotated(query), rotated(key), value)))
     attended = [
         F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in document), is_causal=True,
                                        enable_gqa=True)[0].transpose(0, 1).flatten(1)

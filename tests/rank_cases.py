@@ -31,6 +31,7 @@ from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE
 from fsdp_qlora.lora.adapter import sharded_state
 from fsdp_qlora.memory import host_memory
+from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.fsdp import gathered, set_local
@@ -135,9 +136,9 @@ def samples(job, process):
     too long. And the same one token after the other, each by a forward of one document alone."""
 
     def alone(run, prompt, n):
-        ids = list(prompt)
+        ids, whole = list(prompt), run.model.batch_format._replace(context=ONLY_PROCESS)
         for _ in range(n):
-            micro_batch = make_micro_batch(make_rows([(ids, ids)]), [[0]], run.model)
+            micro_batch = make_micro_batch(make_rows([(ids, ids)]), [[0]], whole)
             ids += greedy_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()
         return ids[len(prompt) :]
 

@@ -16,11 +16,12 @@ from test_numbers import of_setting
 
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.kernels.attention import Kernels, eager_attention
+from fsdp_qlora.kernels.attention import eager_attention
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.kernels.pieces import piece_attention
 from fsdp_qlora.micro_batch.context_parallel import (
     ContextGroup, KeyExchange, cut_documents, make_context_shard)
+from fsdp_qlora.micro_batch.micro_batch import BatchFormat
 from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.from_config import make_architecture
 
@@ -113,13 +114,12 @@ def test_pieces_equal_plain_torch(heads, kv_heads, lengths_q, lengths_k):
         assert (got - want).norm() < 1e-6 * want.norm()
 
 
-def kernel_of(lengths, micro_step, context):
-    """Which kernel the first micro-batch of a micro-step takes, of rows of these lengths."""
-    plan = types.SimpleNamespace(uses_cuda_graphs=False, micro_batch_tokens=sum(lengths))
-    model = types.SimpleNamespace(device=torch.device("cpu"), plan=plan, store=None,
-                                  kernels=Kernels({"full": "one by one"}, {"full": "in one call"}))
+def runs_one_by_one(lengths, micro_step, context):
+    """Whether the first micro-batch of a micro-step takes the kernels that run one piece after the
+    other, of rows of these lengths."""
     rows = make_rows([([1] * n, [1] * n) for n in lengths])
-    return make_micro_batch(rows, micro_step, model, context=context).attention_kernels["full"]
+    batch_format = BatchFormat(sum(lengths), torch.device("cpu"), context)
+    return make_micro_batch(rows, micro_step, batch_format).is_fixed_len
 
 
 @pytest.mark.parametrize("shared_by, lengths, is_one_by_one", [
@@ -127,15 +127,15 @@ def kernel_of(lengths, micro_step, context):
     (4, [8192], False), (2, [8192, 9000], True), (2, [8192, 30], False),
     (1, [30, 30], True), (1, [30, 31], False)])  # fmt: skip
 def test_long_pieces_run_one_by_one(shared_by, lengths, is_one_by_one):
-    kernel = kernel_of(lengths, [[*range(len(lengths))]], ContextGroup(shared_by, 0, 0, 1))
-    assert kernel == ("one by one" if is_one_by_one else "in one call")
+    context = ContextGroup(shared_by, 0, 0, 1)
+    assert runs_one_by_one(lengths, [[*range(len(lengths))]], context) == is_one_by_one
 
 
 @pytest.mark.parametrize("other, is_one_by_one", [(8192, True), (8196, False), (8448, True)])
 def test_padding_of_very_short_pieces_runs_in_one_call(other, is_one_by_one):
     """The micro-batch is padded to as many tokens as another group's."""
-    kernel = kernel_of([8192, other], [[0], [1]], ContextGroup(2, 0, 0, 2))
-    assert kernel == ("one by one" if is_one_by_one else "in one call")
+    context = ContextGroup(2, 0, 0, 2)
+    assert runs_one_by_one([8192, other], [[0], [1]], context) == is_one_by_one
 
 
 # ------------------------------------------------------------------------------------------------

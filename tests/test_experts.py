@@ -351,14 +351,15 @@ def sliced_results(layer, slice_tokens, monkeypatch):
     sublayer = layer.spec.mlp_sublayer
     x, mlp_input, grad = (
         torch.randn(61, layer.arch.hidden_size, generator=seed(n)) for n in range(3))
-    batch = types.SimpleNamespace(n_unpadded=torch.tensor([32]), dropout_seeds=torch.arange(61))
-    backward = LayerCall(layer, batch, is_backward=True)
+    inputs = types.SimpleNamespace(batch=types.SimpleNamespace(
+        n_unpadded=torch.tensor([32]), dropout_seeds=torch.arange(61)))
+    backward = LayerCall(layer, inputs, is_backward=True)
     layer.balance = None
     with torch.no_grad():
         evaluated = sublayer.forward_in_slices(
-            LayerCall(layer, batch, is_evaluation=True), x, mlp_input)[0]
+            LayerCall(layer, inputs, is_evaluation=True), x, mlp_input)[0]
         assert layer.balance is None
-        out, choices = sublayer.forward_in_slices(LayerCall(layer, batch), x, mlp_input)
+        out, choices = sublayer.forward_in_slices(LayerCall(layer, inputs), x, mlp_input)
         grad_input = sublayer.backward_in_slices(backward, mlp_input, grad, choices)
     assert len(choices) == math.ceil(61 / slice_tokens) and not backward.dequantized
     return {
@@ -862,7 +863,7 @@ def test_balance_of_experts_counts_no_padding(name):
     rows = make_rows([(x, x) for x in ids.split([9, 36])])
     found = []
     for packed in [[0]], [[0], [1]], [[], [1]]:
-        model(make_micro_batch(rows, packed, model))
+        model(make_micro_batch(rows, packed, model.batch_format))
         found.append(router.take_balance(model.layers, torch.device("cpu")))
     alone, padded, padding = found
     assert alone[2] == arch.layer_routed.count(True) and 1 < alone[1] / alone[2] < 8

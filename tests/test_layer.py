@@ -164,7 +164,7 @@ def micro_batch_of(documents, model):
     """A micro-batch of these documents, all of whose tokens are trained."""
     rows = make_rows([(ids, ids) for ids in documents])
     every = [*range(len(documents))]
-    return make_micro_batch(rows, [every], model, torch.tensor(0))
+    return make_micro_batch(rows, [every], model.batch_format, torch.tensor(0))
 
 
 class Pair:
@@ -405,7 +405,8 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
         model.store = make_store(plan, model.device)
         for n in 9, 5, len(ids), len(ids) - 3:
             rows = make_rows([(ids[:n], ids[:n])])
-            model(make_micro_batch(rows, [[0]], model, torch.tensor(0))).sum().backward()
+            micro_batch = make_micro_batch(rows, [[0]], model.batch_format, torch.tensor(0))
+            model(micro_batch).sum().backward()
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
         if on_host:
             specs = tuple(layer.spec for layer in model.layers)
@@ -716,7 +717,7 @@ def test_no_document_sees_another(name):
                 for i, part in enumerate(parts)
             ]
             micro_batch = make_micro_batch(
-                make_rows(rows), [[2, 0, 3, 1]], model, torch.tensor(0))
+                make_rows(rows), [[2, 0, 3, 1]], model.batch_format, torch.tensor(0))
             yield model(micro_batch).sum().item()
 
     before, changed = list(losses(pair.ids)), pair.ids.clone()
@@ -819,9 +820,9 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
     def all_as_one(call, projected, mixer):
         n = len(projected)
         micro_batch = dataclasses.replace(call.batch, position_ids=torch.arange(n), lengths=(n,))
-        return function(
-            types.SimpleNamespace(layer=call.layer, batch=micro_batch), projected, mixer
-        )
+        all_as_one = types.SimpleNamespace(
+            layer=call.layer, batch=micro_batch, inputs=call.inputs)
+        return function(all_as_one, projected, mixer)
 
     model_config = TINY[name](VOCABULARY)
     (kind,) = map(type, make_architecture(model_config).other_mixers.values())
@@ -881,11 +882,11 @@ def test_decays_of_large_values_are_finite(function):
     projected[:, -2:] = torch.tensor([-1000.0, -1, 0, 1, 1000])[:, None]
     assert [*mixer.widths][-1] == part  # the last columns
     tensors = {key: torch.ones(shape) for key, shape in mixer.tensors(64).items()}
-    micro_batch = types.SimpleNamespace(position_ids=torch.arange(n), recurrence=(
-        lambda *args: seen.extend(args[:-1]) or torch.ones(n, 2, 3)))
+    inputs = types.SimpleNamespace(
+        recurrence=lambda *args: seen.extend(args[:-1]) or torch.ones(n, 2, 3))
     call = types.SimpleNamespace(
-        layer=types.SimpleNamespace(small_tensors=tensors), batch=micro_batch
-    )
+        layer=types.SimpleNamespace(small_tensors=tensors), inputs=inputs,
+        batch=types.SimpleNamespace(position_ids=torch.arange(n)))
     function(call, projected, mixer)
     steps = torch.tensor([0, 0.6931472, 1.3132617, 2.126928, 1001])  # log(1 + exp(1 + value))
     decay = next(x for x in seen if x.dim() == 2 and x.max() <= 0)
@@ -1231,12 +1232,12 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
         kernels[attention_type] = AttentionKernel(
             attention_type, lambda *args, attention_type=attention_type: (attention_type, args[6]))
     segments = segments_of((n,))
-    micro_batch = types.SimpleNamespace(
-        longest=n, segments=segments, context_shard=None,
-        attention_kernels=kernels)  # fmt: skip
+    micro_batch = types.SimpleNamespace(longest=n, context_shard=None)
+    inputs = types.SimpleNamespace(segments=segments, attention_kernels=kernels)
     mixer = make_layer_specs(arch, (), CONFIG)[0].mixer_sublayer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
-    call = types.SimpleNamespace(batch=micro_batch, layer=layer, saves_attention=False)
+    call = types.SimpleNamespace(
+        batch=micro_batch, inputs=inputs, layer=layer, saves_attention=False)
     got, _ = attend(call, arch, mixer.window, (None, None, None), (0, 1))
     assert got == (("window", 7) if windowed else ("window_unreached", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))

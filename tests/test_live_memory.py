@@ -3,6 +3,7 @@ and backward, of real sizes: of tensors that have shapes and no values.
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 import types
@@ -24,6 +25,7 @@ from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer import call, grouped_mm, lora_matmul, moe
+from fsdp_qlora.layer.call import LayerInputs
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.layer_costs.layer import LayerCosts
@@ -182,7 +184,7 @@ def state_of(value, key):
 
 
 def counted_kernels(arch, plan):
-    """The fields attention_kernels and recurrence of a micro-batch."""
+    """The fields attention_kernels and recurrence of LayerInputs."""
     recurrence, kernel = None, AttentionKernel(
         "counted", lambda query, key, value, *_: CountedAttention.apply(query, key, value))
     if plan.attention_is_eager:
@@ -251,24 +253,23 @@ def fake_layer(spec, index, plan):
     return layer
 
 
-def fake_micro_batch(arch, plan, lengths):
+def fake_inputs(arch, plan, lengths, context_shard=None):
+    """The LayerInputs of a micro-batch of these lengths."""
     n, size = sum(lengths), arch.per_layer.size if arch.per_layer else 0
     keys = torch.empty(n, dtype=torch.int64) if arch.attention_dropout else None
     micro_batch = types.SimpleNamespace(
         position_ids=torch.empty(n, dtype=torch.int64), dropout_seeds=keys,
-        lengths=lengths, longest=max(lengths), context_shard=None,
-        cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=DeviceActivations(),
-        **counted_kernels(arch, plan),
-        n_unpadded=torch.empty(1, dtype=torch.int64),
-        per_layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
+        lengths=lengths, longest=max(lengths), context_shard=context_shard,
+        cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32),
+        n_unpadded=torch.empty(1, dtype=torch.int64))
     frequencies = [
         (torch.empty(rotary_dim(rope, rope["head_dim"]) // 2), 1.0) for rope in arch.ropes]
-    micro_batch.ropes = {
-        i: rope_tables(arch, frequencies, micro_batch, i) for i in (None, *range(len(arch.ropes)))
-    }
-    micro_batch.segments = document_segments(
-        micro_batch.cu_seqlens, lengths, max(lengths), keys)  # fmt: skip
-    return micro_batch
+    return LayerInputs(
+        micro_batch, store=DeviceActivations(), **counted_kernels(arch, plan),
+        ropes={i: rope_tables(arch, frequencies, micro_batch, i)
+               for i in (None, *range(len(arch.ropes)))},
+        segments=document_segments(micro_batch.cu_seqlens, lengths, max(lengths), keys),
+        per_layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
 
 
 def shapes_alone(plan):
@@ -285,11 +286,10 @@ def measure(arch, spec, index, plan, with_backward=True):
     # one long document needs more than two, if the results of attention are reused
     lengths = (n,) if plan.n_attention_saved else (n // 2, n // 2)
     with shapes_alone(plan):
-        layer, micro_batch = (
-            fake_layer(spec, index, plan), fake_micro_batch(arch, plan, lengths))
+        layer, inputs = fake_layer(spec, index, plan), fake_inputs(arch, plan, lengths)
         with Storages() as storages:
             x = torch.empty(n, hidden, dtype=dtype).requires_grad_()
-            out, *_ = layer(x, micro_batch)
+            out, *_ = layer(x, inputs)
             edge, grad = get_gradient_edge(out), None
             del out
             kept = storages.bytes
@@ -532,17 +532,17 @@ def test_plan_counts_what_layers_have_in_common():
     _, arch, specs = shapes_of("gemma-4-e4b")
     plan = plan_of(arch, "all", state_bytes=2)
     with shapes_alone(plan):
-        micro_batch = fake_micro_batch(arch, plan, (1024, 1024))
+        inputs = fake_inputs(arch, plan, (1024, 1024))
         x, kv_to_share = torch.empty(2048, arch.hidden_size, dtype=torch.bfloat16), 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(call, "dequantize", only_shape)
             for i in {*arch.kv_sources} - {None}:
-                _, *parts = fake_layer(specs[i], i, plan)(x, micro_batch)
+                _, *parts = fake_layer(specs[i], i, plan)(x, inputs)
                 kv_to_share += sum(part.nbytes for part in parts)
     memory = predict_memory(plan, arch, specs).memory
     assert (
         memory["per-layer inputs, shared keys and values"]
-        == micro_batch.per_layer_inputs.nbytes + 3 * kv_to_share > 3 * kv_to_share > 0
+        == inputs.per_layer_inputs.nbytes + 3 * kv_to_share > 3 * kv_to_share > 0
     )
     n_adapter = sum(spec.n_adapter for spec in specs)
     assert memory["optimizer's state"] == 2 * n_adapter
@@ -605,14 +605,8 @@ def test_plan_is_no_less_than_what_shared_latents_take(
     n, size = plan.micro_batch_tokens, plan.context_parallel_size
     shard = make_context_shard([n * size], ContextGroup(size))
     shard._exchanges[None] = FakeExchange.make(shard, None)
-    make_micro_batch = fake_micro_batch
-
-    def shared_micro_batch(*args):
-        micro_batch = make_micro_batch(*args)
-        micro_batch.context_shard = shard
-        return micro_batch
-
-    monkeypatch.setattr(sys.modules[__name__], "fake_micro_batch", shared_micro_batch)
+    shared_inputs = functools.partial(fake_inputs, context_shard=shard)
+    monkeypatch.setattr(sys.modules[__name__], "fake_inputs", shared_inputs)
     spec, one_layer = specs[index], dataclasses.replace(plan, n_layers=1)
     kept, most = measure(arch, spec, index, plan)
     more = exchanged_bytes(one_layer, arch, [spec], n * plan.dtype.itemsize)

@@ -5,7 +5,6 @@ import functools
 import gc
 import math
 import re
-import types
 import unittest.mock
 from pathlib import Path
 
@@ -27,6 +26,8 @@ from fsdp_qlora.kernels.attention import (
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
+from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS
+from fsdp_qlora.micro_batch.micro_batch import BatchFormat
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import FRAGMENTATION, SAVE_POLICIES, Plan
 from fsdp_qlora.planner import search
@@ -302,7 +303,8 @@ def held_bytes(arch, model, n_layers, n_tokens):
     kernel = AttentionKernel("counted", lambda q, k, v, *_: CountedAttention.apply(q, k, v))
     by_type = dict.fromkeys(ATTENTION_TYPES, kernel)
     model.kernels = Kernels(by_type, by_type)
-    micro_batch = make_micro_batch(make_rows([(ids, ids)]), [[0]], model, torch.tensor(0))
+    rows, seed = make_rows([(ids, ids)]), torch.tensor(0)
+    micro_batch = make_micro_batch(rows, [[0]], model.batch_format, seed)
 
     def storages():
         # not FourBitBlocks, whose inner tensors are found, nor what an earlier test's tracing has
@@ -418,10 +420,9 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
     with one_process():
         workload = search.make_workload(config, ShuffledSampler(rows, config), None, 1, cpu, "")
     plan = choose_plan(config, arch, specs, workload, 0, H200)
-    model = types.SimpleNamespace(device=cpu, plan=plan, store=None,
-                                  kernels=Kernels({"full": "fixed_len"}, {"full": "varlen"}))
-    kernel = make_micro_batch(rows, [[0, 1]], model).attention_kernels["full"]
-    assert plan.is_varlen == (kernel == "varlen") == (lengths != (30, 30))
+    batch_format = BatchFormat(plan.micro_batch_tokens, cpu, ONLY_PROCESS)
+    micro_batch = make_micro_batch(rows, [[0, 1]], batch_format)
+    assert plan.is_varlen == (not micro_batch.is_fixed_len) == (lengths != (30, 30))
     assert workload.uneven_targets == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
 
 

@@ -24,10 +24,10 @@ from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import make_rows, random_rows
 from fsdp_qlora.data.sampling import ShuffledSampler, epoch_order, step_indices
 from fsdp_qlora.hashing import hash_ints
-from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
-from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS, ContextGroup
+from fsdp_qlora.micro_batch.context_parallel import ContextGroup
+from fsdp_qlora.micro_batch.micro_batch import BatchFormat
 from train_fsdp_qlora import rows_of_step
 
 CPU = torch.device("cpu")
@@ -223,11 +223,8 @@ def test_many_rows_are_dealt():
 # ------------------------------------------------------------------------------------------------
 
 
-def make_model(micro_batch_tokens):
-    plan = types.SimpleNamespace(uses_cuda_graphs=False, micro_batch_tokens=micro_batch_tokens)
-    kernels = Kernels({"full": "same"}, {"full": "any"})
-    return types.SimpleNamespace(
-        device=CPU, plan=plan, store=None, kernels=kernels, context=ONLY_PROCESS)  # fmt: skip
+def batch_format(max_tokens, rank=0, **settings):
+    return BatchFormat(max_tokens, CPU, ContextGroup(group_index=rank), **settings)
 
 
 def naive_micro_batch(rows, packed, rank):
@@ -267,9 +264,8 @@ def test_micro_batch_equals_one_token_at_a_time(processes):
             micro_steps = pack_rows([len(ids) for ids, _ in rows], processes, most)
             for packed in micro_steps:
                 for rank in range(processes):
-                    batch, model = make_rows(rows), make_model(most)
                     got = make_micro_batch(
-                        batch, packed, model, torch.tensor(7), ContextGroup(group_index=rank))
+                        make_rows(rows), packed, batch_format(most, rank), torch.tensor(7))
                     ids, position_ids, bounds, trained, labels, lengths = naive_micro_batch(
                         rows, packed, rank
                     )
@@ -282,8 +278,7 @@ def test_micro_batch_equals_one_token_at_a_time(processes):
                     assert got.input_ids.dtype == got.position_ids.dtype == torch.int64
                     assert got.cu_seqlens.dtype == torch.int32
                     # torch's batched kernel, where all documents have one length
-                    kernel = got.attention_kernels["full"]
-                    assert kernel == ("same" if len(set(lengths)) == 1 else "any")
+                    assert got.is_fixed_len == (len(set(lengths)) == 1)
                     checked += len(ids)
     assert checked > 4000
 
@@ -301,21 +296,20 @@ def test_chunks_for_flash_linear_attention():
     give; those that are not there belong to an empty document."""
     assert chunk_table(torch.tensor([0, 70, 71, 135, 200])).tolist() == [
         [0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1]]
-    model, tables = make_model(200), []
-    model.kernels = model.kernels._replace(recurrence=lambda *args: None)
+    tables = []
     for lengths in [70, 1, 64, 65], [100, 100], [64, 64, 72]:
         batch = make_rows(make_pairs(lengths))
-        for model.plan.uses_cuda_graphs in False, True:
+        for graphs in False, True:
+            settings = {"uses_cuda_graphs": graphs, "has_recurrence": True}
             micro_batch = make_micro_batch(
-                batch, [list(range(len(lengths)))], model, torch.tensor(0)
-            )
+                batch, [list(range(len(lengths)))], batch_format(200, **settings), torch.tensor(0))
             real = [[i, k] for i, n in enumerate(lengths) for k in range(-(-n // 64))]
             assert (
                 micro_batch.recurrence_chunks.dtype == torch.int32
                 and micro_batch.recurrence_chunks[: len(real)].tolist() == real
             )
             spare = micro_batch.recurrence_chunks[len(real) :]
-            if model.plan.uses_cuda_graphs and len(lengths) > 2:
+            if graphs and len(lengths) > 2:
                 tables.append(len(micro_batch.recurrence_chunks))
                 assert tables[-1] == 200 // 64 + len(micro_batch.cu_seqlens) - 1
                 assert (
@@ -323,7 +317,7 @@ def test_chunks_for_flash_linear_attention():
                 )
             else:
                 assert not len(spare)
-    micro_batch = make_micro_batch(batch, [[0]], make_model(200), torch.tensor(0))
+    micro_batch = make_micro_batch(batch, [[0]], batch_format(200), torch.tensor(0))
     assert micro_batch.recurrence_chunks is None
     assert len(tables) == 2
 
@@ -331,7 +325,7 @@ def test_chunks_for_flash_linear_attention():
 def test_first_token_is_never_trained():
     rows = [(ids, ids) for ids, _ in make_pairs([5, 3])]
     batch = make_rows(rows)
-    got = make_micro_batch(batch, [[0, 1]], make_model(8), torch.tensor(0))
+    got = make_micro_batch(batch, [[0, 1]], batch_format(8), torch.tensor(0))
     assert got.target_positions.tolist() == [0, 1, 2, 3, 5, 6]
     assert got.targets.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
     assert batch.n_loss_tokens.tolist() == [4, 2]
@@ -341,9 +335,9 @@ def test_padding_is_no_longer_than_the_longest_document():
     """However much another process has: kernels are told how long a document may be."""
     batch = make_rows(make_pairs([7, 7, 7, 4]))
     micro_step = [[0, 1, 2, 3], [], [3]]
-    got = make_micro_batch(batch, micro_step, make_model(25), context=ContextGroup(group_index=1))
+    got = make_micro_batch(batch, micro_step, batch_format(25, 1))
     assert got.lengths == (7, 7, 7, 4) and got.longest == 7
-    got = make_micro_batch(batch, micro_step, make_model(25), context=ContextGroup(group_index=2))
+    got = make_micro_batch(batch, micro_step, batch_format(25, 2))
     assert got.lengths == (4, 7, 7, 7) and got.cu_seqlens.tolist() == [0, 4, 11, 18, 25]
 
 
@@ -353,8 +347,7 @@ def keys_of_rows(rows, most, processes, step):
     for packed in pack_rows(batch.lengths.tolist(), processes, most):
         for rank, mine in enumerate(packed):
             key = hash_ints(torch.tensor(step))
-            micro_batch = make_micro_batch(
-                batch, packed, make_model(most), key, ContextGroup(group_index=rank))
+            micro_batch = make_micro_batch(batch, packed, batch_format(most, rank), key)
             parts = micro_batch.dropout_seeds.split(micro_batch.lengths)
             keys.update({i: part.tolist() for i, part in zip(mine, parts)})
     return keys
@@ -368,9 +361,9 @@ def test_seed_decides_order_and_dropout():
     rows, keys = make_rows(make_pairs([5])), []
     for seed in 0, 0, 1:
         run = types.SimpleNamespace(
-            model=make_model(8), config=Config(batch_size=1, seed=seed))
+            model=types.SimpleNamespace(batch_format=batch_format(8)),
+            config=Config(batch_size=1, seed=seed))
         run.sampler, run.rows = ShuffledSampler(rows, run.config), rows
-        run.plan = run.model.plan
         with one_process():
             _, (micro_batch,) = rows_of_step(run, 1)
         keys.append(micro_batch.dropout_seeds.tolist())

@@ -319,18 +319,18 @@ def as_stored(value, dtype):
     return value if dtype == torch.bfloat16 else value.float() / 3
 
 
-def work_of(tensors, micro_batch):
+def work_of(tensors, recurrence=None):
     return types.SimpleNamespace(
-        layer=types.SimpleNamespace(small_tensors=tensors), batch=micro_batch
-    )
+        layer=types.SimpleNamespace(small_tensors=tensors),
+        batch=types.SimpleNamespace(position_ids=POSITIONS),
+        inputs=types.SimpleNamespace(recurrence=recurrence))
 
 
 def mixer_states(function, mixer, tensors, projected, out):
     """What a mixer gives the kernel of its state, and what it makes of the kernel's `out`."""
     seen = []
-    micro_batch = types.SimpleNamespace(position_ids=POSITIONS, recurrence=(
-        lambda *args: seen.extend(args[:-1]) or out))
-    mixed = function(work_of(tensors, micro_batch), projected, mixer)
+    work = work_of(tensors, lambda *args: seen.extend(args[:-1]) or out)
+    mixed = function(work, projected, mixer)
     return [*seen, mixed]
 
 
@@ -422,7 +422,8 @@ def bf16_call(name, **settings):
     model = pair.make(make_plan(pair.arch.n_layers, compute_dtype="bfloat16"))
     adapter_values(model, pair.values)
     layer, micro_batch = model.layers[0], types.SimpleNamespace(dropout_seeds=None)
-    return [(fused, LayerCall(layer, micro_batch, is_backward=True))
+    inputs = types.SimpleNamespace(batch=micro_batch)
+    return [(fused, LayerCall(layer, inputs, is_backward=True))
             for fused in layer.spec.fused_linears]
 
 
@@ -519,7 +520,7 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
         layer.adapter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     ids = torch.arange(3, 48)
     micro_batch = make_micro_batch(
-        make_rows([(ids, ids)]), [[0]], model, torch.tensor(0)
+        make_rows([(ids, ids)]), [[0]], model.batch_format, torch.tensor(0)
     )
     model(micro_batch).sum().backward()
     assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))
@@ -543,10 +544,11 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
     model = make_model(small, arch, tensors, Config(model="m", target_modules=("o_proj",)), plan)
     layer = model.layers[arch.layer_routed.index(True)]
     x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
-    micro_batch = types.SimpleNamespace(dropout_seeds=None, n_unpadded=torch.tensor([N]))
-    _, kept = layer.spec.mlp_sublayer.forward(LayerCall(layer, micro_batch), x, x)
+    inputs = types.SimpleNamespace(
+        batch=types.SimpleNamespace(dropout_seeds=None, n_unpadded=torch.tensor([N])))
+    _, kept = layer.spec.mlp_sublayer.forward(LayerCall(layer, inputs), x, x)
     factor, kept.shared.before_gate = kept.shared.factor.double(), out
-    call = LayerCall(layer, micro_batch, is_backward=True)
+    call = LayerCall(layer, inputs, is_backward=True)
     got = layer.spec.mlp_sublayer.shared.backward(call, kept, grad)
     sums = (grad.double() * out.double()).sum(-1, keepdim=True)
     check_rounding(got[:, :1], sums * factor * (1 - factor), "slope")

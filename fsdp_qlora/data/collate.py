@@ -23,31 +23,29 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context_parallel import (
-    MIN_PIECE_TOKENS, ONLY_PROCESS, ContextGroup, has_long_pieces, make_context_shard)
-from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
-from fsdp_qlora.micro_batch.offload import DeviceActivations
-from fsdp_qlora.model.model import Model
+    MIN_PIECE_TOKENS, ContextGroup, has_long_pieces, make_context_shard)
+from fsdp_qlora.micro_batch.micro_batch import Answers, BatchFormat, MicroBatch
 
 
-def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
-                     step_seed: torch.Tensor | None = None,
-                     context: ContextGroup = ONLY_PROCESS) -> MicroBatch:
+def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchFormat,
+                     step_seed: torch.Tensor | None = None) -> MicroBatch:
     """Return this rank's MicroBatch in a micro-step of pack_rows(), or with context parallelism its
     part of the one that its group shares. All ranks pad to one shape, because they compute
     embedding and lm_head together, and every rank waits for the longest one anyway.
 
-    `rows`: those of the step. `step_seed`: of dropout; None: an evaluation. `context`: this rank's
-    group; ONLY_PROCESS: every rank makes the first micro-batch, all of it, as for samples.
+    `rows`: those of the step. `step_seed`: of dropout; None: without.
     """
+    device, context = batch_format.device, batch_format.context
     documents = micro_step[context.group_index]
-    sizes = padded_sizes(rows, micro_step, model, context.size)
-    padded = pad_documents(rows.lengths[documents].tolist(), sizes, model.plan.uses_cuda_graphs)
+    sizes = padded_sizes(rows, micro_step, batch_format)
+    padded = pad_documents(
+        rows.lengths[documents].tolist(), sizes, batch_format.uses_cuda_graphs)
     tensors = token_tensors(rows, documents, padded, sizes)
     if step_seed is not None:
         tensors["dropout_seeds"] = dropout_seeds(
             step_seed, documents, padded.lengths, tensors["position_ids"])
-    if model.kernels.recurrence:
-        of_any_lengths = model.plan.uses_cuda_graphs and not padded.is_fixed_len
+    if batch_format.has_recurrence:
+        of_any_lengths = batch_format.uses_cuda_graphs and not padded.is_fixed_len
         tensors["recurrence_chunks"] = chunk_table(padded.starts, of_any_lengths)
     shard = None
     is_fixed_len = padded.is_fixed_len
@@ -57,16 +55,13 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, model: Model,
         # the kernels for one length also run long pieces of any lengths, one after the other
         is_fixed_len = has_only_long_pieces(padded.lengths, len(documents), context)
     tensors |= pad_targets(tensors, sizes.n_targets)
-    tensors = {name: to_device(tensor, model.device) for name, tensor in tensors.items()}
+    tensors = {name: to_device(tensor, device) for name, tensor in tensors.items()}
     if shard:
-        shard = shard.to(model.device, tensors["dropout_seeds"])
+        shard = shard.to(device, tensors["dropout_seeds"])
+    answers = None if rows.loss == "sft" else make_answers(rows, micro_step, sizes, batch_format)
     return MicroBatch(
-        **tensors, lengths=tuple(padded.lengths), longest=padded.longest, context_shard=shard,
-        answers=None if rows.loss == "sft" else make_answers(rows, micro_step, sizes, model),
-        attention_kernels=model.kernels.fixed_len if is_fixed_len else model.kernels.varlen,
-        recurrence=model.kernels.recurrence,
-        # an evaluation has no backward
-        store=DeviceActivations() if step_seed is None else model.store)
+        **tensors, answers=answers, lengths=tuple(padded.lengths), longest=padded.longest,
+        is_fixed_len=is_fixed_len, context_shard=shard)
 
 
 class PaddedSizes(NamedTuple):
@@ -78,24 +73,23 @@ class PaddedSizes(NamedTuple):
     longest: int  # tokens of the longest document
 
 
-def padded_sizes(
-    rows: Rows, micro_step: MicroStep, model: Model, context_size: int = 1
-) -> PaddedSizes:
+def padded_sizes(rows: Rows, micro_step: MicroStep, batch_format: BatchFormat) -> PaddedSizes:
     """Return the PaddedSizes of a micro-step: those of its largest micro-batches, rounded up."""
+    device, context_size = batch_format.device, batch_format.context.size
     lengths = [rows.lengths[documents].tolist() for documents in micro_step]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
         # but not above the plan's size
-        limit = max(n_tokens, model.plan.micro_batch_tokens * context_size)
-        n_tokens = min(round_up(n_tokens, model.device), limit)
+        limit = max(n_tokens, batch_format.max_tokens * context_size)
+        n_tokens = min(round_up(n_tokens, device), limit)
     n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
     n_targets = max(int(rows.n_targets()[documents].sum()) for documents in micro_step)
     n_targets = min(n_targets, n_tokens // context_size)  # at most all of a shard's
     n_documents = max(map(len, micro_step))
-    if model.plan.uses_cuda_graphs:
+    if batch_format.uses_cuda_graphs:
         n_documents = power_of_2(n_documents)
-    return PaddedSizes(n_tokens, round_up(n_targets, model.device), n_documents, max(all_lengths))
+    return PaddedSizes(n_tokens, round_up(n_targets, device), n_documents, max(all_lengths))
 
 
 def round_up(n: int, device: torch.device) -> int:
@@ -218,7 +212,8 @@ def pad_targets(tensors: dict[str, Any], n_targets: int) -> dict[str, torch.Tens
             "target_positions": F.pad(positions, padding)}
 
 
-def make_answers(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes, model: Model) -> Answers:
+def make_answers(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes,
+                 batch_format: BatchFormat) -> Answers:
     """Return the Answers of all ranks in a micro-step."""
     # {document: its index among the documents of all ranks, each of which has n_documents}
     index_of = {document: rank * sizes.n_documents + i
@@ -233,8 +228,8 @@ def make_answers(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes, model: M
         "documents": torch.tensor([[index_of[i] for i in row] for row in documents.tolist()]),
         "n_loss_tokens": n_loss_tokens, "ref_logps": ref_logps,
         "desirable": rows.desirable[documents]}
-    n_spare = power_of_2(len(documents)) - len(documents) if model.plan.uses_cuda_graphs else 0
-    return Answers(**{name: to_device(F.pad(tensor, (0, 0, 0, n_spare)), model.device)
+    n_spare = power_of_2(len(documents)) - len(documents) if batch_format.uses_cuda_graphs else 0
+    return Answers(**{name: to_device(F.pad(tensor, (0, 0, 0, n_spare)), batch_format.device)
                       for name, tensor in tensors.items()})
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.model.model import Model
+from fsdp_qlora.micro_batch.micro_batch import BatchFormat
 
 # What all ranks compute side by side, [micro-batches, documents]: for each rank (with context
 # parallelism for each group of ranks) the documents of its micro-batch, which are indices of
@@ -20,11 +20,11 @@ from fsdp_qlora.model.model import Model
 MicroStep = list[list[int]]
 
 
-def micro_steps_of(rows: Rows, model: Model) -> list[MicroStep]:
-    """Return pack_rows() of these rows, for the ranks and the plan of this run."""
-    context = model.context
+def micro_steps_of(rows: Rows, batch_format: BatchFormat) -> list[MicroStep]:
+    """Return pack_rows() of these rows, for micro-batches of this format."""
+    context = batch_format.context
     return pack_rows(rows.lengths.tolist(), context.n_groups,
-                     context.size * model.plan.micro_batch_tokens, rows.documents_per_row)
+                     context.size * batch_format.max_tokens, rows.documents_per_row)
 
 
 def pack_rows(lengths: list[int], n_groups: int, max_tokens: int,

@@ -14,8 +14,9 @@ import torch
 
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
-from fsdp_qlora.data.packing import pack_rows
+from fsdp_qlora.data.packing import micro_steps_of
 from fsdp_qlora.data.rows import Rows, make_rows
+from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.lm_head import greedy_tokens
 from fsdp_qlora.model.model import Model
@@ -88,9 +89,10 @@ def generate(model: Model, status: Status, prompts: list[list[int]], stop_ids: s
     # causal, so tokens after an answer's end do not change it
     padded = [prompt + [0] * n_new for prompt, n_new in zip(prompts, max_new_tokens)]
     rows, answers = make_rows([(ids, ids) for ids in padded]), [[] for _ in prompts]
-    micro_steps = pack_rows(rows.lengths.tolist(), 1, model.plan.micro_batch_tokens)
+    batch_format = model.batch_format._replace(context=ONLY_PROCESS)
+    micro_steps = micro_steps_of(rows, batch_format)
     for (documents,) in micro_steps:
-        micro_batch = make_micro_batch(rows, [documents], model)
+        micro_batch = make_micro_batch(rows, [documents], batch_format)
         ends = dict(zip(documents, itertools.accumulate(len(padded[i]) for i in documents)))
         unfinished = documents
         while unfinished:

@@ -29,10 +29,13 @@ def global_loss_values(model: Model, rows: Rows, batches: Iterable[Rows]) -> dic
     return {}
 
 
-def set_global_values(micro_batch: MicroBatch, values: dict[str, Any]) -> None:
-    """Give the answers of a micro-batch, if it has any, the result of global_loss_values()."""
-    if micro_batch.answers:
-        micro_batch.answers = dataclasses.replace(micro_batch.answers, **values)
+def with_global_values(micro_batch: MicroBatch, values: dict[str, Any]) -> MicroBatch:
+    """Return the micro-batch whose answers, if it has any, have the result of global_loss_values().
+    """
+    if not micro_batch.answers:
+        return micro_batch
+    answers = dataclasses.replace(micro_batch.answers, **values)
+    return dataclasses.replace(micro_batch, answers=answers)
 
 
 def estimate_kl(model: Model, batches: Iterable[Rows], n_rows: int) -> torch.Tensor | None:

@@ -100,7 +100,7 @@ class AttentionMixer:
         """Return the last arguments of rotate_forward() and rotate_backward(): (cos, sin,
         temperature, q_norm's weight, k_norm's weight, arch)."""
         norms = call.vector(self.arch.q_norm), call.vector(self.arch.k_norm)
-        return *call.batch.ropes[self.rope_index], *norms, self.arch
+        return *call.inputs.ropes[self.rope_index], *norms, self.arch
 
     @functools.cached_property
     def projected_width(self) -> int:
@@ -173,8 +173,8 @@ def attend(
     attention_type = "window" if window else "full"
     if window is not None and window >= batch.longest:
         window, attention_type = None, "window_unreached"
-    kernel = batch.attention_kernels[attention_type]
-    segments = batch.segments
+    kernel = call.inputs.attention_kernels[attention_type]
+    segments = call.inputs.segments
     if make_kv:
         key, value, segments = make_kv(key, value)
     elif batch.context_shard:

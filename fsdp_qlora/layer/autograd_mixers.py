@@ -207,8 +207,8 @@ def gated_delta_net(call: LayerCall, projected: Tensor, record: GatedDeltaNetRec
             "qkv", weights, (record.n_key_heads, record.n_key_heads, record.n_value_heads)))
     beta = parts["b"].sigmoid() * (2 if record.double_beta else 1)
     g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
-    assert call.batch.recurrence, "the model has a mixer with a state"
-    out = call.batch.recurrence(query, key, value, g, beta, call.batch)
+    assert call.inputs.recurrence, "the model has a mixer with a state"
+    out = call.inputs.recurrence(query, key, value, g, beta, call.batch)
     z = parts["z"].unflatten(1, (record.n_value_heads, -1))
     weight = tensors[f"{record.norm}.weight"]
     mixed: Tensor = GatedNorm.apply(out, z, weight, record.norm_eps)
@@ -235,8 +235,8 @@ def mamba2(call: LayerCall, projected: Tensor, record: Mamba2Record) -> Tensor:
     low = max(low, record.min_dt)
     dt = F.softplus(raw_dt.float() + tensors["dt_bias"].float()).clamp(low, high)
     decay = -tensors["A_log"].float().exp() * dt
-    assert call.batch.recurrence, "the model has a mixer with a state"
-    out = call.batch.recurrence(b, c, x, decay, dt, call.batch)
+    assert call.inputs.recurrence, "the model has a mixer with a state"
+    out = call.inputs.recurrence(b, c, x, decay, dt, call.batch)
     out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
     out, z = (part.reshape(len(x), record.n_groups, -1) for part in (out, z))
     weight = tensors["norm.weight"].view(record.n_groups, -1) if record.norm else None

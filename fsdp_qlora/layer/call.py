@@ -1,17 +1,36 @@
-"""LayerCall: what one forward or backward of a layer works with."""
+"""LayerCall: what a layer's forward or backward works with; LayerInputs: what all layers read."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_qlora.kernels.attention import AttentionKernel
 from fsdp_qlora.kernels.elementwise import N_SITES, drop
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.micro_batch.offload import ActivationStore
+from fsdp_qlora.micro_batch.segments import Segments
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """What all layers read in one forward of a micro-batch, and in its backward."""
+
+    batch: MicroBatch
+    attention_kernels: dict[str, AttentionKernel]  # {one of ATTENTION_TYPES: kernel}
+    recurrence: Callable[..., Tensor] | None  # kernel of a mixer with a state; None: there is none
+    store: ActivationStore  # where layers put what they save
+    ropes: dict[int | None, Any]  # {index of arch.ropes, or None: rope_tables()}
+    segments: Segments | None  # the keys that attention reads; None: see MicroBatch.context_shard
+    per_layer_inputs: Tensor | None  # all layers' own inputs, see per_layer_inputs()
 
 
 class LayerCall:
@@ -22,11 +41,12 @@ class LayerCall:
     """
 
     def __init__(
-        self, layer: LayerParameters, batch: MicroBatch, kv_in: tuple[Tensor, ...] = (),
+        self, layer: LayerParameters, inputs: LayerInputs, kv_in: tuple[Tensor, ...] = (),
         is_backward: bool = False, is_evaluation: bool = False
     ) -> None:
         # what the call reads
-        self.layer, self.batch, self.arch, self.spec = layer, batch, layer.arch, layer.spec
+        self.layer, self.arch, self.spec = layer, layer.arch, layer.spec
+        self.inputs, self.batch = inputs, inputs.batch
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         self.kv_in = kv_in  # keys and values of the kv_source
         self.is_backward = is_backward
@@ -40,7 +60,7 @@ class LayerCall:
             is_backward and layer.plan.reuse_dequantized and not policy.mlp)
         # what changes while the sublayers run
         self.tokens = slice(None)  # the tokens of the micro-batch that the MLP works on
-        self.dropout_seeds = batch.dropout_seeds  # see drop()
+        self.dropout_seeds = self.batch.dropout_seeds  # see drop()
         # weights to use twice: a recomputed layer's backward first runs forward() again
         self.dequantized: dict[FusedLinear, Tensor] = {}
         # pairs of results of attention_with_lse(), one for each group of heads; none if the
@@ -85,7 +105,7 @@ class LayerCall:
     @property
     def per_layer_input(self) -> Tensor:
         """The layer's own input for its tokens, see PerLayerInputsRecord."""
-        return self.batch.per_layer_inputs[self.tokens, self.layer.index]
+        return self.inputs.per_layer_inputs[self.tokens, self.layer.index]
 
     def times_layer_scalar(self, x: Tensor) -> Tensor:
         """Return x times the layer's scalar, if the family has one."""

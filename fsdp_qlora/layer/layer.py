@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.layer.call import LayerCall
+from fsdp_qlora.layer.call import LayerCall, LayerInputs
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.layer.router import RoutingChoice
 from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedMLP, SavedMoE
 from fsdp_qlora.layer.spec import LayerSpec
-from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.offload import put_saved
 
 
@@ -27,14 +26,14 @@ class DecoderLayer(LayerParameters):
 
     spec: LayerSpec
 
-    def forward(self, x: Tensor, batch: MicroBatch, *kv_in: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, inputs: LayerInputs, *kv_in: Tensor) -> tuple[Tensor, ...]:
         """Return the layer's output; if the layer shares its keys and values, also these, [tokens,
         heads, head_dim]. `kv_in`: the keys and values of its kv_source."""
         # asked here because inside LayerFunction.forward() it is always False, and needs_input_grad
         # does not tell an evaluation from training
         is_evaluation = not torch.is_grad_enabled()
         # the adapter is an argument so that autograd asks for its gradient
-        return LayerFunction.apply(x, self.adapter, self, batch, is_evaluation, *kv_in)
+        return LayerFunction.apply(x, self.adapter, self, inputs, is_evaluation, *kv_in)
 
 
 @dataclasses.dataclass
@@ -66,17 +65,17 @@ class LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, batch: MicroBatch,
+        ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, inputs: LayerInputs,
         is_evaluation: bool, *kv_in: Tensor
     ) -> tuple[Tensor, ...]:
         # ctx.saved, not save_for_backward(): backward must be able to free each tensor as soon as
         # it has used it, and offloaded tensors are keys of the store here
         ctx.layer = layer
-        ctx.batch = batch
+        ctx.inputs = inputs
         x = x.detach()
         ctx.kv_in = tuple(part.detach() for part in kv_in)
-        call = LayerCall(layer, batch, ctx.kv_in, is_evaluation=is_evaluation)
-        put, policy = batch.store.put, layer.save_policy
+        call = LayerCall(layer, inputs, ctx.kv_in, is_evaluation=is_evaluation)
+        put, policy = inputs.store.put, layer.save_policy
         mixer, mlp = layer.spec.mixer_sublayer, layer.spec.mlp_sublayer
         parallel = layer.arch.parallel_residual
         if policy.mixer:
@@ -94,7 +93,7 @@ class LayerFunction(torch.autograd.Function):
             call.attention_results.clear()  # the store frees them
         if policy.mlp:
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
-            saved.take_mlp = put_saved(batch.store, mlp_saved)
+            saved.take_mlp = put_saved(inputs.store, mlp_saved)
             return call.times_layer_scalar(out), *call.kv_out
         if policy.mid_residual:
             saved.mid_residual_key = put(mid_residual)
@@ -104,9 +103,9 @@ class LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *grad_kv_out: Tensor) -> tuple[Tensor | None, ...]:
-        layer, batch, saved = ctx.layer, ctx.batch, ctx.saved
-        call = LayerCall(layer, batch, ctx.kv_in, is_backward=True)
-        take, policy = batch.store.take, layer.save_policy
+        layer, inputs, saved = ctx.layer, ctx.inputs, ctx.saved
+        call = LayerCall(layer, inputs, ctx.kv_in, is_backward=True)
+        take, policy = inputs.store.take, layer.save_policy
         ctx.saved = None
         ctx.kv_in = ()
         call.grad_kv_out = grad_kv_out

@@ -25,7 +25,7 @@ from torch import Tensor
 from fsdp_qlora.kernels.elementwise import norm_backward
 from fsdp_qlora.layer.attention_mixer import (
     all_heads, attend_by_groups, groups_backward)
-from fsdp_qlora.layer.call import LayerCall
+from fsdp_qlora.layer.call import LayerCall, LayerInputs
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.mla_context import (
@@ -34,7 +34,6 @@ from fsdp_qlora.layer.mla_context import (
 from fsdp_qlora.layer.mla_heads import latent_heads, latent_heads_backward
 from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
-from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.records import MLARecord
 
@@ -65,7 +64,7 @@ class MLAMixer:
         if self.q_b:
             saved.q_latent = query
             query, saved.q_lora_hidden = self._heads(call, self.q_b, self.mla.q_norm, query)
-        ropes, shard = call.batch.ropes[self.rope_index], call.batch.context_shard
+        ropes, shard = call.inputs.ropes[self.rope_index], call.batch.context_shard
         if shard:
             kv_latent, k_pe = exchange_latents(
                 shard, kv_latent, k_pe, ropes[0], ropes[1], self.arch, call.is_evaluation)
@@ -73,7 +72,7 @@ class MLAMixer:
         saved.kv_latent = kv_latent if self.q_b or shard else kv_latent.clone()
         key_value, saved.kv_lora_hidden = self._heads(
             call.for_seen_keys(), self.kv_b, self.mla.kv_norm, kv_latent)
-        value_width = kernel_value_width(call.batch, self.arch)
+        value_width = kernel_value_width(call.inputs, self.arch)
         if shard:
             saved.key_value = key_value.unflatten(1, (self.arch.n_heads, -1))
             del key_value
@@ -94,7 +93,7 @@ class MLAMixer:
         grad = grad.unflatten(1, (self.arch.n_heads, -1))
         groups, saved.groups = saved.groups, None
         grad = F.pad(grad, (0, groups[0].attended.shape[2] - grad.shape[2]))
-        ropes, shard = call.batch.ropes[self.rope_index], call.batch.context_shard
+        ropes, shard = call.inputs.ropes[self.rope_index], call.batch.context_shard
         if shard:
             grad_query, grad_key_value, grad_k_pe = seen_keys_backward(
                 groups, grad, saved.key_value)
@@ -144,8 +143,8 @@ class MLAMixer:
         return sum(self._projected_widths)
 
 
-def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
+def kernel_value_width(inputs: LayerInputs, arch: Architecture) -> int:
     """Return the width of a head's value for the kernel: plain torch accepts any width, the other
     kernels need the query's."""
     assert arch.mla, "the layer has latent attention"
-    return arch.mla.value_dim if batch.attention_kernels["full"].is_eager else arch.head_dim
+    return arch.mla.value_dim if inputs.attention_kernels["full"].is_eager else arch.head_dim

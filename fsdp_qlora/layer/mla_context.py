@@ -75,7 +75,7 @@ def attend_to_seen_keys(
     shard, mla = call.batch.context_shard, arch.mla
     assert shard and mla, "the caller has looked"
     query = rotated_queries(
-        query, *call.batch.ropes[rope_index], arch, is_evaluation=call.is_evaluation)
+        query, *call.inputs.ropes[rope_index], arch, is_evaluation=call.is_evaluation)
     seen = SeenKeys(mla, value_width, shard.exchange().segments)
     k_pe = k_pe[:, None].expand(-1, arch.n_heads, -1)
     with torch.autograd.graph.saved_tensors_hooks(seen.pack, seen.unpack):

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from fsdp_qlora.micro_batch.context_parallel import ContextShard
-from fsdp_qlora.micro_batch.offload import ActivationStore
-from fsdp_qlora.micro_batch.segments import Segments
+from fsdp_qlora.micro_batch.context_parallel import ContextGroup, ContextShard
 
 
-@dataclasses.dataclass
+class BatchFormat(NamedTuple):
+    """What is the same for all micro-batches of a run."""
+
+    max_tokens: int  # that one rank computes of a micro-batch
+    device: torch.device
+    context: ContextGroup  # ONLY_PROCESS: each rank makes the first micro-batch, all of it
+    uses_cuda_graphs: bool = False  # True: sizes are rounded up, so that there are few graphs
+    has_recurrence: bool = False  # True: the model has a mixer with a state
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class MicroBatch:
     """One packed micro-batch of one rank: documents of Rows laid end to end. Padding consists of
     extra documents, none longer than the longest real one.
@@ -36,15 +43,9 @@ class MicroBatch:
     answers: Answers | None  # answers of all ranks in this micro-step; None: --loss sft
     lengths: tuple[int, ...]  # lengths of the documents, in tokens
     longest: int  # upper bound of `lengths`
-    attention_kernels: dict[str, Any]  # {one of ATTENTION_TYPES: AttentionKernel}
-    store: ActivationStore  # where layers put what they save
-    recurrence: Callable | None = None  # kernel of a mixer with a state; None: there is none
-    recurrence_chunks: torch.Tensor | None = None  # for that kernel, see chunk_table()
+    is_fixed_len: bool  # True: Kernels.fixed_len compute its attention; False: Kernels.varlen do
+    recurrence_chunks: torch.Tensor | None = None  # see chunk_table(); None: no recurrence
     context_shard: ContextShard | None = None  # this rank's part; None: it has all
-    # what all layers read, set by Model.hidden()
-    ropes: dict | None = None  # {index of arch.ropes, or None: rope_tables()}
-    per_layer_inputs: torch.Tensor | None = None  # all layers' own inputs, see per_layer_inputs()
-    segments: Segments | None = None  # the keys that attention reads; None: see context_shard
 
 
 @dataclasses.dataclass

@@ -47,9 +47,7 @@ class CUDAGraphs:
         chosen outside of a capture.
         """
         tensors = batch_tensors(batch)
-        # attention is another kernel
-        is_fixed_len = batch.attention_kernels is self.model.kernels.fixed_len
-        lengths = batch.lengths if is_fixed_len else ()
+        lengths = batch.lengths if batch.is_fixed_len else ()  # attention is another kernel
         shape = lengths, batch.longest, *(tensor.shape for tensor in tensors)
         captured = self.captured.get(shape)
         if captured is None:
@@ -74,7 +72,7 @@ class CUDAGraphs:
             loss, sums = self.compute_loss(self.model, static)
             (loss * loss_weight).backward()
         self.pool = self.pool or graph.pool()
-        static.ropes, static.segments, static.per_layer_inputs = None, None, None
+        del loss  # and with it the LayerInputs
         torch.cuda.empty_cache()  # frees memory used by the run without a graph
         return CapturedGraph(graph, static, loss_weight, sums)
 

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop
 from fsdp_qlora.kernels.heads import rope_tables
+from fsdp_qlora.layer.call import LayerInputs
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.log import log_debug_each_rank
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.fsdp import gathered, local_part
@@ -40,24 +42,32 @@ class Model(ModelParameters):
         return final_norm(self, x, is_evaluation=True)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """Return the last layer's output [tokens, hidden]. Gives the batch what all layers read:
-        its ropes, segments and per_layer_inputs."""
+        """Return the last layer's output [tokens, hidden]."""
         x = embed(self, batch.input_ids)
+        inputs = self._layer_inputs(batch, x)
         dropout = self.arch.embedding_dropout
-        if self.arch.per_layer:
-            batch.per_layer_inputs = per_layer_inputs(self, batch.input_ids, x)
         if dropout and batch.dropout_seeds is not None:
             x = drop(x, batch.dropout_seeds, EMBEDDING_SITE, dropout)
-        batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
-                       for index in (None, *range(len(self.arch.ropes)))}
-        if not batch.context_shard:
-            batch.segments = document_segments(
-                batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_seeds)
         # {index of a layer: the keys and values that it shares; [] if it shares none}
         shared_kv: dict[int | None, list[Tensor]] = {None: []}
         for layer in self.layers:
-            x, *shared_kv[layer.index] = layer(x, batch, *shared_kv[layer.kv_source])
+            x, *shared_kv[layer.index] = layer(x, inputs, *shared_kv[layer.kv_source])
         return x
+
+    def _layer_inputs(self, batch: MicroBatch, embedded: Tensor) -> LayerInputs:
+        """Return the LayerInputs of a micro-batch. `embedded`: its embeddings, before dropout."""
+        return LayerInputs(
+            batch,
+            attention_kernels=(
+                self.kernels.fixed_len if batch.is_fixed_len else self.kernels.varlen),
+            recurrence=self.kernels.recurrence,
+            store=self.store if torch.is_grad_enabled() else DeviceActivations(),
+            ropes={index: rope_tables(self.arch, self.frequencies, batch, index)
+                   for index in (None, *range(len(self.arch.ropes)))},
+            segments=None if batch.context_shard else document_segments(
+                batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_seeds),
+            per_layer_inputs=(per_layer_inputs(self, batch.input_ids, embedded)
+                              if self.arch.per_layer else None))
 
 
 @torch.no_grad()

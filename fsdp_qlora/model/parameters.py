@@ -18,6 +18,7 @@ from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS, ContextGroup
+from fsdp_qlora.micro_batch.micro_batch import BatchFormat
 from fsdp_qlora.micro_batch.offload import make_store
 from fsdp_qlora.model.token_rows import TokenRows
 from fsdp_qlora.plan import Plan
@@ -75,6 +76,12 @@ class ModelParameters(nn.Module):
         self.embedding = self.norm = self.norm_bias = self.lm_head = self.frequencies = None
         self.lm_head_bias: Tensor | None = None  # of own_rows; None: the lm_head has no bias
         self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
+
+    @property
+    def batch_format(self) -> BatchFormat:
+        """The format of this run's micro-batches."""
+        return BatchFormat(self.plan.micro_batch_tokens, self.device, self.context,
+                           self.plan.uses_cuda_graphs, self.kernels.recurrence is not None)
 
     def set_frequencies(
         self, model_config: transformers.PretrainedConfig, max_seq_len: int

@@ -16,6 +16,7 @@ from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.peft_names import token_row_names
+from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.model import Model
 
@@ -63,9 +64,10 @@ class MergeCheck:
         state_of_row, rows = {}, self.rows
         with torch.compiler.set_stance("force_eager"):
             # each rank computes whole rows, with context parallelism too
-            n_tokens = max(model.plan.micro_batch_tokens, int(rows.lengths.max()))
+            batch_format = model.batch_format._replace(context=ONLY_PROCESS)
+            n_tokens = max(batch_format.max_tokens, int(rows.lengths.max()))
             for micro_step in pack_rows(rows.lengths.tolist(), 1, n_tokens):
-                micro_batch = make_micro_batch(rows, micro_step, model)
+                micro_batch = make_micro_batch(rows, micro_step, batch_format)
                 hidden_states = model(micro_batch, wants_loss=False).cpu()
                 state_of_row.update(zip(  # padding is after the rows
                     micro_step[0], hidden_states.split(micro_batch.lengths)))
