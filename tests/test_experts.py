@@ -45,7 +45,7 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.kernels import elementwise
 from fsdp_qlora.kernels.elementwise import (
-    LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
+    ClampedGLU, LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
     glu_weight_gradients)
 from fsdp_qlora.layer import grouped_mm, moe, router
 from fsdp_qlora.layer.call import LayerCall
@@ -890,7 +890,8 @@ def autograd_glu(gate_up, activation):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", [
-    "silu", "relu2", (0.7, 1.702), LimitedActivation("silu", 0.7), LimitedActivation("silu", 0.5)],
+    "silu", "relu2", ClampedGLU(0.7, 1.702), LimitedActivation("silu", 0.7),
+    LimitedActivation("silu", 0.5)],
     ids=["silu", "relu2", "clamp", "limit", "another limit"])  # fmt: skip
 def test_gates_of_experts_equal_autograd(activation, dtype, compiled):
     """Also by torch's compiler, with lengths that change, as those of micro-batches do."""
@@ -898,7 +899,7 @@ def test_gates_of_experts_equal_autograd(activation, dtype, compiled):
     def kernel(function):
         return torch.compile(function.__wrapped__) if compiled else function  # on GPUs always
 
-    gated, in_place = activation != "relu2", not isinstance(activation, tuple)
+    gated, in_place = activation != "relu2", not isinstance(activation, ClampedGLU)
     backward = kernel(glu_backward_ if in_place else clamped_glu_backward_)
     forward, sums = kernel(glu), kernel(glu_weight_gradients)
     for n in (24, 37, 51):

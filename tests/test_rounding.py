@@ -25,7 +25,8 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
-from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
+from fsdp_qlora.kernels.elementwise import (
+    ClampedGLU, LimitedActivation, ScaledActivation, XIELUActivation)
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import (
     autograd_mixers, lora_matmul, mla_context, mla_heads, moe, per_layer, router)
@@ -55,7 +56,9 @@ def tensors_of(values):
 
 
 def in_dtype(value, dtype):
-    """A copy of a tensor of bf16 in this dtype; all else as it is."""
+    """A copy of a tensor of bf16, or of xIELU's, in this dtype; all else as it is."""
+    if isinstance(value, XIELUActivation):
+        return XIELUActivation(in_dtype(value.scalars, dtype))
     is_one = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
     return value.to(dtype, copy=True) if is_one else value
 
@@ -88,7 +91,8 @@ FACTOR = (1 + 0.3 * draw(WIDTH).float()).bfloat16()
 GATE_UP = draw(N, 2 * WIDTH)
 OF_ROWS = draw(N).abs().float()
 KEYS = torch.arange(N) << 20
-XIELU = torch.tensor([0.8, 0.3, 0.5, -1e-6]).bfloat16()
+XIELU = XIELUActivation(torch.tensor([0.8, 0.3, 0.5, -1e-6]).bfloat16())
+CLAMPED = ClampedGLU(0.7, 1.702)
 POSITIONS = torch.cat([torch.arange(n) for n in (50, 1, 2, 43)])
 ANGLES = 6 * torch.rand(N, 8, generator=torch.Generator().manual_seed(0))
 COS, SIN = ANGLES.cos(), ANGLES.sin()
@@ -140,9 +144,9 @@ def gate_cases():
     for activation in "relu2", XIELU:
         yield elementwise.glu, out, X, activation, False
         yield elementwise.glu_backward_, GRAD, activation, OF_ROWS, X
-    yield elementwise.glu, out, GATE_UP, (0.7, 1.702), True
-    yield elementwise.glu_weight_gradients, GRAD, GATE_UP, (0.7, 1.702), True
-    yield elementwise.clamped_glu_backward_, GRAD, OF_ROWS, GATE_UP, 0.7, 1.702
+    yield elementwise.glu, out, GATE_UP, CLAMPED, True
+    yield elementwise.glu_weight_gradients, GRAD, GATE_UP, CLAMPED, True
+    yield elementwise.clamped_glu_backward_, GRAD, OF_ROWS, GATE_UP, *CLAMPED
     yield per_layer.gate_inputs, out, X, RESIDUAL, "gelu_pytorch_tanh"
     yield per_layer.gate_inputs_backward, GRAD, X, RESIDUAL, "gelu_pytorch_tanh"
 

@@ -12,7 +12,7 @@ import gc
 import itertools
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -196,13 +196,25 @@ def limited(activation: str, limit: float | None) -> str | LimitedActivation:
     return LimitedActivation(activation, limit) if limit else activation
 
 
-PairedActivation = str | Tensor | ScaledActivation | LimitedActivation  # see activation_pair()
-Activation = PairedActivation | tuple[float, float]  # see glu_product()
+class XIELUActivation(NamedTuple):
+    """Apertus's activation, whose parameters are frozen tensors."""
+
+    scalars: Tensor  # [4]: alpha_p and alpha_n, before their softplus, beta and eps
+
+
+class ClampedGLU(NamedTuple):
+    """gpt-oss's gated unit: (ups + 1) * gates * sigmoid(alpha * gates), see clamped_parts()."""
+
+    limit: float
+    alpha: float
+
+
+PairedActivation = str | XIELUActivation | ScaledActivation | LimitedActivation
+Activation = PairedActivation | ClampedGLU
 
 
 def activation_pair(activation: PairedActivation) -> tuple[Callable[..., Tensor], ...]:
-    """Return an activation and its gradient, functions of fp32 x and of (grad, x). A tensor means
-    xIELU (Apertus): its alpha_p and alpha_n, before their softplus, beta and eps."""
+    """Return an activation and its gradient, functions of fp32 x and of (grad, x)."""
     if isinstance(activation, str):
         named: tuple[Callable[..., Tensor], ...] = ACTIVATION_PAIRS[activation]
         return named
@@ -216,7 +228,7 @@ def activation_pair(activation: PairedActivation) -> tuple[Callable[..., Tensor]
         function, slope = ACTIVATION_PAIRS[activation.activation]
         return (lambda x: function(x).clamp(max=limit),
                 lambda grad, x: slope(grad * (function(x) <= limit), x))
-    alpha_p, alpha_n, beta, eps = activation.float()
+    alpha_p, alpha_n, beta, eps = activation.scalars.float()
     alpha_p, alpha_n = F.softplus(alpha_p), beta + F.softplus(alpha_n)
 
     def forward(x: Tensor) -> Tensor:
@@ -241,10 +253,9 @@ def limited_ups(ups: Tensor, activation: Activation) -> tuple[Tensor, Tensor | b
 
 def glu_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor:
     """Return activation(gates) * ups, fp32 [n, inner], of gate_up [n, 2 inner]; if not gated,
-    activation(ups) of [n, inner]. If `activation` is (limit, alpha), the product is gpt-oss's: (ups
-    + 1) * gates * sigmoid(alpha * gates), see clamped_parts()."""
-    if isinstance(activation, tuple):
-        gates, ups, sigmoid, _ = clamped_parts(gate_up, *activation)
+    activation(ups) of [n, inner]. A ClampedGLU has its own product."""
+    if isinstance(activation, ClampedGLU):
+        gates, ups, sigmoid, _ = clamped_parts(gate_up, activation.limit, activation.alpha)
         return (ups + 1) * gates * sigmoid
     parts = gate_up.float().chunk(1 + gated, -1)
     activated = activation_pair(activation)[0](parts[0])
@@ -293,8 +304,8 @@ def clamped_parts(
 def clamped_glu_backward_(
     grad: Tensor, weights: Tensor, gate_up: Tensor, limit: float, alpha: float
 ) -> Tensor:
-    """glu_backward_() for the activation (limit, alpha). Returns the gradient of gate_up in a new
-    tensor: gates and ups alternate in it, so one pass cannot overwrite them."""
+    """glu_backward_() of a ClampedGLU. Returns the gradient of gate_up in a new tensor: gates and
+    ups alternate in it, so one pass cannot overwrite them."""
     gates, ups, sigmoid, (gate_inside, up_inside) = clamped_parts(gate_up, limit, alpha)
     activated = gates * sigmoid
     grad32 = grad.float() * weights[:, None]
@@ -302,6 +313,20 @@ def clamped_glu_backward_(
     grads = grad32 * (ups + 1) * slope * gate_inside, grad32 * activated * up_inside
     grad.copy_(activated * (ups + 1))
     return torch.stack([part.to(gate_up.dtype) for part in grads], -1).flatten(-2)
+
+
+def gate_up_gradient_(
+    grad: Tensor, gate_up: Tensor, activation: Activation, gated: bool,
+    weights: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of gate_up, in a new tensor or in gate_up itself, and replace `grad`, the
+    gradient of glu()'s result, by that result. `weights`: see glu_backward_()."""
+    if isinstance(activation, ClampedGLU):
+        assert weights is not None, "only experts have it"
+        return clamped_glu_backward_(grad, weights, gate_up, activation.limit, activation.alpha)
+    # gates and ups as two tensors, so that one kernel can read and write their columns
+    glu_backward_(grad, activation, weights, *gate_up.chunk(1 + gated, -1))
+    return gate_up
 
 
 @elementwise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import PairedActivation, glu, glu_backward_
+from fsdp_qlora.kernels.elementwise import PairedActivation, gate_up_gradient_, glu
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, input_gradients
@@ -26,8 +26,8 @@ def down_backward(
     call: LayerCall, saved: SavedGatedMLP, down: FusedLinear, activation: PairedActivation,
     grad: Tensor
 ) -> Tensor:
-    """Return the gradient of saved.gate_up, from `grad`, the gradient of down's outputs. It is
-    saved.gate_up itself, overwritten."""
+    """Return the gradient of saved.gate_up, from `grad`, the gradient of down's outputs. Overwrites
+    saved.gate_up."""
     gated = call.arch.gated
     activated = None
     if call.spec.dora and down.n_lora:
@@ -36,9 +36,7 @@ def down_backward(
     grad_activated, grad_d = input_gradients(
         call, down, saved.down_lora_hidden, grad, activated)
     del activated
-    # gate and up as two tensors, so that one kernel can read and write their columns
-    glu_backward_(grad_activated, activation, None, *saved.gate_up.chunk(1 + gated, -1))
-    grad_gate_up = saved.gate_up  # overwritten by glu_backward_()
-    activated = grad_activated  # overwritten by glu_backward_()
+    grad_gate_up = gate_up_gradient_(grad_activated, saved.gate_up, activation, gated)
+    activated = grad_activated  # overwritten by gate_up_gradient_()
     add_a_gradient(call, down, activated, grad_d)
     return grad_gate_up

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import PairedActivation, ScaledActivation, limited
+from fsdp_qlora.kernels.elementwise import (
+    PairedActivation, ScaledActivation, XIELUActivation, limited)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.linears import FusedLinear
@@ -96,8 +97,7 @@ class DenseMLPSublayer:
         return joined(grads)
 
     def activation(self, call: LayerCall) -> PairedActivation:
-        """Return the activation for glu() and glu_backward_(): its name, with multipliers or a
-        limit; or xIELU's scalars [4]."""
+        """Return the activation for activate() and down_backward()."""
         if self.arch.mlp_multipliers != 1.0:
             both = self.arch.mlp_multipliers
             inner, outer = both if isinstance(both, list) else (both, both)
@@ -105,7 +105,8 @@ class DenseMLPSublayer:
         if self.arch.activation != "xielu":
             return limited(self.arch.activation, self.limit)
         parts = (call.vector(XIELU, part) for part in XIELU_SHAPES)
-        return torch.stack([part.view(()) for part in parts if part is not None])
+        return XIELUActivation(
+            torch.stack([part.view(()) for part in parts if part is not None]))
 
 
 def token_slices(n: int, most: int) -> list[slice]:

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import (
-    LimitedActivation, add_expert_rows, add_row_bias, clamped_glu_backward_, glu,
-    glu_backward_, glu_weight_gradients, limited, norm_backward)
+    Activation, ClampedGLU, add_expert_rows, add_row_bias, gate_up_gradient_, glu,
+    glu_weight_gradients, limited, norm_backward)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.grouped_mm import (
@@ -218,8 +218,10 @@ class MoESublayer:
     # ---- the experts ----
 
     @property
-    def _activation(self) -> str | LimitedActivation | tuple[float, float]:
-        return self.moe.clamp or limited(self.arch.activation, self.limit)
+    def _activation(self) -> Activation:
+        if self.moe.clamp:
+            return ClampedGLU(*self.moe.clamp)
+        return limited(self.arch.activation, self.limit)
 
     def _inputs(self, call: LayerCall, saved: SavedMoE) -> Tensor:
         """Return the normed inputs [n, hidden] of router and experts in backward()."""
@@ -315,8 +317,9 @@ class MoESublayer:
             grad_weights[chunk.rows] = glu_weight_gradients(
                 grad_activated, gate_up, self._activation, self.arch.gated)
             weights = routing.row_weights[chunk.rows]
-            grad_gate_up = self._glu_backward_(grad_activated, weights, gate_up)
-            activated = grad_activated  # overwritten by _glu_backward_()
+            grad_gate_up = gate_up_gradient_(
+                grad_activated, gate_up, self._activation, self.arch.gated, weights)
+            activated = grad_activated  # overwritten by gate_up_gradient_()
             if grad_d is not None:
                 add_expert_gradients(  # no name holds an argument until the next chunk
                     call, self.expert_down, activated * weights[:, None].to(activated.dtype),
@@ -337,15 +340,6 @@ class MoESublayer:
         if bias is not None:  # the bias is a part of an expert's output
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x, grad_weights
-
-    def _glu_backward_(self, grad: Tensor, weights: Tensor, gate_up: Tensor) -> Tensor:
-        """Return the gradient of gate_up times `weights`, in a new tensor or in gate_up itself.
-        Overwrites `grad`, the gradient of glu()'s result, with glu()'s result."""
-        activation = self._activation
-        if isinstance(activation, tuple):
-            return clamped_glu_backward_(grad, weights, gate_up, *activation)
-        glu_backward_(grad, activation, weights, *gate_up.chunk(1 + self.arch.gated, -1))
-        return gate_up
 
     def _chunks(self, call: LayerCall, routing: Routing) -> Iterator[ExpertChunk]:
         """Yield the chunks that are multiplied at once: a range of experts with their weights, and

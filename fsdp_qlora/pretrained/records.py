@@ -94,7 +94,7 @@ class MoERecord:
     norms: ExpertNormsRecord | None = None  # None: router, experts and shared expert read one norm
     rounded_weights: bool = True  # weights are rounded to the model's dtype
     biases: bool = False  # the router and each expert's two linears have a bias
-    clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see glu_product()
+    clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see ClampedGLU
     limits: FromConfig = None  # the config's list of limits by layer, see LimitedActivation
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # a tensor of all experts is [experts, in, out], also if in = out
