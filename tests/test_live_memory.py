@@ -351,6 +351,7 @@ LONG = {"attention_is_eager": True, "micro_batch_tokens": 8192}  # longer than a
 SLICES = {"micro_batch_tokens": 131_200}  # three
 EXPERTS = {"target_modules": ("all-linear", "experts")}
 DORA, DORA_DOWN = {"adapter": "dora"}, {"adapter": "dora", "target_modules": ("down_proj",)}
+DORA_GATE = {"adapter": "dora", "target_modules": ("per_layer_input_gate", "per_layer_projection")}
 AROUND = {"target_modules": ("all-linear", "fc1_latent_proj", "fc2_latent_proj")}
 SHARED = {"lora_rank": 128, "target_modules": (
     "all-linear", "shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")}
@@ -421,6 +422,7 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("glm-4.5-air", 1, "input", DORA | NARROW | SHARED, 0.897),
     ("nemotron-3-super", 1, "input", DORA | NARROW | AROUND, 0.750),
     ("gemma-4-e4b", 0, "input", DORA, 0.977),
+    ("gemma-4-e4b", 0, "mid_residual", DORA_GATE, 0.963),  # not of the MLP before it
     # experts in slices of at most 65,536 tokens
     ("gpt-oss-20b", 0, "input", SLICES | {"micro_batch_tokens": 530_432}, 1.0),
     ("qwen3-30b-a3b", 0, "mid_residual", SLICES | EXPERTS, 0.986),
