@@ -74,7 +74,7 @@ def calls(arch):
         return torch.randn(*shape).to(dtype)
 
     hidden, head, n = arch.hidden_size, arch.head_dim, TOKENS
-    inner = arch.moe.expert_size if arch.moe else arch.intermediate_size
+    inner = arch.moe.expert_size if arch.moe else arch.down[0].in_features
     query, key = (values(n, heads, head) for heads in (arch.n_heads, arch.n_kv_heads))
     qkv = values(n, (arch.n_heads + 2 * arch.n_kv_heads) * head)
     table, norm = values(n, head // 2, dtype=torch.float32), None

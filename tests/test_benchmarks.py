@@ -98,7 +98,7 @@ def parsed(name, directory):
 def test_flags_are_the_scripts(name, tmp_path):
     chosen, config, arch = parsed(name, tmp_path)
     hidden, inner, layers, heads, kv_heads, vocab = bench.BUILTIN_CONFIGS[chosen["model"]]
-    assert (arch.n_layers, arch.hidden_size, arch.intermediate_size, arch.n_heads,
+    assert (arch.n_layers, arch.hidden_size, arch.down[0].in_features, arch.n_heads,
             arch.n_kv_heads, arch.vocab_size) == (chosen["layers"] or layers, hidden, inner, heads,
                                                   kv_heads, vocab)  # fmt: skip
     gpus = chosen["gpus"] or 4

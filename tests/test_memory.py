@@ -430,7 +430,7 @@ def test_layers_of_different_sizes_add_up():
     """Each layer counts by its own LayerSpec, and the largest of them where one is worked on; only
     adapters are of one size."""
     config, arch, _ = shapes_of("llama-3-8b", 8)
-    half = arch.intermediate_size // 2
+    half = arch.down[0].in_features // 2
     narrow_arch = dataclasses.replace(
         arch, gate_up=[dataclasses.replace(x, out_features=half) for x in arch.gate_up],
         down=[dataclasses.replace(x, in_features=half) for x in arch.down])  # fmt: skip
