@@ -7,7 +7,7 @@ pretrained/families.py says which models have experts.
     for chunk in _chunks():                                 # a range of experts, some of the rows
         inputs = x[routing.token[chunk.rows]]               # _chunk_gate_up()
         gate_up = inputs @ chunk.gate_up.T                  # grouped: each row by its own expert
-        rows[chunk.rows] = glu(gate_up) @ chunk.down.T      # _experts_forward()
+        rows[chunk.rows] = glu(gate_up) @ chunk.down.T      # _chunk_forward()
     branch = sum of a token's k rows, times their weights   # add_expert_rows()
     return mid_residual + norm(branch + shared(x))          # ResidualSum.add()
 
@@ -246,20 +246,27 @@ class MoESublayer:
         outputs = None
         saved = []
         for chunk in self._chunks(call, routing):
-            gate_up = self._chunk_gate_up(call, routing, x, chunk)
-            activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
-            glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
-                self.arch.gated, is_evaluation=call.is_evaluation)
-            fill_expert_lora_hidden(call, self.expert_down, activated, chunk)
-            rows = grouped_matmul(activated, chunk.down.transpose(1, 2), chunk)
-            self._add_bias(call, "down_proj", rows, routing, chunk)
+            rows, gate_up = self._chunk_forward(call, routing, x, chunk)
             outputs = put_rows(outputs, rows, chunk, len(routing.token))
             if save_gate_ups:
                 saved.append(gate_up)
-            del gate_up, activated, rows, chunk  # before the next range is dequantized
+            del rows, gate_up, chunk  # before the next range is dequantized
         out = add_expert_rows(
             outputs, routing.slots, routing.weights, is_evaluation=call.is_evaluation)
         return out, saved or None
+
+    def _chunk_forward(
+        self, call: LayerCall, routing: Routing, x: Tensor, chunk: ExpertChunk
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs [m, hidden] of the rows of one chunk; and their gate and up."""
+        gate_up = self._chunk_gate_up(call, routing, x, chunk)
+        activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
+        glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
+            self.arch.gated, is_evaluation=call.is_evaluation)
+        fill_expert_lora_hidden(call, self.expert_down, activated, chunk)
+        rows = grouped_matmul(activated, chunk.down.transpose(1, 2), chunk)
+        self._add_bias(call, "down_proj", rows, routing, chunk)
+        return rows, gate_up
 
     def _chunk_gate_up(
         self, call: LayerCall, routing: Routing, x: Tensor, chunk: ExpertChunk
@@ -290,12 +297,7 @@ class MoESublayer:
         self, call: LayerCall, saved: SavedMoE, grad: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of the experts' inputs [n, hidden] and of the routing weights, fp32
-        [n, k], from `grad`, the gradient of the experts' sum.
-
-        The gradient of a token's weight for an expert is grad . (the expert's output). It is
-        computed before the last matmul, as (grad W) . activated, so that this matmul is never
-        recomputed. Removes saved.gate_ups one by one and overwrites them.
-        """
+        [n, k], from `grad`, the gradient of the experts' sum."""
         routing = saved.routing
         x = None
         if not saved.gate_ups or self.expert_gate_up.n_lora:  # to recompute them; for A's grad
@@ -304,35 +306,9 @@ class MoESublayer:
         n_rows = len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for chunk in self._chunks(call, routing):
-            if saved.gate_ups:
-                gate_up = saved.gate_ups.pop(0)
-            else:
-                assert x is not None, "made above"
-                gate_up = self._chunk_gate_up(call, routing, x, chunk)
-            # grad_activated and grad_d exclude the routing weights; grad_gate_up includes them
-            upstream = grad[routing.token[chunk.rows]]
-            grad_activated = grouped_matmul(upstream, chunk.down, chunk)
-            grad_activated, grad_d = split_lora_gradient(
-                call, self.expert_down, grad_activated, chunk)
-            grad_weights[chunk.rows] = glu_weight_gradients(
-                grad_activated, gate_up, self._activation, self.arch.gated)
-            weights = routing.row_weights[chunk.rows]
-            grad_gate_up = gate_up_gradient_(
-                grad_activated, gate_up, self._activation, self.arch.gated, weights)
-            activated = grad_activated  # overwritten by gate_up_gradient_()
-            if grad_d is not None:
-                add_expert_gradients(  # no name holds an argument until the next chunk
-                    call, self.expert_down, activated * weights[:, None].to(activated.dtype),
-                    grad_d, upstream, chunk)
-            del grad_activated, activated, upstream, gate_up
-            rows = grouped_matmul(grad_gate_up, chunk.gate_up, chunk)
-            rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
-            if grad_d is not None:
-                add_expert_gradients(
-                    call, self.expert_gate_up, x[routing.token[chunk.rows]], grad_d, grad_gate_up,
-                    chunk)
+            rows, grad_weights[chunk.rows] = self._chunk_backward(call, saved, chunk, x, grad)
             grad_rows = put_rows(grad_rows, rows, chunk, n_rows)
-            del grad_gate_up, rows, chunk
+            del rows, chunk  # before the next range is dequantized
         x = None
         grad_x = add_expert_rows(grad_rows, routing.slots, None)
         grad_weights = grad_weights[routing.slots]
@@ -340,6 +316,52 @@ class MoESublayer:
         if bias is not None:  # the bias is a part of an expert's output
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x, grad_weights
+
+    def _chunk_backward(
+        self, call: LayerCall, saved: SavedMoE, chunk: ExpertChunk, x: Tensor | None, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the inputs [m, hidden] of the rows of one chunk, and of their
+        routing weights [m]."""
+        grad_gate_up, grad_weights = self._chunk_down_backward(call, saved, chunk, x, grad)
+        rows = grouped_matmul(grad_gate_up, chunk.gate_up, chunk)
+        rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
+        if grad_d is not None:
+            add_expert_gradients(
+                call, self.expert_gate_up, x[saved.routing.token[chunk.rows]], grad_d,
+                grad_gate_up, chunk)
+        return rows, grad_weights
+
+    def _chunk_down_backward(
+        self, call: LayerCall, saved: SavedMoE, chunk: ExpertChunk, x: Tensor | None, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of gate and up [m, 2 inner] of the rows of one chunk, and of their
+        routing weights [m]. Removes gate and up from saved.gate_ups and overwrites them.
+
+        The gradient of a token's weight for an expert is grad . (the expert's output). It is
+        computed before the last matmul, as (grad W) . activated, so that this matmul is never
+        recomputed.
+        """
+        routing = saved.routing
+        if saved.gate_ups:
+            gate_up = saved.gate_ups.pop(0)
+        else:
+            assert x is not None, "made by _experts_backward()"
+            gate_up = self._chunk_gate_up(call, routing, x, chunk)
+        # grad_activated and grad_d exclude the routing weights; grad_gate_up includes them
+        upstream = grad[routing.token[chunk.rows]]
+        grad_activated = grouped_matmul(upstream, chunk.down, chunk)
+        grad_activated, grad_d = split_lora_gradient(call, self.expert_down, grad_activated, chunk)
+        grad_weights = glu_weight_gradients(
+            grad_activated, gate_up, self._activation, self.arch.gated)
+        weights = routing.row_weights[chunk.rows]
+        grad_gate_up = gate_up_gradient_(
+            grad_activated, gate_up, self._activation, self.arch.gated, weights)
+        activated = grad_activated  # overwritten by gate_up_gradient_()
+        if grad_d is not None:
+            add_expert_gradients(
+                call, self.expert_down, activated * weights[:, None].to(activated.dtype), grad_d,
+                upstream, chunk)
+        return grad_gate_up, grad_weights
 
     def _chunks(self, call: LayerCall, routing: Routing) -> Iterator[ExpertChunk]:
         """Yield the chunks that are multiplied at once: a range of experts with their weights, and
