@@ -11,13 +11,14 @@ import warnings
 import pytest
 import torch
 import transformers
-from families import OUTER, TINY, write_model
+from families import OUTER, TINY, from_fp8, to_fp8, write_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_layouts import BAR, first_step, make_reference, write_layout
 from test_step import FLAGS, LARGE, read_rows, rows_of_step, write_uneven_rows
 
 import merge_adapters
+from fsdp_qlora.merge.open_run import read_base
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
@@ -125,3 +126,29 @@ def test_head_tied_by_the_outer_flag_alone_is_refused(tmp_path):
     settings["text_config"]["tie_word_embeddings"] = True
     path.write_text(json.dumps(settings))
     assert check() == {}
+
+
+@pytest.mark.parametrize("change, words", [
+    ({}, None), ({"mtp.fc.weight_scale_inv": None}, "mtp.fc.weight is F8_E4M3 without .*_scale_in"),
+    ({"mtp.fc.weight_packed": torch.zeros(2)}, "mtp.fc.weight_packed is of a weight in 4-bit")])
+def test_fp8_outside_the_text_model_is_multiplied_by_its_scales(change, words, tmp_path):
+    """As in Qwen 3.5's layers for multi-token prediction."""
+    write_model(tmp_path, TINY["qwen3_5_vl"](320))
+    path, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, fc = load_file(path), torch.randn(200, 300, generator=torch.manual_seed(0))
+    tensors["mtp.norm.weight"] = torch.ones(200)
+    tensors["mtp.fc.weight"], tensors["mtp.fc.weight_scale_inv"] = codes, scales = to_fp8(fc)
+    stored = {key: value for key, value in (tensors | change).items() if value is not None}
+    save_file(stored, path, {"format": "pt"})
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": fp8}))
+    trained = {"prequantized": False, "quantized_from_dtype": "bfloat16"}
+    if words:
+        with pytest.raises(ValueError, match=words):
+            read_base(str(tmp_path), trained, {})
+        return
+    base = read_base(str(tmp_path), trained, {})
+    assert base.merged_shapes.keys() == tensors.keys() - {"mtp.fc.weight_scale_inv"}
+    assert base.unused == []
+    merged = merge_adapters.merged_tensor("mtp.fc.weight", base, {}, "cpu")
+    assert torch.equal(merged, from_fp8(codes, scales).bfloat16())

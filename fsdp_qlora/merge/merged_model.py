@@ -30,33 +30,45 @@ def auto_class(model_config: transformers.PretrainedConfig) -> Any:
             transformers.AutoModelForCausalLM)
 
 
+def add_other_parts(names: TensorNames, stored: dict[str, StoredTensor]) -> None:
+    """Add the tensors of the parts that a multimodal model has besides its text model, which a
+    merge copies, and the scales of those in FP8. Raises ValueError for what it cannot copy."""
+    for name, tensor in stored.items():
+        if name in names.shapes or name.startswith(names.prefix):
+            continue
+        if name.endswith((*NF4_SUFFIXES, INT4_PACKED)):
+            raise ValueError(f"{tensor.path}: {name} is of a weight in 4-bit outside the text"
+                             " model's layers, which is not merged")
+        names.shapes[name] = tensor.shape
+        if (scales := f"{name}_scale_inv") in stored:  # as of Qwen 3.5's mtp.*
+            names.scaled[name] = scales
+        elif tensor.dtype.startswith("F8"):
+            raise ValueError(f"{tensor.path}: {name} is {tensor.dtype} without {scales}, which is"
+                             " not merged")
+
+
 def merged_shapes_and_paths(
     stored: dict[str, StoredTensor], names: TensorNames, nf4_states: dict[str, Any],
-    model_config: transformers.PretrainedConfig,
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:
     """Return {name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the
     base's file with the tensor, after which the merged file is named}. Experts in MXFP4 become
-    [experts, in, out], the form of gpt-oss, the only family with MXFP4. Raises ValueError for what
-    cannot be merged."""
+    [experts, in, out], the form of gpt-oss, the only family with MXFP4."""
     tensors, paths = {}, {}
-    known, scales = {*names.shapes, names.lm_head}, {*names.scaled.values()}
+    used = {*names.shapes, names.lm_head} - {*names.scaled.values()}
     for name, tensor in in_order(stored):
-        shape = names.shapes.get(name, tensor.shape)
-        if name not in known:
-            # a multimodal model has other parts besides its text model, which are copied
-            if not is_multimodal(model_config) or name.startswith(names.prefix):
-                continue
-            if name.endswith((*NF4_SUFFIXES, INT4_PACKED)):
-                raise ValueError(f"{tensor.path}: {name} is of a weight in 4-bit outside the text"
-                                 " model's layers, which is not merged")
-        elif name in scales or name.endswith(("_scales", INT4_SHAPE)):
+        if name not in used:
             continue
-        elif name.endswith(INT4_PACKED):
-            linear = names.linears[name]
-            name, shape = name.removesuffix(INT4_PACKED), (linear.out_features, linear.in_features)
-        elif name.endswith("_blocks"):
-            name = name.removesuffix("_blocks")
-            shape = shape[0], shape[2] * MX_BLOCK, shape[1]
+        shape = names.shapes.get(name, tensor.shape)
+        if name.startswith(names.layer_prefix):  # it may be a part of a weight in INT4 or MXFP4
+            if name.endswith(("_scales", INT4_SHAPE)):
+                continue
+            if name.endswith(INT4_PACKED):
+                linear = names.linears[name]
+                shape = linear.out_features, linear.in_features
+                name = name.removesuffix(INT4_PACKED)
+            elif name.endswith("_blocks"):
+                shape = shape[0], shape[2] * MX_BLOCK, shape[1]
+                name = name.removesuffix("_blocks")
         # training used these in fp32, so they stay in fp32; transformers also keeps some of them in
         # fp32, such as a router's correction, and rounds the others itself
         is_exact = (name in names.small_tensors and name not in nf4_states

@@ -17,7 +17,8 @@ from fsdp_qlora.lora.peft_names import (
     with_adapter_form)
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.merge_base import OTHER_BASE, MergeBase
-from fsdp_qlora.merge.merged_model import auto_class, merged_shapes_and_paths
+from fsdp_qlora.merge.merged_model import (
+    add_other_parts, auto_class, is_multimodal, merged_shapes_and_paths)
 from fsdp_qlora.merge.peft_adapter import open_unrecorded_run
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -59,7 +60,9 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
         if in_4bit != bool(nf4_states):
             raise ValueError(f"is {'' if nf4_states else 'not '}quantized already. With"
                              " --base_model name the one in training")
-        merged_shapes, paths = merged_shapes_and_paths(stored, names, nf4_states, model_config)
+        if is_multimodal(model_config):
+            add_other_parts(names, stored)
+        merged_shapes, paths = merged_shapes_and_paths(stored, names, nf4_states)
     return MergeBase(
         directory=directory, stored=stored, names=names, nf4_states=nf4_states,
         merged_shapes=merged_shapes, paths=paths, auto_class=auto_class(model_config),
