@@ -36,6 +36,7 @@ adapter), and nothing is compared.
     merge
         open_run                the run, its base model and its adapter, which belong together
         write_merged            into a hidden directory
+            copy_other_files        config.json, the index, the tokenizer and its template
             merged_tensor           for each tensor of the base, one of three:
                 merged_linears          a linear, or all that are in it (experts; q, k and v):
                     base.weight             read it, in any format
@@ -43,7 +44,7 @@ adapter), and nothing is compared.
                     add_adapter             W + scaling * B @ A, in fp32; then round to bf16
                 merged_table            embedding or lm_head: put in the trained rows of tokens
                 base.weight             any other, as it is
-            write_merged_files      write each as it is made, beside the tokenizer and the template
+            write_tensors           write each as it is made
         check_merge             compare its logits with those of the states that training recorded
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
@@ -58,7 +59,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -72,14 +73,13 @@ from tqdm import tqdm
 
 from fsdp_qlora.checks.compare_with_transformers import without_kernels
 from fsdp_qlora.data.template import how_to_prompt
-from fsdp_qlora.data.tokenizer_files import complete_tokenizer
 from fsdp_qlora.errors import errors_about
-from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file
+from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file, write_tensors
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import LinearAdapter
 from fsdp_qlora.merge.logits import logits_of, trained_logits
 from fsdp_qlora.merge.merge_base import MergeBase
-from fsdp_qlora.merge.merged_model import copy_all_but_weights, replace_rows, write_weights
+from fsdp_qlora.merge.merged_model import copy_other_files, replace_rows
 from fsdp_qlora.merge.new_directory import new_directory
 from fsdp_qlora.merge.open_run import open_run
 from fsdp_qlora.merge.trained_run import TrainedRun
@@ -187,16 +187,23 @@ def log_base(base: MergeBase, n_adapted: int) -> None:
 
 def write_merged(directory: Path, output: Path, base: MergeBase, adapters: dict[str, LinearAdapter],
                  run: TrainedRun, device: str) -> None:
-    """Write the merged model into `directory`, which will be renamed to `output`. Raises ValueError
-    if the disk has no room."""
+    """Write the merged model into `directory`, which will be renamed to `output`: one tensor after
+    the other, in files like the base's. Raises ValueError if the disk has no room."""
     gib, free = base.merged_bytes / 2**30, shutil.disk_usage(directory).free / 2**30
     require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, but {free:.1f} are free")
-    with tqdm(base.merged_shapes, "merge", unit="tensor", disable=None) as names:  # off in a pipe
-        # a generator, so that one tensor after the other is merged and written; write_weights()
-        # pairs them with their names by this order
-        tensors = (merged_tensor(name, base, adapters, device) for name in names)
-        write_merged_files(directory, base, tensors, run)
-    print(f"wrote {len(base.merged_shapes)} tensors, {gib:.3f} GiB")
+    copy_other_files(directory, base, run)
+    n_tensors = len(base.merged_shapes)
+    with tqdm(desc="merge", total=n_tensors, unit="tensor", disable=None) as bar:  # off in a pipe
+
+        def merged(name: str) -> torch.Tensor:
+            bar.update()
+            return merged_tensor(name, base, adapters, device)
+
+        for file, shapes in base.shapes_by_file().items():
+            write_tensors(directory / file, shapes, merged)
+    for path in [*directory.rglob("*"), directory]:
+        sync_file(path)
+    print(f"wrote {n_tensors} tensors, {gib:.3f} GiB")
 
 
 def merged_tensor(name: str, base: MergeBase, adapters: dict[str, LinearAdapter],
@@ -254,22 +261,6 @@ def merged_table(name: str, base: MergeBase, adapter: LinearAdapter,
     (n_rows, _), _ = base.merged_shapes[name]
     (rows,) = adapter.tensors(device)
     return replace_rows(base.weight(name, device), n_rows, base.token_ids, rows)
-
-
-def write_merged_files(directory: Path, base: MergeBase, tensors: Iterator[torch.Tensor],
-                       run: TrainedRun) -> None:
-    """Write the merged tensors in files like the base's, their index, config.json without
-    quantization, and the tokenizer. Each of the three copies replaces files of the one before."""
-    for path in run.tokenizer:  # for a base without one
-        shutil.copyfile(path, directory / path.name)
-    copy_all_but_weights(base, directory)  # the base's files, config.json and the index
-    for path in run.extras:  # generation_config.json; the tokenizer, if tokens were trained
-        shutil.copyfile(path, directory / path.name)
-    with errors_about(f"{base.directory}: its tokenizer cannot be loaded"):
-        complete_tokenizer(directory, run.template)
-    write_weights(base, directory, tensors)
-    for path in [*directory.rglob("*"), directory]:
-        sync_file(path)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 # the files of an adapter, by PEFT's names
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS
+TensorShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # {name: (shape, dtype)}
 
 
 def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -93,13 +94,13 @@ def put_in_place(part: Path, path: Path) -> None:
     sync_file(path.parent)
 
 
-def write_tensors(path: Path, described: dict[str, tuple[tuple[int, ...], torch.dtype]],
-                  tensors: Iterable[torch.Tensor]) -> None:
-    """Write tensors {name: (shape, dtype)}, bf16 or fp32, one at a time, as `tensors` yields them
-    on the CPU; safetensors' own writer needs all tensors of a file at once. Not synced."""
+def write_tensors(path: Path, shapes: TensorShapes,
+                  tensor_of: Callable[[str], torch.Tensor]) -> None:
+    """Write tensors in bf16 or fp32, one at a time, as `tensor_of` makes them of their names, on
+    the CPU; safetensors' own writer needs all tensors of a file at once. Not synced."""
     header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (shape, dtype) in described.items():
+    for name, (shape, dtype) in shapes.items():
         start, end = end, end + dtype.itemsize * math.prod(shape)
         header[name] = {"dtype": {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype],
                         "shape": shape, "data_offsets": [start, end]}
@@ -107,7 +108,8 @@ def write_tensors(path: Path, described: dict[str, tuple[tuple[int, ...], torch.
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for (name, (shape, dtype)), tensor in zip(described.items(), tensors):
+        for name, (shape, dtype) in shapes.items():
+            tensor = tensor_of(name)
             is_right = tensor.dtype == dtype and tensor.shape == shape
             assert is_right, f"{name} is {tensor.dtype} {tensor.shape}"
             file.write(tensor.view(-1).view(torch.uint8).numpy().data)

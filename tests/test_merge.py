@@ -1318,16 +1318,16 @@ def test_adapter_that_is_replaced_meanwhile_is_noticed(
     trained, tmp_path, monkeypatch, capsys
 ):
     """Before the check, which takes long; and no model of two adapters is left."""
-    run, out, write_files = tmp_path / "run", tmp_path / "out", merge_adapters.write_merged_files
+    run, out, write_merged = tmp_path / "run", tmp_path / "out", merge_adapters.write_merged
     shutil.copytree(trained, run)
 
     def replace_after(*args):
-        write_files(*args)
+        write_merged(*args)
         adapter = run / "adapter_model.safetensors"
         shutil.copy(adapter, run / "new")
         os.replace(run / "new", adapter)
 
-    monkeypatch.setattr(merge_adapters, "write_merged_files", replace_after)
+    monkeypatch.setattr(merge_adapters, "write_merged", replace_after)
     monkeypatch.setattr(merge_adapters, "check_merge", lambda *args: pytest.fail("was called"))
     assert "the adapter has changed meanwhile" in error_of(capsys, run, out)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
@@ -1392,17 +1392,17 @@ def test_damaged_base_in_4bit_is_named(case, trained_in_4bit, tmp_path, capsys):
 
 def test_second_merge_is_refused(trained, merged, tmp_path, monkeypatch, capsys):
     """Whether the first is writing, about to rename its directory, or has just done so."""
-    out, replace, write_files = tmp_path / "out", os.replace, merge_adapters.write_merged_files
+    out, replace, write_merged = tmp_path / "out", os.replace, merge_adapters.write_merged
     lines = []
 
     def second():
         with monkeypatch.context() as patch:
-            patch.setattr(merge_adapters, "write_merged_files", write_files)
+            patch.setattr(merge_adapters, "write_merged", write_merged)
             patch.setattr(os, "replace", replace)
             lines.append(error_of(capsys, trained, out))
 
     def second_meanwhile(*args):
-        write_files(*args)
+        write_merged(*args)
         second()
 
     def second_around(*paths):
@@ -1410,7 +1410,7 @@ def test_second_merge_is_refused(trained, merged, tmp_path, monkeypatch, capsys)
         replace(*paths)
         second()
 
-    monkeypatch.setattr(merge_adapters, "write_merged_files", second_meanwhile)
+    monkeypatch.setattr(merge_adapters, "write_merged", second_meanwhile)
     monkeypatch.setattr(os, "replace", second_around)
     merge_adapters.main(merge_command(trained, out)[2:])
     who = f"process {os.getpid()} on {os.uname().nodename} since "

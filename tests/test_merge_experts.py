@@ -354,16 +354,16 @@ CHANGES = {
 def test_merged_model_that_is_another_is_noticed(
     what, trained, run_main, tmp_path, monkeypatch, capsys
 ):
-    run, write_files = trained("qwen3_moe", run_main), merge_adapters.write_merged_files
+    run, write_merged = trained("qwen3_moe", run_main), merge_adapters.write_merged
     change, words = CHANGES[what]
 
     def write_and_change(directory, *args):
-        write_files(directory, *args)
+        write_merged(directory, *args)
         tensors = load_file(directory / "model.safetensors")
         change(tensors)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
-    monkeypatch.setattr(merge_adapters, "write_merged_files", write_and_change)
+    monkeypatch.setattr(merge_adapters, "write_merged", write_and_change)
     with pytest.raises(SystemExit) if words == REFUSED else contextlib.nullcontext():
         merge(run, tmp_path / "out")
     said = "".join(capsys.readouterr())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_qlora.errors import errors_about
+from fsdp_qlora.files import TensorShapes
 from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import StoredTensor, read_tensor
@@ -29,8 +30,7 @@ class MergeBase:
     directory: Path
     stored: dict[str, StoredTensor]  # {name: tensor in the base's files}
     names: TensorNames  # the tensors that are read
-    # {name: (shape, dtype)} of the merged model, file by file
-    merged_shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    merged_shapes: TensorShapes  # of the merged model, file by file
     paths: dict[str, Path]  # {name: the base's file; the merged one has the same file name}
     auto_class: Any  # transformers' class that loads it
     dtype: torch.dtype  # dtype in which training computed
@@ -53,6 +53,13 @@ class MergeBase:
         """Bytes of the merged model."""
         return sum(math.prod(shape) * dtype.itemsize
                    for shape, dtype in self.merged_shapes.values())
+
+    def shapes_by_file(self) -> dict[str, TensorShapes]:
+        """Return {file name: TensorShapes of this file} of the merged model."""
+        files: dict[str, TensorShapes] = {}
+        for name, shape_and_dtype in self.merged_shapes.items():
+            files.setdefault(self.paths[name].name, {})[name] = shape_and_dtype
+        return files
 
     @property
     def unused(self) -> list[str]:

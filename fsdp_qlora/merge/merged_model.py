@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from fsdp_qlora.files import read_json, write_tensors
+from fsdp_qlora.data.tokenizer_files import complete_tokenizer
+from fsdp_qlora.errors import errors_about
+from fsdp_qlora.files import TensorShapes, read_json
 from fsdp_qlora.merge.merge_base import MergeBase
+from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.hub import copy_small_files
 from fsdp_qlora.pretrained.reader import StoredTensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
@@ -49,10 +53,10 @@ def add_other_parts(names: TensorNames, stored: dict[str, StoredTensor]) -> None
 
 def merged_shapes_and_paths(
     stored: dict[str, StoredTensor], names: TensorNames, nf4_states: dict[str, Any],
-) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:
-    """Return {name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the
-    base's file with the tensor, after which the merged file is named}. Experts in MXFP4 become
-    [experts, in, out], the form of gpt-oss, the only family with MXFP4."""
+) -> tuple[TensorShapes, dict[str, Path]]:
+    """Return the TensorShapes of the merged model, file by file, and {name: the base's file with
+    the tensor, after which the merged file is named}. Experts in MXFP4 become [experts, in, out],
+    the form of gpt-oss, the only family with MXFP4."""
     tensors, paths = {}, {}
     used = {*names.shapes, names.lm_head} - {*names.scaled.values()}
     for name, tensor in in_order(stored):
@@ -96,11 +100,25 @@ def in_order(stored: dict[str, StoredTensor]) -> list[tuple[str, StoredTensor]]:
     return sorted(stored.items(), key=lambda item: (item[1].path, item[1].start))
 
 
-def copy_all_but_weights(base: MergeBase, directory: Path) -> None:
-    """Write config.json, the index of tensors, and copies of the base's other files."""
+def copy_other_files(directory: Path, base: MergeBase, run: TrainedRun) -> None:
+    """Write all but the weights into `directory`: config.json without quantization, the index of
+    tensors, the tokenizer and the like. Each of the three copies replaces files of the one before.
+    """
+    for path in run.tokenizer:  # for a base without one
+        shutil.copyfile(path, directory / path.name)
     copy_small_files(base.directory, directory)
+    for path in run.extras:  # generation_config.json; the tokenizer, if tokens were trained
+        shutil.copyfile(path, directory / path.name)
     index = {"metadata": {"total_size": base.merged_bytes},
              "weight_map": {name: path.name for name, path in base.paths.items()}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (directory / "config.json").write_text(json.dumps(merged_config(base), indent=2))
+    with errors_about(f"{base.directory}: its tokenizer cannot be loaded"):
+        complete_tokenizer(directory, run.template)
+
+
+def merged_config(base: MergeBase) -> dict[str, Any]:
+    """Return the merged model's config.json: the base's in bf16, with the trained vocabulary."""
     config = read_json(base.directory / "config.json")
     config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
     texts = config, config.get("text_config", {})
@@ -110,14 +128,4 @@ def copy_all_but_weights(base: MergeBase, directory: Path) -> None:
     for part in texts:
         part.pop("quantization_config", None)  # if the base is in 4 bits
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-
-
-def write_weights(base: MergeBase, directory: Path, tensors: Iterator[torch.Tensor]) -> None:
-    """Write the merged tensors, in the order of base.merged_shapes, in files like the base's."""
-    for path in dict.fromkeys(base.paths.values()):
-        described = {name: base.merged_shapes[name]
-                     for name, its_path in base.paths.items() if its_path == path}
-        write_tensors(directory / path.name, described, tensors)
-    assert not list(tensors), "there are more tensors than names"
+    return config
