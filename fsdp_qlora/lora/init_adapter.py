@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.errors import errors_about
-from fsdp_qlora.files import ADAPTER_CONFIG, ADAPTER_FILES, read_json
+from fsdp_qlora.files import ADAPTER_CONFIG, read_json
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.log import log
-from fsdp_qlora.lora.peft_files import open_adapter
-from fsdp_qlora.lora.peft_names import (
-    TensorSlice, expert_slices, make_lora_config, peft_slices, stack_experts, token_row_names,
-    token_row_settings, unstack_experts, with_adapter_form)
+from fsdp_qlora.lora.peft_files import open_own_adapter, with_adapter_form
+from fsdp_qlora.lora.peft_names import peft_slices, stack_experts, unstack_experts
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.reader import read_header, read_tensor
+from fsdp_qlora.pretrained.reader import read_tensor
 
 
 # {setting of adapter_config.json: the flag that sets it}
@@ -34,23 +31,14 @@ def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
     of this run's adapter, whose layers have these `specs`, with rows of these tokens."""
     directory = Path(str(config.init_adapter))
     with errors_about(f"--init_adapter {directory}"):
-        path, file = (directory / name for name in ADAPTER_FILES)
-        try:
-            own_arch, arch = arch, with_adapter_form(arch, read_json(path), read_header(file))
-        except (OSError, ValueError, SafetensorError) as e:
-            raise ValueError(f"is not an adapter in PEFT's format: {e}")
-        wanted = make_lora_config(
-            arch, config.lora_rank, config.lora_alpha, config.adapter,
-            adapted_linears(arch, config.target_modules),
-            trainable_token_indices=token_row_settings(arch, token_ids))
+        with errors_about("is not an adapter in PEFT's format"):
+            arch = with_adapter_form(arch, directory)
         shapes = {name: shape for i, spec in enumerate(specs)
-                  for name, (_, shape) in peft_slices(own_arch, i, spec).items()}
-        slices = expert_slices(arch, config.lora_rank)
-        in_file = [slices.get(name, TensorSlice(name, shape)) for name, shape in shapes.items()]
-        shapes = {part.name: part.shape for part in in_file}
-        rows = dict.fromkeys(token_row_names(arch), (len(token_ids), arch.hidden_size))
-        shapes |= rows if token_ids else {}
-        stored = open_adapter(directory, wanted, shapes, "this run", SETTING_FLAGS)
+                  for name, (_, shape) in peft_slices(arch, i, spec).items()}
+        stored, slices = open_own_adapter(
+            directory, arch, config.lora_rank, config.lora_alpha, config.adapter,
+            adapted_linears(arch, config.target_modules), token_ids, shapes, "this run",
+            SETTING_FLAGS)
         values = {name: read_tensor(tensor, name) for name, tensor in stored.items()}
         own = unstack_experts(values, slices)
         for name, value in stack_experts(own, slices).items():

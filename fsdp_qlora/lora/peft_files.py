@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,49 @@ from peft import LoraConfig
 
 from fsdp_qlora.files import (
     ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, write_atomic)
-from fsdp_qlora.layer.lora_matmul import lora_scaling
-from fsdp_qlora.lora.peft_names import TensorSlice
+from fsdp_qlora.lora.peft_names import (
+    TensorSlice, TensorSlices, expert_slices, make_lora_config, token_row_names, token_row_settings)
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, read_tensor
+from fsdp_qlora.pretrained.records import AdapterForm
 
 IGNORED = set("""lora_dropout target_modules exclude_modules peft_version task_type revision
     base_model_name_or_path inference_mode auto_mapping layers_pattern megatron_core
     qalora_group_size eva_config""".split())  # settings of adapter_config.json that change no value
 # values of init_lora_weights that leave the base unchanged, unlike PiSSA, OLoRA and others
 PLAIN_INITS = True, False, None, "gaussian", "eva", "orthogonal"
+
+
+def with_adapter_form(arch: Architecture, directory: Path) -> Architecture:
+    """Return `arch` with the MoERecord.adapters form in which the adapter in this directory was
+    saved; that may be an older form."""
+    settings, stored = (read(directory / name) for read, name in zip(
+        (read_json, read_header), ADAPTER_FILES))
+    if not arch.moe:
+        return arch
+    form: AdapterForm = "modules"
+    if settings.get("target_parameters"):
+        form = "parameters" if any(".experts.0." in name for name in stored) else "stacked"
+    return dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, adapters=form))
+
+
+def open_own_adapter(
+    directory: Path, arch: Architecture, rank: int, alpha: int, adapter_type: str,
+    adapted: Collection[str], token_ids: Sequence[int], shapes: Mapping[str, tuple[int, ...]],
+    source: str, flags: Mapping[str, str] | None = None,
+) -> tuple[dict[str, StoredTensor], TensorSlices]:
+    """open_adapter() for an adapter with the form of train_fsdp_qlora.py's, with these settings and
+    with rows of these tokens. Returns its result and {peft_name() or one of token_row_names(): its
+    TensorSlice}. `arch`: the result of with_adapter_form(); `shapes`: {peft_name(): shape}."""
+    wanted = make_lora_config(arch, rank, alpha, adapter_type, adapted,
+                              trainable_token_indices=token_row_settings(arch, token_ids))
+    rows = token_row_names(arch) if token_ids else []
+    shapes = {**shapes, **dict.fromkeys(rows, (len(token_ids), arch.hidden_size))}
+    of_experts = expert_slices(arch, rank)
+    slices = {name: of_experts.get(name, TensorSlice(name, shape))
+              for name, shape in shapes.items()}
+    in_file = {part.name: part.shape for part in slices.values()}
+    return open_adapter(directory, wanted, in_file, source, flags), slices
 
 
 def open_adapter(
@@ -87,20 +121,17 @@ class LinearAdapter:
         return [self.read(part.name, device)[part.index] for part in self.slices]
 
 
-def open_linear_adapters(
-    directory: Path, lora: LoraConfig, slices: Mapping[str, list[TensorSlice]], source: str
+def linear_adapters(
+    directory: Path, stored: Mapping[str, StoredTensor], scaling: float,
+    slices: Mapping[str, list[TensorSlice]]
 ) -> dict[str, LinearAdapter]:
     """Return {name of a linear: its LinearAdapter} for a merge, from the TensorSlices of each
-    linear. Raises ValueError as open_adapter() does, and for an untrained adapter."""
-    shapes = {part.name: part.shape for file_slices in slices.values() for part in file_slices}
-    stored = open_adapter(directory, lora, shapes, source)
+    linear, and open_adapter()'s result. Raises ValueError for an untrained adapter."""
     if not any(read_tensor(x, name).any() for name, x in stored.items() if "lora_B" in name):
         raise ValueError(f"{directory / ADAPTER_WEIGHTS}: is empty or untrained: lora_B is all 0")
-    # cached, because one tensor may contain all experts
+    # 4: experts' A and B, of gate_up and of down; each tensor may contain those of all experts
     read = functools.lru_cache(4)(lambda name, device: read_tensor(stored[name], name, device))
-    # of all linears: experts with a rank_pattern have an alpha_pattern by the same factor
-    scaling = lora_scaling(lora.lora_alpha, lora.r, lora.use_rslora)
-    return {name: LinearAdapter(read, file_slices, scaling) for name, file_slices in slices.items()}
+    return {name: LinearAdapter(read, parts, scaling) for name, parts in slices.items()}
 
 
 def write_adapter(directory: Path, weights: dict[str, torch.Tensor],

@@ -3,8 +3,7 @@ adapters."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from peft import LoraConfig
 
 from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import AdapterForm, LinearShape
+from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import renamed
 
 
@@ -46,28 +45,14 @@ def peft_slices(
     return {peft_name(arch, i, *part): where for part, where in spec.adapter_slices().items()}
 
 
-def file_slices(arch: Architecture, layer: int, linear: LinearShape, rank: int, adapter_type: str,
-                slices_of_experts: TensorSlices) -> list[TensorSlice]:
-    """Return the TensorSlices of A, B and DoRA's magnitudes of a LinearShape's adapter.
-    `slices_of_experts`: the result of expert_slices()."""
+def adapter_shapes(arch: Architecture, layer: int, linear: LinearShape, rank: int,
+                   adapter_type: str) -> dict[str, tuple[int, ...]]:
+    """Return {peft_name(): shape} of A, B and, with DoRA, magnitudes of a LinearShape's adapter."""
     n_out, n_in = linear.out_features, linear.in_features
     shapes: dict[str, tuple[int, ...]] = {
         "lora_A.weight": (rank, n_in), "lora_B.weight": (n_out, rank)}
     shapes |= {"lora_magnitude_vector": (n_out,)} if adapter_type == "dora" else {}
-    names = {peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
-    return [slices_of_experts.get(name, TensorSlice(name, shape)) for name, shape in names.items()]
-
-
-def with_adapter_form(arch: Architecture, settings: Mapping[str, Any],
-                      names: Iterable[str]) -> Architecture:
-    """Return `arch` with the MoERecord.adapters form in which an adapter with these settings and
-    tensor names was saved; that may be an older form."""
-    if not arch.moe:
-        return arch
-    form: AdapterForm = "modules"
-    if settings.get("target_parameters"):
-        form = "parameters" if any(".experts.0." in name for name in names) else "stacked"
-    return dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, adapters=form))
+    return {peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
 
 
 def token_row_names(arch: Architecture) -> list[str]:

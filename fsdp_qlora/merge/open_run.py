@@ -10,22 +10,20 @@ import torch
 import transformers
 
 from fsdp_qlora.errors import errors_about
-from fsdp_qlora.files import ADAPTER_FILES, read_json
-from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
-from fsdp_qlora.lora.peft_names import (
-    TensorSlice, expert_slices, file_slices, make_lora_config, token_row_names, token_row_settings,
-    with_adapter_form)
+from fsdp_qlora.layer.lora_matmul import lora_scaling
+from fsdp_qlora.lora.peft_files import (
+    LinearAdapter, linear_adapters, open_own_adapter, with_adapter_form)
+from fsdp_qlora.lora.peft_names import adapter_shapes, token_row_names
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.merge_base import OTHER_BASE, MergeBase
 from fsdp_qlora.merge.merged_model import (
     add_other_parts, auto_class, is_multimodal, merged_shapes_and_paths)
 from fsdp_qlora.merge.peft_adapter import open_unrecorded_run
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
-from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
-from fsdp_qlora.pretrained.reader import read_header, stored_tensors
+from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 
 
@@ -91,36 +89,36 @@ def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
                          f" {base.arch.vocab_size}: another base model?")
 
 
-def adapters_of_run(adapter_dir: Path, run: TrainedRun,
-                         base: MergeBase) -> dict[str, LinearAdapter]:
+def adapters_of_run(
+    adapter_dir: Path, run: TrainedRun, base: MergeBase
+) -> dict[str, LinearAdapter]:
     """Return {name of a linear, or of a table with trained rows: its adapter}. Raises ValueError
     unless the files are those of the run."""
     rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
-    path, file = (adapter_dir / name for name in ADAPTER_FILES)
-    arch = with_adapter_form(base.arch, read_json(path), read_header(file))
-    names = base.names
-    adapted = set(adapted_linears(arch, run.config["target_modules"]))
-    lora = make_lora_config(arch, rank, alpha, adapter_type, adapted,
-                            trainable_token_indices=token_row_settings(arch, base.token_ids))
-    slices = {}
-    slices_of_experts = expert_slices(arch, rank)
+    arch, names = with_adapter_form(base.arch, adapter_dir), base.names
+    adapted = {*adapted_linears(arch, run.config["target_modules"])}
+    by_linear = {}
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            slices[name] = file_slices(
-                arch, int(layer), linear, rank, adapter_type, slices_of_experts)
-    slices |= token_row_slices(base, arch)
-    return open_linear_adapters(adapter_dir, lora, slices, "train_config.json")
+            by_linear[name] = adapter_shapes(arch, int(layer), linear, rank, adapter_type)
+    shapes = {part: shape for parts in by_linear.values() for part, shape in parts.items()}
+    stored, slices = open_own_adapter(
+        adapter_dir, arch, rank, alpha, adapter_type, adapted, base.token_ids, shapes,
+        "train_config.json")
+    # of all linears: experts with a rank_pattern have an alpha_pattern by the same factor
+    scaling = lora_scaling(alpha, rank, adapter_type == "rslora")
+    return linear_adapters(adapter_dir, stored, scaling, {
+        name: [slices[part] for part in parts]
+        for name, parts in {**by_linear, **token_row_parts(base)}.items()})
 
 
-def token_row_slices(base: MergeBase, arch: Architecture) -> dict[str, list[TensorSlice]]:
-    """Return {embedding or lm_head: the TensorSlice of its trained rows}. `arch`: see
-    with_adapter_form()."""
+def token_row_parts(base: MergeBase) -> dict[str, list[str]]:
+    """Return {embedding or lm_head: the one of token_row_names() that has its trained rows}."""
     if not base.token_ids:
         return {}
     names = base.names
-    tables = dict(zip((names.embedding, names.lm_head), token_row_names(arch)))
-    if arch.tied and names.lm_head in base.merged_shapes:  # a copy of the embedding
+    tables = dict(zip((names.embedding, names.lm_head), token_row_names(base.arch)))
+    if base.arch.tied and names.lm_head in base.merged_shapes:  # a copy of the embedding
         tables[names.lm_head] = tables[names.embedding]
-    shape = len(base.token_ids), arch.hidden_size
-    return {table: [TensorSlice(name, shape)] for table, name in tables.items()}
+    return {table: [name] for table, name in tables.items()}

@@ -17,7 +17,8 @@ from torch import nn
 
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
-from fsdp_qlora.lora.peft_files import LinearAdapter, open_linear_adapters
+from fsdp_qlora.layer.lora_matmul import lora_scaling
+from fsdp_qlora.lora.peft_files import LinearAdapter, linear_adapters, open_adapter
 from fsdp_qlora.lora.peft_names import TensorSlice
 from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.merge.merged_model import auto_class, in_order
@@ -55,7 +56,10 @@ def open_unrecorded_run(
     linears = [*in_text.values(), *quantized_outside(directory, outside, slices)]
     lora = LoraConfig(**{key: settings[key] for key in (
         "r", "lora_alpha", "use_rslora", "use_dora")})
-    adapters = open_linear_adapters(adapter_dir, lora, slices, "this merge")
+    shapes = {part.name: part.shape for parts in slices.values() for part in parts}
+    adapter = open_adapter(adapter_dir, lora, shapes, "this merge")
+    scaling = lora_scaling(lora.lora_alpha, lora.r, lora.use_rslora)
+    adapters = linear_adapters(adapter_dir, adapter, scaling, slices)
     merged_shapes = {name: (tensor.shape, torch.bfloat16)
                      for name, tensor in in_order(stored) if tensor.dtype in FLOATS}
     names = TensorNames(
