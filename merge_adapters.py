@@ -237,8 +237,8 @@ def merged_linears(name: str, base: MergeBase, adapters: dict[str, LinearAdapter
 
 def frozen_weight(weight: torch.Tensor, linear: str, base: MergeBase) -> torch.Tensor:
     """Return W, the weight that training computed with, from the one in the base's files."""
-    weight = weight.to(base.dtype)
-    if base.is_4bit(linear):
+    weight = weight.to(base.training_dtype)
+    if base.in_training_format(linear):
         return weight
     # checked before, because NF4 may hide NaN and infinity
     return nf4_round_trip(require_finite(weight, base.location(linear)))
@@ -293,7 +293,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     """Print how far the merged model's logits are from the trained model's, as a fraction of the
     adapter's effect on them, and return the Verdict. MergeCheck's file has the inputs that the
     trained model's lm_head got for `rows`. Raises ValueError above FAILED_ERROR."""
-    settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
+    settings = {"dtype": base.training_dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
     what = "the check did not run (see --no-check; the merged model is whole)"
@@ -330,10 +330,10 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
 
 def read_head(base: MergeBase, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the lm_head's weight and its bias, if any."""
-    names = base.names
-    bias = base.weight(names.lm_head_bias, device).to(base.dtype) if names.lm_head_bias else None
+    names, dtype = base.names, base.training_dtype
+    bias = base.weight(names.lm_head_bias, device).to(dtype) if names.lm_head_bias else None
     head = base.weight(names.embedding if base.arch.tied else names.lm_head, device)
-    return head.to(base.dtype), bias
+    return head.to(dtype), bias
 
 
 def require(condition: Any, message: str) -> None:

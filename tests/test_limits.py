@@ -250,7 +250,7 @@ def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, m
     monkeypatch.setattr(merge_adapters, "trained_logits", lambda *_: (plain, trained))
     monkeypatch.setattr(merge_adapters, "logits_of", lambda *_: trained + by * (trained - plain))
     loads = types.SimpleNamespace(from_pretrained=lambda *_, **__: None)
-    base = types.SimpleNamespace(dtype=torch.bfloat16, auto_class=loads, token_ids=(),
+    base = types.SimpleNamespace(training_dtype=torch.bfloat16, auto_class=loads, token_ids=(),
                                  arch=types.SimpleNamespace(moe=None))
     args = base, Path("run/probe"), Path("merged"), [[1]], "cpu"
     if verdict is None:

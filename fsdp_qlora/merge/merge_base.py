@@ -33,7 +33,7 @@ class MergeBase:
     merged_shapes: TensorShapes  # of the merged model, file by file
     paths: dict[str, Path]  # {name: the base's file; the merged one has the same file name}
     auto_class: Any  # transformers' class that loads it
-    dtype: torch.dtype  # dtype in which training computed
+    training_dtype: torch.dtype  # dtype in which training computed
     # for weights that are in NF4 in the files, see check_files()
     nf4_states: dict[str, Any] = dataclasses.field(default_factory=dict)
     arch: Architecture = None  # None: the merge cannot be checked
@@ -71,8 +71,8 @@ class MergeBase:
     def is_mxfp4(self, name: str) -> bool:
         return name in self.names.linears and self.names.linears[name].mxfp4
 
-    def is_4bit(self, name: str) -> bool:
-        """Return whether the files have the weight in the 4 bits of training: NF4 or MXFP4."""
+    def in_training_format(self, name: str) -> bool:
+        """Return whether the files have the weight as training stored it: in NF4 or MXFP4."""
         return name in self.nf4_states or self.is_mxfp4(name)
 
     def is_transposed(self, linear: str) -> bool:
@@ -106,8 +106,8 @@ class MergeBase:
 
     def weight(self, name: str, device: str) -> torch.Tensor:
         """Return a tensor, or a linear as [out, in], with the values that the files store: NF4
-        becomes `dtype`; FP8 is multiplied by its scales, as INT4 is; MXFP4 becomes fp32. Raises
-        ValueError as read() does."""
+        becomes `training_dtype`; FP8 is multiplied by its scales, as INT4 is; MXFP4 becomes fp32.
+        Raises ValueError as read() does."""
         whole, index = self.places.get(name, (name, ...))
         if self.is_mxfp4(name):
             return mxfp4_weight(
@@ -118,7 +118,7 @@ class MergeBase:
         if name in self.nf4_states:
             parts = {key: self.read(key, "cpu") for key in (f"{name}.{x}" for x in NF4_SUFFIXES)}
             with errors_about(f"{self.paths[name]}: {name}: its quantization is damaged"):
-                return dequantize_stored(stored, parts, self.dtype)
+                return dequantize_stored(stored, parts, self.training_dtype)
         if scales := self.names.scaled.get(name):
             return scaled_weight(name, stored, self.read(scales, device))
         return stored

@@ -104,17 +104,18 @@ def copy_other_files(directory: Path, base: MergeBase, run: TrainedRun) -> None:
     """Write all but the weights into `directory`: config.json without quantization, the index of
     tensors, the tokenizer and the like. Each of the three copies replaces files of the one before.
     """
-    for path in run.tokenizer:  # for a base without one
+    for path in run.tokenizer_files:  # for a base without one
         shutil.copyfile(path, directory / path.name)
     copy_small_files(base.directory, directory)
-    for path in run.extras:  # generation_config.json; the tokenizer, if tokens were trained
+    # generation_config.json; and the tokenizer, if rows of tokens were trained
+    for path in run.replacing_files:
         shutil.copyfile(path, directory / path.name)
     index = {"metadata": {"total_size": base.merged_bytes},
              "weight_map": {name: path.name for name, path in base.paths.items()}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (directory / "config.json").write_text(json.dumps(merged_config(base), indent=2))
     with errors_about(f"{base.directory}: its tokenizer cannot be loaded"):
-        complete_tokenizer(directory, run.template)
+        complete_tokenizer(directory, run.template_file)
 
 
 def merged_config(base: MergeBase) -> dict[str, Any]:

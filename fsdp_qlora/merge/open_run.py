@@ -64,7 +64,7 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
     return MergeBase(
         directory=directory, stored=stored, names=names, nf4_states=nf4_states,
         merged_shapes=merged_shapes, paths=paths, auto_class=auto_class(model_config),
-        dtype=getattr(torch, dtype), arch=arch, checksums=checksums)
+        training_dtype=getattr(torch, dtype), arch=arch, checksums=checksums)
 
 
 def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:

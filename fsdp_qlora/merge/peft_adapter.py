@@ -68,8 +68,8 @@ def open_unrecorded_run(
     base = MergeBase(
         directory=directory, stored=stored, names=names, merged_shapes=merged_shapes,
         paths={name: stored[name].path for name in merged_shapes}, auto_class=model_class,
-        dtype=torch.bfloat16)
-    run = TrainedRun(base_model=str(directory), template=template_beside(adapter_dir))
+        training_dtype=torch.bfloat16)
+    run = TrainedRun(base_model=str(directory), template_file=template_beside(adapter_dir))
     return run, base, adapters
 
 

@@ -31,9 +31,10 @@ class TrainedRun:
     template_kwargs: dict[str, int] = field(default_factory=dict)  # see Rows.template_kwargs
     merge_check_ids: list[list[int]] = field(default_factory=list)
     merge_check_file: Path | None = None  # MERGE_CHECK_FILE; None: nothing to compare with
-    tokenizer: list[Path] = field(default_factory=list)  # files to use if the base has none
-    extras: list[Path] = field(default_factory=list)  # files that replace the base's
-    template: Path | None = None  # of --chat_template, or beside a PEFT adapter; None: the base's
+    tokenizer_files: list[Path] = field(default_factory=list)  # to use if the base has none
+    replacing_files: list[Path] = field(default_factory=list)  # they replace the base's
+    # of --chat_template, or beside a PEFT adapter; None: the base's template
+    template_file: Path | None = None
     token_ids: list[int] = field(default_factory=list)  # the tokens of --trainable_tokens
     losses: list[float] = field(default_factory=list)  # of each step until the adapter was saved
 
@@ -88,9 +89,10 @@ def read_run(directory: Path) -> TrainedRun:
         template_kwargs={json.dumps(entry["chat_template_kwargs"]): entry["answers"]
                          for entry in run.get("asked", [])},
         merge_check_file=directory / MERGE_CHECK_FILE, merge_check_ids=run["probe_input_ids"],
-        tokenizer=tokenizer,  # with --trainable_tokens it may have more tokens than the base's
-        extras=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
-        template=path.with_name("chat_template.jinja") if is_given else None,
+        tokenizer_files=tokenizer,
+        # with --trainable_tokens the tokenizer may have more tokens than the base's
+        replacing_files=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
+        template_file=path.with_name("chat_template.jinja") if is_given else None,
         token_ids=token_ids, losses=read_losses(path.parent, last_step))
 
 
