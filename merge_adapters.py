@@ -20,12 +20,14 @@ bf16 (a few small ones stay in fp32), but for the rows of --trainable_tokens. Te
 model that training does not know, such as layers for multi-token prediction (MTP), are left out of
 a run's merge; the line "base model .." counts them.
 
-The result is compared with the trained model, by the logits of the first 64 tokens of four training
-rows. If they differ by more than the adapter's whole effect, the merge fails: the result stays in a
-hidden directory, which the error names, and which the next merge into --output_dir empties at its
-start. Above a fifth of the effect the last line begins with "warning:", as it does if the run's
-loss ended above where it began. If the check did not run, for lack of memory, by a flag or because
-nothing was recorded, it contains "not checked:". All these exit with 0.
+The merged model is compared with the trained one, by the logits of the first 64 tokens of four
+training rows. The last line says how much of the adapter's own effect they differ by:
+
+    ok:           at most a fifth
+    warning:      more; or the run's loss ended above where it began, and the verdict follows
+    not checked:  a flag, too little memory, or an adapter without train_config.json
+    error:        more than the whole effect: exit code 1. The result stays in a hidden directory,
+                  which the error names, and which the next merge into --output_dir empties
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
 PEFT. It assumes, and cannot check, that they were trained on this base quantized from bf16 to NF4
