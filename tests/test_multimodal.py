@@ -145,9 +145,9 @@ def test_fp8_outside_the_text_model_is_multiplied_by_its_scales(change, words, t
     trained = {"prequantized": False, "quantized_from_dtype": "bfloat16"}
     if words:
         with pytest.raises(ValueError, match=words):
-            read_base(str(tmp_path), trained, {})
+            read_base(str(tmp_path), trained, {}, [])
         return
-    base = read_base(str(tmp_path), trained, {})
+    base = read_base(str(tmp_path), trained, {}, [])
     assert base.merged_shapes.keys() == tensors.keys() - {"mtp.fc.weight_scale_inv"}
     assert base.unused == []
     merged = merge_adapters.merged_tensor("mtp.fc.weight", base, {}, "cpu")

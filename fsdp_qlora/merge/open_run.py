@@ -38,15 +38,15 @@ def open_run(
     run = read_run(adapter_dir)
     # digests of the tensors in training; each is compared when the tensor is read
     checksums = {} if allow_other_base else run.quantization["tensor_sums"]
-    base = read_base(base_model or run.base_model, run.quantization, checksums)
-    add_token_rows(base, run.token_ids)
+    base = read_base(base_model or run.base_model, run.quantization, checksums, run.token_ids)
     check_base(base, run, allow_other_base)
     return run, base, adapters_of_run(adapter_dir, run, base)
 
 
-def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]) -> MergeBase:
+def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str],
+              token_ids: Sequence[int]) -> MergeBase:
     """Return the base model, after the same checks of its files as in training. `checksums`: those
-    that its tensors must have, see MergeBase."""
+    that its tensors must have; `token_ids`: the tokens whose rows were trained; see MergeBase."""
     directory = model_directory(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with errors_about(f"base model {directory}"):
@@ -61,21 +61,16 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
         if is_multimodal(model_config):
             add_other_parts(names, stored)
         merged_shapes, paths = merged_shapes_and_paths(stored, names, nf4_states)
+    if token_ids:  # the merged vocabulary, embedding and lm_head are large enough for them
+        arch = arch.with_token(max(token_ids))
+        for table in {names.embedding, names.lm_head} & merged_shapes.keys():
+            (_, hidden), table_dtype = merged_shapes[table]
+            merged_shapes[table] = (arch.vocab_size, hidden), table_dtype
     return MergeBase(
         directory=directory, stored=stored, names=names, nf4_states=nf4_states,
         merged_shapes=merged_shapes, paths=paths, auto_class=auto_class(model_config),
-        training_dtype=getattr(torch, dtype), arch=arch, checksums=checksums)
-
-
-def add_token_rows(base: MergeBase, token_ids: Sequence[int]) -> None:
-    """Record in `base` which tokens' rows were trained, and make the vocabulary, embedding and
-    lm_head of the merged model large enough for them."""
-    if token_ids:
-        base.token_ids = token_ids
-        base.arch = base.arch.with_token(max(token_ids))
-        for name in {base.names.embedding, base.names.lm_head} & base.merged_shapes.keys():
-            (_, hidden), dtype = base.merged_shapes[name]
-            base.merged_shapes[name] = (base.arch.vocab_size, hidden), dtype
+        training_dtype=getattr(torch, dtype), arch=arch, checksums=checksums,
+        token_ids=token_ids)
 
 
 def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
