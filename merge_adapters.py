@@ -78,7 +78,7 @@ from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file, write_tensors
 from fsdp_qlora.log import print_error
-from fsdp_qlora.lora.peft_files import LinearAdapter
+from fsdp_qlora.lora.peft_files import StoredAdapter
 from fsdp_qlora.merge.logits import logits_of, trained_logits
 from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.merge.merged_model import copy_other_files, replace_rows
@@ -187,7 +187,7 @@ def log_base(base: MergeBase, n_adapted: int) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def write_merged(directory: Path, output: Path, base: MergeBase, adapters: dict[str, LinearAdapter],
+def write_merged(directory: Path, output: Path, base: MergeBase, adapters: dict[str, StoredAdapter],
                  run: TrainedRun, device: str) -> None:
     """Write the merged model into `directory`, which will be renamed to `output`: one tensor after
     the other, in files like the base's. Raises ValueError if the disk has no room."""
@@ -208,7 +208,7 @@ def write_merged(directory: Path, output: Path, base: MergeBase, adapters: dict[
     print(f"wrote {n_tensors} tensors, {gib:.3f} GiB")
 
 
-def merged_tensor(name: str, base: MergeBase, adapters: dict[str, LinearAdapter],
+def merged_tensor(name: str, base: MergeBase, adapters: dict[str, StoredAdapter],
                   device: str) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
     if name in base.linears_by_tensor:  # one or several linears that were in 4 bits
@@ -221,7 +221,7 @@ def merged_tensor(name: str, base: MergeBase, adapters: dict[str, LinearAdapter]
     return require_finite(merged.to("cpu", dtype), f"{base.paths[name]}: what {name} becomes")
 
 
-def merged_linears(name: str, base: MergeBase, adapters: dict[str, LinearAdapter],
+def merged_linears(name: str, base: MergeBase, adapters: dict[str, StoredAdapter],
                    device: str) -> torch.Tensor:
     """Return a merged tensor of linears, bf16 on the CPU: one linear; or all experts, or q, k and
     v, if the files have these in one tensor."""
@@ -257,8 +257,7 @@ def add_adapter(
     return total
 
 
-def merged_table(name: str, base: MergeBase, adapter: LinearAdapter,
-                 device: str) -> torch.Tensor:
+def merged_table(name: str, base: MergeBase, adapter: StoredAdapter, device: str) -> torch.Tensor:
     """Return the embedding or the lm_head with the trained rows of base.token_ids."""
     (n_rows, _), _ = base.merged_shapes[name]
     (rows,) = adapter.tensors(device)

@@ -109,29 +109,29 @@ def check_settings(path: Path, settings: Mapping[str, Any], wanted: Mapping[str,
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearAdapter:
-    """The adapter of one linear in PEFT's files, or the trained rows of an embedding or lm_head."""
+class StoredAdapter:
+    """What PEFT's files have for one weight: a linear's A and B, or a table's trained rows."""
 
     read: Callable[[str, str], torch.Tensor]  # (name, device) -> a tensor of the file
     slices: list[TensorSlice]  # A, B and, with DoRA, magnitudes; or the rows alone
-    scaling: float  # factor of B @ A
+    scaling: float  # factor of B @ A; a table's rows are not scaled
 
     def tensors(self, device: str) -> list[torch.Tensor]:
         """Return the tensors of `slices`, in their order, on this device."""
         return [self.read(part.name, device)[part.index] for part in self.slices]
 
 
-def linear_adapters(
+def stored_adapters(
     directory: Path, stored: Mapping[str, StoredTensor], scaling: float,
     slices: Mapping[str, list[TensorSlice]]
-) -> dict[str, LinearAdapter]:
-    """Return {name of a linear: its LinearAdapter} for a merge, from the TensorSlices of each
-    linear, and open_adapter()'s result. Raises ValueError for an untrained adapter."""
+) -> dict[str, StoredAdapter]:
+    """Return {name of a weight: its StoredAdapter} for a merge, from the TensorSlices of each
+    weight and open_adapter()'s result. Raises ValueError for an untrained adapter."""
     if not any(read_tensor(x, name).any() for name, x in stored.items() if "lora_B" in name):
         raise ValueError(f"{directory / ADAPTER_WEIGHTS}: is empty or untrained: lora_B is all 0")
     # 4: experts' A and B, of gate_up and of down; each tensor may contain those of all experts
     read = functools.lru_cache(4)(lambda name, device: read_tensor(stored[name], name, device))
-    return {name: LinearAdapter(read, parts, scaling) for name, parts in slices.items()}
+    return {name: StoredAdapter(read, parts, scaling) for name, parts in slices.items()}
 
 
 def write_adapter(directory: Path, weights: dict[str, torch.Tensor],

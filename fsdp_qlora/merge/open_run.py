@@ -12,7 +12,7 @@ import transformers
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.lora.peft_files import (
-    LinearAdapter, linear_adapters, open_own_adapter, with_adapter_form)
+    StoredAdapter, open_own_adapter, stored_adapters, with_adapter_form)
 from fsdp_qlora.lora.peft_names import adapter_shapes, token_row_names
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.merge_base import OTHER_BASE, MergeBase
@@ -29,7 +29,7 @@ from fsdp_qlora.pretrained.tensor_names import tensor_names
 
 def open_run(
     adapter_dir: Path, base_model: str | None, allow_other_base: bool
-) -> tuple[TrainedRun, MergeBase, dict[str, LinearAdapter]]:
+) -> tuple[TrainedRun, MergeBase, dict[str, StoredAdapter]]:
     """Return the run that trained the adapter, its base model, and {name of a linear, or of a table
     with trained rows: its adapter}. Raises ValueError unless they belong together. `base_model`:
     None for the run's."""
@@ -86,7 +86,7 @@ def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
 
 def adapters_of_run(
     adapter_dir: Path, run: TrainedRun, base: MergeBase
-) -> dict[str, LinearAdapter]:
+) -> dict[str, StoredAdapter]:
     """Return {name of a linear, or of a table with trained rows: its adapter}. Raises ValueError
     unless the files are those of the run."""
     rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
@@ -103,7 +103,7 @@ def adapters_of_run(
         "train_config.json")
     # of all linears: experts with a rank_pattern have an alpha_pattern by the same factor
     scaling = lora_scaling(alpha, rank, adapter_type == "rslora")
-    return linear_adapters(adapter_dir, stored, scaling, {
+    return stored_adapters(adapter_dir, stored, scaling, {
         name: [slices[part] for part in parts]
         for name, parts in {**by_linear, **token_row_parts(base)}.items()})
 

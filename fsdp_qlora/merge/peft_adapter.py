@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.layer.lora_matmul import lora_scaling
-from fsdp_qlora.lora.peft_files import LinearAdapter, linear_adapters, open_adapter
+from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
 from fsdp_qlora.lora.peft_names import TensorSlice
 from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.merge.merged_model import auto_class, in_order
@@ -32,7 +32,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 def open_unrecorded_run(
     adapter_dir: Path, base_model: str
-) -> tuple[TrainedRun, MergeBase, dict[str, LinearAdapter]]:
+) -> tuple[TrainedRun, MergeBase, dict[str, StoredAdapter]]:
     """open_run() for an adapter without train_config.json: return the run, the base and the
     adapters for a merge that cannot be checked. That transformers loaded the base with
     load_in_4bit, from bf16, is taken on trust."""
@@ -59,7 +59,7 @@ def open_unrecorded_run(
     shapes = {part.name: part.shape for parts in slices.values() for part in parts}
     adapter = open_adapter(adapter_dir, lora, shapes, "this merge")
     scaling = lora_scaling(lora.lora_alpha, lora.r, lora.use_rslora)
-    adapters = linear_adapters(adapter_dir, adapter, scaling, slices)
+    adapters = stored_adapters(adapter_dir, adapter, scaling, slices)
     merged_shapes = {name: (tensor.shape, torch.bfloat16)
                      for name, tensor in in_order(stored) if tensor.dtype in FLOATS}
     names = TensorNames(
