@@ -54,13 +54,13 @@ from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_files import write_adapter
 from fsdp_qlora.lora.peft_names import expert_slices, peft_slices, stack_experts, unstack_experts
 from fsdp_qlora.lora.targets import resolve_adapter
-from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import ReadRequest, WeightReader, rows_in_memory, stored_tensors
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
-from fsdp_qlora.pretrained.tensor_names import tensor_names
+from fsdp_qlora.pretrained.stored_values import stored_values
+from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 from fsdp_qlora.pretrained.weight_formats import scaled_weight
 
 BAR = 1e-5  # of a relative difference in fp32
@@ -696,13 +696,11 @@ def test_missing_expert_is_named(tmp_path):
 @pytest.mark.parametrize("rows", [range(0, 300), range(5, 6), range(127, 129), range(130, 300)])
 def test_rows_of_an_fp8_weight_have_their_scales(rows):
     codes, scales = to_fp8(torch.randn(300, 200, generator=seed()))
-    linear = types.SimpleNamespace(in_features=200)
-    names = types.SimpleNamespace(
-        scaled={"w": "s"}, linears={"w": linear}, shapes={"w": codes.shape})  # fmt: skip
+    names = TensorNames(scaled={"w": "s"}, shapes={"w": codes.shape, "s": scales.shape})
     its_scales = scales[rows.start // 128 : -(-rows.stop // 128)]
     files = {"w": codes[rows.start : rows.stop].flatten(), "s": its_scales.flatten()}
-    got = weight_rows(files.get, names, "w", rows)
-    assert torch.equal(got.view(-1, 200), from_fp8(codes, scales)[rows.start : rows.stop])
+    got = stored_values("w", files.get, names, (), torch.bfloat16, rows.start)
+    assert torch.equal(got, from_fp8(codes, scales)[rows.start : rows.stop])
 
 
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import TensorShapes
 from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import StoredTensor, read_tensor
+from fsdp_qlora.pretrained.stored_values import stored_values
 from fsdp_qlora.pretrained.tensor_names import TensorNames
-from fsdp_qlora.pretrained.weight_formats import (
-    INT4_PACKED, MX_SUFFIXES, NF4_SUFFIXES, dequantize_stored, mxfp4_weight, scaled_weight)
+from fsdp_qlora.pretrained.weight_formats import NF4_SUFFIXES
 
 OTHER_BASE = ("are not those of the base model in training. Use that one with --base_model;"
               " --allow_other_base merges into this one")
@@ -108,17 +107,11 @@ class MergeBase:
         """Return a tensor, or a linear as [out, in], with the values that the files store: NF4
         becomes `training_dtype`; FP8 is multiplied by its scales, as INT4 is; MXFP4 becomes fp32.
         Raises ValueError as read() does."""
-        whole, index = self.places.get(name, (name, ...))
-        if self.is_mxfp4(name):
-            return mxfp4_weight(
-                *(self.read(whole + end, device, name + end, index) for end in MX_SUFFIXES))
-        if name.endswith(INT4_PACKED):  # the merged tensor's name has no such ending
-            whole = name
-        stored = self.read(whole, device, name, index, self.is_transposed(name))
-        if name in self.nf4_states:
-            parts = {key: self.read(key, "cpu") for key in (f"{name}.{x}" for x in NF4_SUFFIXES)}
-            with errors_about(f"{self.paths[name]}: {name}: its quantization is damaged"):
-                return dequantize_stored(stored, parts, self.training_dtype)
-        if scales := self.names.scaled.get(name):
-            return scaled_weight(name, stored, self.read(scales, device))
-        return stored
+        _, index = self.places.get(name, (name, ...))
+
+        def read(part: str) -> torch.Tensor:
+            if source := self.names.sources.get(part):  # it is a part of a larger tensor
+                return self.read(source.name, device, part, index, source.columns is not None)
+            return self.read(part, device)
+
+        return stored_values(name, read, self.names, self.nf4_states, self.training_dtype)

@@ -6,7 +6,6 @@ load_model() opens and checks the files; fill_model() and below read them by a R
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -33,9 +32,9 @@ from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
 from fsdp_qlora.pretrained.records import LinearShape
+from fsdp_qlora.pretrained.stored_values import stored_values
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
-from fsdp_qlora.pretrained.weight_formats import (
-    NF4_SUFFIXES, dequantize_stored, nf4_round_trip, scale_block, scaled_weight, swap_nibbles)
+from fsdp_qlora.pretrained.weight_formats import nf4_round_trip, swap_nibbles
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
 from fsdp_qlora.quant.nf4 import dynamic_map
@@ -138,7 +137,7 @@ def fill_model(
         model.per_layer_table = table(
             names.of_model(arch.per_layer.table), linear.out_features, plan.embedding_on_host)
         model.per_layer_projection = quantized_values(
-            read, names.of_model(linear.name), linear, nf4_states, dtype, device)
+            read, names, names.of_model(linear.name), linear, nf4_states, dtype, device)
         model.per_layer_norm = read(
             names.of_model(arch.per_layer.projection_norm)).to(device, dtype)
     # Allocate the 4-bit weights before anything temporary, else gaps between them would stay.
@@ -188,7 +187,7 @@ def fill_layer(
         if names.of_layer(i, name) in names.zeros:
             layer.small_tensors[name] = torch.zeros(shape, device=device)
             continue
-        tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
+        tensor = stored_values(names.of_layer(i, name), read, names, nf4_states, dtype)
         layer.small_tensors[name] = tensor.to(device).view(shape)
 
 
@@ -210,7 +209,8 @@ def quantize(
         if name in nf4_states:
             nested[name] = copy_nf4(own, name, shard, read, nf4_states[name])
             continue
-        weights = weight_rows(read, names, name, own.rows).to(shard.device, dtype)[own.weights]
+        rows = stored_values(name, read, names, nf4_states, dtype, own.rows.start).flatten()
+        weights = rows.to(shard.device, dtype)[own.weights]
         if len(weights):
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
             shard.packed[own.in_shard].view(-1)[: codes.numel()] = codes.view(-1)
@@ -260,39 +260,13 @@ def copy_nf4(
     return read(f"{name}.nested_absmax"), offset, read(f"{name}.nested_quant_map")
 
 
-def weight_rows(
-    read: ReadTensor, names: TensorNames, name: str, rows: range,
-) -> torch.Tensor:
-    """Return the requested `rows` of a linear's weight, flat. In FP8 or INT4 they are multiplied by
-    their scales, see scaled_weight()."""
-    value = read(name)
-    if name not in names.scaled:
-        return value
-    (n_rows, n_columns), n_in = scale_block(name), names.linears[name].in_features
-    scales = read(names.scaled[name]).view(-1, math.ceil(n_in / n_columns))
-    value = value.view(len(rows), names.shapes[name][1])
-    return scaled_weight(name, value, scales, rows.start % n_rows).flatten()
-
-
 def quantized_values(
-    read: ReadTensor, name: str, linear: LinearShape, nf4_states: NF4States, dtype: torch.dtype,
-    device: torch.device,
+    read: ReadTensor, names: TensorNames, name: str, linear: LinearShape, nf4_states: NF4States,
+    dtype: torch.dtype, device: torch.device,
 ) -> torch.Tensor:
     """Return a whole linear outside of the layers, [out, in], with the values that its NF4 has."""
     shape = linear.out_features, linear.in_features
-    weight = whole_tensor(read, name, nf4_states, dtype).to(device, dtype).view(shape)
+    weight = stored_values(name, read, names, nf4_states, dtype).to(device, dtype).view(shape)
     if name in nf4_states:
         return weight
     return nf4_round_trip(weight)
-
-
-def whole_tensor(
-    read: ReadTensor, name: str, nf4_states: NF4States, dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return a whole tensor, flat. A tensor that is in NF4 in the files is
-    dequantized to `dtype` by bitsandbytes."""
-    if name not in nf4_states:
-        return read(name)
-    codes = read(name)
-    parts = {f"{name}.{part}": read(f"{name}.{part}") for part in NF4_SUFFIXES}
-    return dequantize_stored(codes, parts, dtype).flatten()
