@@ -85,7 +85,7 @@ from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import AttentionKernel, Kernels
-from fsdp_qlora.kernels.elementwise import compile_dynamic
+from fsdp_qlora.kernels.compiled import compile_dynamic
 from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.router import BALANCE_METRICS
 from fsdp_qlora.log import fail_before_init, log

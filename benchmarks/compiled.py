@@ -25,8 +25,8 @@ import torch
 from run import BUILTIN_CONFIGS, model_config
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.kernels import heads
-from fsdp_qlora.kernels.elementwise import elementwise
+from fsdp_qlora.kernels import activations, heads, norms
+from fsdp_qlora.layer import grouped_mm
 from fsdp_qlora.model import lm_head as vocabulary
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.pretrained.hub import read_model_config
@@ -87,17 +87,17 @@ def calls(arch):
     yield heads.gate_heads, (query, query, "sigmoid")
     yield heads.gate_heads_backward, (query, query, query, "sigmoid")
     x, grad, weight = values(n, hidden), values(n, hidden), values(hidden)
-    yield elementwise.normalize, (values(n, hidden), x, weight, None, arch.norm_kind, 1e-6)
-    yield elementwise.norm_backward, (x, grad, x, weight, arch.norm_kind, 1e-6)
+    yield norms.normalize, (values(n, hidden), x, weight, None, arch.norm_kind, 1e-6)
+    yield norms.norm_backward, (x, grad, x, weight, arch.norm_kind, 1e-6)
     gate_up, product = values(n, 2 * inner), values(n, inner)
     weights, parts = values(n, dtype=torch.float32), gate_up.chunk(2, -1)
-    yield elementwise.glu, (product, gate_up, arch.activation, True)
-    yield elementwise.glu_backward_, (product, arch.activation, None, *parts)
-    yield elementwise.glu_backward_, (product, arch.activation, weights, *parts)
-    yield elementwise.glu_weight_gradients, (product, gate_up, arch.activation, True)
-    yield elementwise.clamped_glu_backward_, (product, weights, gate_up, *CLAMP)
+    yield activations.glu, (product, gate_up, arch.activation, True)
+    yield activations.glu_backward_, (product, arch.activation, None, *parts)
+    yield activations.glu_backward_, (product, arch.activation, weights, *parts)
+    yield activations.glu_weight_gradients, (product, gate_up, arch.activation, True)
+    yield activations.clamped_glu_backward_, (product, weights, gate_up, *CLAMP)
     place, factors = torch.randperm(8 * n).view(n, 8), values(n, 8, dtype=torch.float32)
-    yield elementwise.add_expert_rows, (values(8 * n, hidden), place, factors)
+    yield grouped_mm.add_expert_rows, (values(8 * n, hidden), place, factors)
     logits, targets = values(CHUNK, arch.vocab_size), torch.randint(arch.vocab_size, (CHUNK,))
     absent, sums = torch.zeros(CHUNK, dtype=torch.bool), values(CHUNK, dtype=torch.float32)
     yield vocabulary.logits_statistics, (logits, targets, 1.0, None)

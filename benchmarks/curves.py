@@ -76,14 +76,14 @@ def plain_layer(layer, x, inputs):
 
 def driver(path, argv):
     import train_fsdp_qlora as script
-    from fsdp_qlora.kernels import elementwise
+    from fsdp_qlora.kernels import compiled
     from fsdp_qlora.layer import layer
     from fsdp_qlora.run import metrics, startup_log
     from fsdp_qlora.planner import machine, search
 
     if path == "plain":
         layer.DecoderLayer.forward = plain_layer
-        for user in (elementwise, metrics, startup_log, machine):
+        for user in (compiled, metrics, startup_log, machine):
             user.why_no_triton = lambda: "plain"
         search.use_cuda_graphs = lambda plan, *_: plan
     code = script.main(argv)

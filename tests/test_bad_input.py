@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.files import digest, read_json, text_digest
-from fsdp_qlora.kernels import elementwise
+from fsdp_qlora.kernels import norms
 from fsdp_qlora.micro_batch import offload
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.ranks import RunEnd
@@ -389,12 +389,12 @@ def test_settings_that_no_record_can_express_are_refused(start, model, settings,
 
 def test_failed_check_at_start_ends_the_run_in_one_line(start, model, monkeypatch):
     """The package's norm is wrong."""
-    standardized = elementwise.standardized
+    standardized = norms.standardized
 
     def wrong(x, kind, eps):
         return standardized(x + 0.1, kind, eps)
 
-    monkeypatch.setattr(elementwise, "standardized", wrong)
+    monkeypatch.setattr(norms, "standardized", wrong)
     refused(MODEL, start(model), f"--model {model}", "check at start", "llama")
 
 

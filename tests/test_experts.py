@@ -43,12 +43,12 @@ from fsdp_qlora.checks.compare_with_transformers import (
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.kernels import elementwise
-from fsdp_qlora.kernels.elementwise import (
-    ClampedGLU, LimitedActivation, add_expert_rows, clamped_glu_backward_, glu, glu_backward_,
-    glu_weight_gradients)
+from fsdp_qlora.kernels import activations
+from fsdp_qlora.kernels.activations import (
+    ClampedGLU, LimitedActivation, clamped_glu_backward_, glu, glu_backward_, glu_weight_gradients)
 from fsdp_qlora.layer import grouped_mm, moe, router
 from fsdp_qlora.layer.call import LayerCall
+from fsdp_qlora.layer.grouped_mm import add_expert_rows
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_files import write_adapter
@@ -286,7 +286,7 @@ def test_clamped_gate_and_biases_equal_transformers(again, ranges, monkeypatch):
 @pytest.mark.parametrize("again", [False, True])
 def test_limits_of_layers_equal_transformers(again, ranges, monkeypatch):
     """Of routed experts, of the shared one and of the MLP of another layer, so that much is cut."""
-    share, true = [], elementwise.limited_ups
+    share, true = [], activations.limited_ups
 
     def watched(ups, activation):
         out, inside = true(ups, activation)
@@ -298,7 +298,7 @@ def test_limits_of_layers_equal_transformers(again, ranges, monkeypatch):
             if name.endswith(("gate_up_proj", "gate_proj.weight", "up_proj.weight")):
                 tensor *= 4
 
-    monkeypatch.setattr(elementwise, "limited_ups", watched)
+    monkeypatch.setattr(activations, "limited_ups", watched)
     assert worst("step3p7", again, monkeypatch, edit=widen, ranges=ranges, tokens=(9, 5)) < BAR
     assert min(share) > 0.3 and max(share) < 0.7
 

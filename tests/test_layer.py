@@ -34,9 +34,11 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.kernels import pieces, recurrence
 from fsdp_qlora.kernels.attention import PIECE_KERNEL, SDPA_KERNEL, AttentionKernel, eager_attention
-from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
+from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.dropout import ATTENTION_SITE
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
+from fsdp_qlora.kernels.norms import norm_of
 from fsdp_qlora.layer import attention_mixer, autograd_mixers, linears, mixer_sublayer, mlp
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer

@@ -18,10 +18,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_qlora.kernels import elementwise, pieces
+from fsdp_qlora.kernels import activations, pieces
+from fsdp_qlora.kernels.activations import glu
 from fsdp_qlora.kernels.attention import (
     ATTENTION_TYPES, EAGER_KERNEL, PIECE_KERNEL, SDPA_KERNEL, AttentionKernel)
-from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer import call, grouped_mm, lora_matmul, moe
@@ -220,12 +220,12 @@ def kernels_make_shapes_alone(monkeypatch):
     monkeypatch.setattr(grouped_mm, "grouped_outer", lambda a, b, chunk: a.new_empty(
         len(chunk.experts), a.shape[1], b.shape[1], dtype=torch.float32))
     monkeypatch.setattr(lora_matmul, "fp32_matmul", torch.mm)  # a GPU's reads bf16, too
-    clamped, route = elementwise.clamped_glu_backward_, moe.route
+    clamped, route = activations.clamped_glu_backward_, moe.route
 
     def clamped_and_seen(*args):  # its result counts beside what it reads, which is freed next
         return clamped(*args).detach()
 
-    monkeypatch.setattr(elementwise, "clamped_glu_backward_", clamped_and_seen)
+    monkeypatch.setattr(activations, "clamped_glu_backward_", clamped_and_seen)
 
     def even_route(call, x, choice, wants_bounds):  # to each expert as many rows
         routing = route(call, x, choice)

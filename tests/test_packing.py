@@ -24,7 +24,7 @@ from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.rows import make_rows, random_rows
 from fsdp_qlora.data.sampling import ShuffledSampler, epoch_order, step_indices
 from fsdp_qlora.hashing import hash_ints
-from fsdp_qlora.kernels.elementwise import N_SITES, drop
+from fsdp_qlora.kernels.dropout import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context_parallel import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import BatchFormat

@@ -24,12 +24,12 @@ from fsdp_qlora.checks.compare_with_transformers import random_hf_model
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
-from fsdp_qlora.kernels.elementwise import (
+from fsdp_qlora.kernels import activations, attention, dropout, heads, norms, recurrence
+from fsdp_qlora.kernels.activations import (
     ClampedGLU, LimitedActivation, ScaledActivation, XIELUActivation)
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import (
-    autograd_mixers, lora_matmul, mla_context, mla_heads, moe, per_layer, router)
+    autograd_mixers, grouped_mm, lora_matmul, mla_context, mla_heads, moe, per_layer, router)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.residual import ResidualSum
 from fsdp_qlora.model import lm_head
@@ -125,10 +125,10 @@ def norm_cases():
     for kind, weight in (("rms", torch.ones_like(FACTOR)), ("rms_fp32", FACTOR), ("layer", FACTOR),
                          ("rms_plus_one", plus_one), ("layer_plus_one", plus_one)):
         for x in X, X + 3:  # with a mean, too
-            yield elementwise.normalize, torch.zeros_like(x), x, weight, None, kind, 1e-3
-            yield elementwise.norm_backward, x, ALIKE, None, weight, kind, 1e-3
-            yield elementwise.norm_backward, x, GRAD, RESIDUAL, weight, kind, 1e-3
-    yield elementwise.normalize, torch.zeros_like(X), X + 3, FACTOR, FACTOR, "layer", 1e-3
+            yield norms.normalize, torch.zeros_like(x), x, weight, None, kind, 1e-3
+            yield norms.norm_backward, x, ALIKE, None, weight, kind, 1e-3
+            yield norms.norm_backward, x, GRAD, RESIDUAL, weight, kind, 1e-3
+    yield norms.normalize, torch.zeros_like(X), X + 3, FACTOR, FACTOR, "layer", 1e-3
     yield router.router_norm_backward, ALIKE, X, FACTOR.float(), 1e-3
 
 
@@ -137,29 +137,29 @@ def gate_cases():
     in_place += ScaledActivation("silu", 0.9, 0.4), XIELU
     out = torch.zeros_like(X)
     for activation in in_place:
-        yield elementwise.glu, out, GATE_UP, activation, True
-        yield elementwise.glu_backward_, GRAD, activation, None, *GATE_UP.chunk(2, 1)
-        yield elementwise.glu_backward_, GRAD, activation, OF_ROWS, *GATE_UP.chunk(2, 1)
-        yield elementwise.glu_weight_gradients, GRAD, GATE_UP, activation, True
+        yield activations.glu, out, GATE_UP, activation, True
+        yield activations.glu_backward_, GRAD, activation, None, *GATE_UP.chunk(2, 1)
+        yield activations.glu_backward_, GRAD, activation, OF_ROWS, *GATE_UP.chunk(2, 1)
+        yield activations.glu_weight_gradients, GRAD, GATE_UP, activation, True
     for activation in "relu2", XIELU:
-        yield elementwise.glu, out, X, activation, False
-        yield elementwise.glu_backward_, GRAD, activation, OF_ROWS, X
-    yield elementwise.glu, out, GATE_UP, CLAMPED, True
-    yield elementwise.glu_weight_gradients, GRAD, GATE_UP, CLAMPED, True
-    yield elementwise.clamped_glu_backward_, GRAD, OF_ROWS, GATE_UP, *CLAMPED
+        yield activations.glu, out, X, activation, False
+        yield activations.glu_backward_, GRAD, activation, OF_ROWS, X
+    yield activations.glu, out, GATE_UP, CLAMPED, True
+    yield activations.glu_weight_gradients, GRAD, GATE_UP, CLAMPED, True
+    yield activations.clamped_glu_backward_, GRAD, OF_ROWS, GATE_UP, *CLAMPED
     yield per_layer.gate_inputs, out, X, RESIDUAL, "gelu_pytorch_tanh"
     yield per_layer.gate_inputs_backward, GRAD, X, RESIDUAL, "gelu_pytorch_tanh"
 
 
 def row_cases():
     slots = torch.randperm(N, generator=torch.Generator().manual_seed(0)).view(-1, 3)
-    yield elementwise.scale_columns, X, FACTOR.float(), None
-    yield elementwise.scale_columns, X, FACTOR.float() / 3, FACTOR
-    yield elementwise.add_row_bias, X, draw(8, WIDTH), torch.arange(N) % 8
-    yield elementwise.add_row_bias, X, draw(8, WIDTH).float() / 3, torch.arange(N) % 8
-    yield elementwise.add_expert_rows, X, slots, None
-    yield elementwise.add_expert_rows, X, slots, draw(*slots.shape).float() / 3
-    yield elementwise.drop, X, KEYS, 1, 0.3
+    yield lora_matmul.scale_columns, X, FACTOR.float(), None
+    yield lora_matmul.scale_columns, X, FACTOR.float() / 3, FACTOR
+    yield grouped_mm.add_row_bias, X, draw(8, WIDTH), torch.arange(N) % 8
+    yield grouped_mm.add_row_bias, X, draw(8, WIDTH).float() / 3, torch.arange(N) % 8
+    yield grouped_mm.add_expert_rows, X, slots, None
+    yield grouped_mm.add_expert_rows, X, slots, draw(*slots.shape).float() / 3
+    yield dropout.drop, X, KEYS, 1, 0.3
 
 
 def mixer_cases():
@@ -277,7 +277,7 @@ def test_all_kernels_are_here():
     assert found == here | {*ELSEWHERE}
 
 
-KERNEL = elementwise.glu.__code__  # of what elementwise() returns
+KERNEL = activations.glu.__code__  # of what elementwise() returns
 
 
 # ------------------------------------------------------------------------------------------------
@@ -573,7 +573,7 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     weights = torch.tensor([1 / 3, 0.7])
     losses = lm_head.LinearCrossEntropy.apply(x, model, micro_batch)
     sums = sum_documents(losses, micro_batch)
-    normed = elementwise.norm_of(x.detach(), model.norm, arch.final_norm_kind, arch.norm_eps)
+    normed = norms.norm_of(x.detach(), model.norm, arch.final_norm_kind, arch.norm_eps)
     each = F.cross_entropy((normed @ weight.t()).double(), labels, reduction="none")
     want = torch.stack([part.sum() for part in each.split([30, N - 30])])
     torch.testing.assert_close(sums.detach(), want, rtol=1e-6, atol=0)

@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, BitsAndBytesConfig
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import hash_ints
-from fsdp_qlora.kernels.elementwise import N_SITES, drop
+from fsdp_qlora.kernels.dropout import N_SITES, drop
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.run.resolve import resolve_steps

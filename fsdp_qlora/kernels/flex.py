@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import compiled_copy
+from fsdp_qlora.kernels.compiled import compiled_copy
 from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.architecture import Architecture
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import elementwise, norm_of, norm_of_backward
+from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp_qlora.kernels.elementwise import elementwise, norm_of, norm_of_backward
+from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import SavedGraph
 from fsdp_qlora.pretrained.architecture import Architecture

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.kernels.attention import AttentionKernel
-from fsdp_qlora.kernels.elementwise import N_SITES, drop
+from fsdp_qlora.kernels.dropout import N_SITES, drop
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.parameters import LayerParameters

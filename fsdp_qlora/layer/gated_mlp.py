@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import PairedActivation, gate_up_gradient_, glu
+from fsdp_qlora.kernels.activations import PairedActivation, gate_up_gradient_, glu
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, input_gradients

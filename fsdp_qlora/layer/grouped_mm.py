@@ -7,11 +7,13 @@ each kind of matmul is one call. router.py sorts them, moe.py computes with them
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_qlora.kernels.compiled import elementwise
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import fp32_matmul
@@ -64,6 +66,24 @@ def put_rows(whole: Tensor | None, rows: Tensor, chunk: ExpertChunk, n_rows: int
     whole = rows.new_empty(n_rows, rows.shape[1]) if whole is None else whole
     whole[chunk.rows] = rows
     return whole
+
+
+@elementwise
+def add_row_bias(rows: Tensor, bias: Tensor, expert: Tensor) -> None:
+    """Add the bias of its expert to each of rows [n, width]; expert [n], bias [experts, width]."""
+    rows.copy_(rows.float() + bias[expert])
+
+
+@elementwise
+def add_expert_rows(rows: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
+    """Return for each token the sum [n, width] of its rows, whose indices are `slots` [n, k], times
+    weights [n, k] or None. Sums are in fp32 and in a fixed order, so that results are
+    reproducible."""
+    total: Tensor | Any = 0
+    for i in range(slots.shape[1]):  # sum() would be a reduction: for 8 rows a fourth as fast
+        picked = rows[slots[:, i]].float()
+        total = total + (picked if weights is None else picked * weights[:, i, None])
+    return total.to(rows.dtype)
 
 
 def grouped_matmul(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:

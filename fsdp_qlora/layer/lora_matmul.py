@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import scale_columns
+from fsdp_qlora.kernels.compiled import elementwise
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 
@@ -80,6 +80,13 @@ def _matmul_of_split(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Ten
         return F.linear(inputs, weight, bias)
     factor, _ = dora_factors(call, fused, weight)
     return scale_columns(inputs @ weight.t(), factor, bias, is_evaluation=call.is_evaluation)
+
+
+@elementwise
+def scale_columns(y: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
+    """Return y [n, out] * factor [out] + bias [out] or None."""
+    y32 = y.float() * factor
+    return (y32 if bias is None else y32 + bias).to(y.dtype)
 
 
 def lora_matmul_backward(

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import norm_backward
+from fsdp_qlora.kernels.norms import norm_backward
 from fsdp_qlora.layer.attention_mixer import (
     all_heads, attend_by_groups, groups_backward)
 from fsdp_qlora.layer.call import LayerCall, LayerInputs

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import elementwise
+from fsdp_qlora.kernels.compiled import elementwise
 from fsdp_qlora.kernels.heads import rotate
 from fsdp_qlora.layer.attention_mixer import all_heads, attend_by_groups, group_gradients
 from fsdp_qlora.layer.call import LayerCall

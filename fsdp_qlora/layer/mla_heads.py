@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import elementwise
+from fsdp_qlora.kernels.compiled import elementwise
 from fsdp_qlora.kernels.heads import rotate
 from fsdp_qlora.pretrained.architecture import Architecture
 

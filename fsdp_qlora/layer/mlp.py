@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import (
+from fsdp_qlora.kernels.activations import (
     PairedActivation, ScaledActivation, XIELUActivation, limited)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.gated_mlp import activate, down_backward

@@ -31,14 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import (
-    Activation, ClampedGLU, add_expert_rows, add_row_bias, gate_up_gradient_, glu,
-    glu_weight_gradients, limited, norm_backward)
+from fsdp_qlora.kernels.activations import (
+    Activation, ClampedGLU, gate_up_gradient_, glu, glu_weight_gradients, limited)
+from fsdp_qlora.kernels.norms import norm_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.grouped_mm import (
-    ExpertChunk, add_expert_gradients, cut_experts, fill_expert_lora_hidden, grouped_matmul,
-    put_rows, split_lora_gradient, why_no_grouped_mm)
+    ExpertChunk, add_expert_gradients, add_expert_rows, add_row_bias, cut_experts,
+    fill_expert_lora_hidden, grouped_matmul, put_rows, split_lora_gradient, why_no_grouped_mm)
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import widen

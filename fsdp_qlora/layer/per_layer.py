@@ -6,7 +6,8 @@ import dataclasses
 
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import activation_pair, elementwise
+from fsdp_qlora.kernels.activations import activation_pair
+from fsdp_qlora.kernels.compiled import elementwise
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import norm_backward, normalize
+from fsdp_qlora.kernels.norms import norm_backward, normalize
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, widen

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import elementwise, norm_of, norm_of_backward
+from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.pretrained.records import MoERecord

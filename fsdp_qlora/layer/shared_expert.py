@@ -7,7 +7,8 @@ import dataclasses
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import LimitedActivation, limited, norm_backward
+from fsdp_qlora.kernels.activations import LimitedActivation, limited
+from fsdp_qlora.kernels.norms import norm_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.linears import FusedLinear

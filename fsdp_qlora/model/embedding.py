@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import norm_of
+from fsdp_qlora.kernels.norms import norm_of
 from fsdp_qlora.model.parameters import CHUNK_BYTES, ModelParameters
 from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.triton_support import tl, triton

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
+from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.norms import norm_backward, normalize
 from fsdp_qlora.layer.lora_matmul import fp32_matmul
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.parameters import CHUNK_BYTES, ModelParameters

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop
+from fsdp_qlora.kernels.dropout import EMBEDDING_SITE, drop
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.layer.call import LayerInputs
 from fsdp_qlora.layer.dequantize import dequantize

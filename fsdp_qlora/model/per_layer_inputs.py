@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.elementwise import elementwise, norm_of
+from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.norms import norm_of
 from fsdp_qlora.model.embedding import look_up_sharded
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.pretrained.architecture import Architecture
