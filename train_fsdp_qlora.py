@@ -201,8 +201,9 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 5. The model, built on meta, sharded by FSDP2; each rank loads its shard in NF4
         mesh = make_mesh(plan.shard_group_size, device)
-        context = make_context_group(plan.context_parallel_size)
-        model = Model(base.arch, job.specs, plan, kernels, device, mesh.get_group("shard"), context)
+        context_group = make_context_group(plan.context_parallel_size)
+        model = Model(base.arch, job.specs, plan, kernels, device, mesh.get_group("shard"),
+                      context_group)
         shard_model(model, mesh, plan)
         loaded = load_model(model, job.weights_dir, base.model_config, config)
 
@@ -390,7 +391,7 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     sdpa = [attention.SDPA_KERNEL]
     fixed_len = sdpa + flash if sdpa_first else flash + sdpa
     if not whole_documents:
-        fixed_len = [attention.PIECE_KERNEL, *flash] if sdpa_first else flash
+        fixed_len = [attention.SEGMENT_KERNEL, *flash] if sdpa_first else flash
     varlen = [attention.VARLEN_KERNEL, attention.FLEX_KERNEL]
 
     def first_that_works(
@@ -445,7 +446,7 @@ def make_context_group(size: int) -> ContextGroup:
         ranks = torch.arange(world_size).view(-1, size).tolist()
         group = dist.new_subgroups_by_enumeration(ranks, timeout=TIMEOUT)[0]
     return ContextGroup(size=size, rank=rank % size, group_index=rank // size,
-                        n_groups=world_size // size, group=group)
+                        n_context_groups=world_size // size, process_group=group)
 
 
 def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
@@ -636,7 +637,7 @@ def step_counts(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -> Metric
     computed_tokens = sum(len(x.input_ids) for x in micro_batches) * dist.get_world_size()
     return {"rows": len(rows), "tokens": tokens,
             "loss_tokens": int(rows.n_loss_tokens.sum()),
-            "micro_batches": len(micro_batches) * run.model.context.n_groups,
+            "micro_batches": len(micro_batches) * run.model.context_group.n_context_groups,
             "packing_efficiency": tokens / computed_tokens}
 
 
@@ -703,7 +704,7 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
     """
     token_losses = model(micro_batch)  # cross-entropy of each token in the loss, fp64 [tokens]
     if config.loss != "sft":
-        return preference_loss(token_losses, micro_batch, config, model.context.size)
+        return preference_loss(token_losses, micro_batch, config, model.context_group.size)
     loss = token_losses.sum()
     return loss, loss.detach()[None]
 

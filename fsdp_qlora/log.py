@@ -13,7 +13,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from fsdp_qlora.exit_codes import EXITS
-from fsdp_qlora.ranks import gather_objects, is_rank_0
+from fsdp_qlora.ranks import all_gather_objects, is_rank_0
 
 
 def log(message: str) -> None:
@@ -33,7 +33,7 @@ def log_debug(message: str) -> None:
 def log_debug_each_rank(what: str, text: str) -> None:
     """Print each rank's text, once if all are the same, with FSDP_QLORA_DEBUG=1. All ranks must
     call this."""
-    texts = gather_objects(text)
+    texts = all_gather_objects(text)
     log_debug(f"{what}, each rank: {texts[0] if len(set(texts)) == 1 else '; '.join(texts)}")
 
 

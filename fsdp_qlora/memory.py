@@ -13,7 +13,7 @@ import torch
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.log import log_debug_each_rank
-from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
+from fsdp_qlora.ranks import all_gather_objects, raise_on_all_ranks
 
 
 def limit_memory(config: Config, device: torch.device) -> int:
@@ -31,7 +31,7 @@ def limit_memory(config: Config, device: torch.device) -> int:
             if limit:
                 torch.cuda.set_per_process_memory_fraction(limit / total)
             limit = limit or free
-    return min(gather_objects(limit))
+    return min(all_gather_objects(limit))
 
 
 def proc_bytes(file: str, name: str) -> float:

@@ -106,7 +106,7 @@ class Plan:
         return self.shard_group_size > 1 or self.offload_params
 
     @property
-    def seen_keys_per_token(self) -> float:
+    def visible_keys_per_token(self) -> float:
         """Number of keys that the two pieces of a rank see, for each of its tokens, if ranks share
         micro-batches."""
         return self.context_parallel_size + 0.5

@@ -45,7 +45,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
     return rows
 
 
-def gather_objects(value: Any) -> list[Any]:
+def all_gather_objects(value: Any) -> list[Any]:
     """Return the JSON values of all ranks, in rank order; tuples become lists. All ranks must call
     this."""
     # not torch's all_gather_object, which pickles
@@ -84,7 +84,7 @@ def raise_on_all_ranks(causes: tuple[type[Exception], ...] = (Exception,)) -> It
             error = f"{type(e).__name__}: {error}"
         if isinstance(e, MemoryError):
             code = EXIT_OUT_OF_MEMORY
-    failed = [pair for pair in gather_objects((error, code)) if pair[0]]
+    failed = [pair for pair in all_gather_objects((error, code)) if pair[0]]
     if failed:
         raise RunEnd(*failed[0])
 
@@ -95,7 +95,7 @@ def on_rank_0(function: Callable[..., Any], *args: Any,
     raise_on_all_ranks(). All ranks must call this."""
     with raise_on_all_ranks(causes):
         value = function(*args) if is_rank_0() else None
-    return gather_objects(value)[0]
+    return all_gather_objects(value)[0]
 
 
 def check_ranks_agree(config: Config, script: Path, versions: dict[str, str]) -> None:
@@ -107,7 +107,7 @@ def check_ranks_agree(config: Config, script: Path, versions: dict[str, str]) ->
         facts.append((f"has {library} {version}", "install the same on all nodes"))
     for name, value in vars(config).items():
         facts.append((f"runs --{name} {value}", "start all nodes with the same command"))
-    (first, first_facts), *others = gather_objects((this_rank(), facts))
+    (first, first_facts), *others = all_gather_objects((this_rank(), facts))
     for other, other_facts in others:
         for (fact, remedy), (other_fact, _) in zip(first_facts, other_facts):
             if other_fact != fact:

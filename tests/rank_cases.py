@@ -136,7 +136,7 @@ def samples(job, process):
     too long. And the same one token after the other, each by a forward of one document alone."""
 
     def alone(run, prompt, n):
-        ids, whole = list(prompt), run.model.batch_format._replace(context=ONLY_PROCESS)
+        ids, whole = list(prompt), run.model.batch_format._replace(context_group=ONLY_PROCESS)
         for _ in range(n):
             micro_batch = make_micro_batch(make_rows([(ids, ids)]), [[0]], whole)
             ids += greedy_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()
@@ -260,7 +260,7 @@ def count_exchanged():
     values of a token that goes from rank to rank, each gradient that returns the negative."""
     widths = []
 
-    class CountedExchange(patching.get("KeyExchange")):
+    class CountedExchange(patching.get("KVExchange")):
         def gather(self, rows):
             widths.append(rows.shape[1])
             return super().gather(rows)
@@ -269,7 +269,7 @@ def count_exchanged():
             widths.append(-grad.shape[1])
             return super().return_gradients(grad)
 
-    patching.replace("KeyExchange", CountedExchange)
+    patching.replace("KVExchange", CountedExchange)
     return widths
 
 

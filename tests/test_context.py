@@ -18,9 +18,9 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.kernels.attention import eager_attention
 from fsdp_qlora.kernels.flex import flex_document_attention
-from fsdp_qlora.kernels.pieces import piece_attention
+from fsdp_qlora.kernels.segment_attention import segment_attention
 from fsdp_qlora.micro_batch.context_parallel import (
-    ContextGroup, KeyExchange, cut_documents, make_context_shard)
+    ContextGroup, KVExchange, cut_documents, make_context_shard)
 from fsdp_qlora.micro_batch.micro_batch import BatchFormat
 from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.from_config import make_architecture
@@ -69,7 +69,7 @@ def test_ranks_attend_together_as_one_does(n, window):
     weights, grads = torch.randn_like(want), []
     want_grads = torch.autograd.grad((want * weights).sum(), (q, k, v))
     shards = [make_context_shard(lengths, ContextGroup(n, rank, 0, 1)) for rank in range(n)]
-    exchanges = [KeyExchange.make(shard, window) for shard in shards]
+    exchanges = [KVExchange.make(shard, window) for shard in shards]
     for rank, (shard, exchange) in enumerate(zip(shards, exchanges)):
         sent = [other.tokens[theirs.sent[rank]] for other, theirs in zip(shards, exchanges)]
         assert [len(part) for part in sent] == exchange.n_received
@@ -106,7 +106,7 @@ def test_pieces_equal_plain_torch(heads, kv_heads, lengths_q, lengths_k):
     inputs = torch.randn(sum(lengths_q), heads, 16), *both.chunk(2, 1)
     grad = torch.randn(heads, sum(lengths_q), 16).transpose(0, 1)
     results = []
-    for kernel in piece_attention, eager_attention:
+    for kernel in segment_attention, eager_attention:
         leaves = [t.detach().requires_grad_() for t in inputs]
         out = kernel(*leaves, None, segments, arch, None, 0)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])

@@ -170,8 +170,8 @@ def test_bf16_routers_round_as_transformers(name):
     ours, order, theirs = router.route(call, x), chosen.argsort(), weights.float()
     if name in ("laguna", "step3p7"):  # there the output is scaled
         theirs = theirs * arch.moe.routed_scaling_factor
-    assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
-    got = ours.weights.gather(1, ours.chosen.argsort())
+    assert torch.equal(ours.topk_experts.sort()[0], chosen.gather(1, order))
+    got = ours.topk_weights.gather(1, ours.topk_experts.argsort())
     theirs = theirs.gather(1, order)
     if name in ("lfm2_moe", "mistral4"):  # there the sum, the quotient and the product are rounded
         torch.testing.assert_close(got, theirs, rtol=2**-6, atol=0)
@@ -194,8 +194,8 @@ def test_softmax_of_large_logits_is_finite(name):
     x = torch.randn(64, arch.hidden_size, generator=seed(1))
     routing = router.route(call, x)
     torch.testing.assert_close(routing.scores.sum(-1), torch.ones(64))
-    grad = router.route_backward(call, routing, torch.ones_like(routing.weights), x)
-    assert routing.weights.isfinite().all() and grad.isfinite().all()
+    grad = router.route_backward(call, routing, torch.ones_like(routing.topk_weights), x)
+    assert routing.topk_weights.isfinite().all() and grad.isfinite().all()
 
 
 @pytest.mark.slow  # 160 experts are in test_layouts.py
@@ -252,7 +252,7 @@ def test_token_that_no_expert_wants_gets_nothing():
     """Sigmoids of large negative logits are 0, and so is their sum."""
     moe = make_architecture(TINY["glm4_moe"](320)).moe
     scores, chosen = torch.zeros(2, 8), torch.tensor([[0, 1, 2], [5, 6, 7]])
-    weights = router.chosen_weights(scores, chosen, moe, torch.float32)[0]
+    weights = router.unscaled_topk_weights(scores, chosen, moe, torch.float32)[0]
     assert torch.equal(weights, torch.zeros(2, 3))
 
 
@@ -310,7 +310,7 @@ def test_rows_at_once_are_an_even_share(monkeypatch):
     class ExpertChunk(moe.ExpertChunk):
         def __init__(self, of, rows, routing, *weights):
             super().__init__(of, rows, routing, *weights)
-            seen.append((rows.stop - rows.start, len(routing.token)))
+            seen.append((rows.stop - rows.start, len(routing.row_tokens)))
 
     monkeypatch.setattr(moe, "ExpertChunk", ExpertChunk)
     assert worst("qwen3_moe", True, monkeypatch, edit=one_for_all, ranges=4) < BAR
@@ -363,7 +363,7 @@ def sliced_results(layer, slice_tokens, monkeypatch):
         grad_input = sublayer.backward_in_slices(backward, mlp_input, grad, choices)
     assert len(choices) == math.ceil(61 / slice_tokens) and not backward.dequantized
     return {
-        "choice": torch.cat([choice.chosen for choice in choices]), "balance": layer.balance,
+        "choice": torch.cat([choice.topk_experts for choice in choices]), "balance": layer.balance,
         "evaluated": evaluated, "out": out, "gradient of the input": grad_input,
         "gradient of the adapter": backward.grad_adapter}
 

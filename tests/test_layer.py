@@ -33,7 +33,8 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.kernels import pieces, recurrence
-from fsdp_qlora.kernels.attention import PIECE_KERNEL, SDPA_KERNEL, AttentionKernel, eager_attention
+from fsdp_qlora.kernels.attention import (
+    SDPA_KERNEL, SEGMENT_KERNEL, AttentionKernel, eager_attention)
 from fsdp_qlora.kernels.compiled import elementwise
 from fsdp_qlora.kernels.dropout import ATTENTION_SITE
 from fsdp_qlora.kernels.heads import (
@@ -142,7 +143,7 @@ def lse_kernels(arch):
     if arch.attention_softcap or arch.sinks:
         return plain
     fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "window_unreached"), kernel)
-                         for kernel in (SDPA_KERNEL, PIECE_KERNEL))
+                         for kernel in (SDPA_KERNEL, SEGMENT_KERNEL))
     return plain._replace(fixed_len=fixed_len, varlen=varlen)
 
 
@@ -1178,7 +1179,7 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
         want = final(x)
     table = reference.get_input_embeddings().weight.detach()
     model = types.SimpleNamespace(shard_group_size=1, arch=arch, embedding=table,
-                                  own_rows=range(len(table)), token_rows=None)
+                                  local_rows=range(len(table)), token_rows=None)
     assert torch.equal(embed(model, ids), seen[0][0])
     norm, bias = (getattr(final, part, None) for part in ("weight", "bias"))
     assert (bias is None) == (not arch.norm_bias)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_qlora.kernels import activations, pieces
 from fsdp_qlora.kernels.activations import glu
 from fsdp_qlora.kernels.attention import (
-    ATTENTION_TYPES, EAGER_KERNEL, PIECE_KERNEL, SDPA_KERNEL, AttentionKernel)
+    ATTENTION_TYPES, EAGER_KERNEL, SEGMENT_KERNEL, SDPA_KERNEL, AttentionKernel)
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer import call, grouped_mm, lora_matmul, moe
@@ -29,7 +29,7 @@ from fsdp_qlora.layer.call import LayerInputs
 from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.layer_costs.layer import LayerCosts
-from fsdp_qlora.micro_batch.context_parallel import ContextGroup, KeyExchange, make_context_shard
+from fsdp_qlora.micro_batch.context_parallel import ContextGroup, KVExchange, make_context_shard
 from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model import lm_head
@@ -192,7 +192,7 @@ def counted_kernels(arch, plan):
     if plan.n_attention_saved:
         kernel = SDPA_KERNEL
     if plan.context_parallel_size > 1 and not plan.is_varlen:
-        kernel = PIECE_KERNEL
+        kernel = SEGMENT_KERNEL
     if mixer := recurrent_mixer(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         def recurrence(*args):
@@ -229,7 +229,7 @@ def kernels_make_shapes_alone(monkeypatch):
 
     def even_route(call, x, choice, wants_bounds):  # to each expert as many rows
         routing = route(call, x, choice)
-        n, rows = call.arch.moe.n_experts, len(routing.token)
+        n, rows = call.arch.moe.n_experts, len(routing.row_tokens)
         routing.bounds = [rows * i // n for i in range(n + 1)] if wants_bounds else None
         return routing
 
@@ -489,7 +489,7 @@ def test_plan_knows_the_heads_peak(
             arch.hidden_size, dtype=dtype)
         model = types.SimpleNamespace(arch=arch, lm_head=head, lm_head_bias=None, norm=norm,
                                       norm_bias=None, shard_group_size=1, shard_rank=0,
-                                      own_rows=range(arch.vocab_size), token_rows=None,
+                                      local_rows=range(arch.vocab_size), token_rows=None,
                                       gather=lambda own: own[None])
         head_rows = None
         if n_rows:
@@ -577,7 +577,7 @@ def test_plan_counts_doras_norms_to_the_byte():
         assert predict_memory(plan_of(arch, "all"), arch, specs).memory["DoRA"] == 4 * rows
 
 
-class FakeExchange(KeyExchange):
+class FakeExchange(KVExchange):
     """Rows that were exchanged have shapes alone."""
 
     def gather(self, rows):

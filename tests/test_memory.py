@@ -209,7 +209,7 @@ def predicted(arch, specs, **settings):
 
 def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, longest=2048,
            shortest=None, tied=False, uneven_lengths=True, uneven_targets=False, device="cuda",
-           host_gib=64, can_reuse_lse=False,
+           host_gib=64, can_reuse_attention_results=False,
            **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, specs = shapes_of(name, **{"batch_size": gpus * rows, **flags})
@@ -218,7 +218,7 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
         mean_document_tokens=longest, uneven_lengths=uneven_lengths,
         uneven_targets=uneven_targets, shortest=shortest or longest,
         world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture,
-        can_reuse_lse=can_reuse_lse)  # fmt: skip
+        can_reuse_attention_results=can_reuse_attention_results)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), specs, workload,
                        int(limit_gib * GIB),
                        dataclasses.replace(machine, free_host_bytes=host_gib * GIB))  # fmt: skip
@@ -495,12 +495,12 @@ def test_recomputed_layers_keep_more_where_memory_allows():
     assert not plan.save_mid_residual and not plan.reuse_dequantized
 
 
-LONG_ROWS = {"gpus": 1, "rows": 1, "uneven_lengths": False, "can_reuse_lse": True}
+LONG_ROWS = {"gpus": 1, "rows": 1, "uneven_lengths": False, "can_reuse_attention_results": True}
 
 
 @pytest.mark.parametrize("name, longest, settings, saves", [
     ("llama-3-8b", 131_072, {}, "attention"),
-    ("llama-3-8b", 131_072, {"can_reuse_lse": False}, "mid_residual"),
+    ("llama-3-8b", 131_072, {"can_reuse_attention_results": False}, "mid_residual"),
     ("llama-3-8b", 131_072, {"uneven_lengths": True}, "mid_residual"),  # another kernel
     ("llama-3-8b", 131_072, {"uneven_targets": True}, "attention"),  # chats, all of them cut
     ("llama-3-8b", 131_072, {"host_gib": 40}, "input"),  # which pins no more than x
@@ -532,7 +532,7 @@ def test_results_of_attention_are_saved_as_far_as_host_memory_allows():
 def test_parallel_layers_and_short_rows_save_no_results_of_attention():
     config, arch, specs = shapes_of("llama-3-8b")
     workload = Workload(8192, 8192, 8192, 8192.0, False, 1, torch.device("cuda"),
-                        can_reuse_lse=True)  # fmt: skip
+                        can_reuse_attention_results=True)  # fmt: skip
     for parallel in False, True:
         changed = dataclasses.replace(arch, parallel_residual=parallel)
         assert can_save_attention(
@@ -552,7 +552,7 @@ def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkey
     with one_process():
         agree_on_plan(config, arch, specs, ShuffledSampler(rows, config), None, 0,
                       torch.device("cpu"), Kernels({"full": kernel}, {"full": kernel}))
-    assert [workload.can_reuse_lse for workload in workloads] == [tried]
+    assert [workload.can_reuse_attention_results for workload in workloads] == [tried]
 
 
 def test_offloaded_results_of_attention_are_on_the_gpu_for_two_layers():

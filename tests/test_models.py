@@ -18,8 +18,8 @@ from fsdp_qlora.checks.compare_with_transformers import eager_kernels
 from fsdp_qlora.config import Config
 from fsdp_qlora.kernels import attention, pieces
 from fsdp_qlora.kernels.attention import (
-    EAGER_KERNEL, FLEX_KERNEL, PIECE_KERNEL, SDPA_KERNEL, VARLEN_KERNEL, AttentionKernel, Kernels,
-    architectures_by_attention_type, can_reuse_lse, eager_attention, kernel_matches,
+    EAGER_KERNEL, FLEX_KERNEL, SEGMENT_KERNEL, SDPA_KERNEL, VARLEN_KERNEL, AttentionKernel, Kernels,
+    architectures_by_attention_type, can_reuse_attention_results, eager_attention, kernel_matches,
     sdpa_attention)
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
 from fsdp_qlora.kernels.sinks import SinkAttention
@@ -249,7 +249,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
 
 
 @pytest.mark.parametrize("capability, attn, want", [
-    ((9, 0), None, PIECE_KERNEL), ((9, 0), "sdpa", PIECE_KERNEL),
+    ((9, 0), None, SEGMENT_KERNEL), ((9, 0), "sdpa", SEGMENT_KERNEL),
     ((8, 6), None, VARLEN_KERNEL)])  # fmt: skip
 def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
     capability, attn, want, monkeypatch
@@ -268,7 +268,7 @@ def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
 def test_pieces_have_no_sinks_and_no_caps(kind, right):
     arch = make_architecture(TINY[kind](320))
     matches = [kernel_matches(kernel, arch, "full", torch.device("cpu"), whole_documents=False)
-               for kernel in (PIECE_KERNEL, SDPA_KERNEL)]  # fmt: skip
+               for kernel in (SEGMENT_KERNEL, SDPA_KERNEL)]  # fmt: skip
     assert matches == [right, False]  # SDPA_KERNEL needs as many keys as queries
 
 
@@ -276,7 +276,7 @@ def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
     arch = make_architecture(TINY["llama"](320))
     for head_dim, works in (256, True), (512, False):
         wide = dataclasses.replace(arch, head_dim=head_dim)
-        for kernel in SDPA_KERNEL, PIECE_KERNEL:
+        for kernel in SDPA_KERNEL, SEGMENT_KERNEL:
             assert kernel_matches(kernel, wide, "full", torch.device("cpu")) == works
 
 
@@ -287,9 +287,9 @@ def test_no_results_are_saved_where_attention_cannot_be_resumed(monkeypatch, cap
 
     def can_be_reused(kernel=SDPA_KERNEL, arch=arch):
         by_type = dict.fromkeys(attention.ATTENTION_TYPES, kernel)
-        return can_reuse_lse(Kernels(by_type, by_type), arch, cpu)
+        return can_reuse_attention_results(Kernels(by_type, by_type), arch, cpu)
 
-    assert can_be_reused() and can_be_reused(PIECE_KERNEL)
+    assert can_be_reused() and can_be_reused(SEGMENT_KERNEL)
     assert not can_be_reused(EAGER_KERNEL) and not can_be_reused(arch=windowed)
     assert not capsys.readouterr().out
     backward = pieces.attend_backward

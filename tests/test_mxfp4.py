@@ -19,7 +19,7 @@ from fsdp_qlora.checks.compare_with_transformers import (
 from fsdp_qlora.config import Config
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
-from fsdp_qlora.model.shards import OwnBlocks
+from fsdp_qlora.model.shards import LocalBlocks
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import read_model_config
@@ -83,7 +83,7 @@ def test_a_rank_may_have_a_part_of_a_row():
     fused = layer.spec.mlp_sublayer.fused_linears[1]
     linear = fused.linears[2]
     assert fused.in_features == 3 * BLOCK
-    own, shard = OwnBlocks(linear, slice(2, 7), slice(1, 6)), FourBitBlocks.zeros(6, "cpu", 2)
+    own, shard = LocalBlocks(linear, slice(2, 7), slice(1, 6)), FourBitBlocks.zeros(6, "cpu", 2)
     whole = layer.packed_weights.packed[linear.blocks], layer.packed_weights.scales[linear.blocks]
 
     def read(name):

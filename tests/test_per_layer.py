@@ -236,7 +236,7 @@ def test_bf16_inputs_of_layers_round_as_transformers():
         of_table = text.get_per_layer_inputs(ids[None], *more)
         want = text.project_per_layer_inputs(embeddings, of_table)[0]
         model = types.SimpleNamespace(
-            shard_group_size=1, arch=make_architecture(config), own_rows=range(320),
+            shard_group_size=1, arch=make_architecture(config), local_rows=range(320),
             per_layer_table=text.embed_tokens_per_layer.weight,
             per_layer_projection=text.per_layer_model_projection.weight,
             per_layer_norm=text.per_layer_projection_norm.weight)

@@ -40,7 +40,7 @@ from fsdp_qlora.data.tokenize_documents import both_tokenizers, tokenize
 from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.evaluation import document_losses, global_loss_values, ref_logps
 from fsdp_qlora.evaluation.ref_logps import read_ref_logps, tensor_digest, write_ref_logps
-from fsdp_qlora.micro_batch.micro_batch import Answers
+from fsdp_qlora.micro_batch.micro_batch import PreferenceInputs
 from fsdp_qlora.model.preference_loss import LOSSES, LossRecord, preference_loss
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.status import Status
@@ -363,7 +363,7 @@ BY_HAND = {  # {loss: (its value, rewards)}
 def one_token_each(n, answers):
     """A micro-batch of n sums of one token each."""
     return types.SimpleNamespace(
-        answers=answers, loss_bounds=torch.arange(n + 1), targets=torch.zeros(n))
+        preference=answers, loss_bounds=torch.arange(n + 1), targets=torch.zeros(n))
 
 
 @pytest.mark.parametrize("loss", BY_HAND)
@@ -373,7 +373,7 @@ def test_loss_and_rewards_of_one_pair(loss):
                     desirable_weight=0.8, undesirable_weight=1.5)  # fmt: skip
     numbers = [[0, 1], [2.0, 4.0], [-3.5, -4.0], [True, False]]
     value_of_all = torch.tensor(0.01, dtype=torch.float64)
-    answers = Answers(*(torch.tensor(x).view(-1, kind.documents_per_row) for x in numbers),
+    answers = PreferenceInputs(*(torch.tensor(x).view(-1, kind.documents_per_row) for x in numbers),
                       kl=value_of_all, rows_per_token=value_of_all)  # fmt: skip
     sums = [3.0, 9.0, 5.0, 0.0] if kind.trains_prompt else [3.0, 5.0]
     with one_process():
@@ -398,7 +398,7 @@ def test_rows_that_pad_a_graph_count_nowhere(loss):
         padded = (F.pad(tensor, (0, 0, 0, n)) for tensor in answers)
         value = torch.tensor(0.5, dtype=torch.float64)
         micro_batch = one_token_each(
-            len(sums), Answers(*padded, kl=value, rows_per_token=value))
+            len(sums), PreferenceInputs(*padded, kl=value, rows_per_token=value))
         with one_process():
             found.append(preference_loss(sums, micro_batch, config))
     for one, another in zip(*found):

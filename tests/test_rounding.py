@@ -481,8 +481,8 @@ def test_gradient_through_a_router_is_rounded_for_its_product(name):
     logits = routing.scores.double()  # such that these are their scores
     logits = (logits.logit() if moe.scores == "sigmoid" else logits.log()).requires_grad_()
     scores = logits.sigmoid() if moe.scores == "sigmoid" else logits.softmax(-1)
-    weights = router.chosen_weights(scores, routing.chosen, moe, torch.double)[0]
-    weights = weights * router.weight_factor(call, routing.chosen)
+    weights = router.unscaled_topk_weights(scores, routing.topk_experts, moe, torch.double)[0]
+    weights = weights * router.weight_factor(call, routing.topk_experts)
     (exact,) = torch.autograd.grad(weights, logits, grad.double())
     exact = exact if moe.fp32_router else exact.bfloat16().double()
     exact = exact @ tensors[f"{moe.router}.weight"].double()
@@ -499,7 +499,7 @@ def test_correction_of_scores_is_as_exact_as_in_the_files():
     tensors = {key: 0 * draw(*shape) for key, shape in arch.small_tensors(kind).items()}
     tensors[moe.correction_bias] = torch.linspace(1, 1.001, moe.n_experts)
     call = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
-    chosen = router.route(call, draw(N, arch.hidden_size)).chosen
+    chosen = router.route(call, draw(N, arch.hidden_size)).topk_experts
     want = torch.arange(moe.n_experts)[-moe.top_k :]
     assert torch.equal(chosen.sort()[0], want.expand(N, -1))
 
@@ -565,7 +565,7 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     x, labels = draw(N, 64), torch.arange(3, 3 + N)
     model = types.SimpleNamespace(
         arch=arch, lm_head=weight, lm_head_bias=None, norm=torch.ones(64).bfloat16(),
-        norm_bias=None, shard_group_size=1, shard_rank=0, own_rows=range(320), token_rows=None,
+        norm_bias=None, shard_group_size=1, shard_rank=0, local_rows=range(320), token_rows=None,
         gather=lambda own: own[None])  # fmt: skip
     micro_batch = types.SimpleNamespace(targets=labels, target_positions=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip

@@ -34,11 +34,11 @@ def untrained_rows(model: Model) -> dict[int, str]:
     def gather(own: torch.Tensor) -> torch.Tensor:
         """Return [vocabulary, ..] on the CPU from every rank's own rows [rows, ..]."""
         own = F.pad(own, (0, 0) * (own.dim() - 1) + (0, size - len(own)))
-        return model.gather(own).flatten(0, 1)[:vocab_size].cpu()
+        return model.all_gather(own).flatten(0, 1)[:vocab_size].cpu()
 
     parts = head.split(max(1, VALUES_AT_ONCE // head.shape[1]))
     total = sum(part.float().sum(0) for part in parts)
-    mean = model.gather(total).sum(0) / vocab_size
+    mean = model.all_gather(total).sum(0) / vocab_size
     norms = gather(torch.cat([part.float().norm(dim=1) for part in parts]))
     distances = gather(torch.cat([(part.float() - mean).norm(dim=1) for part in parts]))
     # the first 16 bytes of a row differ from those of all other rows, unless both are untrained

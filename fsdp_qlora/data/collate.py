@@ -5,8 +5,8 @@
       pad_documents()      documents end to end, and then those of the padding
       token_tensors()      tokens, positions and targets
       dropout_seeds()      each token's own, whatever micro-batch it is in
-      own_tensors()        with context parallelism: this rank's part of them
-      make_answers()       for a preference loss: the rows of all ranks
+      local_tensors()        with context parallelism: this rank's part of them
+      make_preference_inputs()       for a preference loss: the rows of all ranks
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context_parallel import (
     MIN_PIECE_TOKENS, ContextGroup, has_long_pieces, make_context_shard)
-from fsdp_qlora.micro_batch.micro_batch import Answers, BatchFormat, MicroBatch
+from fsdp_qlora.micro_batch.micro_batch import PreferenceInputs, BatchFormat, MicroBatch
 
 
 def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchFormat,
@@ -35,8 +35,8 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchForma
 
     `rows`: those of the step. `step_seed`: of dropout; None: without.
     """
-    device, context = batch_format.device, batch_format.context
-    documents = micro_step[context.group_index]
+    device, group = batch_format.device, batch_format.context_group
+    documents = micro_step[group.group_index]
     sizes = padded_sizes(rows, micro_step, batch_format)
     padded = pad_documents(
         rows.lengths[documents].tolist(), sizes, batch_format.uses_cuda_graphs)
@@ -49,18 +49,20 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchForma
         tensors["recurrence_chunks"] = chunk_table(padded.starts, of_any_lengths)
     shard = None
     is_fixed_len = padded.is_fixed_len
-    if context.size > 1:
-        shard = make_context_shard(padded.lengths, context)
-        tensors |= own_tensors(tensors, shard.tokens)
+    if group.size > 1:
+        shard = make_context_shard(padded.lengths, group)
+        tensors |= local_tensors(tensors, shard.tokens)
         # the kernels for one length also run long pieces of any lengths, one after the other
-        is_fixed_len = has_only_long_pieces(padded.lengths, len(documents), context)
+        is_fixed_len = has_only_long_pieces(padded.lengths, len(documents), group)
     tensors |= pad_targets(tensors, sizes.n_targets)
     tensors = {name: to_device(tensor, device) for name, tensor in tensors.items()}
     if shard:
         shard = shard.to(device, tensors["dropout_seeds"])
-    answers = None if rows.loss == "sft" else make_answers(rows, micro_step, sizes, batch_format)
+    preference = None
+    if rows.loss != "sft":
+        preference = make_preference_inputs(rows, micro_step, sizes, batch_format)
     return MicroBatch(
-        **tensors, answers=answers, lengths=tuple(padded.lengths), longest=padded.longest,
+        **tensors, preference=preference, lengths=tuple(padded.lengths), longest=padded.longest,
         is_fixed_len=is_fixed_len, context_shard=shard)
 
 
@@ -75,17 +77,17 @@ class PaddedSizes(NamedTuple):
 
 def padded_sizes(rows: Rows, micro_step: MicroStep, batch_format: BatchFormat) -> PaddedSizes:
     """Return the PaddedSizes of a micro-step: those of its largest micro-batches, rounded up."""
-    device, context_size = batch_format.device, batch_format.context.size
+    device, context_parallel_size = batch_format.device, batch_format.context_group.size
     lengths = [rows.lengths[documents].tolist() for documents in micro_step]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
         # but not above the plan's size
-        limit = max(n_tokens, batch_format.max_tokens * context_size)
+        limit = max(n_tokens, batch_format.max_tokens * context_parallel_size)
         n_tokens = min(round_up(n_tokens, device), limit)
-    n_tokens = math.ceil(n_tokens / context_size) * context_size  # equal shards
+    n_tokens = math.ceil(n_tokens / context_parallel_size) * context_parallel_size  # equal shards
     n_targets = max(int(rows.n_targets()[documents].sum()) for documents in micro_step)
-    n_targets = min(n_targets, n_tokens // context_size)  # at most all of a shard's
+    n_targets = min(n_targets, n_tokens // context_parallel_size)  # at most all of a shard's
     n_documents = max(map(len, micro_step))
     if batch_format.uses_cuda_graphs:
         n_documents = power_of_2(n_documents)
@@ -177,30 +179,30 @@ def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[i
     return hash_ints(document_seeds + position_ids)
 
 
-def own_tensors(tensors: dict[str, Any], own_tokens: torch.Tensor) -> dict[str, Any]:
+def local_tensors(tensors: dict[str, Any], local_tokens: torch.Tensor) -> dict[str, Any]:
     """Return {name: tensor} of those tensors of a shared micro-batch that differ between its ranks,
-    as the rank has them that computes `own_tokens`."""
+    as the rank has them that computes `local_tokens`."""
     own_at = torch.full((len(tensors["input_ids"]),), -1)
-    own_at[own_tokens] = torch.arange(len(own_tokens))
+    own_at[local_tokens] = torch.arange(len(local_tokens))
     target_positions, seeds = tensors["target_positions"], tensors["dropout_seeds"]
     is_own = own_at[target_positions] >= 0
     return {
-        "input_ids": tensors["input_ids"][own_tokens],
-        "position_ids": tensors["position_ids"][own_tokens],
-        "n_unpadded": (own_tokens < tensors["n_unpadded"]).sum()[None],
+        "input_ids": tensors["input_ids"][local_tokens],
+        "position_ids": tensors["position_ids"][local_tokens],
+        "n_unpadded": (local_tokens < tensors["n_unpadded"]).sum()[None],
         "target_positions": own_at[target_positions[is_own]],
         "targets": tensors["targets"][is_own],
         "loss_bounds": F.pad(is_own.cumsum(0), (1, 0))[tensors["loss_bounds"]],
-        "dropout_seeds": None if seeds is None else seeds[own_tokens]}
+        "dropout_seeds": None if seeds is None else seeds[local_tokens]}
 
 
-def has_only_long_pieces(lengths: list[int], n_documents: int, context: ContextGroup) -> bool:
+def has_only_long_pieces(lengths: list[int], n_documents: int, group: ContextGroup) -> bool:
     """Return True if the pieces of all documents are long enough to run attention one piece after
     the other, see has_long_pieces(). `lengths`: those of the `n_documents` documents, then those of
     the padding, which may be shorter."""
     shortest = min(lengths[:n_documents], default=0)
-    return (has_long_pieces(shortest, context.size)
-            and min(lengths) >= 2 * context.size * MIN_PIECE_TOKENS)
+    return (has_long_pieces(shortest, group.size)
+            and min(lengths) >= 2 * group.size * MIN_PIECE_TOKENS)
 
 
 def pad_targets(tensors: dict[str, Any], n_targets: int) -> dict[str, torch.Tensor]:
@@ -212,9 +214,9 @@ def pad_targets(tensors: dict[str, Any], n_targets: int) -> dict[str, torch.Tens
             "target_positions": F.pad(positions, padding)}
 
 
-def make_answers(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes,
-                 batch_format: BatchFormat) -> Answers:
-    """Return the Answers of all ranks in a micro-step."""
+def make_preference_inputs(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes,
+                 batch_format: BatchFormat) -> PreferenceInputs:
+    """Return the PreferenceInputs of all ranks in a micro-step."""
     # {document: its index among the documents of all ranks, each of which has n_documents}
     index_of = {document: rank * sizes.n_documents + i
                 for rank, documents in enumerate(micro_step)
@@ -229,8 +231,9 @@ def make_answers(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes,
         "n_loss_tokens": n_loss_tokens, "ref_logps": ref_logps,
         "desirable": rows.desirable[documents]}
     n_spare = power_of_2(len(documents)) - len(documents) if batch_format.uses_cuda_graphs else 0
-    return Answers(**{name: to_device(F.pad(tensor, (0, 0, 0, n_spare)), batch_format.device)
-                      for name, tensor in tensors.items()})
+    return PreferenceInputs(**{
+        name: to_device(F.pad(tensor, (0, 0, 0, n_spare)), batch_format.device)
+        for name, tensor in tensors.items()})
 
 
 def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | Any:

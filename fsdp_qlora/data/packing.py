@@ -22,9 +22,9 @@ MicroStep = list[list[int]]
 
 def micro_steps_of(rows: Rows, batch_format: BatchFormat) -> list[MicroStep]:
     """Return pack_rows() of these rows, for micro-batches of this format."""
-    context = batch_format.context
-    return pack_rows(rows.lengths.tolist(), context.n_groups,
-                     context.size * batch_format.max_tokens, rows.documents_per_row)
+    group = batch_format.context_group
+    return pack_rows(rows.lengths.tolist(), group.n_context_groups,
+                     group.size * batch_format.max_tokens, rows.documents_per_row)
 
 
 def pack_rows(lengths: list[int], n_groups: int, max_tokens: int,

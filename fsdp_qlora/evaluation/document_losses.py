@@ -11,8 +11,8 @@ from fsdp_qlora.data.packing import MicroStep, micro_steps_of
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.model.preference_loss import gather_documents, sum_documents
-from fsdp_qlora.ranks import gather_objects
+from fsdp_qlora.model.preference_loss import all_gather_document_losses, sum_documents
+from fsdp_qlora.ranks import all_gather_objects
 from fsdp_qlora.run.status import Status
 
 
@@ -23,7 +23,7 @@ def evaluation_batches(rows: Rows, batch_size: int, status: Status,
     """
     for indices in torch.arange(len(rows)).split(max(64, batch_size)):
         status.check_time()
-        if any(gather_objects(status.stop_reason)) and not must_begin:
+        if any(all_gather_objects(status.stop_reason)) and not must_begin:
             return
         must_begin = False
         status.extend_deadline()
@@ -45,7 +45,8 @@ def document_losses(model: Model, rows: Rows) -> torch.Tensor:
     losses = torch.zeros(len(rows.lengths), dtype=torch.float64, device=model.device)
     for micro_batch, micro_step in evaluation_micro_batches(model, rows.as_documents()):
         sums = sum_documents(model(micro_batch), micro_batch)
-        group_sums = gather_documents(sums, model.context.size).view(len(micro_step), -1)
+        group_sums = all_gather_document_losses(sums, model.context_group.size)
+        group_sums = group_sums.view(len(micro_step), -1)
         for documents, document_sums in zip(micro_step, group_sums):
             losses[documents] = document_sums[: len(documents)]
     return losses

@@ -20,7 +20,7 @@ from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.lm_head import greedy_tokens
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.ranks import gather_objects
+from fsdp_qlora.ranks import all_gather_objects
 from fsdp_qlora.run.metrics import beginning, ending
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status
@@ -89,7 +89,7 @@ def generate(model: Model, status: Status, prompts: list[list[int]], stop_ids: s
     # causal, so tokens after an answer's end do not change it
     padded = [prompt + [0] * n_new for prompt, n_new in zip(prompts, max_new_tokens)]
     rows, answers = make_rows([(ids, ids) for ids in padded]), [[] for _ in prompts]
-    batch_format = model.batch_format._replace(context=ONLY_PROCESS)
+    batch_format = model.batch_format._replace(context_group=ONLY_PROCESS)
     micro_steps = micro_steps_of(rows, batch_format)
     for (documents,) in micro_steps:
         micro_batch = make_micro_batch(rows, [documents], batch_format)
@@ -109,7 +109,7 @@ def generate(model: Model, status: Status, prompts: list[list[int]], stop_ids: s
                           if len(answers[i]) < max_new_tokens[i] and answers[i][-1] not in stop_ids]
             expected_seconds = (time.monotonic() - started) * SAMPLE_TOKENS * len(micro_steps)
             is_second = max(map(len, answers)) == 2  # the first token takes longer than the others
-            of_ranks = gather_objects(
+            of_ranks = all_gather_objects(
                 (unfinished, expected_seconds > budget and is_second, status.stop_reason))
             # rank 0 decides, because another copy of the model may round differently
             unfinished, is_too_slow, _ = of_ranks[0]

@@ -18,8 +18,9 @@ from fsdp_qlora.model.model import Model
 
 
 def global_loss_values(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
-    """Return the fields of Answers that depend on all of these Rows (a step's or an evaluation's),
-    if the loss reads any. `batches` yields the Rows a few at a time. All ranks must call this."""
+    """Return the fields of PreferenceInputs that depend on all of these Rows (a step's or an
+    evaluation's), if the loss reads any. `batches` yields the Rows a few at a time. All ranks must
+    call this."""
     if rows.loss_record.is_unpaired:
         return {"kl": estimate_kl(model, batches, len(rows))}
     if rows.loss_record.trains_prompt:
@@ -32,10 +33,10 @@ def global_loss_values(model: Model, rows: Rows, batches: Iterable[Rows]) -> dic
 def with_global_values(micro_batch: MicroBatch, values: dict[str, Any]) -> MicroBatch:
     """Return the micro-batch whose answers, if it has any, have the result of global_loss_values().
     """
-    if not micro_batch.answers:
+    if not micro_batch.preference:
         return micro_batch
-    answers = dataclasses.replace(micro_batch.answers, **values)
-    return dataclasses.replace(micro_batch, answers=answers)
+    preference = dataclasses.replace(micro_batch.preference, **values)
+    return dataclasses.replace(micro_batch, preference=preference)
 
 
 def estimate_kl(model: Model, batches: Iterable[Rows], n_rows: int) -> torch.Tensor | None:

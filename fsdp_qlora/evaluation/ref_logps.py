@@ -24,7 +24,7 @@ from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.files import ADAPTER_WEIGHTS, digest, text_digest, write_atomic
 from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
-from fsdp_qlora.ranks import RunEnd, gather_objects, is_rank_0, on_rank_0
+from fsdp_qlora.ranks import RunEnd, all_gather_objects, is_rank_0, on_rank_0
 from fsdp_qlora.run.state import Run
 
 
@@ -101,7 +101,7 @@ def compute_missing(run: Run, needed: dict[str, RefLogpsRows],
         run.adapter.set_weights(weights)
     if is_rank_0():
         write_ref_logps(run, ref_logps)
-    if why := next(filter(None, gather_objects(run.status.stop_reason)), None):
+    if why := next(filter(None, all_gather_objects(run.status.stop_reason)), None):
         raise RunEnd(f"{why}, before the reference was complete; the part computed so far is in"
                      f" {REF_LOGPS_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
     log(f"reference: done in {time.monotonic() - started:.1f} s")

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.kernels.dropout import N_SITES, WEIGHTS_SITE, drop_eager
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention
-from fsdp_qlora.kernels.pieces import attention_with_lse, piece_attention
+from fsdp_qlora.kernels.segment_attention import attention_with_lse, segment_attention
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention
 from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.segments import Segments, document_segments
@@ -216,11 +216,11 @@ def masked_eager_attention(
 
 
 # with wider heads, SDPA would have all scores in memory. From Hopper on, SDPA_KERNEL is cuDNN's, as
-# PIECE_KERNEL and attention_with_lse() are
+# SEGMENT_KERNEL and attention_with_lse() are
 CUDNN_LIMITS: Any = {"has_windows": False, "largest_head": 256, "gives_lse": True}
 
 SDPA_KERNEL = AttentionKernel("SDPA (equal lengths)", sdpa_attention, **CUDNN_LIMITS)
-PIECE_KERNEL = AttentionKernel("cuDNN (long pieces)", piece_attention, **CUDNN_LIMITS)
+SEGMENT_KERNEL = AttentionKernel("cuDNN (long pieces)", segment_attention, **CUDNN_LIMITS)
 FLASH_KERNEL = AttentionKernel("Flash Attention 2", flash_attention, has_softcap=True)
 VARLEN_KERNEL = AttentionKernel("varlen_attn", varlen_attention)
 FLEX_KERNEL = AttentionKernel(
@@ -248,7 +248,7 @@ def architectures_by_attention_type(arch: Architecture) -> dict[str, Architectur
     return architectures
 
 
-def can_reuse_lse(kernels: Kernels, arch: Architecture, device: torch.device) -> bool:
+def can_reuse_attention_results(kernels: Kernels, arch: Architecture, device: torch.device) -> bool:
     """Return True if layers can save the results of attention, for backward to reuse: if
     all attention is full and by a kernel that gives its logsumexps, and if a trial gives what
     eager_attention() gives."""

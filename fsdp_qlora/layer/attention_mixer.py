@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rotate_backward, rotate_forward, split_heads, split_projected)
-from fsdp_qlora.kernels.pieces import attention_with_lse
+from fsdp_qlora.kernels.segment_attention import attention_with_lse
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import HeadGroup, SavedAttention
 from fsdp_qlora.micro_batch.segments import Segments
@@ -180,7 +180,7 @@ def attend(
     elif batch.context_shard:
         # attention dropout draws by a key's place in its document, so every rank needs all keys,
         # not only the window's
-        key, value, segments = batch.context_shard.gather_keys(
+        key, value, segments = batch.context_shard.gather_kv(
             key, value, None if arch.attention_dropout else window)
     sinks = call.layer.small_tensors.get("self_attn.sinks")
     if sinks is not None:

@@ -74,7 +74,7 @@ class LayerCall:
         if is_backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
-    def for_seen_keys(self) -> LayerCall:
+    def for_visible_keys(self) -> LayerCall:
         """Return the call for the tokens whose keys this rank's queries see: with context
         parallelism and dropout a copy that has their dropout seeds and adds to the same gradient,
         otherwise this call. All ranks must call this."""

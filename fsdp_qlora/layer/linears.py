@@ -2,7 +2,7 @@
 matmul, belong to each linear.
 
 pretrained/architecture.py says which linears a model has, model/load.py fills them, lora_matmul.py
-computes with them. For k_proj, with `own` its OwnBlocks on rank 0:
+computes with them. For k_proj, with `own` its LocalBlocks on rank 0:
 
   packed_weights   |  q  |  k  |  v  |  o  | gate ..   linear.blocks: from the layer's first block
     ranks' shards  |   0    |   1    |   2    | ..

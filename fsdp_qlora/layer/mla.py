@@ -11,7 +11,7 @@ dimensions of a query or key that are rotated, `nope` the others.
     return attention(q, k, v)                           # attend_by_groups(); `out_proj` follows
 
 Ranks that share a micro-batch exchange latents before kv_b: exchange_latents(). For them
-attend_to_seen_keys() does the last two lines. Both are in mla_context.py.
+attend_to_visible_keys() does the last two lines. Both are in mla_context.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fsdp_qlora.layer.call import LayerCall, LayerInputs
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.mla_context import (
-    attend_to_seen_keys, exchange_latents, exchange_latents_backward, rotated_queries_backward,
-    seen_keys_backward)
+    attend_to_visible_keys, exchange_latents, exchange_latents_backward, rotated_queries_backward,
+    visible_keys_backward)
 from fsdp_qlora.layer.mla_heads import latent_heads, latent_heads_backward
 from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
@@ -71,12 +71,12 @@ class MLAMixer:
         # without q_b, a view would keep the tensor alive that also contains the queries
         saved.kv_latent = kv_latent if self.q_b or shard else kv_latent.clone()
         key_value, saved.kv_lora_hidden = self._heads(
-            call.for_seen_keys(), self.kv_b, self.mla.kv_norm, kv_latent)
+            call.for_visible_keys(), self.kv_b, self.mla.kv_norm, kv_latent)
         value_width = kernel_value_width(call.inputs, self.arch)
         if shard:
             saved.key_value = key_value.unflatten(1, (self.arch.n_heads, -1))
             del key_value
-            saved.groups = attend_to_seen_keys(
+            saved.groups = attend_to_visible_keys(
                 call, self.arch, self.rope_index, query, saved.key_value, k_pe, value_width)
         else:
             heads = latent_heads(query, key_value, k_pe, *ropes, self.arch, value_width,
@@ -95,7 +95,7 @@ class MLAMixer:
         grad = F.pad(grad, (0, groups[0].attended.shape[2] - grad.shape[2]))
         ropes, shard = call.inputs.ropes[self.rope_index], call.batch.context_shard
         if shard:
-            grad_query, grad_key_value, grad_k_pe = seen_keys_backward(
+            grad_query, grad_key_value, grad_k_pe = visible_keys_backward(
                 groups, grad, saved.key_value)
             saved.key_value = None
             grad_query = rotated_queries_backward(grad_query, *ropes, self.arch)
@@ -109,7 +109,7 @@ class MLAMixer:
             grad_query = self._heads_backward(
                 call, self.q_b, self.mla.q_norm, saved.q_latent, saved.q_lora_hidden, grad_query)
         grad_kv_latent = self._heads_backward(
-            call.for_seen_keys(), self.kv_b, self.mla.kv_norm, saved.kv_latent,
+            call.for_visible_keys(), self.kv_b, self.mla.kv_norm, saved.kv_latent,
             saved.kv_lora_hidden, grad_key_value)
         if shard:
             grad_kv_latent, grad_k_pe = exchange_latents_backward(

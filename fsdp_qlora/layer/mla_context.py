@@ -3,7 +3,7 @@
 Ranks that share a micro-batch exchange the latent of keys and values and the rotated part of keys,
 512 + 64 values per token in DeepSeek-V3, not the 128 heads that kv_b makes of them. So each rank
 computes kv_b for all keys that its queries see. The heads of all these keys would fill the memory:
-only kv_b's outputs are saved, and SeenKeys makes the heads of one group at a time.
+only kv_b's outputs are saved, and VisibleKV makes the heads of one group at a time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def rotated_key_backward(
     return rotate(grad_k_pe[:, None].float(), cos, -sin, arch).to(grad_k_pe.dtype)
 
 
-def attend_to_seen_keys(
+def attend_to_visible_keys(
     call: LayerCall, arch: Architecture, rope_index: int | None, query: Tensor, key_value: Tensor,
     k_pe: Tensor, value_width: int
 ) -> list[HeadGroup]:
@@ -76,13 +76,13 @@ def attend_to_seen_keys(
     assert shard and mla, "the caller has looked"
     query = rotated_queries(
         query, *call.inputs.ropes[rope_index], arch, is_evaluation=call.is_evaluation)
-    seen = SeenKeys(mla, value_width, shard.exchange().segments)
+    seen = VisibleKV(mla, value_width, shard.exchange().segments)
     k_pe = k_pe[:, None].expand(-1, arch.n_heads, -1)
     with torch.autograd.graph.saved_tensors_hooks(seen.pack, seen.unpack):
         return attend_by_groups(call, arch, None, (query, key_value, k_pe), seen.keys)
 
 
-def seen_keys_backward(
+def visible_keys_backward(
     groups: list[HeadGroup], grad: Tensor, key_value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the rotated queries [n, heads, nope + rope], of kv_b's outputs and of
@@ -99,7 +99,7 @@ def seen_keys_backward(
     return all_heads(grad_queries), key_value.flatten(1), grad_k_pe.to(grad.dtype)
 
 
-class SeenKeys:
+class VisibleKV:
     """The keys and values that this rank's queries see, for a group of heads at a time. A kernel
     saves them for its backward. With pack() and unpack() as autograd's hooks they are freed, and
     made again when backward reads them: that moves memory, but multiplies nothing."""

@@ -25,7 +25,7 @@ BALANCE_METRICS = "load_balancing_loss", "busiest_expert"
 class RoutingChoice(NamedTuple):
     """The decisions of a router that a recomputation must repeat."""
 
-    chosen: Tensor  # int16 [n, k], the experts of each token
+    topk_experts: Tensor  # int16 [n, k], the experts of each token
     bounds: list[int] | None  # see Routing
 
 
@@ -35,10 +35,10 @@ class Routing:
     expert."""
 
     scores: Tensor  # fp32 [n, experts]
-    chosen: Tensor  # int64 [n, k], the experts of each token
-    weights: Tensor  # fp32 [n, k], factors of these experts' outputs
-    token: Tensor  # int64 [n * k], the token of each row
-    expert: Tensor  # int64 [n * k], the expert of each row
+    topk_experts: Tensor  # int64 [n, k], the experts of each token
+    topk_weights: Tensor  # fp32 [n, k], factors of these experts' outputs
+    row_tokens: Tensor  # int64 [n * k], the token of each row
+    row_experts: Tensor  # int64 [n * k], the expert of each row
     slots: Tensor  # int64 [n, k], positions of a token's copies among the sorted rows
     row_weights: Tensor  # fp32 [n * k], the weight of each row
     ends: Tensor  # int32 [experts], where each expert's rows end
@@ -46,7 +46,7 @@ class Routing:
 
     @property
     def choice(self) -> RoutingChoice:
-        return RoutingChoice(self.chosen.to(torch.int16), self.bounds)
+        return RoutingChoice(self.topk_experts.to(torch.int16), self.bounds)
 
 
 def route(
@@ -71,22 +71,22 @@ def route(
         ranked = logits if moe.ranks_logits else scores
         if moe.correction_bias:
             ranked = ranked + tensors[moe.correction_bias].view(-1)
-        chosen, bounds = best_experts(ranked, moe), None
+        topk_experts, bounds = select_experts(ranked, moe), None
     else:
-        chosen, bounds = choice.chosen.long(), choice.bounds
-    weights = chosen_weights(scores, chosen, moe, x.dtype)[0]
+        topk_experts, bounds = choice.topk_experts.long(), choice.bounds
+    weights = unscaled_topk_weights(scores, topk_experts, moe, x.dtype)[0]
     if moe.rounded_weights:
         weights = weights.to(x.dtype).float()
-    weights = weights * weight_factor(call, chosen)
-    experts, order = chosen.flatten().sort(stable=True)
+    weights = weights * weight_factor(call, topk_experts)
+    experts, order = topk_experts.flatten().sort(stable=True)
     every = torch.arange(moe.n_experts, device=x.device)
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
     slots = torch.empty_like(order)
     slots[order] = torch.arange(len(order), device=x.device)
     if bounds is None and wants_bounds:
         bounds = [0, *ends.tolist()]
-    return Routing(scores, chosen, weights, order // moe.top_k, experts, slots.view_as(chosen),
-                   weights.flatten()[order], ends, bounds)
+    return Routing(scores, topk_experts, weights, order // moe.top_k, experts,
+                   slots.view_as(topk_experts), weights.flatten()[order], ends, bounds)
 
 
 @elementwise
@@ -102,12 +102,13 @@ def router_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> 
     return norm_of_backward(grad, x, None, "rms", eps).to(x.dtype)
 
 
-def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
+def weight_factor(call: LayerCall, topk_experts: Tensor) -> float | Tensor:
     """Return the factor of the chosen experts' weights: a number, or fp32 [n, k]."""
     moe: MoERecord = call.arch.moe
     if not moe.expert_scale:
         return moe.routed_scaling_factor
-    return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.routed_scaling_factor
+    expert_scale = call.layer.small_tensors[moe.expert_scale].float()
+    return expert_scale[topk_experts] * moe.routed_scaling_factor
 
 
 def count_experts(routing: Routing, n_unpadded: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def count_experts(routing: Routing, n_unpadded: Tensor) -> Tensor:
     n_unpadded tokens, int64 [1], which may be more than there are, or negative."""
     n = len(routing.scores)
     counted = torch.arange(n, device=n_unpadded.device) < n_unpadded
-    rows_before = F.pad((routing.token < n_unpadded).cumsum(0), (1, 0))[routing.ends]
+    rows_before = F.pad((routing.row_tokens < n_unpadded).cumsum(0), (1, 0))[routing.ends]
     tokens = rows_before.diff(prepend=rows_before.new_zeros(1))  # number of tokens of each expert
     return torch.stack([tokens.float(), counted.float() @ routing.scores])
 
@@ -149,7 +150,7 @@ def take_balance(layers: Iterable[LayerParameters], device: torch.device) -> Ten
     return total
 
 
-def best_experts(scores: Tensor, moe: MoERecord) -> Tensor:
+def select_experts(scores: Tensor, moe: MoERecord) -> Tensor:
     """Return the top_k experts of each token, int64 [n, k], by scores [n, experts]."""
     if moe.n_expert_groups > 1:
         groups = scores.unflatten(1, (moe.n_expert_groups, -1))
@@ -159,34 +160,34 @@ def best_experts(scores: Tensor, moe: MoERecord) -> Tensor:
     return scores.topk(moe.top_k, -1)[1]
 
 
-def chosen_weights(
-    scores: Tensor, chosen: Tensor, moe: MoERecord, dtype: torch.dtype
+def unscaled_topk_weights(
+    scores: Tensor, topk_experts: Tensor, moe: MoERecord, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the weights of the chosen experts before scaling, fp32 [n, k]; their scores; and the
     sum [n, 1] by which the scores are divided, None if they are not. `dtype`: the model's."""
-    picked = scores.gather(1, chosen)
+    topk_scores = scores.gather(1, topk_experts)
     total = None
     if moe.norm_topk_prob:
-        total = picked.sum(-1, keepdim=True) + moe.sum_eps
+        total = topk_scores.sum(-1, keepdim=True) + moe.sum_eps
         if moe.rounded_scores:
-            total = total.to(dtype).to(picked.dtype)
-    return picked if total is None else picked / total, picked, total
+            total = total.to(dtype).to(topk_scores.dtype)
+    return topk_scores if total is None else topk_scores / total, topk_scores, total
 
 
 def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of route()'s x [n, hidden] through the weights, from `grad`, the gradient
     of the weights, fp32 [n, k]. x is read only with ExpertNormsRecord; else only its dtype is."""
     moe: MoERecord = call.arch.moe
-    chosen = routing.chosen
-    _, picked, total = chosen_weights(routing.scores, chosen, moe, x.dtype)
-    grad = grad * weight_factor(call, chosen)
+    topk_experts = routing.topk_experts
+    _, topk_scores, total = unscaled_topk_weights(routing.scores, topk_experts, moe, x.dtype)
+    grad = grad * weight_factor(call, topk_experts)
     if total is not None:
-        grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
-    grad = grad * picked
+        grad = (grad - (grad * topk_scores).sum(-1, keepdim=True) / total) / total
+    grad = grad * topk_scores
     if moe.scores == "sigmoid":
-        grad = torch.zeros_like(routing.scores).scatter_(1, chosen, grad * (1 - picked))
+        grad = torch.zeros_like(routing.scores).scatter_(1, topk_experts, grad * (1 - topk_scores))
     else:
-        grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
+        grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, topk_experts, grad)
     weight = call.layer.small_tensors[f"{moe.router}.weight"]
     matmul_dtype = torch.float32 if moe.fp32_router else x.dtype
     grad = (grad.to(matmul_dtype) @ weight.to(matmul_dtype)).to(x.dtype)

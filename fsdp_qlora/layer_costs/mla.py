@@ -94,12 +94,12 @@ class MLACosts:
         rows = self.exchanged_values + self.kv_b.padded_lora + self.kv_b.out_features
         if plan.attention_is_eager:  # its graph keeps keys and values
             rows += 2 * self.query_width
-        return plan.seen_keys_per_token * rows - 2 * self.query_width
+        return plan.visible_keys_per_token * rows - 2 * self.query_width
 
     def _context_live_values(self, plan: Plan) -> float:
         """Return live_bytes(), besides context_saved_values(), as values per token of a rank's own.
         The gradients of kv_b's outputs replace these."""
-        seen, queries = plan.seen_keys_per_token, self.query_width
+        seen, queries = plan.visible_keys_per_token, self.query_width
         n_groups = n_head_groups(self.arch, plan.micro_batch_tokens * plan.dtype.itemsize)
         # a group's keys, values, and their gradients; where pieces run one after the other, also
         # those of a call, which are copied to their places; and see kernel_values()

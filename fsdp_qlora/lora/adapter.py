@@ -66,7 +66,7 @@ class Adapter:
         if n_rows:
             rows, grad = (self.token_part(x)[:n_rows].view_as(initial_token_rows)
                           for x in (self.weights.data, self.grad))
-            model.token_rows = TokenRows(token_ids, model.own_rows, rows, grad)
+            model.token_rows = TokenRows(token_ids, model.local_rows, rows, grad)
 
     def by_layer(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the layers' part, [layers, n], of a vector with the form of `weights` or of

@@ -43,7 +43,7 @@ def fill_added_rows(model: ModelParameters, table: Tensor) -> Tensor:
     """Set the rows of a table that the files lack to the mean of the others, and return that mean,
     fp64 [hidden]. All ranks of the shard group must call this."""
     n_stored = model.arch.vocab_size - model.arch.added_rows
-    n_own = max(0, min(n_stored, model.own_rows.stop) - model.own_rows.start)
+    n_own = max(0, min(n_stored, model.local_rows.stop) - model.local_rows.start)
     total = torch.zeros(table.shape[1], dtype=torch.float64, device=model.device)
     for part in table[:n_own].split(2**14):
         total += part.to(model.device).double().sum(0)

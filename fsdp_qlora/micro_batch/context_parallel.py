@@ -25,7 +25,7 @@ from fsdp_qlora.micro_batch.segments import Segments
 # the planner lets ranks share a row on its own only if each gets at least this many of its tokens:
 # with fewer, exchanging keys takes longer than --offload_activations. Pieces are long from here on
 MIN_TOKENS_PER_RANK = 4096
-MIN_PIECE_TOKENS = 64  # tokens; piece_attention() has not been tried with shorter ones on a GPU
+MIN_PIECE_TOKENS = 64  # tokens; segment_attention() has not been tried with shorter ones on a GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class ContextGroup:
     size: int = 1
     rank: int = 0  # this process's rank in its group
     group_index: int = 0  # number of this group
-    n_groups: int = 1
-    group: dist.ProcessGroup | None = None  # None: all processes
+    n_context_groups: int = 1
+    process_group: dist.ProcessGroup | None = None  # None: all processes
 
 
 # as if there were one process: all ranks that make a micro-batch for it make the same one
@@ -81,20 +81,20 @@ def cut_documents(lengths: Sequence[int], n: int) -> list[list[DocumentPiece]]:
 class ContextShard:
     """This rank's part of a micro-batch."""
 
-    context: ContextGroup
+    context_group: ContextGroup
     pieces: list[list[DocumentPiece]]  # of each rank of the group
     tokens: Tensor  # int64 [own tokens], their places in the whole micro-batch, ascending
     dropout_seeds: Tensor | None = None  # int64 [own tokens]
-    _exchanges: dict[int | None, KeyExchange] = dataclasses.field(default_factory=dict)
+    _exchanges: dict[int | None, KVExchange] = dataclasses.field(default_factory=dict)
 
     def to(self, device: torch.device, dropout_seeds: Tensor | None) -> ContextShard:
         """Return a copy on `device`, with the dropout seeds of its tokens."""
-        return ContextShard(self.context, self.pieces, self.tokens.to(device), dropout_seeds)
+        return ContextShard(self.context_group, self.pieces, self.tokens.to(device), dropout_seeds)
 
-    def exchange(self, window: int | None = None) -> KeyExchange:
-        """Return the KeyExchange for layers of this window; None: without one."""
+    def exchange(self, window: int | None = None) -> KVExchange:
+        """Return the KVExchange for layers of this window; None: without one."""
         if window not in self._exchanges:
-            self._exchanges[window] = KeyExchange.make(self, window)
+            self._exchanges[window] = KVExchange.make(self, window)
         return self._exchanges[window]
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class ContextShard:
             return None
         return self.exchange().gather(self.dropout_seeds[:, None])[:, 0]
 
-    def gather_keys(
+    def gather_kv(
         self, key: Tensor, value: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Segments]:
         """Return the keys and the values that this rank's queries see, and the Segments of queries
@@ -113,17 +113,17 @@ class ContextShard:
         the group must call this, and its backward."""
         exchange = self.exchange(window)
         rows = torch.cat([key.flatten(1), value.flatten(1)], 1)
-        rows = ExchangeKeys.apply(rows, exchange)
+        rows = ExchangeKV.apply(rows, exchange)
         parts = rows.split([key[0].numel(), value[0].numel()], 1)
         key, value = (part.unflatten(1, x.shape[1:]) for part, x in zip(parts, (key, value)))
         return key, value, exchange.segments
 
 
-def make_context_shard(lengths: Sequence[int], context: ContextGroup) -> ContextShard:
+def make_context_shard(lengths: Sequence[int], context_group: ContextGroup) -> ContextShard:
     """Return this rank's ContextShard of a micro-batch of documents of these lengths, on the CPU.
     """
-    pieces = cut_documents(lengths, context.size)
-    return ContextShard(context, pieces, tokens_of(pieces[context.rank]))
+    pieces = cut_documents(lengths, context_group.size)
+    return ContextShard(context_group, pieces, tokens_of(pieces[context_group.rank]))
 
 
 def has_long_pieces(length: int, n: int) -> bool:
@@ -138,20 +138,20 @@ def tokens_of(pieces: Sequence[DocumentPiece]) -> Tensor:
 
 
 @dataclasses.dataclass(eq=False)
-class KeyExchange:
+class KVExchange:
     """Which keys go from where to where, for layers of one window."""
 
-    context: ContextGroup
+    context_group: ContextGroup
     sent: list[Tensor]  # int64, for each rank: which of this rank's tokens it gets, ascending
     n_received: list[int]  # from each rank
     key_at: Tensor  # int64 [keys], places of the segments' keys among those received
     segments: Segments
 
     @classmethod
-    def make(cls, shard: ContextShard, window: int | None) -> KeyExchange:
+    def make(cls, shard: ContextShard, window: int | None) -> KVExchange:
         """Return the exchange of a micro-batch. It follows from the documents' lengths alone, so no
         rank has to tell another what it needs."""
-        device, rank = shard.tokens.device, shard.context.rank
+        device, rank = shard.tokens.device, shard.context_group.rank
         seen = [[(first_key(piece, window), piece.stop) for piece in pieces]
                 for pieces in shard.pieces]
         tokens = [tokens_of(pieces) for pieces in shard.pieces]
@@ -174,7 +174,7 @@ class KeyExchange:
         segments = Segments(cu_q, cu_k, lengths_q, lengths_k, max(lengths_q), max(lengths_k),
                             shard.dropout_seeds)
         sent = [is_needed[tokens[rank]].nonzero()[:, 0].to(device) for is_needed in needed]
-        return cls(shard.context, sent, [len(part) for part in received], key_at.to(device),
+        return cls(shard.context_group, sent, [len(part) for part in received], key_at.to(device),
                    segments)
 
     @property
@@ -188,7 +188,7 @@ class KeyExchange:
         sent = torch.cat([rows[tokens] for tokens in self.sent])
         received = rows.new_empty(sum(self.n_received), rows.shape[1])
         dist.all_to_all_single(received, sent, self.n_received, self._n_sent,
-                               group=self.context.group)
+                               group=self.context_group.process_group)
         return received[self.key_at]
 
     def return_gradients(self, grad: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class KeyExchange:
         grad_sent = grad.new_empty(sum(self._n_sent), grad.shape[1])
         # back to the ranks from which the rows came
         dist.all_to_all_single(grad_sent, grad_received, self._n_sent, self.n_received,
-                               group=self.context.group)
+                               group=self.context_group.process_group)
         n_own = sum(self.segments.lengths_q)
         total = grad.new_zeros(n_own, grad.shape[1], dtype=torch.float32)
         for tokens, part in zip(self.sent, grad_sent.split(self._n_sent)):
@@ -213,11 +213,11 @@ def first_key(piece: DocumentPiece, window: int | None) -> int:
     return max(piece.document_start, piece.start - window + 1) if window else piece.document_start
 
 
-class ExchangeKeys(torch.autograd.Function):
-    """KeyExchange.gather(), for autograd."""
+class ExchangeKV(torch.autograd.Function):
+    """KVExchange.gather(), for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: KeyExchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: KVExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.gather(rows)
 

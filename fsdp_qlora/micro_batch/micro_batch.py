@@ -15,7 +15,7 @@ class BatchFormat(NamedTuple):
 
     max_tokens: int  # that one rank computes of a micro-batch
     device: torch.device
-    context: ContextGroup  # ONLY_PROCESS: each rank makes the first micro-batch, all of it
+    context_group: ContextGroup  # ONLY_PROCESS: each rank makes the first micro-batch, all of it
     uses_cuda_graphs: bool = False  # True: sizes are rounded up, so that there are few graphs
     has_recurrence: bool = False  # True: the model has a mixer with a state
 
@@ -40,7 +40,7 @@ class MicroBatch:
     # have the same number of sums
     loss_bounds: torch.Tensor
     dropout_seeds: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
-    answers: Answers | None  # answers of all ranks in this micro-step; None: --loss sft
+    preference: PreferenceInputs | None  # answers of all ranks in this micro-step; None: --loss sft
     lengths: tuple[int, ...]  # lengths of the documents, in tokens
     longest: int  # upper bound of `lengths`
     is_fixed_len: bool  # True: Kernels.fixed_len compute its attention; False: Kernels.varlen do
@@ -49,7 +49,7 @@ class MicroBatch:
 
 
 @dataclasses.dataclass
-class Answers:
+class PreferenceInputs:
     """Inputs of a preference loss: all rows of a micro-step, which may be spread over ranks. A row
     has two answers, the better one first, or one."""
 

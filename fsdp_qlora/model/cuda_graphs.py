@@ -78,6 +78,6 @@ class CUDAGraphs:
 
 
 def batch_tensors(batch: MicroBatch) -> list[Tensor]:
-    """Return all tensors of a MicroBatch and its Answers."""
-    fields = [*vars(batch).values(), *(vars(batch.answers).values() if batch.answers else ())]
+    """Return all tensors of a MicroBatch and its PreferenceInputs."""
+    fields = [*vars(batch).values(), *(vars(batch.preference).values() if batch.preference else ())]
     return [value for value in fields if isinstance(value, Tensor)]

@@ -38,7 +38,7 @@ def greedy_tokens(model: ModelParameters, hidden_states: Tensor) -> Tensor:
     """Return the most probable next token after each of the normed `hidden_states` [n, hidden],
     int64 [n]. All ranks of the shard group must call this, with the same hidden_states."""
     max_logit, best = logits_of_hidden(model, hidden_states).max(-1)
-    max_logit, best = model.gather(max_logit), model.gather(best + model.own_rows.start)
+    max_logit, best = model.all_gather(max_logit), model.all_gather(best + model.local_rows.start)
     return best.gather(0, max_logit.argmax(0)[None])[0]
 
 
@@ -122,7 +122,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         is_evaluation = not ctx.needs_input_grad[0]
         token_losses = torch.empty(len(batch.targets), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
-        all_targets = model.gather(batch.targets)  # [n_shards, n], negative where padded
+        all_targets = model.all_gather(batch.targets)  # [n_shards, n], negative where padded
         trained = None if is_evaluation or lm_head_rows is None else model.token_rows
         if trained:  # the gradients of the logits of trained rows
             ctx.grad_logits = x.new_empty(len(batch.targets), len(trained.ids))
@@ -130,14 +130,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         for chunk in (slice(i, i + size) for i in range(0, len(batch.targets), size)):
             part = x[batch.target_positions[chunk]]
             logits = F.linear(
-                model.gather(final_norm(model, part)).flatten(0, 1), weight, model.lm_head_bias)
+                model.all_gather(final_norm(model, part)).flatten(0, 1), weight, model.lm_head_bias)
             targets = all_targets[:, chunk].flatten()
             ignored = targets < 0
-            own_targets = targets - model.own_rows.start
-            is_own = (own_targets >= 0) & (own_targets < len(weight)) & ~ignored
-            own_targets = own_targets.where(is_own, -1)
-            statistics = logits_statistics(logits, own_targets, *logits_args, dynamic=True)
-            statistics = model.gather(statistics)
+            local_targets = targets - model.local_rows.start
+            is_own = (local_targets >= 0) & (local_targets < len(weight)) & ~ignored
+            local_targets = local_targets.where(is_own, -1)
+            statistics = logits_statistics(logits, local_targets, *logits_args, dynamic=True)
+            statistics = model.all_gather(statistics)
             max_logit, exp_sum, target_logit = statistics.unbind(1)  # each [n_shards, n]
             global_max = max_logit.amax(0)
             lse = global_max + ((max_logit - global_max).exp() * exp_sum).sum(0).log()
@@ -146,7 +146,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if is_evaluation:
                 continue
             grad = logits_gradient(
-                logits, lse, own_targets, ignored, *logits_args, dynamic=True)
+                logits, lse, local_targets, ignored, *logits_args, dynamic=True)
             if trained:
                 whole = grad.new_zeros(len(grad), len(trained.ids))
                 whole[:, trained.own] = grad[:, trained.table_rows]

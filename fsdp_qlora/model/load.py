@@ -27,7 +27,7 @@ from fsdp_qlora.memory import host_memory, log_debug_memory
 from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.model.shards import OwnBlocks, own_blocks, weight_requests
+from fsdp_qlora.model.shards import LocalBlocks, local_blocks, weight_requests
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
@@ -44,7 +44,8 @@ from fsdp_qlora.ranks import is_rank_0, raise_on_all_ranks
 ReadTensor = Callable[[str], torch.Tensor]
 # {name of a tensor that is in NF4 in the files: the JSON object that bitsandbytes stored with it}
 NF4States = dict[str, dict[str, Any]]
-OwnLinears = list[tuple[OwnBlocks, str]]  # this rank's part of each linear, and its name in files
+# this rank's part of each linear, and its name in files
+LocalLinears = list[tuple[LocalBlocks, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,7 @@ def fill_model(
     def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
         rows = read(name).view(-1, width).to(device, dtype)
         if model.arch.added_rows:  # zeros until initial_token_rows() sets them
-            rows = F.pad(rows, (0, 0, 0, len(model.own_rows) - len(rows)))
+            rows = F.pad(rows, (0, 0, 0, len(model.local_rows) - len(rows)))
         return pinned_copy(rows) if on_host else rows
 
     arch, hidden = model.arch, model.arch.hidden_size
@@ -171,10 +172,10 @@ def fill_layer(
     group must call this."""
     device, dtype = shard.device, model.plan.dtype
     layer: DecoderLayer = model.layers[i]
-    own_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
-                   for own in own_blocks(layer, model.shard_rank)]
-    own_linears = copy_mxfp4(own_linears, shard, read)
-    layer.nested = quantize(own_linears, shard, read, names, nf4_states, dtype, model)
+    local_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
+                   for own in local_blocks(layer, model.shard_rank)]
+    local_linears = copy_mxfp4(local_linears, shard, read)
+    layer.nested = quantize(local_linears, shard, read, names, nf4_states, dtype, model)
     if model.plan.offload_params:
         shard = FourBitBlocks(pinned_copy(shard.packed), pinned_copy(shard.scales), device)
     set_local(layer, "packed_weights", shard)
@@ -192,7 +193,7 @@ def fill_layer(
 
 
 def quantize(
-    own_linears: OwnLinears, shard: FourBitBlocks, read: ReadTensor, names: TensorNames,
+    local_linears: LocalLinears, shard: FourBitBlocks, read: ReadTensor, names: TensorNames,
     nf4_states: NF4States, dtype: torch.dtype, model: Model,
 ) -> NestedScales:
     """Quantize this rank's blocks of a layer to NF4 with double quantization, into `shard`,
@@ -205,7 +206,7 @@ def quantize(
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
     nested, codebook = {}, dynamic_map(shard.device)  # {name: its (absmax, offset, values)}
-    for own, name in own_linears:
+    for own, name in local_linears:
         if name in nf4_states:
             nested[name] = copy_nf4(own, name, shard, read, nf4_states[name])
             continue
@@ -215,8 +216,8 @@ def quantize(
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
             shard.packed[own.in_shard].view(-1)[: codes.numel()] = codes.view(-1)
             absmax[own.in_shard] = state.absmax
-    all_absmax = model.gather(absmax).view(-1)
-    for own, name in own_linears:
+    all_absmax = model.all_gather(absmax).view(-1)
+    for own, name in local_linears:
         if name not in nf4_states:
             # a tensor of its own, because the rounding of a sum depends on where a tensor begins
             whole = all_absmax[own.linear.blocks].clone()
@@ -225,7 +226,7 @@ def quantize(
                 whole, codebook, blocksize=NESTED_BLOCK)
             shard.scales[own.in_shard, 0] = codes[own.in_linear]
             nested[name] = state.absmax, offset, codebook
-    parts = [nested[name] for _, name in own_linears]
+    parts = [nested[name] for _, name in local_linears]
     return NestedScales(
         absmax=torch.cat([absmax for absmax, _, _ in parts]),
         offsets=torch.stack([offset for _, offset, _ in parts]),
@@ -233,22 +234,22 @@ def quantize(
 
 
 def copy_mxfp4(
-    own_linears: OwnLinears, shard: FourBitBlocks, read: ReadTensor,
-) -> OwnLinears:
+    local_linears: LocalLinears, shard: FourBitBlocks, read: ReadTensor,
+) -> LocalLinears:
     """Copy this rank's blocks of the linears that are in MXFP4 in the files into `shard`. Returns
     the other linears."""
-    for own, name in own_linears:
+    for own, name in local_linears:
         if own.linear.mxfp4:
             first = own.weights.start // BLOCK  # read() returns whole rows
             blocks = slice(first, first + own.in_linear.stop - own.in_linear.start)
             packed = read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
             shard.packed[own.in_shard] = swap_nibbles(packed)
             shard.scales[own.in_shard] = read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
-    return [(own, name) for own, name in own_linears if not own.linear.mxfp4]
+    return [(own, name) for own, name in local_linears if not own.linear.mxfp4]
 
 
 def copy_nf4(
-    own: OwnBlocks, name: str, shard: FourBitBlocks, read: ReadTensor,
+    own: LocalBlocks, name: str, shard: FourBitBlocks, read: ReadTensor,
     state: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. `state`: of

@@ -57,30 +57,30 @@ class ModelParameters(nn.Module):
     def __init__(
         self, arch: Architecture, specs: Sequence[LayerSpec], plan: Plan, kernels: Kernels,
         device: torch.device, shard_group: dist.ProcessGroup | None = None,
-        context: ContextGroup = ONLY_PROCESS
+        context_group: ContextGroup = ONLY_PROCESS
     ) -> None:
         """`shard_group`: the processes that share one copy of the model; None: this process alone.
-        `context`: those that share a micro-batch."""
+        `context_group`: those that share a micro-batch."""
         super().__init__()
         self.arch, self.plan, self.kernels, self.device = arch, plan, kernels, device
         self.store = make_store(plan, device)  # what recomputed layers save for backward
-        self.context = context
+        self.context_group = context_group
         self.shard_group, self.shard_rank, self.shard_group_size = shard_group, 0, 1
         if shard_group:
             self.shard_rank = dist.get_rank(shard_group)
             self.shard_group_size = dist.get_world_size(shard_group)
         # the same rows of every table
-        self.own_rows = shard_range(arch.vocab_size, self.shard_rank, self.shard_group_size)
+        self.local_rows = shard_range(arch.vocab_size, self.shard_rank, self.shard_group_size)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, i, plan) for i, spec in enumerate(specs))
         self.embedding = self.norm = self.norm_bias = self.lm_head = self.frequencies = None
-        self.lm_head_bias: Tensor | None = None  # of own_rows; None: the lm_head has no bias
+        self.lm_head_bias: Tensor | None = None  # of local_rows; None: the lm_head has no bias
         self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
 
     @property
     def batch_format(self) -> BatchFormat:
         """The format of this run's micro-batches."""
-        return BatchFormat(self.plan.micro_batch_tokens, self.device, self.context,
+        return BatchFormat(self.plan.micro_batch_tokens, self.device, self.context_group,
                            self.plan.uses_cuda_graphs, self.kernels.recurrence is not None)
 
     def set_frequencies(
@@ -92,7 +92,7 @@ class ModelParameters(nn.Module):
             inverse, factor = rope_frequencies(rope, self.arch, max_seq_len, model_config)
             self.frequencies.append((inverse.to(self.device), factor))
 
-    def gather(self, own: Tensor) -> Tensor:
+    def all_gather(self, own: Tensor) -> Tensor:
         """Return [ranks, *shape], the tensors [*shape] of the ranks that share this copy of the
         model. All ranks of the shard group must call this."""
         return all_gather(own, self.shard_group) if self.shard_group_size > 1 else own[None]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.micro_batch.micro_batch import Answers, MicroBatch
+from fsdp_qlora.micro_batch.micro_batch import PreferenceInputs, MicroBatch
 from fsdp_qlora.ranks import all_gather
 
 
@@ -28,48 +28,48 @@ from fsdp_qlora.ranks import all_gather
 # logged, both as in TRL 1.16.
 
 
-def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def dpo(preference: PreferenceInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Direct preference optimization; with --label_smoothing it is cDPO, which assumes that this
     fraction of the pairs has swapped labels."""
-    rewards: torch.Tensor = config.beta * (answers.logps - answers.ref_logps)
+    rewards: torch.Tensor = config.beta * (preference.logps - preference.ref_logps)
     margins = rewards[:, 0] - rewards[:, 1]
     wrong = config.label_smoothing
     return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins), rewards
 
 
-def ipo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def ipo(preference: PreferenceInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Identity preference optimization: the target of the margin per token is 1 / (2 beta)."""
-    scores = answers.logps - answers.ref_logps
-    margins = (scores / answers.n_loss_tokens).diff(dim=1)[:, 0].neg()
+    scores = preference.logps - preference.ref_logps
+    margins = (scores / preference.n_loss_tokens).diff(dim=1)[:, 0].neg()
     return (margins - 1 / (2 * config.beta)) ** 2, config.beta * scores
 
 
-def simpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def simpo(preference: PreferenceInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """SimPO: no reference, log-probabilities per token, and a margin of --simpo_gamma."""
-    rewards: torch.Tensor = config.beta * answers.logps
+    rewards: torch.Tensor = config.beta * preference.logps
     return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - config.simpo_gamma), rewards
 
 
-def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def orpo(preference: PreferenceInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """ORPO: the cross-entropy of the chosen documents, prompts included, averaged over the tokens
     of the step, minus beta times the log-sigmoid of the log odds ratio of chosen to rejected."""
-    assert answers.logps is not None, "with_logps() has set it"
-    logps = answers.logps.clamp(max=-1e-12)  # the odds of a certain answer would be infinite
+    assert preference.logps is not None, "with_logps() has set it"
+    logps = preference.logps.clamp(max=-1e-12)  # the odds of a certain answer would be infinite
     odds = logps - torch.log(-torch.expm1(logps))
     ratio = F.logsigmoid(odds[:, 0] - odds[:, 1])
-    cross_entropy = (answers.prompt_losses[:, 0]
-                     - answers.logps[:, 0] * answers.n_loss_tokens[:, 0])
+    cross_entropy = (preference.prompt_losses[:, 0]
+                     - preference.logps[:, 0] * preference.n_loss_tokens[:, 0])
     # the mean of this over rows is the mean over tokens
-    cross_entropy = cross_entropy * answers.rows_per_token
+    cross_entropy = cross_entropy * preference.rows_per_token
     return cross_entropy - config.beta * ratio, config.beta * logps
 
 
-def kto(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def kto(preference: PreferenceInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """KTO: the rewards of good answers should be above the step's estimate of the KL divergence,
     those of bad answers below it."""
-    rewards: torch.Tensor = config.beta * (answers.logps - answers.ref_logps)
-    above = rewards - config.beta * answers.kl
-    losses = torch.where(answers.desirable, config.desirable_weight * above.neg().sigmoid(),
+    rewards: torch.Tensor = config.beta * (preference.logps - preference.ref_logps)
+    above = rewards - config.beta * preference.kl
+    losses = torch.where(preference.desirable, config.desirable_weight * above.neg().sigmoid(),
                          config.undesirable_weight * above.sigmoid())
     return losses[:, 0], rewards
 
@@ -81,13 +81,15 @@ class LossRecord:
     function: Callable | None  # one of the above; None: the mean over the tokens in the loss
     flags: tuple[str, ...] = ("beta",)  # the loss-specific flags that it reads
     documents_per_row: int = 2  # 2: a pair of answers
-    has_reference: bool = True  # reads Answers.ref_logps
+    has_reference: bool = True  # reads PreferenceInputs.ref_logps
     per_token: bool = False  # reads mean log-probabilities
-    trains_prompt: bool = False  # reads Answers.prompt_losses of chosen answers, rows_per_token
+    # reads PreferenceInputs.prompt_losses of chosen answers, rows_per_token
+    trains_prompt: bool = False
 
     @property
     def is_unpaired(self) -> bool:
-        """True if a row has one answer, good or bad, whose reward is compared with Answers.kl."""
+        """True if a row has one answer, good or bad, whose reward is compared with
+        PreferenceInputs.kl."""
         return self.function is not None and self.documents_per_row == 1
 
 
@@ -135,49 +137,54 @@ def sum_documents(token_losses: torch.Tensor, batch: MicroBatch) -> torch.Tensor
 
 
 def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Config,
-                    context_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+                    context_parallel_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of a micro-batch of preference rows, summed over its rows, and this rank's
     share of the sums from which the mean metrics are computed, see METRICS. `token_losses` are
     those of this rank's tokens. All ranks must call this."""
-    assert batch.answers, "there are no preference rows"
+    assert batch.preference, "there are no preference rows"
     # every rank computes all rows of the micro-batch; autograd stops at the documents of others
     loss_record = LOSSES[config.loss]
-    document_losses = gather_documents(sum_documents(token_losses, batch), context_size)
-    answers = with_logps(batch.answers, document_losses, loss_record)
-    losses, rewards = loss_record.function(answers, config)
-    is_row = batch.answers.n_loss_tokens[:, 0] > 0  # else padding
+    document_losses = all_gather_document_losses(
+        sum_documents(token_losses, batch), context_parallel_size)
+    preference = with_logps(batch.preference, document_losses, loss_record)
+    losses, rewards = loss_record.function(preference, config)
+    is_row = batch.preference.n_loss_tokens[:, 0] > 0  # else padding
     losses = losses.where(is_row, 0)
-    assert answers.logps is not None, "with_logps() has set it"
-    rewards, logps = rewards.detach(), answers.logps.detach()
+    assert preference.logps is not None, "with_logps() has set it"
+    rewards, logps = rewards.detach(), preference.logps.detach()
     chosen, rejected = (which & is_row[:, None]
-                        for which in (answers.desirable, ~answers.desirable))
+                        for which in (preference.desirable, ~preference.desirable))
     if loss_record.is_unpaired:
-        above = rewards - config.beta * answers.kl
-        is_right = torch.where(answers.desirable, above > 0, above < 0)[:, 0]
+        above = rewards - config.beta * preference.kl
+        is_right = torch.where(preference.desirable, above > 0, above < 0)[:, 0]
     else:
         is_right = rewards[:, 0] > rewards[:, 1]
     sums = [losses.detach().sum(), (rewards * chosen).sum(), (rewards * rejected).sum(),
             (is_right & is_row).sum().double(), (logps * chosen).sum(), (logps * rejected).sum()]
     if loss_record.is_unpaired:
-        sums.append(answers.kl * is_row.sum())
+        sums.append(preference.kl * is_row.sum())
     # divided, because every rank has these sums over all rows, not over its own only
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 
-def with_logps(answers: Answers, sums: torch.Tensor, loss_record: LossRecord) -> Answers:
-    """Return the Answers with the log-probabilities of all ranks' documents, from the losses that
-    gather_documents() returned."""
+def with_logps(
+    preference: PreferenceInputs, sums: torch.Tensor, loss_record: LossRecord
+) -> PreferenceInputs:
+    """Return the PreferenceInputs with the log-probabilities of all ranks' documents, from the
+    losses that all_gather_document_losses() returned."""
     if loss_record.trains_prompt:
         sums, prompts = sums.view(-1, 2).unbind(1)
-        answers = dataclasses.replace(answers, prompt_losses=prompts[answers.documents])
-    n_loss_tokens = answers.n_loss_tokens.clamp(min=1)  # 0 in padding
-    logps = -sums[answers.documents]
+        preference = dataclasses.replace(preference, prompt_losses=prompts[preference.documents])
+    n_loss_tokens = preference.n_loss_tokens.clamp(min=1)  # 0 in padding
+    logps = -sums[preference.documents]
     if loss_record.per_token:
         logps = logps / n_loss_tokens
-    return dataclasses.replace(answers, n_loss_tokens=n_loss_tokens, logps=logps)
+    return dataclasses.replace(preference, n_loss_tokens=n_loss_tokens, logps=logps)
 
 
-def gather_documents(document_losses: torch.Tensor, context_size: int) -> torch.Tensor:
+def all_gather_document_losses(
+    document_losses: torch.Tensor, context_parallel_size: int
+) -> torch.Tensor:
     """Return the sums of DocumentSums [n] of every rank, [ranks x n]; with context parallelism
     added up over each group's ranks, [groups x n]. Only this rank's own tokens have a gradient. All
     ranks must call this."""
@@ -185,4 +192,4 @@ def gather_documents(document_losses: torch.Tensor, context_size: int) -> torch.
         return document_losses
     parts = [*all_gather(document_losses.detach())]
     parts[dist.get_rank()] = document_losses
-    return torch.stack(parts).unflatten(0, (-1, context_size)).sum(1).flatten()
+    return torch.stack(parts).unflatten(0, (-1, context_parallel_size)).sum(1).flatten()

@@ -20,7 +20,7 @@ from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnBlocks:
+class LocalBlocks:
     """The 4-bit blocks of one linear that this rank stores; perhaps none."""
 
     linear: LinearSlices
@@ -41,8 +41,8 @@ class OwnBlocks:
         return slice(start, start + (self.in_linear.stop - self.in_linear.start) * BLOCK)
 
 
-def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
-    """Return the OwnBlocks of each linear of a layer, for the rank with this shard.
+def local_blocks(layer: DecoderLayer, shard: int) -> list[LocalBlocks]:
+    """Return the LocalBlocks of each linear of a layer, for the rank with this shard.
 
     The linears lie end to end, and the whole is cut into equal shards. In a Llama-3-8B shared by
     two ranks, rank 0 has q, k, v, o, gate and a seventh of up, rank 1 the rest of up and down. The
@@ -56,7 +56,7 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
         whole = linear.blocks
         start, stop = (min(max(i, whole.start), whole.stop) for i in (first, first + n))
         in_linear = slice(start - whole.start, stop - whole.start)
-        own.append(OwnBlocks(linear, in_linear, slice(start - first, stop - first)))
+        own.append(LocalBlocks(linear, in_linear, slice(start - first, stop - first)))
     return own
 
 
@@ -67,19 +67,20 @@ def weight_requests(
     names of the weights that are in NF4 in the files, see check_files()."""
     arch = model.arch
     table = (arch.vocab_size - arch.added_rows, arch.hidden_size)
-    stored_rows = range(*(min(i, table[0]) for i in (model.own_rows.start, model.own_rows.stop)))
+    rows = model.local_rows
+    stored_rows = range(min(rows.start, table[0]), min(rows.stop, table[0]))
     requests = [ReadRequest(names.embedding, table, stored_rows)]
     if arch.per_layer:
         linear = arch.per_layer.projection_linear(arch.hidden_size, arch.n_layers)
         name = names.of_model(linear.name)
         shape = (linear.out_features, linear.in_features)
         requests.append(ReadRequest(names.of_model(arch.per_layer.table),
-                                    (arch.vocab_size, linear.out_features), model.own_rows))
+                                    (arch.vocab_size, linear.out_features), model.local_rows))
         requests += whole_requests(name, shape, name in nf4_states)
         requests += whole_requests(
             names.of_model(arch.per_layer.projection_norm), (arch.per_layer.size,))
     for i, layer in enumerate(model.layers):
-        for own in own_blocks(layer, model.shard_rank):
+        for own in local_blocks(layer, model.shard_rank):
             name = names.of_layer(i, f"{own.linear.name}.weight")
             requests += linear_requests(own, name, names, name in nf4_states)
         shapes = {name: shape for name, (_, shape) in layer.spec.vectors.items()}
@@ -98,7 +99,7 @@ def weight_requests(
 
 
 def linear_requests(
-    own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool
+    own: LocalBlocks, name: str, names: TensorNames, in_nf4: bool
 ) -> list[ReadRequest]:
     """Return the ReadRequests for this rank's blocks of a linear: whole rows, in FP8, INT4 and
     MXFP4 with their scales; in NF4 the packed codes, their scales, and the whole second level of

@@ -26,15 +26,15 @@ class TokenRows:
     LinearCrossEntropy as the lm_head. Each rank has all rows.
     """
 
-    def __init__(self, ids: Sequence[int], own_rows: range, rows: Tensor, grad: Tensor) -> None:
-        """`ids`: of the tokens; `own_rows`: the rows of the tables that this rank has; `rows` and
+    def __init__(self, ids: Sequence[int], local_rows: range, rows: Tensor, grad: Tensor) -> None:
+        """`ids`: of the tokens; `local_rows`: the rows of the tables that this rank has; `rows` and
         `grad`: parts of the adapter's weights and of their gradient."""
         self.rows = rows.requires_grad_()
         self.rows.grad = grad
         self.ids = torch.tensor(ids, device=rows.device)
-        is_own = (self.ids >= own_rows.start) & (self.ids < own_rows.stop)
+        is_own = (self.ids >= local_rows.start) & (self.ids < local_rows.stop)
         self.own = is_own.nonzero().view(-1)  # the tokens whose rows this rank's tables have
-        self.table_rows = self.ids[self.own] - own_rows.start  # these rows
+        self.table_rows = self.ids[self.own] - local_rows.start  # these rows
 
     @torch.no_grad()
     def write(self, embedding: Tensor, head: Tensor) -> None:

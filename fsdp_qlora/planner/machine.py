@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp_qlora.layer.grouped_mm import why_no_grouped_mm
 from fsdp_qlora.memory import host_share
 from fsdp_qlora.quant.triton_trial import why_no_triton
-from fsdp_qlora.ranks import gather_objects
+from fsdp_qlora.ranks import all_gather_objects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,8 @@ def rounded(figure: float) -> float:
 
 def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
     """Measure this Machine, by rank 0. All ranks must call this."""
-    facts = {"free_host_bytes": min(gather_objects(host_share())), "why_no_triton": why_no_triton(),
+    facts = {"free_host_bytes": min(all_gather_objects(host_share())),
+             "why_no_triton": why_no_triton(),
              "why_no_grouped": why_no_grouped_mm(dtype, device)}
     if device.type == "cpu":
         return Machine(flops_per_second=1e11, bandwidth=1e10, link_bandwidth=1e9, **facts)
@@ -62,4 +63,4 @@ def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
         "link_bandwidth": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own)),
         "host_bandwidth": own.nbytes / seconds(lambda: on_host.copy_(own, non_blocking=True))}
     speeds = {name: rounded(figure) for name, figure in figures.items()}
-    return Machine(**gather_objects(speeds)[0], **facts)
+    return Machine(**all_gather_objects(speeds)[0], **facts)

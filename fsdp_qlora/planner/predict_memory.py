@@ -138,7 +138,7 @@ def exchanged_bytes(
     kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
     is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)
-    seen = plan.seen_keys_per_token
+    seen = plan.visible_keys_per_token
     # the peak is in the backward of the first group of heads: live_bytes() counts the gradients of
     # all groups' keys and values, but those of the other groups do not exist yet
     n_groups = n_head_groups(arch, value_bytes)

@@ -104,7 +104,7 @@ def compute_seconds(
     if plan.context_parallel_size > 1 and (mla := layers.mla):
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
-        flops += 2 * n * (plan.seen_keys_per_token - 1) * (2 + again) * mla.kv_b.n_weights
+        flops += 2 * n * (plan.visible_keys_per_token - 1) * (2 + again) * mla.kv_b.n_weights
     attended_tokens = min(n * plan.context_parallel_size, mean_document_tokens)
     # a recomputed layer's forward, unless its results are reused
     passes = CONSTANTS.attention_passes + (plan.n_recomputed - plan.n_attention_saved) / n_layers
@@ -133,7 +133,7 @@ def moved_bytes(
              + n * layers.elementwise_values / n_layers * itemsize)
     if plan.context_parallel_size > 1 and (mla := layers.mla):
         # made in forward, and twice in backward; and their gradients
-        moved += n * plan.seen_keys_per_token * 4 * mla.key_values * itemsize
+        moved += n * plan.visible_keys_per_token * 4 * mla.key_values * itemsize
     if plan.attention_is_eager:
         score_bytes = (CONSTANTS.dropped_score_bytes if arch.attention_dropout
                        else CONSTANTS.score_bytes)

@@ -38,7 +38,7 @@ from fsdp_qlora.planner.predict_memory import predict_memory
 from fsdp_qlora.planner.predict_time import predict_time
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.records import Mamba2Record
-from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
+from fsdp_qlora.ranks import all_gather_objects, raise_on_all_ranks
 
 
 # fractions of the memory, FRAGMENTATION included. The fastest plan is sought among those that leave
@@ -70,19 +70,19 @@ class Workload:
     state_bytes: float = 0.0  # see Plan
     uneven_targets: bool = False  # True if they differ in the number of their tokens in the loss
     shortest: int = 0  # tokens of the shortest document that is trained
-    can_reuse_lse: bool = False  # see can_reuse_lse()
+    can_reuse_attention_results: bool = False  # see can_reuse_attention_results()
 
-    def is_varlen(self, context_size: int) -> bool:
+    def is_varlen(self, context_parallel_size: int) -> bool:
         """Return Plan.is_varlen, as make_micro_batch() decides it."""
-        if context_size == 1:
+        if context_parallel_size == 1:
             return self.uneven_lengths
-        return not has_long_pieces(self.shortest, context_size)
+        return not has_long_pieces(self.shortest, context_parallel_size)
 
-    def least_tokens(self, context_size: int) -> int:
+    def least_tokens(self, context_parallel_size: int) -> int:
         """Return the fewest tokens that a rank's micro-batch must fit, if so many ranks share a
         micro-batch. A pair may be split between micro-batches, but not if there is only one."""
-        longest = self.longest_row if context_size == self.world_size else self.longest
-        return math.ceil(longest / context_size)
+        longest = self.longest_row if context_parallel_size == self.world_size else self.longest
+        return math.ceil(longest / context_parallel_size)
 
     def step_seconds(self, plan: Plan) -> float:
         """Return the predicted seconds of a step. Micro-batches are as full as its rows allow."""
@@ -137,18 +137,19 @@ def agree_on_plan(
         attention_is_eager=attention_is_eager, recurrence_is_eager=recurrence_is_eager,
         state_bytes=state_bytes)
     if workload.mean_document_tokens >= LONG_DOCUMENT:
-        workload = dataclasses.replace(
-            workload, can_reuse_lse=attention.can_reuse_lse(kernels, arch, device))
+        can_reuse = attention.can_reuse_attention_results(kernels, arch, device)
+        workload = dataclasses.replace(workload, can_reuse_attention_results=can_reuse)
     with raise_on_all_ranks():
         plan = choose_plan(config, arch, specs, workload, limit, machine)
     # free host memory differs between nodes, so all ranks use rank 0's plan
-    return Plan(**gather_objects(dataclasses.asdict(plan))[0])
+    return Plan(**all_gather_objects(dataclasses.asdict(plan))[0])
 
 
 def make_workload(
     config: Config, sampler: RowSampler, eval_rows: Rows | None, world_size: int,
     device: torch.device, why_no_capture: str, attention_is_eager: bool = False,
-    state_bytes: float = 0.0, recurrence_is_eager: bool = False, can_reuse_lse: bool = False,
+    state_bytes: float = 0.0, recurrence_is_eager: bool = False,
+    can_reuse_attention_results: bool = False,
 ) -> Workload:
     """Return the Workload of a run on the rows of this sampler."""
     rows = sampler.rows
@@ -166,7 +167,7 @@ def make_workload(
         uneven_lengths=uneven_lengths, uneven_targets=uneven_targets, world_size=world_size,
         device=device, attention_is_eager=attention_is_eager,
         recurrence_is_eager=recurrence_is_eager, why_no_capture=why_no_capture,
-        state_bytes=state_bytes, can_reuse_lse=can_reuse_lse)
+        state_bytes=state_bytes, can_reuse_attention_results=can_reuse_attention_results)
 
 
 def longest_document(rows: Rows) -> int:
@@ -240,8 +241,8 @@ def find_plan(search: SearchInputs) -> Plan:
     faster then, because they have fewer rows than there are ranks."""
     config, workload = search.config, search.workload
 
-    def best_plan(context_size: int) -> Plan:
-        return fastest_plan(affordable_plans(search, context_size), search)
+    def best_plan(context_parallel_size: int) -> Plan:
+        return fastest_plan(affordable_plans(search, context_parallel_size), search)
 
     def fits_both(plan: Plan) -> bool:
         return plan.fits_both(search.usable_bytes, search.machine.free_host_bytes)
@@ -262,12 +263,12 @@ def find_plan(search: SearchInputs) -> Plan:
     return best
 
 
-def affordable_plans(search: SearchInputs, context_size: int) -> list[Plan]:
+def affordable_plans(search: SearchInputs, context_parallel_size: int) -> list[Plan]:
     """Return the possible plans that do not pin too much host memory. If none of them leaves
     MIN_FREE of the GPU's memory, all plans get the embedding in host memory, where that is
     possible."""
     arch, machine, usable_bytes = search.arch, search.machine, search.usable_bytes
-    plans = list(possible_plans(search, context_size))
+    plans = list(possible_plans(search, context_parallel_size))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {search.config.shard_group_size} processes: use a smaller"
@@ -286,23 +287,23 @@ def affordable_plans(search: SearchInputs, context_size: int) -> list[Plan]:
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
-def possible_plans(search: SearchInputs, context_size: int) -> Iterator[Plan]:
+def possible_plans(search: SearchInputs, context_parallel_size: int) -> Iterator[Plan]:
     """Yield all plans that the flags allow."""
     config, arch, workload = search.config, search.arch, search.workload
-    is_varlen = workload.is_varlen(context_size)
+    is_varlen = workload.is_varlen(context_parallel_size)
     plan_with = functools.partial(
         Plan, compute_dtype=config.compute_dtype, n_layers=arch.n_layers,
         offload_activations=config.offload_activations, offload_params=config.offload_params,
         is_varlen=is_varlen, attention_is_eager=workload.attention_is_eager,
         recurrence_is_eager=workload.recurrence_is_eager,
         fuses_elementwise=workload.device.type == "cuda",
-        context_parallel_size=context_size, state_bytes=workload.state_bytes,
+        context_parallel_size=context_parallel_size, state_bytes=workload.state_bytes,
         n_token_rows=len(config.trainable_tokens or ()) * arch.n_tables)
     saves_attention = can_save_attention(search) and not is_varlen
     n_experts = arch.moe.n_experts if arch.moe else 1
     ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
     for n_shards, n_tokens, n_recomputed in itertools.product(
-            shard_group_sizes(search), micro_batch_sizes(search, context_size),
+            shard_group_sizes(search), micro_batch_sizes(search, context_parallel_size),
             recomputed_counts(config, arch)):
         reshards = [True] if n_shards == 1 or config.offload_params else [True, False]
         ways = list(ways_to_recompute(search, n_recomputed, saves_attention))
@@ -322,12 +323,12 @@ def shard_group_sizes(search: SearchInputs) -> list[int]:
     return [size for size in sizes if shard_range(search.arch.vocab_size, size - 1, size)]
 
 
-def micro_batch_sizes(search: SearchInputs, context_size: int) -> list[int]:
+def micro_batch_sizes(search: SearchInputs, context_parallel_size: int) -> list[int]:
     """Return the possible --micro_batch_tokens, ascending."""
     if search.config.micro_batch_tokens:
         return [search.config.micro_batch_tokens]
     workload = search.workload
-    longest = workload.least_tokens(context_size)
+    longest = workload.least_tokens(context_parallel_size)
     # by factors of 2, up to the tokens of a step per process
     sizes = [max(longest, math.ceil(workload.tokens / workload.world_size))]
     while sizes[-1] > longest:
@@ -380,7 +381,7 @@ def can_save_attention(search: SearchInputs) -> bool:
     """Return True if recomputed layers may save the results of attention. A parallel layer may not,
     and no layer that has another one's keys."""
     workload, arch = search.workload, search.arch
-    return (workload.can_reuse_lse and workload.mean_document_tokens >= LONG_DOCUMENT
+    return (workload.can_reuse_attention_results and workload.mean_document_tokens >= LONG_DOCUMENT
             and not arch.parallel_residual and set(arch.kv_sources) == {None}
             and all(LayerCosts(spec).mixer_sublayer.attention_values for spec in search.specs))
 

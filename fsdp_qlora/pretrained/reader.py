@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.files import read_json
-from fsdp_qlora.ranks import gather_objects
+from fsdp_qlora.ranks import all_gather_objects
 
 READERS = 8  # threads per rank that read weights; each copies about 5 GB/s from the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
@@ -142,7 +142,7 @@ def all_finite(values: torch.Tensor, name: str) -> torch.Tensor:
 def rows_before(requests: Sequence[ReadRequest]) -> dict[str, int]:
     """Return {tensor's name: number of its first rows that are read by ranks before this one};
     several ranks may read the same row. All ranks must call this."""
-    stops = gather_objects({request.name: request.rows.stop for request in requests})
+    stops = all_gather_objects({request.name: request.rows.stop for request in requests})
     before = stops[: dist.get_rank()]
     return {name: max((stop[name] for stop in before), default=0) for name in stops[0]}
 

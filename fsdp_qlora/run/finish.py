@@ -13,7 +13,7 @@ from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.log import log
 from fsdp_qlora.memory import log_debug_memory
-from fsdp_qlora.ranks import RunEnd, gather_objects, on_rank_0
+from fsdp_qlora.ranks import RunEnd, all_gather_objects, on_rank_0
 from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, save_adapter
 from fsdp_qlora.run.divergence import why_worse
 from fsdp_qlora.run.metrics import read_losses
@@ -24,7 +24,7 @@ from fsdp_qlora.run.status import LOST_DIRECTORY
 def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
     """End a run that was asked to stop, after `step`. `was_cut_short`: its evaluation did not
     finish. All ranks must call this."""
-    why = next(filter(None, gather_objects(run.status.stop_reason)))
+    why = next(filter(None, all_gather_objects(run.status.stop_reason)))
     has_trained = run.status.longest_step > 0  # since this start
     if was_cut_short and not has_trained and why.startswith("--max_minutes"):
         raise RunEnd(f"{why} before the evaluation after step {step} was done,"

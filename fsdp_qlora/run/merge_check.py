@@ -64,7 +64,7 @@ class MergeCheck:
         state_of_row, rows = {}, self.rows
         with torch.compiler.set_stance("force_eager"):
             # each rank computes whole rows, with context parallelism too
-            batch_format = model.batch_format._replace(context=ONLY_PROCESS)
+            batch_format = model.batch_format._replace(context_group=ONLY_PROCESS)
             n_tokens = max(batch_format.max_tokens, int(rows.lengths.max()))
             for micro_step in pack_rows(rows.lengths.tolist(), 1, n_tokens):
                 micro_batch = make_micro_batch(rows, micro_step, batch_format)

@@ -46,8 +46,8 @@ def print_plan_for(user_config: Config, state_bytes: float, status: Status) -> N
         log_plan_elsewhere(user_config, *plan_elsewhere(config, state_bytes, rows, eval_rows))
 
 
-def expects_lse_reuse(gpu: GPUSpec, arch: Architecture) -> bool:
-    """Return what can_reuse_lse() is expected to return on this GPU."""
+def expects_attention_reuse(gpu: GPUSpec, arch: Architecture) -> bool:
+    """Return what can_reuse_attention_results() is expected to return on this GPU."""
     return (gpu.cudnn and [*architectures_by_attention_type(arch)] == ["full"]
             and not (arch.attention_softcap or arch.sinks or arch.attention_dropout)
             and all(heads.dim <= 128 for heads in arch.layer_heads))
@@ -70,5 +70,5 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     sampler = ShuffledSampler(rows or random_rows(arch.vocab_size, config), config)
     workload = make_workload(config, sampler, eval_rows, world_size, torch.device("cuda"),
                              why_no_capture(arch, machine), state_bytes=state_bytes,
-                             can_reuse_lse=expects_lse_reuse(gpu, arch))
+                             can_reuse_attention_results=expects_attention_reuse(gpu, arch))
     return config, choose_plan(config, arch, specs, workload, limit, machine), limit

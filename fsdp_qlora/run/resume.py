@@ -17,7 +17,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.exit_codes import EXITS
 from fsdp_qlora.files import ADAPTER_WEIGHTS, as_json, read_json
 from fsdp_qlora.log import log
-from fsdp_qlora.ranks import RunEnd, gather_objects
+from fsdp_qlora.ranks import RunEnd, all_gather_objects
 from fsdp_qlora.run.checkpoints import latest_checkpoint, list_checkpoints
 
 
@@ -116,7 +116,7 @@ def agree_on_digests(config: Config, rows: Rows, eval_rows: Rows | None,
     digests = {"data_sha256": rows.sha256(), "base_sha256": base_sha256,
                "eval_sha256": eval_rows.sha256() if eval_rows else None}
     flags = {"data_sha256": "dataset", "base_sha256": "model", "eval_sha256": "eval_dataset"}
-    for other in gather_objects(digests):
+    for other in all_gather_objects(digests):
         for key, flag in flags.items():
             if other[key] != digests[key]:
                 value = as_json(vars(config)[flag])

@@ -20,7 +20,7 @@ from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
-def piece_attention(
+def segment_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
@@ -32,13 +32,13 @@ def attention_with_lse(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None,
     known: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Return piece_attention() [n, heads, head_dim], and the logsumexp of each query's scores.
+    """Return segment_attention() [n, heads, head_dim], and the logsumexp of each query's scores.
     `known`: these two results, if they were saved; then a kernel runs in backward alone."""
-    out, lse = PieceAttention.apply(query, key, value, segments, scale, known)
+    out, lse = SegmentAttention.apply(query, key, value, segments, scale, known)
     return out, lse
 
 
-class PieceAttention(torch.autograd.Function):
+class SegmentAttention(torch.autograd.Function):
     """Attention of segments that have as many keys as queries, or more."""
 
     @staticmethod
@@ -46,7 +46,7 @@ class PieceAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments,
         scale: float | None, known: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        out, lse = known or attend_to_pieces(query, key, value, segments, scale)
+        out, lse = known or attend_to_segments(query, key, value, segments, scale)
         out = out.detach()  # else autograd would change the caller's tensor
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mark_non_differentiable(lse)
@@ -76,7 +76,7 @@ class PieceAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None, None
 
 
-def attend_to_pieces(
+def attend_to_segments(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return attention_with_lse()'s results."""
