@@ -376,7 +376,7 @@ def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
         ({"model_type": "sarvam_mla", "attention_bias": True}, ["attention_bias=True"]),
         ({"model_type": "laguna", "moe_router_logit_softcapping": 30.0},
          ["moe_router_logit_softcapping=30.0"]),
-        ({"model_type": "step3p5", "swiglu_limits": [7.0, 0, 0]},
+        ({"model_type": "step3p5", "swiglu_limits_shared": [7.0, 0, 0]},
          ["limits of 3 layers, [7.0, 0, 0], for 2"]),
         ({"model_type": "step3p5"}, ["step3p5 only inside a multimodal model"]),
     ],

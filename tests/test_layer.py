@@ -32,7 +32,7 @@ from fsdp_qlora.checks.compare_with_transformers import (
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.kernels import pieces, recurrence
+from fsdp_qlora.kernels import recurrence, segment_attention
 from fsdp_qlora.kernels.attention import (
     SDPA_KERNEL, SEGMENT_KERNEL, AttentionKernel, eager_attention)
 from fsdp_qlora.kernels.compiled import elementwise
@@ -477,9 +477,9 @@ def test_attention_with_saved_results_does_not_run_again(
     name, group_bytes, n_groups, lengths, monkeypatch
 ):
     monkeypatch.setattr(attention_mixer, "GROUP_BYTES", group_bytes)
-    calls, forward = [], pieces.attend_forward
+    calls, forward = [], segment_attention.attend_forward
     monkeypatch.setattr(
-        pieces, "attend_forward", lambda *args: (calls.append(args), forward(*args))[1])
+        segment_attention, "attend_forward", lambda *args: (calls.append(args), forward(*args))[1])
     pair = pair_and_expected(name)[0]
     n_layers, one_by_one = pair.arch.n_layers, len({*lengths}) > 1
     for n_saved in n_layers, 0:
@@ -499,7 +499,7 @@ def test_evaluation_saves_no_results_of_attention(monkeypatch):
     """It runs the kernel that it would run without."""
     pair, seen = pair_and_expected("llama")[0], []
     monkeypatch.setattr(attention_mixer, "attention_with_lse", lambda *args: (
-        seen.append(args), pieces.attention_with_lse(*args))[1])
+        seen.append(args), segment_attention.attention_with_lse(*args))[1])
     model = with_saved_attention(pair, pair.arch.n_layers)
     with torch.no_grad():
         model(micro_batch_of([pair.ids[:9]], model))

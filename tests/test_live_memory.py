@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_qlora.kernels import activations, pieces
+from fsdp_qlora.kernels import activations, segment_attention
 from fsdp_qlora.kernels.activations import glu
 from fsdp_qlora.kernels.attention import (
     ATTENTION_TYPES, EAGER_KERNEL, SEGMENT_KERNEL, SDPA_KERNEL, AttentionKernel)
@@ -107,8 +107,8 @@ def kernels_can_be_resumed(monkeypatch):
         n, heads, _ = query.shape
         return torch.empty_like(query), query.new_empty(1, heads, n, 1, dtype=torch.float32)
 
-    monkeypatch.setattr(pieces, "attend_forward", forward)
-    monkeypatch.setattr(pieces, "attend_backward", kernel_gradients)
+    monkeypatch.setattr(segment_attention, "attend_forward", forward)
+    monkeypatch.setattr(segment_attention, "attend_backward", kernel_gradients)
 
 
 class CountedRule(torch.autograd.Function):
@@ -490,7 +490,7 @@ def test_plan_knows_the_heads_peak(
         model = types.SimpleNamespace(arch=arch, lm_head=head, lm_head_bias=None, norm=norm,
                                       norm_bias=None, shard_group_size=1, shard_rank=0,
                                       local_rows=range(arch.vocab_size), token_rows=None,
-                                      gather=lambda own: own[None])
+                                      all_gather=lambda own: own[None])
         head_rows = None
         if n_rows:
             ids, head_rows = torch.empty(n_rows, dtype=torch.int64), torch.empty(

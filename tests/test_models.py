@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.checks.compare_with_transformers import eager_kernels
 from fsdp_qlora.config import Config
-from fsdp_qlora.kernels import attention, pieces
+from fsdp_qlora.kernels import attention, segment_attention
 from fsdp_qlora.kernels.attention import (
     EAGER_KERNEL, FLEX_KERNEL, SEGMENT_KERNEL, SDPA_KERNEL, VARLEN_KERNEL, AttentionKernel, Kernels,
     architectures_by_attention_type, can_reuse_attention_results, eager_attention, kernel_matches,
@@ -292,11 +292,11 @@ def test_no_results_are_saved_where_attention_cannot_be_resumed(monkeypatch, cap
     assert can_be_reused() and can_be_reused(SEGMENT_KERNEL)
     assert not can_be_reused(EAGER_KERNEL) and not can_be_reused(arch=windowed)
     assert not capsys.readouterr().out
-    backward = pieces.attend_backward
+    backward = segment_attention.attend_backward
     for fails in (lambda *_: torch.ops.aten.no_such_kernel(), lambda *_: torch.ops.aten.mm(1),
                   lambda q, *_: torch.empty(2) @ torch.empty(3),
                   lambda *args: [2 * grad for grad in backward(*args)]):  # fmt: skip
-        monkeypatch.setattr(pieces, "attend_backward", fails)
+        monkeypatch.setattr(segment_attention, "attend_backward", fails)
         assert not can_be_reused()
         assert "warning: slow path, recomputed layers run" in capsys.readouterr().out
 

@@ -1323,8 +1323,8 @@ def test_partial_directory_is_never_a_link(target, tmp_path):
     before, partial = contents(tmp_path / "home"), tmp_path / ".merged.partial"
     partial.symlink_to(target)
     for _ in range(2):  # the second finds one that a dead process has left
-        made, fd = open_partial(tmp_path / "merged")
-        os.close(fd)
+        made, lock = open_partial(tmp_path / "merged")
+        lock.close()
         assert made == partial and not partial.is_symlink()
         assert [path.name for path in partial.iterdir()] == [".lock"]
         (partial / "link").symlink_to(tmp_path / "home")

@@ -566,7 +566,7 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     model = types.SimpleNamespace(
         arch=arch, lm_head=weight, lm_head_bias=None, norm=torch.ones(64).bfloat16(),
         norm_bias=None, shard_group_size=1, shard_rank=0, local_rows=range(320), token_rows=None,
-        gather=lambda own: own[None])  # fmt: skip
+        all_gather=lambda own: own[None])  # fmt: skip
     micro_batch = types.SimpleNamespace(targets=labels, target_positions=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
     x = x.requires_grad_()

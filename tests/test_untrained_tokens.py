@@ -79,7 +79,7 @@ def test_rows_that_were_never_trained_are_found():
     head[9] = 1e-5 * head[9]
     head[10] = head.mean(0)
     model = types.SimpleNamespace(
-        lm_head=head.bfloat16(), shard_group_size=1, gather=lambda own: own[None],
+        lm_head=head.bfloat16(), shard_group_size=1, all_gather=lambda own: own[None],
         arch=types.SimpleNamespace(vocab_size=300))  # fmt: skip
     assert untrained_rows(model) == {
         **dict.fromkeys(range(3, 7), "the same row as 3 of the others"), 7: "a tiny row",
