@@ -85,8 +85,8 @@ SAVED = {
     "attention, sliced, held": ("attention", True, SLICED),
 }
 # In `make test` the first model of each family is in the first of these ways, as is each that has
-# frequencies, biases, norms or experts as no other; some are in both, at least one with each kind
-# of mixer, MLP, norms and order of sublayers; and some in all ways.
+# frequencies, biases, norms or experts as no other; some are in both, one with each kind of mixer,
+# MLP, norms and order of sublayers; and some in all ways.
 QUICK = "all", "x, sliced"
 FIRST_OF_FAMILY = {text_config(make(VOCABULARY)).model_type: name
                    for name, make in reversed(TINY.items())}.values()  # fmt: skip
@@ -96,10 +96,9 @@ UNLIKE_THE_FIRST = """llama_bias llama_linear llama_proportional llama_dynamic l
     cohere2_moe_routed sarvam_moe_no_norm granitemoe_swa_routed qwen3_moe_dense""".split()
 ONCE = {*FIRST_OF_FAMILY, *UNLIKE_THE_FIRST}
 WHOLE = "llama", "gemma3", "cohere", "qwen3_moe", "gpt_oss"
-BOTH = """starcoder2 nemotron stablelm phi gemma2 gemma4_moe gemma4_values gemma4_e gemma4_inputs
-    granite granite4_h granite4_h_moe falcon_h1 cohere2_moe olmo2 apertus glm4 lfm2 lfm2_moe qwen3_5
-    qwen3_5_moe olmo_hybrid qwen2_moe flint kolibri1 mixtral granitemoeshared nemotron_h
-    nemotron_h_latent youtu minicpm3 deepseek_v3 hy_v3 laguna afmoe muse_glimmer step3p7""".split()
+BOTH = """starcoder2 phi gemma4_moe gemma4_values gemma4_e granite4_h_moe falcon_h1 cohere2_moe
+    olmo2 apertus lfm2 qwen3_5_moe olmo_hybrid kolibri1 nemotron_h_latent youtu deepseek_v3 laguna
+    step3p7""".split()
 
 
 def make_plan(n_layers, saves="all", reuse_dequantized=False, compute_dtype="float32"):

@@ -94,8 +94,9 @@ def test_row_of_the_head_that_was_never_learned(kind, share, found, monkeypatch)
     half /= half.norm(dim=1, keepdim=True)
     head = torch.cat([half, -half]) + 5 * (kind == "distance")
     head[9] = head[9] * share if kind == "norm" else 5 + (head[9] - 5) * share
-    model = types.SimpleNamespace(lm_head=head, shard_group_size=1, all_gather=lambda own: own[None],
-                                  arch=types.SimpleNamespace(vocab_size=4000))  # fmt: skip
+    model = types.SimpleNamespace(
+        lm_head=head, shard_group_size=1, all_gather=lambda own: own[None],
+        arch=types.SimpleNamespace(vocab_size=4000))  # fmt: skip
     name = {"norm": "a tiny row", "distance": "the mean of all rows"}[kind]
     name = ZERO_ROW if (kind, found) == ("norm", "zero") else name
     assert untrained_rows(model) == ({9: name} if found else {})

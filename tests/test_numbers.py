@@ -22,7 +22,7 @@ from train_fsdp_qlora import learning_rate, make_optimizer
 
 BLOCK, STATE_BLOCK = 64, 256
 # test_step.py has three as well, test_nodes.py four
-THREE, FOUR = (pytest.param(nproc, marks=pytest.mark.slow) for nproc in (3, 4))
+ONE, THREE, FOUR = (pytest.param(nproc, marks=pytest.mark.slow) for nproc in (1, 3, 4))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def worked(models, tmp_path_factory, run_jobs):
     return work, adapters, inputs / "rows.jsonl"
 
 
-@pytest.mark.parametrize("nproc", [1, 2, THREE, FOUR])
+@pytest.mark.parametrize("nproc", [ONE, 2, THREE, FOUR])
 def test_gathered_bytes_equal_bitsandbytes_on_whole_tensors(nproc, models, worked):
     seen, checked = load_file(worked[0](nproc) / "quantized"), 0
     for model_dir in models.values():
