@@ -1,7 +1,8 @@
 """A table that all cores compute once, cached as Arrow files with digests.
 
-Only what was written whole is found again, and its digests are checked before use. encode.py says
-what the table has, an entry for each document; dataset.py what becomes of it.
+Only what was written whole is found again, and its digests are checked before use.
+encode_examples.py says what the table has, an entry for each document; dataset.py what becomes of
+it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ say what became of them.
 
     prepare_data()       all Rows, with what the log says of them
       prepare_rows()     the Rows of one flag: finds fragments of files (sources.py), encodes them
-                         (encode.py) once into a table (cache.py), makes Rows of it (rows.py)
+                         once (encode_examples.py) into a table (cache.py), makes Rows of it
+                         (rows.py)
       hold_out()         a fraction of them for the evaluation
 
 Three words, with one meaning wherever data is meant; elsewhere a row is one of a matrix:
