@@ -44,7 +44,7 @@ PAIRS = {
     (2, "offloaded, sharded"): [*OFFLOADED, "--shard_group_size", 2],
 }
 # "offloaded, sharded" has all of them; by `make test-slow`
-RARE = (1, "plain"), (1, "dropout"), (1, "offloaded"), (2, "plain, sharded")
+RARE = (1, "dropout"), (1, "offloaded"), (2, "plain, sharded")
 SOME_PAIRS = [pytest.param(*pair, marks=[pytest.mark.slow] * (pair in RARE)) for pair in PAIRS]
 # these are also cut off after half their steps and resumed
 RESUMED = [(1, "offloaded"), (2, "offloaded, sharded")]

@@ -331,13 +331,13 @@ def test_two_tokens_are_enough(monkeypatch):
 @pytest.mark.parametrize("ranges", [1, 4])
 def test_backward_repeats_forwards_choice(ranges, monkeypatch):
     """A second look at the router would choose other experts here."""
-    true, calls = router.best_experts, []
+    true, calls = router.select_experts, []
 
     def fickle(scores, moe):
         calls.append(scores)
         return true(scores if len(calls) <= 8 else -scores, moe)
 
-    monkeypatch.setattr(router, "best_experts", fickle)
+    monkeypatch.setattr(router, "select_experts", fickle)
     # results() looks twice at each of two layers: for the logits, then for loss and gradient; at
     # two slices of tokens each
     assert worst("mixtral", True, monkeypatch, ranges=ranges) < BAR
@@ -832,7 +832,7 @@ def test_balance_of_experts_is_that_of_the_steps_own_tokens(
 def balance_of(layer, scores, chosen, n_unpadded):
     experts, order = chosen.flatten().sort(stable=True)
     ends = torch.bincount(experts, minlength=8).cumsum(0).int()
-    routing = types.SimpleNamespace(scores=scores, ends=ends, token=order // 2)
+    routing = types.SimpleNamespace(scores=scores, ends=ends, row_tokens=order // 2)
     router.add_balance(layer, [router.count_experts(routing, torch.tensor([n_unpadded]))])
 
 
