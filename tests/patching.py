@@ -15,8 +15,8 @@ NOT_CHECKED = ("train_", "fsdp_qlora.run", "fsdp_qlora.planner", "fsdp_qlora.lay
 
 
 def modules():
-    return [module for name, module in sorted(sys.modules.items()) if module is not None
-            and (name == "train_fsdp_qlora" or name.partition(".")[0] == "fsdp_qlora")]  # fmt: skip
+    names = [name for name in list(sys.modules) if name.startswith(("fsdp_qlora.", "train_fsdp_"))]
+    return [sys.modules[name] for name in sorted(["fsdp_qlora", *names]) if sys.modules.get(name)]
 
 
 def owners(name):
