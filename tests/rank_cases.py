@@ -6,6 +6,7 @@ the script's finetune() itself: training() runs it from flags to adapter, with a
 test's in place of its steps. `process` is what finetune() wants besides flags: device and Status.
 """
 
+import contextlib
 import math
 import shutil
 import sys
@@ -40,14 +41,15 @@ from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.quant.blocks import FourBitBlocks
 from fsdp_qlora.ranks import all_gather, on_rank_0
 from fsdp_qlora.run.demo import write_demo
+from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.run.watch import watch_process
 
 from minimal_runs import minimal  # noqa: F401 - a case
 
 
 def training(job, process, model, flags, look):
-    """What `look(run)` returns where finetune() would do its steps. The data set and the tokenizer
-    are made where the job and the model have none."""
+    """What `look(run)` returns where finetune() would do its steps; with them ends what finetune()
+    does. The data set and the tokenizer are made where the job and the model have none."""
     seen = {}
 
     def prepare():
@@ -64,14 +66,24 @@ def training(job, process, model, flags, look):
 
     def training_loop(run):
         seen.update(look(run))
-        (run.directory / "metrics.jsonl").touch()  # of no steps
-        return []
+        raise HasLooked
 
     patching.replace("train", training_loop)
+    patching.replace("MergeCheck", MergeCheckOfNoMerge)
     dataset = job.get("dataset", f"{job['out']}.jsonl")
     argv = ["--model", model, "--dataset", dataset, "--output_dir", directory, *flags]
-    train_fsdp_qlora.finetune(patching.parse_config([str(arg) for arg in argv]), *process)
+    with contextlib.suppress(HasLooked):
+        train_fsdp_qlora.finetune(patching.parse_config([str(arg) for arg in argv]), *process)
     return seen
+
+
+class HasLooked(Exception):
+    """On all ranks: the run need not be saved."""
+
+
+class MergeCheckOfNoMerge(MergeCheck):
+    def record_without_adapter(self, model, adapter):
+        """A forward of which nothing is looked at."""
 
 
 def sharded(*flags):

@@ -101,6 +101,7 @@ def worked(models, tmp_path_factory, run_jobs):
             jobs.append({"case": "patterns"})
         for job in jobs:
             job["out"] = str(out / job.get("out", job["case"]))
+            job.setdefault("dataset", inputs / "rows.jsonl")
         run_jobs(nproc, json.loads(json.dumps(jobs, default=str)), cwd=out)
         return out
 
