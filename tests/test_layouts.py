@@ -94,8 +94,8 @@ QUICK = [
     ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), ("deepseek_v3", "INT4"), (MANY, FUSED),
     ("gemma4_moe", "gate_up_proj"), ("qwen3_5", "as saved")]
 assert set(QUICK) < set(CASES)
-# of each layout that a rank reads its part of otherwise
-QUICK_ON_TWO = QUICK[2:9]
+# of layouts that a rank reads its part of otherwise; two more by `make test-slow`
+QUICK_ON_TWO = [*QUICK[2:5], *QUICK[6:8]]
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))
