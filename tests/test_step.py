@@ -95,10 +95,12 @@ RUNS = {
 SLOW_RUNS = {
     (1, "lora", "middle micro-batches"), (1, "lora", "one micro-batch"),
     (1, "lora", "two offloaded"), (1, "lora", "weights offloaded"),
-    (1, "dropout", "small micro-batches"), (1, "dropout", "recomputed"), (1, "some", "kept"),
+    (1, "dropout", "small micro-batches"), (1, "dropout", "recomputed"),
+    (1, "dropout", "one micro-batch"), (1, "dora", "kept"), (1, "some", "kept"),
     (2, "lora", "none recomputed"), (2, "lora", "two offloaded"), (2, "lora", "weights offloaded"),
     (2, "lora", "a copy each, shared micro-batches"),
-    (2, "lora", "a copy each, offloaded"), (2, "dropout", "a copy each"),
+    (2, "lora", "a copy each, offloaded"), (2, "lora", KEPT), (2, "dropout", "a copy each"),
+    (2, "dropout", "sharded"),
     (3, "lora", "shared micro-batches")}  # fmt: skip
 
 
