@@ -375,7 +375,8 @@ def lost_by_fault(start, copy, rank, operation, how, expected):
     return [f"{what}: {text}" for text in found + differences(copy, expected, has_last)]
 
 
-@pytest.mark.parametrize("how, sample", [("kill", 1), ("ENOSPC", 1)] + [
+@pytest.mark.parametrize("how, sample", [
+    pytest.param("kill", 1, marks=pytest.mark.slow), ("ENOSPC", 1)] + [
     pytest.param(how, None, marks=pytest.mark.chaos) for how in ("kill", "torn", "ENOSPC", "EIO")])
 def test_faults_of_file_operations(how, sample, start, undisturbed, before_last_save, tmp_path):
     """Each operation of a start that resumes, saves, and writes the adapter."""

@@ -326,11 +326,12 @@ RUNS = [
     (2, "dpo on 2", [*HALF, *DPO, "--shard_group_size", 2]),
     (2, "dpo on 2", [*WHOLE, *DPO, "--shard_group_size", 2]),
     (1, "from one", [*HALF, "--init_adapter", "one"])]
+RARE = "on the host", "copies"  # by `make test-slow`
 
 
 @pytest.fixture(scope="module")
 def runs(chat_tokenizer, tmp_path_factory, run_jobs, request):
-    """The directory of all RUNS, of "copies" if its test is selected, and of base/."""
+    """The directory of all RUNS, of those in RARE if their tests are selected, and of base/."""
     directory = tmp_path_factory.mktemp("token-runs")
     write_chat_base(directory / "base", chat_tokenizer, *BASES["new"])
     (directory / "rows.jsonl").symlink_to("base/rows.jsonl")
@@ -339,7 +340,7 @@ def runs(chat_tokenizer, tmp_path_factory, run_jobs, request):
     (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     needs_ranks(2)
     selected = {params.get("how") for params in selected_params(request)}
-    wanted = [run for run in RUNS if run[1] != "copies" or run[1] in selected]
+    wanted = [run for run in RUNS if run[1] not in RARE or run[1] in selected]
     for nproc, group in itertools.groupby(wanted, lambda run: run[0]):
         run_jobs(nproc, [{"argv": [str(flag) for flag in [
             *chat_flags("base"), "--dataset", "rows.jsonl", *FP32, *flags, "--output_dir", name]]}
@@ -353,7 +354,7 @@ def make_rows(run):
 
 
 @pytest.mark.parametrize("how", [
-    "sharded", "on the host", "shared", pytest.param("copies", marks=pytest.mark.slow)])
+    "sharded", "shared", *(pytest.param(how, marks=pytest.mark.slow) for how in RARE)])
 def test_two_processes_train_the_same_rows(how, runs, read_metrics):
     one, two = (read_metrics(runs / run) for run in ("one", how))
     steps = [(row, other) for row, other in zip(one, two, strict=True) if "grad_norm" in row]
