@@ -31,7 +31,7 @@ class SavePolicy(NamedTuple):
         return 0 if self.mixer else 1 + (self.mlp or self.mid_residual)
 
 
-# with what backward computes again
+# the policies; each comment says what backward computes again
 SAVE_ALL = SavePolicy("all", mixer=True, mlp=True)  # nothing
 SAVE_MLP = SavePolicy("mlp", mlp=True)  # the mixer
 SAVE_MID_RESIDUAL = SavePolicy("mid_residual", mid_residual=True)  # mixer; MLP, in slices of tokens

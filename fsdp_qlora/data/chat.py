@@ -169,9 +169,10 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     return answer._replace(template_kwargs=json.dumps(kwargs, sort_keys=True))
 
 
-def align_with_prompt(messages: list[dict[str, Any]], options: dict[str, Any],
-          tokenizer: PreTrainedTokenizerFast, traits: TemplateTraits
-          ) -> tuple[dict[str, Any], str, str, int | None]:
+def align_with_prompt(
+    messages: list[dict[str, Any]], options: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
+    traits: TemplateTraits
+) -> tuple[dict[str, Any], str, str, int | None]:
     """Return the options with which the prompt of the last message and all messages are rendered,
     both texts, and where in the second the answer begins; None if it opens the answer differently.
     """
@@ -188,7 +189,7 @@ def align_with_prompt(messages: list[dict[str, Any]], options: dict[str, Any],
 
 
 def render_with_kwargs(messages: list[dict[str, Any]], text: str, options: dict[str, Any],
-                    tokenizer: PreTrainedTokenizerFast) -> tuple[str, str] | None:
+                       tokenizer: PreTrainedTokenizerFast) -> tuple[str, str] | None:
     """Return the prompt of the last message rendered with other `options` of the template, and a
     text that continues it: `text`, rendered without these options, or all messages rendered with
     them. None if neither continues it."""

@@ -1,12 +1,12 @@
 """Collate the documents of a micro-batch: its tensors, padded to the sizes of all ranks.
 
-    make_micro_batch()     the MicroBatch of this rank in a micro-step of packing.py
-      padded_sizes()       the sizes that the micro-batches of all ranks have
-      pad_documents()      documents end to end, and then those of the padding
-      token_tensors()      tokens, positions and targets
-      dropout_seeds()      each token's own, whatever micro-batch it is in
-      local_tensors()        with context parallelism: this rank's part of them
-      make_preference_inputs()       for a preference loss: the rows of all ranks
+    make_micro_batch()             the MicroBatch of this rank in a micro-step of packing.py
+      padded_sizes()               the sizes that the micro-batches of all ranks have
+      pad_documents()              documents end to end, and then those of the padding
+      token_tensors()              tokens, positions and targets
+      dropout_seeds()              each token's own, whatever micro-batch it is in
+      local_tensors()              with context parallelism: this rank's part of them
+      make_preference_inputs()     for a preference loss: the rows of all ranks
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context_parallel import (
     MIN_PIECE_TOKENS, ContextGroup, has_long_pieces, make_context_shard)
-from fsdp_qlora.micro_batch.micro_batch import PreferenceInputs, BatchFormat, MicroBatch
+from fsdp_qlora.micro_batch.micro_batch import BatchFormat, MicroBatch, PreferenceInputs
 
 
 def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchFormat,
@@ -215,7 +215,7 @@ def pad_targets(tensors: dict[str, Any], n_targets: int) -> dict[str, torch.Tens
 
 
 def make_preference_inputs(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes,
-                 batch_format: BatchFormat) -> PreferenceInputs:
+                           batch_format: BatchFormat) -> PreferenceInputs:
     """Return the PreferenceInputs of all ranks in a micro-step."""
     # {document: its index among the documents of all ranks, each of which has n_documents}
     index_of = {document: rank * sizes.n_documents + i

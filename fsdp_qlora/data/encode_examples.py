@@ -1,6 +1,6 @@
 """Encode examples: parse and tokenize each, and say which cannot be used, as rows of a table.
 
-    encode_fragments()      of files, a batch of examples at a time
+    encode_fragments()     of files, a batch of examples at a time
       try_example()        parse_example() in example_formats.py; with a preference --loss
                            parse_preference() in preferences.py. A conversation goes on to
                            parse_chat() in chat.py

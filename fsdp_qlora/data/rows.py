@@ -159,7 +159,8 @@ class Rows:
 
 def make_rows(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str = "sft") -> Rows:
     """Return Rows in memory from [(input_ids, labels)]. A row has one or two of these documents.
-    The first of two is the better answer; in rows of one, every other document is a good answer."""
+    The first of two is the better answer. In rows of one all are good answers with --loss sft,
+    every other one with an unpaired loss."""
     encoded = [encode_document(ids, labels, len(ids), loss == "sft" or i % 2 == 0)
                for i, (ids, labels) in enumerate(documents)]
     input_ids, labels = (np.concatenate([document[name] for document in encoded])
@@ -187,8 +188,8 @@ def random_rows(vocab_size: int, config: Config) -> Rows:
 
 def encode_document(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
                     desirable: bool = True) -> dict[str, Any]:
-    """Return the values of encode.py's ENCODED that depend on the tokens of one document, cut to
-    `max_tokens`. `desirable`: is it a good answer?"""
+    """Return the values of ENCODED (encode_examples.py) that depend on the tokens of one document,
+    cut to `max_tokens`. `desirable`: is it a good answer?"""
     is_cut = len(ids) > max_tokens
     ids, labels = (np.asarray(values[:max_tokens], np.int32) for values in (ids, labels))
     content = ids.tobytes() + labels.tobytes() + b"bad" * (not desirable)

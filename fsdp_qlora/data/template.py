@@ -31,7 +31,7 @@ PROBE_TOOL = {"type": "function", "function": {
 
 # variables that a caller does not set: those that are always passed, and functions
 NOT_TEMPLATE_KWARGS = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception",
-               "strftime_now")
+                       "strftime_now")
 
 
 class TemplateTraits(NamedTuple):

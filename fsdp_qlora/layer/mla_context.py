@@ -79,7 +79,7 @@ def attend_to_visible_keys(
     seen = VisibleKV(mla, value_width, shard.exchange().segments)
     k_pe = k_pe[:, None].expand(-1, arch.n_heads, -1)
     with torch.autograd.graph.saved_tensors_hooks(seen.pack, seen.unpack):
-        return attend_by_groups(call, arch, None, (query, key_value, k_pe), seen.keys)
+        return attend_by_groups(call, arch, None, (query, key_value, k_pe), seen.make_kv)
 
 
 def visible_keys_backward(
@@ -109,7 +109,7 @@ class VisibleKV:
         # of the last group's key and value: (which tensor it is, how to make it)
         self.made: list[tuple[tuple, Callable[[], Tensor]]] = []
 
-    def keys(self, key_value: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor, Segments]:
+    def make_kv(self, key_value: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor, Segments]:
         """Return key and value of a group, and the Segments of queries and keys. `key_value`:
         kv_b's outputs [keys, heads, nope + value]; `k_pe` [keys, heads, rope], rotated."""
         k_nope, value = key_value.split([self.mla.nope_dim, self.mla.value_dim], 2)

@@ -5,7 +5,7 @@ pretrained/families.py says which models have experts.
     x = norm(mlp_input)                                     # _forward_slice()
     routing = route(x)                                      # k experts a token; rows by expert
     for chunk in _chunks():                                 # a range of experts, some of the rows
-        inputs = x[routing.row_tokens[chunk.rows]]               # _chunk_gate_up()
+        inputs = x[routing.row_tokens[chunk.rows]]          # _chunk_gate_up()
         gate_up = inputs @ chunk.gate_up.T                  # grouped: each row by its own expert
         rows[chunk.rows] = glu(gate_up) @ chunk.down.T      # _chunk_forward()
     branch = sum of a token's k rows, times their weights   # add_expert_rows()

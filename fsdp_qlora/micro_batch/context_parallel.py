@@ -22,8 +22,9 @@ from torch import Tensor
 from fsdp_qlora.micro_batch.segments import Segments
 
 
-# the planner lets ranks share a row on its own only if each gets at least this many of its tokens:
-# with fewer, exchanging keys takes longer than --offload_activations. Pieces are long from here on
+# without --context_parallel_size the planner lets ranks share a row only if each gets at least this
+# many of its tokens: with fewer, exchanging keys takes longer than --offload_activations. Pieces
+# are long from here on
 MIN_TOKENS_PER_RANK = 4096
 MIN_PIECE_TOKENS = 64  # tokens; segment_attention() has not been tried with shorter ones on a GPU
 

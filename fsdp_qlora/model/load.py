@@ -173,7 +173,7 @@ def fill_layer(
     device, dtype = shard.device, model.plan.dtype
     layer: DecoderLayer = model.layers[i]
     local_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
-                   for own in local_blocks(layer, model.shard_rank)]
+                     for own in local_blocks(layer, model.shard_rank)]
     local_linears = copy_mxfp4(local_linears, shard, read)
     layer.nested = quantize(local_linears, shard, read, names, nf4_states, dtype, model)
     if model.plan.offload_params:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.micro_batch.micro_batch import PreferenceInputs, MicroBatch
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch, PreferenceInputs
 from fsdp_qlora.ranks import all_gather
 
 

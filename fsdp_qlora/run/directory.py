@@ -94,7 +94,7 @@ def claim_directory(config: Config, directory: Path, saved_run: dict[str, Any],
 
 
 def judge_run(config: Config, user_config: Config, directory: Path,
-             saved_run: dict[str, Any]) -> tuple[bool, bool]:
+              saved_run: dict[str, Any]) -> tuple[bool, bool]:
     """Return whether the run that `saved_run` describes is this one and complete; and whether
     status.json may be written, because it is not another run's. Raises ValueError if the directory
     cannot be used. Rank 0 only."""
