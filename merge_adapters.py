@@ -301,7 +301,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     with errors_about(what), no_kernels:
         try:
             without_adapter, trained = trained_logits(
-                merge_check_file, *read_head(base, device), base.arch, base.token_ids)
+                merge_check_file, *read_lm_head(base, device), base.arch, base.token_ids)
             merged = logits_of(base.auto_class.from_pretrained(merged_dir, **settings), rows)
         except (MemoryError, RuntimeError) as e:
             too_little = "allocate memory|not enough memory|out of memory|ALLOC_FAILED"
@@ -329,7 +329,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
                          " adapter's effect on the logits")
 
 
-def read_head(base: MergeBase, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def read_lm_head(base: MergeBase, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the lm_head's weight and its bias, if any."""
     names, dtype = base.names, base.training_dtype
     bias = base.weight(names.lm_head_bias, device).to(dtype) if names.lm_head_bias else None

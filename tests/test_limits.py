@@ -247,7 +247,7 @@ def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, m
     """And none that is further from what was trained than the base is passes."""
     trained = torch.eye(8)
     plain = trained * (1 - effect)
-    monkeypatch.setattr(merge_adapters, "read_head", lambda *_: (None, None))
+    monkeypatch.setattr(merge_adapters, "read_lm_head", lambda *_: (None, None))
     monkeypatch.setattr(merge_adapters, "trained_logits", lambda *_: (plain, trained))
     monkeypatch.setattr(merge_adapters, "logits_of", lambda *_: trained + by * (trained - plain))
     loads = types.SimpleNamespace(from_pretrained=lambda *_, **__: None)

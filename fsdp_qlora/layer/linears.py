@@ -39,7 +39,8 @@ class LinearSlices(LinearShape):
     blocks: slice  # into the layer's `packed_weights`, in blocks of 64 weights
     nested: slice  # into `absmax` of NestedScales
     outputs: slice  # into the outputs of its FusedLinear
-    d_columns: slice | None = None  # into its FusedLinear's d, see lora_matmul.py; None: no adapter
+    # into the lora_hidden (d) of its FusedLinear, see lora_matmul.py; None: no adapter
+    d_columns: slice | None = None
     lora_a: slice | None = None  # into the layer's `adapter`: A [lora_rank, in]
     lora_b: slice | None = None  # into the layer's `adapter`: B [out, lora_rank]
     magnitude: slice | None = None  # into the layer's `adapter`: DoRA's magnitudes [out]

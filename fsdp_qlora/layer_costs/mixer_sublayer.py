@@ -74,7 +74,7 @@ class MixerSublayerCosts:
         values = hidden + sublayer.in_proj.padded_lora
         values += sum(out_proj.padded_lora for out_proj, _ in sublayer.paths)
         values += sum(mixer.saved_values for mixer in self.mixers)
-        if self._saves_projected:  # in the same tensor: kept whole
+        if self._saves_projected:  # in the same tensor: dequantized_linears whole
             values += sum(mixer.projected_width for (_, mixer), costs in zip(
                 sublayer.paths, self.mixers) if not costs.saves_projected)
         return values + hidden * (sublayer.arch.attention_post_norm is not None)
@@ -103,23 +103,24 @@ class MixerSublayerCosts:
         in_proj, hidden = self.sublayer.in_proj, self.sublayer.arch.hidden_size
         itemsize = plan.dtype.itemsize
         reuse_dequantized = plan.reuse_dequantized and recomputed
-        kept = self.sublayer.fused_linears if reuse_dequantized else self._recomputed_linears
-        sizes = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in kept]
-        dequantized = sum(sizes) if reuse_dequantized else max(sizes)
+        dequantized_linears = (
+            self.sublayer.fused_linears if reuse_dequantized else self._recomputed_linears)
+        sizes = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in dequantized_linears]
+        dequantized_bytes = sum(sizes) if reuse_dequantized else max(sizes)
         n = plan.micro_batch_tokens
         value_bytes = n * itemsize
         # while out_proj's backward runs: a mixer's result and its gradient
-        mixing = max(2 * out_proj.width * value_bytes + dora_bytes(out_proj, n, itemsize)
-                     for out_proj, _ in self.sublayer.paths)
-        mixing = max(mixing, sum(mixer.live_bytes(plan) for mixer in self.mixers))
-        mixing += (self.saved_values - hidden if recomputed else 0) * value_bytes
+        mixer_bytes = max(2 * out_proj.width * value_bytes + dora_bytes(out_proj, n, itemsize)
+                          for out_proj, _ in self.sublayer.paths)
+        mixer_bytes = max(mixer_bytes, sum(mixer.live_bytes(plan) for mixer in self.mixers))
+        mixer_bytes += (self.saved_values - hidden if recomputed else 0) * value_bytes
         # the gradient of in_proj's outputs; its inputs, and their gradient; and its outputs, which
         # a mixer that saves them does not free
         saved_again = in_proj.out_features * (recomputed and self._saves_projected)
-        projecting = (in_proj.out_features + 2 * in_proj.width + saved_again) * value_bytes
-        projecting += dora_bytes(in_proj, n, itemsize)
-        residuals = 2 * hidden * value_bytes  # gradients: of x and of the sum
-        return residuals + max(mixing, projecting) + dequantized
+        in_proj_bytes = (in_proj.out_features + 2 * in_proj.width + saved_again) * value_bytes
+        in_proj_bytes += dora_bytes(in_proj, n, itemsize)
+        residual_bytes = 2 * hidden * value_bytes  # gradients: of x and of the sum
+        return residual_bytes + max(mixer_bytes, in_proj_bytes) + dequantized_bytes
 
     def recomputed_weights(self, wants_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""

@@ -16,19 +16,19 @@ from fsdp_qlora.pretrained.reader import read_header, read_tensor
 
 
 def trained_logits(
-    file: Path, head: torch.Tensor, bias: torch.Tensor | None, arch: Architecture,
+    file: Path, lm_head: torch.Tensor, bias: torch.Tensor | None, arch: Architecture,
     token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
     vocabulary] on the CPU, from what training has recorded in `file`, see MergeCheck.tensors().
-    `head`, `bias`: the base's lm_head; `token_ids`: the tokens whose rows were trained."""
-    recorded = {name: read_tensor(stored, name, str(head.device)).to(head.dtype)
+    `lm_head`, `bias`: the base's lm_head; `token_ids`: the tokens whose rows were trained."""
+    recorded = {name: read_tensor(stored, name, str(lm_head.device)).to(lm_head.dtype)
                 for name, stored in read_header(file).items()}
 
     def logits(name: str) -> torch.Tensor:
-        weight = head
+        weight = lm_head
         if token_ids:
-            weight = replace_rows(head, arch.vocab_size, token_ids, recorded[f"rows_{name}"])
+            weight = replace_rows(lm_head, arch.vocab_size, token_ids, recorded[f"rows_{name}"])
         return scaled_logits(F.linear(recorded[name], weight, bias).cpu(),
                              arch.logits_multiplier, arch.logits_softcap)
 

@@ -118,7 +118,7 @@ def linears_in_4bit(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return {bare_name() of a linear: its tensor's name in the files} for the linears that
     transformers quantizes with load_in_4bit, in the text model and outside of it, where the name is
-    "" if it is not found. Raises ValueError for a mixture of experts, because what is quantized
+    "" if it is not found. Raises ValueError for an MoE model, because what is quantized
     then depends on the version of transformers."""
     with errors_about(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):

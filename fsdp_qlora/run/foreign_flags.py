@@ -119,7 +119,7 @@ not needed, because the optimizer is always AdamW with 8-bit, paged state and be
 not needed, because the loss is the mean over a step's trained tokens on all GPUs
     average_tokens_across_devices num_items_in_batch
 
-not needed, because the routers of mixtures stay frozen
+not needed, because MoE routers stay frozen
     router_aux_loss_coef moe_aux_loss_coef
 
 not supported
