@@ -17,8 +17,8 @@ A base in NF4 or MXFP4 is only dequantized; FP8 and INT4 are multiplied by their
 rounded to NF4. With DoRA each row of the sum is rescaled to its magnitude. A linear without an
 adapter becomes W, if it was in 4 bits in training; all other tensors are the base's, rounded to
 bf16 (a few small ones stay in fp32), but for the rows of --trainable_tokens. Tensors of the text
-model that training does not know, such as layers for multi-token prediction (MTP), are left out of
-a run's merge; the line "base model .." counts them.
+model that training does not know, such as DeepSeek's layers for multi-token prediction (MTP), are
+left out of a run's merge; the line "base model .." counts them.
 
 The merged model is compared with the trained one, by the logits of the first 64 tokens of four
 training rows. The last line says how much of the adapter's own effect they differ by:
@@ -39,14 +39,14 @@ adapter), and nothing is compared.
         open_run                the run, its base model and its adapter, which belong together
         write_merged            into a hidden directory
             copy_other_files        config.json, the index, the tokenizer and its template
-            merged_tensor           for each tensor of the base, one of three:
-                merged_linears          a linear, or all that are in it (experts; q, k and v):
-                    base.weight             read it, in any format
-                    frozen_weight           W: round it to NF4
-                    add_adapter             W + scaling * B @ A, in fp32; then round to bf16
-                merged_table            embedding or lm_head: put in the trained rows of tokens
-                base.weight             any other, as it is
-            write_tensors           write each as it is made
+            write_tensors           file by file, each tensor as soon as it is made
+                merged_tensor           for each tensor of the merged model, one of three:
+                    merged_linears          a linear, or all that are in it (experts; q, k and v):
+                        base.weight             read it, in any format
+                        frozen_weight           W: round it to NF4
+                        add_adapter             W + scaling * B @ A, in fp32; then round to bf16
+                    merged_table            embedding or lm_head: put in the trained rows of tokens
+                    base.weight             any other, as it is
         check_merge             compare its logits with those of the states that training recorded
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
@@ -160,7 +160,8 @@ def merge(args: argparse.Namespace) -> None:
 
 
 def choose_device(requested: str | None, run: TrainedRun) -> str:
-    """Return the device that quantizes: the one used in training, if it exists here."""
+    """Return the device that quantizes: --device, or the one used in training; if that is not known
+    the GPU, and without a GPU the CPU."""
     has_gpu = torch.cuda.is_available()
     device = requested or ((run.device or "cuda") if has_gpu else "cpu")
     require(device == "cpu" or has_gpu, "--device cuda: there is no GPU here")

@@ -92,9 +92,9 @@ class MergeBase:
 
     def read(self, name: str, device: str, part: str | None = None, index: Any = ...,
              transposed: bool = False) -> torch.Tensor:
-        """Return the tensor `name` of the files, or what `index` selects of it: the tensor that
-        `checksums` has under the name `part`. `transposed`: return its transpose. Raises ValueError
-        if its values do not match that checksum."""
+        """Return the tensor `name` of the files, or with `index` a part of it, such as one linear
+        of stacked experts; `transposed`: its transpose. `part` is its name in `checksums`, if that
+        is not `name`. Raises ValueError if its checksum there is another."""
         stored, part = self.stored[name], part or name
         tensor = read_tensor(stored, name, device, index)
         tensor = tensor.t().contiguous() if transposed else tensor

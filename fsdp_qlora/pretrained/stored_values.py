@@ -1,7 +1,7 @@
 """stored_values(): the values that files store for a tensor, in any format, to load or merge it.
 
-Only the linears of layers that are in 4 bits have no values in loading: copy_nf4() and copy_mxfp4()
-keep their bytes.
+Loading does not ask for linears of layers that are in NF4 or MXFP4 in the files: copy_nf4() and
+copy_mxfp4() keep their bytes. Nor does it for tables and norms, which are never quantized.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ def stored_values(
     name: str, read: Callable[[str], torch.Tensor], names: TensorNames,
     nf4_states: Collection[str], dtype: torch.dtype, first_row: int = 0
 ) -> torch.Tensor:
-    """Return a tensor's values, or those of its rows that `read` returns, which begin at
-    `first_row`. `read(part)`: a tensor by its name, a part of a weight by its own. NF4, of whose
-    names `nf4_states` consists, becomes `dtype`, MXFP4 fp32; FP8 and INT4 are multiplied by their
-    scales."""
+    """Return the values of the tensor `name`, or of those of its rows that `read` returns, the
+    first of which is `first_row`. `read(name)` returns a tensor of the files: this one, or a part
+    of it, such as its scales. If its result is flat, so are values that are not quantized.
+    `nf4_states`: the names of the tensors in NF4, which become `dtype`. MXFP4 becomes fp32; FP8 and
+    INT4 are multiplied by their scales."""
     linear = names.linears.get(name)
     if linear and linear.mxfp4:
         return mxfp4_weight(*(read(name + end) for end in MX_SUFFIXES))
