@@ -128,6 +128,10 @@ def write_layout(directory, name, layout, vocab_size):
             (directory / "model.safetensors").symlink_to("whole/model.safetensors")
 
 
+def is_on_two(item):
+    return item.originalname == "test_two_processes_give_the_same"
+
+
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory, run_jobs, demo_directory):
     """runs(name, layout, processes): the directory of this run; the base model is in model/. All
@@ -142,16 +146,17 @@ def runs(request, tmp_path_factory, run_jobs, demo_directory):
         if nproc not in done:
             done.add(nproc)
             jobs = []
-            wanted = [item.callspec.params for item in items
-                      if nproc == 1 or item.originalname == "test_two_processes_give_the_same"]
-            for case in dict.fromkeys((x["name"], x["layout"]) for x in wanted):
+            cases, on_two = (dict.fromkeys(
+                (item.callspec.params["name"], item.callspec.params["layout"]) for item in some
+            ) for some in (items, filter(is_on_two, items)))
+            for case in cases if nproc == 1 else on_two:
                 model = directory / ", ".join(case)
                 if not model.exists():
                     write_layout(model, *case, len(tokenizer))
                     tokenizer.save_pretrained(model)
                 more = ["--recompute", "all"] * (MANY in case)  # by the choice of forward
                 more += ["--adapter", "dora"] * ("DoRA" in case)
-                more += ["--max_steps", 1] * (case not in QUICK_ON_TWO)
+                more += ["--max_steps", 1] * (case not in on_two)
                 argv = ["--model", model.name, *FLAGS, *LARGE, "--shard_group_size", nproc,
                         *more, "--output_dir", f"{model.name} on {nproc}"]  # fmt: skip
                 jobs.append({"argv": list(map(str, argv))})
