@@ -423,6 +423,7 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("nemotron-3-super", 1, "input", DORA | NARROW | AROUND, 0.750),
     ("gemma-4-e4b", 0, "input", DORA, 0.977),
     ("gemma-4-e4b", 0, "mid_residual", DORA_GATE, 0.963),  # not of the MLP before it
+    ("gemma-4-e4b", 0, "all", DORA_GATE | {"micro_batch_tokens": 16384}, 0.997),
     # experts in slices of at most 65,536 tokens
     ("gpt-oss-20b", 0, "input", SLICES | {"micro_batch_tokens": 530_432}, 1.0),
     ("qwen3-30b-a3b", 0, "mid_residual", SLICES | EXPERTS, 0.986),

@@ -89,12 +89,12 @@ class PerLayerCosts:
         return 2 * hidden + gate.out_features + gate.padded_lora + out.padded_lora
 
     def live_bytes(self, n: int, itemsize: int, reuse_dequantized: bool) -> int:
-        """Peak bytes of backward() for n tokens, besides what is saved."""
+        """Peak bytes of backward() for n tokens, besides what is saved. DoRA's outputs fit into
+        what is counted."""
         gate, out = self.per_layer.fused_linears
         values = 2 * self.per_layer.arch.hidden_size + 2 * out.width + gate.width
         weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in (gate, out)]
-        dora = max(dora_bytes(fused, n, itemsize) for fused in (gate, out))
-        return n * values * itemsize + sum(weights) + dora
+        return n * values * itemsize + sum(weights)
 
     @property
     def elementwise_values(self) -> int:
