@@ -67,7 +67,7 @@ test-fast: $(READY) ## While you edit: layer, families, plan, data; less than a 
 	$(VENV)/bin/python -m pytest $(two) -k 'not ($(slower))' \
 	    $(fast:%=tests/test_%.py) $(ARGS)
 
-test-slow: $(READY) ## Before you push: all that make test leaves out but kills, 20 minutes
+test-slow: $(READY) ## Before you push: all that make test leaves out but kills, most of an hour
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 test-oldest: ## Before a release, and when a library is raised: make test on the oldest transformers
