@@ -109,7 +109,7 @@ IGNORE_INDEX = -100  # label of a token that is not in the loss
 class Row(NamedTuple):
     """The tokens of a text, or of an answer and all messages before it.
 
-    Every field must be a tensor with one value per token, because read_rows() cuts all fields at
+    Every field must be a tensor with one value per token, because read_rows() truncates fields at
     --max_seq_len. To weight the loss, add a field of fp32 [tokens], also if all tokens of an answer
     have the same weight.
     """
@@ -743,9 +743,9 @@ class DataError(ValueError):
 def read_rows(
     path: str, args: Namespace, tokenizer: PreTrainedTokenizerFast, n_needed: float = math.inf
 ) -> list[Row]:
-    """Return the rows of a data set, cut at --max_seq_len, that have a token in the loss. Lines are
-    read in random order until there are `n_needed` rows. Every rank reads all of this, and returns
-    the same rows: 16 bytes of host memory per token, on each rank."""
+    """Return the rows of a data set, truncated to --max_seq_len, that have a token in the loss.
+    Lines are read in random order until there are `n_needed` rows. Every rank reads all of this,
+    and returns the same rows: 16 bytes of host memory per token, on each rank."""
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(Path(path).read_bytes()).hexdigest())
     if len(set(digests)) > 1:  # ranks with different rows would train wrongly, without an error
@@ -755,7 +755,7 @@ def read_rows(
     random.Random(SEED).shuffle(lines)
     rows: list[Row] = []
     columns: set[str] = set()
-    n_read = n_cut = n_dropped = 0
+    n_read = n_truncated = n_dropped = 0
     for number, line in lines:
         if len(rows) >= n_needed:
             break  # the rest would not be trained
@@ -779,14 +779,14 @@ def read_rows(
             row = Row(*(tensor[: args.max_seq_len].clone() for tensor in whole))
             if count_loss_tokens([row]):
                 rows.append(row)
-                n_cut += len(whole.ids) > args.max_seq_len
+                n_truncated += len(whole.ids) > args.max_seq_len
             else:
                 n_dropped += 1  # a prompt that fills --max_seq_len
     if not rows:
         fail(f"{path}: no token to train on")
     log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines (columns:"
-        f" {', '.join(sorted(columns))}); cut at --max_seq_len: {n_cut:,}; left out, because no"
-        f" token within --max_seq_len is in the loss: {n_dropped:,}")
+        f" {', '.join(sorted(columns))}); truncated to --max_seq_len: {n_truncated:,}; left out,"
+        f" because no token within --max_seq_len is in the loss: {n_dropped:,}")
     in_loss = rows[0].labels[rows[0].labels != IGNORE_INDEX]
     log(f"first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
         f" {tokenizer.decode(in_loss)[:500]!r}")

@@ -97,7 +97,7 @@ def traced(path, argv):
 
     def looked_at(run, step):
         batch, micro_batches = rows_of_step(run, step)
-        ids, labels = map(torch.cat, zip(*(batch.tokens(i) for i in range(len(batch)))))
+        ids, labels = map(torch.cat, zip(*(batch.document(i) for i in range(len(batch)))))
         save_file({"ids": ids, "labels": labels, "lengths": batch.lengths}, path)
         return batch, micro_batches
 

@@ -57,7 +57,7 @@ def trl_results(loss, base):
     model = AutoModelForCausalLM.from_pretrained(
         base / "model", quantization_config=quantization, dtype=torch.float32,
         device_map={"": "cuda" if torch.cuda.is_available() else "cpu"})
-    path = base / f"rows{'_judged' * (loss == 'kto')}.jsonl"
+    path = base / f"rows{'_unpaired' * (loss == 'kto')}.jsonl"
     rows = [json.loads(line) for line in path.open()]
     if loss == "kto":
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(SEED)).tolist()
@@ -113,7 +113,7 @@ def trl_classes(loss):
 
 
 def make_base(base, seed):
-    """model/, rows.jsonl, rows_judged.jsonl, and an adapter whose B is not 0."""
+    """model/, rows.jsonl, rows_unpaired.jsonl, and an adapter whose B is not 0."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     write_demo(base / "demo")

@@ -132,7 +132,7 @@ def test_chat_rows_have_the_lengths_asked_for(tmp_path):
     rows = encode_file(config.dataset[0], tokenizer, config.max_seq_len)
     assert [row["length"] for row in rows] == bench.chat_lengths(len(rows), 2048)
     assert len(rows) == config.max_steps * config.batch_size == 12 * 64
-    assert all(row["kept"] and not row["cut"] for row in rows)
+    assert all(row["kept"] and not row["truncated"] for row in rows)
     lengths = sorted(row["length"] for row in rows)
     assert lengths[0] == 16 and lengths[-1] == 2048
     assert abs(lengths[len(lengths) // 2] - 200) < 20  # the median

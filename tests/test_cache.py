@@ -103,7 +103,7 @@ def test_file_of_another_content_under_its_name_is_read_anew(kind, tokenizer, tm
     for answer in "It is 7.", "It is 8.":
         (source,) = write_kind(kind, tmp_path, [{"prompt": "x", "completion": answer}])
         rows, _ = prepare([source], tokenizer)
-        assert tokenizer.decode(rows.tokens(0)[0]) == f"x{answer}</s>"
+        assert tokenizer.decode(rows.document(0)[0]) == f"x{answer}</s>"
         shas.append(rows.sha256())
     assert len(set(shas)) == 2
 
@@ -127,7 +127,7 @@ def test_table_of_the_same_name_and_time_is_read_anew(kind, tokenizer, tmp_path)
         if file.exists():
             os.utime(file, ns=(time, time))
     rows, _ = prepare([source], tokenizer)
-    assert tokenizer.decode(rows.tokens(0)[0]) == "xIt is 8.</s>"
+    assert tokenizer.decode(rows.document(0)[0]) == "xIt is 8.</s>"
 
 
 def cached(monkeypatch, tmp_path):
@@ -187,7 +187,7 @@ def test_file_rewritten_while_it_is_encoded_is_not_kept(tokenizer, tmp_path, mon
         assert "has changed while it was read" in refusal([path], tokenizer)
     write_jsonl(path, [{"text": "It is 7."}])
     rows, _ = prepare([path], tokenizer)
-    assert tokenizer.decode(rows.tokens(0)[0]) == "It is 7.</s>"
+    assert tokenizer.decode(rows.document(0)[0]) == "It is 7.</s>"
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "MemoryError"])

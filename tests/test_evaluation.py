@@ -398,7 +398,7 @@ def test_fraction_is_one_of_conversations(base, tmp_path):
     with one_process():
         parts = prepare_data(config, base, tokenizer, len(tokenizer), "2020-01-31")
     assert [len(rows) for rows in parts] == [21, 9]
-    asked = [{tokenizer.decode(rows.tokens(i)[0]).partition(" times")[0][-1]
+    asked = [{tokenizer.decode(rows.document(i)[0]).partition(" times")[0][-1]
               for i in range(len(rows))} for rows in parts]  # fmt: skip
     assert [len(one) for one in asked] == [7, 3] and not asked[0] & asked[1]
 
@@ -445,7 +445,7 @@ def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
         assert sorted(both) == sorted(whole.digests.tolist())
         for one in rows, kept_out:  # the digests are of these tokens
             for i in range(len(one)):
-                again = make_rows([one.tokens(i)])
+                again = make_rows([one.document(i)])
                 assert again.digests == one.digests[i] and again.lengths == one.lengths[i]
         seen.append(kept_out.sha256())
     assert seen[0] == seen[1] != seen[2]

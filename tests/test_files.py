@@ -114,7 +114,7 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
         assert line.startswith(f"{len(want)} row") and "skipped" not in line
         assert len(found) == len(want)
         for i, one in enumerate(want):
-            ids, labels = (t.tolist() for t in found.tokens(i))
+            ids, labels = (t.tolist() for t in found.document(i))
             assert ids == one["input_ids"].tolist() and labels == one["labels"].tolist()
         assert found.lengths.tolist() == [one["length"] for one in want]
         assert found.n_loss_tokens.tolist() == [one["n_loss_tokens"] for one in want]
@@ -187,7 +187,7 @@ def test_several_processes_encode_a_large_file_in_its_order(tokenizer, tmp_path)
     assert path.stat().st_size > sources.FRAGMENT_BYTES
     rows, line = prepare([path], tokenizer, max_seq_len=12)
     assert f"1 skipped: text is int, expected a string ({path} line {n + 1})" in line
-    texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
+    texts = [tokenizer.decode(rows.document(i)[0]) for i in range(len(rows))]
     assert [text.split()[1] for text in texts] == [str(i) for i in range(n)]
 
 
@@ -545,7 +545,7 @@ def test_rows_for_tests_in_a_directory_are_not_trained_on(name, tokenizer, tmp_p
             sources.find_fragments(f"{tmp_path}{option}")
         return
     rows, _ = prepare([f"{tmp_path}{option}"], tokenizer)
-    texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
+    texts = [tokenizer.decode(rows.document(i)[0]) for i in range(len(rows))]
     assert texts == [f"{text}</s>" for text in want]
     said = f" of {tmp_path}: {len(want)} of {len(found)} files;"
     assert capsys.readouterr().out.count(said) == (len(want) < len(found))  # once
@@ -554,7 +554,7 @@ def test_rows_for_tests_in_a_directory_are_not_trained_on(name, tokenizer, tmp_p
 def test_each_line_of_a_text_file_is_a_row(tokenizer, tmp_path):
     (tmp_path / "data.txt").write_bytes(b"[a]\r\n\n  b\n\xff\n{}")
     rows, line = prepare([tmp_path / "data.txt"], tokenizer)
-    texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
+    texts = [tokenizer.decode(rows.document(i)[0]) for i in range(len(rows))]
     assert texts == ["[a]</s>", "  b</s>", "{}</s>"]
     assert "1 skipped: is not JSON" not in line and "data.txt line 4" in line
 

@@ -219,7 +219,7 @@ def test_form_is_trained_as_specified(name, tokenizer, tmp_path):
     assert trained(documents, tokenizer) == [parts]
     (document,) = documents
     assert document["n_loss_tokens"] == sum(int(x) != IGNORE_INDEX for x in document["labels"][1:])
-    assert document["length"] == len(document["input_ids"]) and not document["cut"]
+    assert document["length"] == len(document["input_ids"]) and not document["truncated"]
 
 
 @pytest.mark.parametrize(
@@ -554,7 +554,7 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
     assert "1 skipped: nothing to train on within its first 12 tokens" in line and "line 2" in line
     assert prepare([path], tokenizer, max_seq_len=2)[0].lengths.tolist() == [2]
     assert "none of its 3 examples can be trained on" in refusal([path], tokenizer, max_seq_len=1)
-    ids, labels = (t.tolist() for t in found.tokens(0))
+    ids, labels = (t.tolist() for t in found.document(0))
     assert tokenizer.decode(ids) == "aaaaaaaabbbb" and labels == [IGNORE_INDEX] * 8 + ids[8:]
 
 
@@ -735,7 +735,7 @@ def test_padding_goes_with_its_labels(names, tokenizer, tmp_path):
     want = [PADDED[name][1] for name in names if PADDED[name][1]]
     assert len(rows) == len(want)
     for i, (ids, labels) in enumerate(want):
-        assert [tensor.tolist() for tensor in rows.tokens(i)] == [ids, labels], i
+        assert [tensor.tolist() for tensor in rows.document(i)] == [ids, labels], i
         assert rows.n_loss_tokens[i] == sum(label != NO for label in labels[1:])
 
 

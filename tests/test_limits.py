@@ -221,7 +221,7 @@ def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, mo
     with one_process():
         rows, _, _ = prepare_rows([str(path)], tokenizer, 70_000, 200_000, "2020-01-31")
     assert len(rows) == 601 and rows.lengths.tolist() == [len(ids) for ids in wanted]
-    assert all(torch.equal(part, ids) for i, ids in enumerate(wanted) for part in rows.tokens(i))
+    assert all(torch.equal(part, ids) for i, ids in enumerate(wanted) for part in rows.document(i))
     counts = torch.from_numpy(untrained_tokens.count_loss_tokens(rows, 200_000))
     assert torch.equal(counts, tokens.bincount(minlength=200_000))
 
@@ -236,7 +236,7 @@ def test_token_must_be_in_the_vocabulary(token, is_refused):
 @pytest.mark.parametrize("n", [7, 8, 9])
 def test_row_is_cut_at_the_longest_length(n):
     found = encode_document(range(n), range(n), 8)
-    assert (found["length"], found["cut"]) == (min(n, 8), n > 8)
+    assert (found["length"], found["truncated"]) == (min(n, 8), n > 8)
 
 
 @pytest.mark.parametrize("by, verdict", [

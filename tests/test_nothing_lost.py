@@ -117,7 +117,7 @@ def preferred(start, data, tmp_path_factory):
 
     def left_alone(loss):
         if loss not in done:
-            rows, evaluated = (data / f"{name}_pairs{'_judged' * (loss == 'kto')}.jsonl"
+            rows, evaluated = (data / f"{name}_pairs{'_unpaired' * (loss == 'kto')}.jsonl"
                                for name in ("rows", "eval"))  # fmt: skip
             more = ["--loss", loss, "--dataset", rows, "--eval_dataset", evaluated,
                     "--learning_rate", 1e-3, "--compute_dtype", "float32"]  # fmt: skip

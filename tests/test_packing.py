@@ -89,7 +89,7 @@ def test_random_rows_are_full_rows_that_depend_on_the_seed_alone():
     rows = random_rows(97, config)
     assert len(rows) == 6
     for i in range(6):
-        ids, labels = rows.tokens(i)
+        ids, labels = rows.document(i)
         assert ids.shape == (50,) and torch.equal(ids, labels)
         assert int(ids.min()) >= 0 and int(ids.max()) < 97
     torch.manual_seed(9)

@@ -87,7 +87,7 @@ CASES = [pytest.param(n, name, marks=[pytest.mark.slow] * (n == 4 or name in RAR
 
 def write_preferences(directory, name, n, seed):
     """n questions with answers of 1 to 40 words, a few longer than --max_seq_len: pairs in
-    <name>.jsonl, and one judged answer of each in <name>_judged.jsonl."""
+    <name>.jsonl, and one labeled answer of each in <name>_unpaired.jsonl."""
     draw, words = random.Random(seed), "what is the answer to this plus minus times 1 2 3".split()
     pairs, unpaired = [], []
     for i in range(n):
@@ -95,7 +95,7 @@ def write_preferences(directory, name, n, seed):
         pairs.append({"prompt": f"{text[0]}\n", "chosen": text[1], "rejected": text[2]})
         unpaired.append({"prompt": f"{text[0]}\n", "completion": text[1], "label": i % 3 > 0})
     write_jsonl(directory / f"{name}.jsonl", pairs)
-    write_jsonl(directory / f"{name}_judged.jsonl", unpaired)
+    write_jsonl(directory / f"{name}_unpaired.jsonl", unpaired)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def base(tmp_path_factory, tiny_model):
 
 
 def data_flags(loss):
-    unpaired = "_judged" * (loss == "kto")
+    unpaired = "_unpaired" * (loss == "kto")
     return ["--dataset", f"rows{unpaired}.jsonl", "--eval_dataset", f"eval{unpaired}.jsonl"]
 
 
@@ -249,7 +249,7 @@ class Reference:
 
     def of_rows(self, name, file, which, started=False, prefix=""):
         """Of the rows of a file with these numbers; without a prefix also the gradients."""
-        unpaired = "_judged" * (name == "kto")
+        unpaired = "_unpaired" * (name == "kto")
         rows = documents_of(self.base / f"{file}{unpaired}.jsonl", self.tokenizer)
         before = self.before(rows, started)
         mismatched = mismatch(rows, self.length) if unpaired else rows
@@ -825,7 +825,7 @@ JUDGED = {  # name: (row, (question, answer))
 }  # fmt: skip
 WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "rows of SFT": ("dpo", {"prompt": "a", "completion": "b"}, RefusedExample, "with --loss sft"),
-    "judged rows": ("dpo", {"prompt": "a", "completion": "b", "label": True}, RefusedExample,
+    "unpaired rows": ("dpo", {"prompt": "a", "completion": "b", "label": True}, RefusedExample,
                     "with --loss kto"),
     "no label": ("kto", {"prompt": "a", "completion": "b"}, RefusedExample, "needs label"),
     "no rejected": ("dpo", {"prompt": "a", "chosen": "b"}, RefusedExample,
@@ -844,7 +844,7 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
                          ValueError, "one answer is a whole conversation"),
     "no list": ("dpo", {"conversations": ASKED, "chosen": GOOD, "rejected": BAD}, ValueError,
                 "conversations must be a list of messages"),
-    "no list, judged": ("kto", {"messages": QUESTION, "label": True}, ValueError,
+    "no list, unpaired": ("kto", {"messages": QUESTION, "label": True}, ValueError,
                         "messages must be a list of messages"),
     "a label": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True},
                 RefusedExample,
@@ -922,7 +922,7 @@ def test_pairs(name, tokenizer):
 
 
 @pytest.mark.parametrize("name", JUDGED)
-def test_judged_answers(name, tokenizer):
+def test_unpaired_answers(name, tokenizer):
     row, want = JUDGED[name]
     _, documents, desirable = parse_preference(row, tokenizer, (), "kto")
     assert decoded(*documents, tokenizer) == want
@@ -946,7 +946,7 @@ def test_rows_of_pairs(tokenizer, tmp_path):
     pieces, _ = find_fragments(str(path))
     found = list(encode_fragments(pieces, tokenizer, 8, len(tokenizer), loss="dpo"))
     assert [row["kept"] for row in found] == [True, True, False, True, True]
-    assert found[0]["cut"] and found[0]["length"] == 8 and not found[1]["cut"]
+    assert found[0]["truncated"] and found[0]["length"] == 8 and not found[1]["truncated"]
     assert [row["desirable"] for row in found if row["kept"]] == [True, False] * 2
     with one_process():
         rows, line, _ = prepare_rows([str(path)], tokenizer, 8, len(tokenizer), "2026-01-01",
@@ -1005,7 +1005,7 @@ def test_rows_of_another_loss_or_label_are_other_rows(tokenizer, tmp_path):
             prepare_rows(*settings, loss="dpo")
 
 
-def test_only_the_last_answer_is_judged(tokenizer):
+def test_only_the_last_answer_is_unpaired(tokenizer):
     row = {"instruction": "b", "history": [["x", "y"]], "output": "a", "label": False}
     _, documents, _ = parse_preference(row, tokenizer, (), "kto")
     assert decoded(*documents, tokenizer)[1] == "a<|im_end|>"
@@ -1034,9 +1034,9 @@ def test_an_answer_without_a_prompt_has_room_after_another_one():
     rows = make_rows([([5, 6, 7], [5, 6, 7]), ([1, 2, 8], [IGNORE_INDEX, IGNORE_INDEX, 8])], "kto")
     other = rows.mismatch(seed=0, max_tokens=9)
     for i in range(2):
-        ids, labels = other.tokens(i)
+        ids, labels = other.document(i)
         assert (labels[1:] != IGNORE_INDEX).sum() <= other.n_loss_tokens[i]
-    assert other.tokens(1)[1].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 5, 6, 7]
+    assert other.document(1)[1].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 5, 6, 7]
 
 
 def test_mismatched_rows_have_each_answer_once(tokenizer):
@@ -1044,12 +1044,12 @@ def test_mismatched_rows_have_each_answer_once(tokenizer):
     rows = make_rows(
         [(p + a, [IGNORE_INDEX] * len(p) + a) for p, a in zip(prompts, answers)], "kto")
     other = rows.mismatch(seed=3, max_tokens=8)
-    found = [tuple(t.tolist() for t in other.tokens(i)) for i in range(9)]
+    found = [tuple(t.tolist() for t in other.document(i)) for i in range(9)]
     for (ids, labels), prompt, length in zip(found, prompts, other.lengths.tolist()):
         assert ids[: len(prompt)] == prompt and len(ids) == length <= 8
         assert labels == [IGNORE_INDEX] * len(prompt) + ids[len(prompt) :]
     longer = rows.mismatch(seed=3, max_tokens=99)
-    found = [longer.tokens(i)[0].tolist()[len(prompts[i]) :] for i in range(9)]
+    found = [longer.document(i)[0].tolist()[len(prompts[i]) :] for i in range(9)]
     assert sorted(found) == sorted(answers)
     assert sum(a == b for a, b in zip(found, answers)) < 9
 

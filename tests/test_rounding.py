@@ -438,13 +438,14 @@ def test_adapters_gradients_are_summed_in_fp32():
         for seed in range(3):
             x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
             hidden = draw(N, fused.padded_lora, seed=seed)
-            _, grad_d = lora_matmul.input_gradients(call, fused, hidden, grad, x)
-            lora_matmul.add_a_gradient(call, fused, x, grad_d)
+            _, grad_lora_hidden = lora_matmul.input_gradients(call, fused, hidden, grad, x)
+            lora_matmul.add_a_gradient(call, fused, x, grad_lora_hidden)
             of_b = call.weight(fused)[:, fused.in_features :].double()
-            check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_lora], "d")
-            want_a = want_a + scaling * grad_d.double().t() @ x.double()
+            check_rounding(grad_lora_hidden, (grad.double() @ of_b)[:, : fused.n_lora], "d")
+            want_a = want_a + scaling * grad_lora_hidden.double().t() @ x.double()
             for linear in fused.adapted:
-                part = grad[:, linear.outputs].double().t() @ hidden[:, linear.d_columns].double()
+                of_linear = hidden[:, linear.lora_columns].double()
+                part = grad[:, linear.outputs].double().t() @ of_linear
                 want_b[linear] = want_b[linear] + part
         check_rounding(call.grad_adapter[fused.lora_a], want_a.flatten(), "A")
         for linear, want in want_b.items():
@@ -461,7 +462,7 @@ def test_doras_norms_and_magnitudes_are_fp32():
         a, weight = call.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
         for linear in fused.adapted:
             b, rows = call.adapter[linear.lora_b].view(-1, fused.lora_rank).double(), linear.outputs
-            of_rows = (weight[rows] + call.spec.scaling * b @ a[linear.d_columns]).norm(dim=1)
+            of_rows = (weight[rows] + call.spec.scaling * b @ a[linear.lora_columns]).norm(dim=1)
             sums = (grad[:, rows].double() * weight[rows].t()).sum(0) / of_rows
             check_rounding(norm[rows], of_rows, "norms")
             check_rounding(factor[rows], call.layer.adapter[linear.magnitude] / of_rows, "factors")

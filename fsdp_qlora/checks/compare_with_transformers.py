@@ -235,7 +235,7 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
     if model.layers[0].spec.dora:
         measure_weight_norms(model)
         for layer in model.layers:
-            for linear in filter(lambda linear: linear.d_columns, layer.spec.linears):
+            for linear in filter(lambda linear: linear.lora_columns, layer.spec.linears):
                 layer.adapter[linear.magnitude] += 1
                 layer.adapter[linear.magnitude] *= layer.weight_norms[linear.name]
 
@@ -267,7 +267,7 @@ def hf_results(
         for linear in layer.spec.linears:
             name = names.of_layer(i, f"{linear.name}.weight")
             weight = rows_in_memory(weights, names.sources, name).view(-1, linear.in_features)
-            if linear.d_columns:
+            if linear.lora_columns:
                 a = adapters[i][linear.lora_a].view(CHECK_RANK, -1)
                 b = adapters[i][linear.lora_b].view(-1, CHECK_RANK)
                 weight = weight + CHECK_ALPHA / CHECK_RANK * b @ a

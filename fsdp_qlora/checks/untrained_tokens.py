@@ -28,7 +28,7 @@ VALUES_AT_ONCE = 2**22  # labels or weights that are read at once
 def untrained_rows(model: Model) -> dict[int, str]:
     """Return the tokens whose rows of the lm_head were never trained, {token: the evidence in
     words}. All ranks of the shard group must call this."""
-    vocab_size, head = model.arch.vocab_size, model.lm_head
+    vocab_size, lm_head = model.arch.vocab_size, model.lm_head
     size = math.ceil(vocab_size / model.shard_group_size)
 
     def gather(own: torch.Tensor) -> torch.Tensor:
@@ -36,13 +36,13 @@ def untrained_rows(model: Model) -> dict[int, str]:
         own = F.pad(own, (0, 0) * (own.dim() - 1) + (0, size - len(own)))
         return model.all_gather(own).flatten(0, 1)[:vocab_size].cpu()
 
-    parts = head.split(max(1, VALUES_AT_ONCE // head.shape[1]))
+    parts = lm_head.split(max(1, VALUES_AT_ONCE // lm_head.shape[1]))
     total = sum(part.float().sum(0) for part in parts)
     mean = model.all_gather(total).sum(0) / vocab_size
     norms = gather(torch.cat([part.float().norm(dim=1) for part in parts]))
     distances = gather(torch.cat([(part.float() - mean).norm(dim=1) for part in parts]))
     # the first 16 bytes of a row differ from those of all other rows, unless both are untrained
-    keys = gather(head[:, : 16 // head.itemsize].contiguous().view(torch.int64))
+    keys = gather(lm_head[:, : 16 // lm_head.itemsize].contiguous().view(torch.int64))
     _, group, n_alike = keys.unique(dim=0, return_inverse=True, return_counts=True)
     n_alike, found = n_alike[group], dict[int, str]()
     for name, sizes in ("the mean of all rows", distances), ("a tiny row", norms):

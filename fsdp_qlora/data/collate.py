@@ -146,7 +146,7 @@ def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,
     n_sums = 2 if rows.loss_record.trains_prompt else 1
     sum_index = torch.zeros_like(ids)  # the sum that each position belongs to
     for number, i in enumerate(documents):
-        token_ids, labels = rows.tokens(i)
+        token_ids, labels = rows.document(i)
         start = int(padded.starts[number])
         stop = start + len(token_ids)
         before_last = slice(start, stop - 1)  # the last position predicts nothing

@@ -212,7 +212,7 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
     """Return text on the documents of read_table(), from the files `name`: how many rows they are,
     and how many were truncated or skipped."""
     formats = counts_of(table["format"].filter(table["kept"])).items()
-    n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
+    n_truncated = int(table["truncated"].filter(table["kept"]).to_numpy().sum())
     counted = ", ".join(f"{n // rows.documents_per_row:,} {format}" for format, n in formats)
     parts = [f"{describe_count(rows, len(rows))},"
              f" {rows.lengths.sum():,} tokens, {rows.n_loss_tokens.sum():,} of them in the"
@@ -220,8 +220,8 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
     if rows.loss_record.is_unpaired:
         good = rows.desirable
         parts.append(f"{good.sum():,} good answers, {(~good).sum():,} bad ones")
-    if n_cut:
-        parts.append(f"{n_cut:,} truncated to {max_seq_len} tokens")
+    if n_truncated:
+        parts.append(f"{n_truncated:,} truncated to {max_seq_len} tokens")
     return "; ".join(filter(None, [*parts, describe_left_out(table)]))
 
 

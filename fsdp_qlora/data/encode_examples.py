@@ -31,7 +31,7 @@ BATCH = 256  # examples that are parsed at once, and documents of one RecordBatc
 ENCODED = {  # {column that encode_fragments() yields for each document: its type}
     # of encode_document()
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
-    "n_loss_tokens": "int32", "desirable": "bool", "digest": "int64", "cut": "bool",
+    "n_loss_tokens": "int32", "desirable": "bool", "digest": "int64", "truncated": "bool",
     # True if it is trained on; True if it ends the run. Neither: it is left out
     "kept": "bool", "refused": "bool",
     "is_first": "bool",  # True of the first document of its example
@@ -102,7 +102,7 @@ def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | 
     if len(answers) == 2 and all(np.array_equal(*(answer[key] for answer in answers))
                                  for key in keys):
         return ValueError("both answers have the same tokens"
-                          + answers[0]["cut"] * f" within the first {max_seq_len}")
+                          + answers[0]["truncated"] * f" within the first {max_seq_len}")
     return None
 
 
@@ -152,6 +152,6 @@ def check_tokens(document: dict[str, Any], max_seq_len: int, vocab_size: int) ->
         return RefusedExample(f"has token {largest}, but the model's vocabulary ends at"
                               f" {vocab_size - 1}")
     if not document["n_loss_tokens"]:
-        within = f" within its first {max_seq_len} tokens" if document["cut"] else ""
+        within = f" within its first {max_seq_len} tokens" if document["truncated"] else ""
         return ValueError(f"nothing to train on{within}")
     return None

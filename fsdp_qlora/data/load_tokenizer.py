@@ -149,7 +149,7 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
     own.add_tokens([token for token in tokenizer.added_tokens_decoder.values()
                     if token.content not in known])  # tokens that tokenizer_config.json adds
     step = math.ceil(len(rows.starts) / N_DOCUMENTS)
-    documents = [rows.tokens(i)[0][:N_TOKENS] for i in range(0, len(rows.starts), step)]
+    documents = [rows.document(i)[0][:N_TOKENS] for i in range(0, len(rows.starts), step)]
     texts: list[Any] = list(map(tokenizer.decode, documents))
     for text in [*trial_texts(tokenizer), *texts]:
         got, want = tokens(tokenizer, text), own.encode(text).ids

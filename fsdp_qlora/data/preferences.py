@@ -39,7 +39,7 @@ def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: 
     if found and found[0] in PAIRS:
         return parse_pair(example, *found[0], tokenizer)
     if found:
-        return parse_labeled(example, found[0][0], tokenizer)
+        return parse_unpaired(example, found[0][0], tokenizer)
     wanted = "label (true or false)" if is_unpaired else "chosen and rejected"
     raise RefusedExample(f"has {', '.join(example) or 'no keys'}; --loss {loss} needs {wanted} as"
                          " well as a prompt. Rename keys with --columns OLD=NEW, or train on such"
@@ -79,7 +79,7 @@ def parse_pair(example: dict[str, Any], chosen_key: str, rejected_key: str,
     return f"pairs of {name}", chosen + rejected, [True, False]
 
 
-def parse_labeled(example: dict[str, Any], label: str,
+def parse_unpaired(example: dict[str, Any], label: str,
                   tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
     """parse_preference() of an example with one answer, whose key `label` says whether it is good.
     """

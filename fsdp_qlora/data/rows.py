@@ -73,7 +73,7 @@ class Rows:
         """
         return int(self.n_loss_tokens.sum()) if self.loss == "sft" else len(self)
 
-    def tokens(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def document(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (input_ids, labels) of document i, int64 [tokens]; labels are IGNORE_INDEX outside
         the loss."""
         start, n_tokens = int(self.starts[i]), int(self.lengths[i])
@@ -112,10 +112,10 @@ class Rows:
         return dataclasses.replace(self, loss="sft")
 
     def mismatch(self, seed: int, max_tokens: int) -> Rows:
-        """Return the prompts of these rows, each with the answer, perhaps cut already, of the row
-        before it in a random order, cut to `max_tokens`. `n_loss_tokens` is an upper bound,
-        because some rows are cut here, and the first token of an answer without a prompt is in the
-        loss only after another row's prompt."""
+        """Return the prompts of these rows, each with the answer, perhaps truncated already, of
+        the row before it in a random order, truncated to `max_tokens`. `n_loss_tokens` is an upper
+        bound, because some rows are truncated here, and the first token of an answer without a
+        prompt is in the loss only after another row's prompt."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         other = torch.empty_like(order).scatter_(0, order, order.roll(1))
         lengths = self.prompt_lengths + (self.lengths - self.prompt_lengths)[other]
@@ -189,8 +189,8 @@ def random_rows(vocab_size: int, config: Config) -> Rows:
 def encode_document(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
                     desirable: bool = True) -> dict[str, Any]:
     """Return the values of ENCODED (encode_examples.py) that depend on the tokens of one document,
-    cut to `max_tokens`. `desirable`: is it a good answer?"""
-    is_cut = len(ids) > max_tokens
+    truncated to `max_tokens`. `desirable`: is it a good answer?"""
+    is_truncated = len(ids) > max_tokens
     ids, labels = (np.asarray(values[:max_tokens], np.int32) for values in (ids, labels))
     content = ids.tobytes() + labels.tobytes() + b"bad" * (not desirable)
     sha = hashlib.blake2b(content, digest_size=8).digest()
@@ -198,5 +198,5 @@ def encode_document(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
     return {"input_ids": ids, "labels": labels, "length": len(ids),
             "prompt_length": int(in_loss.argmax()) if len(ids) else 0,
             "n_loss_tokens": int(in_loss[1:].sum()),  # nothing predicts the first token
-            "desirable": desirable, "cut": is_cut,
+            "desirable": desirable, "truncated": is_truncated,
             "digest": int.from_bytes(sha, "little", signed=True)}

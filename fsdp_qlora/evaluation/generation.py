@@ -65,7 +65,7 @@ def choose_prompts(
     prompts: list[list[int]] = []
     wanted: list[list[int]] = []
     for i in rows.desirable.nonzero().view(-1)[: 10 * n].tolist():
-        ids, labels = (tensor.tolist() for tensor in documents.tokens(i))
+        ids, labels = (tensor.tolist() for tensor in documents.document(i))
         n_prompt = int(documents.prompt_lengths[i])
         if n_prompt < 2:  # BOS alone is not a prompt
             n_prompt = max(1, min(32, len(ids) // 2))

@@ -24,7 +24,7 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: Tensor) -> T
     adapter.
 
     W contains the weights of its linears, one below the other, bit for bit as bitsandbytes
-    dequantizes NF4 and transformers MXFP4. B of each linear is in its d_columns, which are 0
+    dequantizes NF4 and transformers MXFP4. B of each linear is in its lora_columns, which are 0
     for the other linears. One kernel writes both, so B needs no launch of its own.
     """
     weight = adapter.new_empty(fused.out_features, fused.width)
@@ -51,8 +51,8 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: Tensor) -> T
             weights[outputs] = mxfp4_values(packed[part], scales[part]).view(-1, fused.in_features)
         else:
             weights[outputs] = nf4_values(packed[part], scales[part], nested, linear, weight.dtype)
-        if linear.d_columns:
-            lora_b[outputs, linear.d_columns] = adapter[linear.lora_b].view(-1, fused.lora_rank)
+        if linear.lora_columns:
+            lora_b[outputs, linear.lora_columns] = adapter[linear.lora_b].view(-1, fused.lora_rank)
     return weight
 
 
@@ -81,7 +81,7 @@ def linears_table(fused: FusedLinear, device: torch.device) -> Tensor:
     for linear in fused.linears:
         outputs = fused.relative_outputs(linear)
         b_start = linear.lora_b.start if linear.lora_b else 0
-        column = linear.d_columns.start if linear.d_columns else -1
+        column = linear.lora_columns.start if linear.lora_columns else -1
         table.append([linear.blocks.start - fused.blocks.start, outputs.start, linear.nested.start,
                       linear.index, b_start, column, outputs.stop])
     return torch.tensor(table, dtype=torch.int32, device=device)

@@ -33,10 +33,10 @@ def down_backward(
     if call.spec.dora and down.n_lora:
         activated = grad.new_empty(len(grad), down.in_features)
         glu(activated, saved.gate_up, activation, gated)
-    grad_activated, grad_d = input_gradients(
+    grad_activated, grad_lora_hidden = input_gradients(
         call, down, saved.down_lora_hidden, grad, activated)
     del activated
     grad_gate_up = gate_up_gradient_(grad_activated, saved.gate_up, activation, gated)
     activated = grad_activated  # overwritten by gate_up_gradient_()
-    add_a_gradient(call, down, activated, grad_d)
+    add_a_gradient(call, down, activated, grad_lora_hidden)
     return grad_gate_up

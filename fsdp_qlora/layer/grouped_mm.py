@@ -119,8 +119,8 @@ def fill_expert_lora_hidden(
         lora_hidden = inputs[:, fused.in_features :]
         lora_hidden[:, fused.n_lora :] = 0
         a = expert_a(call, fused, chunk)
-        d = grouped_matmul(inputs[:, : fused.in_features], a.transpose(1, 2), chunk)
-        lora_hidden[:, : fused.n_lora] = d * call.spec.scaling
+        x_a = grouped_matmul(inputs[:, : fused.in_features], a.transpose(1, 2), chunk)
+        lora_hidden[:, : fused.n_lora] = x_a * call.spec.scaling
 
 
 def split_lora_gradient(
@@ -130,14 +130,16 @@ def split_lora_gradient(
     the part through d, and of d [m, n_lora]; None for d if the experts have no adapters."""
     if not fused.n_lora:
         return grad_inputs, None
-    grad_d = grad_inputs[:, fused.in_features : fused.in_features + fused.n_lora].contiguous()
-    grad_x = grad_inputs[:, : fused.in_features]
-    from_d = grouped_matmul(grad_d, expert_a(call, fused, chunk), chunk)
-    return torch.add(grad_x, from_d, alpha=call.spec.scaling), grad_d
+    n_in = fused.in_features
+    grad_x, grad_lora_hidden = grad_inputs[:, :n_in], grad_inputs[:, n_in : n_in + fused.n_lora]
+    grad_lora_hidden = grad_lora_hidden.contiguous()
+    from_lora = grouped_matmul(grad_lora_hidden, expert_a(call, fused, chunk), chunk)
+    return torch.add(grad_x, from_lora, alpha=call.spec.scaling), grad_lora_hidden
 
 
 def add_expert_gradients(
-    call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor, grad: Tensor, chunk: ExpertChunk
+    call: LayerCall, fused: FusedLinear, x: Tensor, grad_lora_hidden: Tensor, grad: Tensor,
+    chunk: ExpertChunk
 ) -> None:
     """Add the gradients of A and B of a chunk's experts to call.grad_adapter, from x [m, in], the
     gradient of d [m, n_lora] and the gradient of the outputs [m, out]. The caller must have
@@ -147,16 +149,18 @@ def add_expert_gradients(
     scaling = call.spec.scaling
     n_lora = fused.n_lora
     grad_a = call.grad_adapter[fused.lora_a].view(n, n_lora, fused.in_features)[chunk_experts]
-    grad_a.add_(grouped_outer(grad_d, x, chunk), alpha=scaling)
-    d = grouped_matmul(x, expert_a(call, fused, chunk).transpose(1, 2), chunk) * scaling
+    grad_a.add_(grouped_outer(grad_lora_hidden, x, chunk), alpha=scaling)
+    a = expert_a(call, fused, chunk)
+    lora_hidden = grouped_matmul(x, a.transpose(1, 2), chunk) * scaling
     first, last = fused.linears[0].lora_b, fused.linears[-1].lora_b
     assert first and last, "all experts have adapters, or none"
     grad_b = call.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[chunk_experts]
     offset = 0
     for linear in fused.linears[: len(fused.linears) // n]:  # linears of one expert
         stop = offset + linear.out_features
-        part = grad[:, offset:stop].contiguous(), d[:, linear.d_columns].contiguous()
-        grad_b[:, offset:stop] += grouped_outer(*part, chunk)
+        grad_outputs = grad[:, offset:stop].contiguous()
+        hidden = lora_hidden[:, linear.lora_columns].contiguous()
+        grad_b[:, offset:stop] += grouped_outer(grad_outputs, hidden, chunk)
         offset = stop
 
 

@@ -39,8 +39,8 @@ class LinearSlices(LinearShape):
     blocks: slice  # into the layer's `packed_weights`, in blocks of 64 weights
     nested: slice  # into `absmax` of NestedScales
     outputs: slice  # into the outputs of its FusedLinear
-    # into the lora_hidden (d) of its FusedLinear, see lora_matmul.py; None: no adapter
-    d_columns: slice | None = None
+    # of the lora_hidden of its FusedLinear, see lora_matmul.py; None: no adapter
+    lora_columns: slice | None = None
     lora_a: slice | None = None  # into the layer's `adapter`: A [lora_rank, in]
     lora_b: slice | None = None  # into the layer's `adapter`: B [out, lora_rank]
     magnitude: slice | None = None  # into the layer's `adapter`: DoRA's magnitudes [out]
@@ -63,7 +63,7 @@ class FusedLinear:
 
     @property
     def adapted(self) -> list[LinearSlices]:
-        return [linear for linear in self.linears if linear.d_columns]
+        return [linear for linear in self.linears if linear.lora_columns]
 
     @property
     def outputs(self) -> slice:
@@ -150,7 +150,7 @@ def fuse_linears(
         adapter = dict[str, Any]()
         if linear in with_adapter:
             first_column = column % n_lora  # starts at 0 for each expert, see n_experts
-            adapter = {"d_columns": slice(first_column, first_column + rank),
+            adapter = {"lora_columns": slice(first_column, first_column + rank),
                        "lora_a": _part(lora_a, column * n_in, rank * n_in),
                        "lora_b": _part(lora_b, b_row * rank, n_out * rank)}
             if config.adapter == "dora":

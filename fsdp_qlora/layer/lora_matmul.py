@@ -1,10 +1,10 @@
 """Base weight and LoRA adapter as one matmul, forward and backward; DoRA's scaling.
 
 y = x W.T + s x A.T B.T is one matmul, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
-columns, not a pass over y. d [n, n_lora], LoRA's hidden values, has the columns of all linears side
-by side; with padding, it is the last columns of the inputs [n, width]. In backward, the gradient of
-y times [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient of A, and the
-part of x's gradient that passes through A.
+columns, not a pass over y. d [n, n_lora] is `lora_hidden` in the code and has the columns of all
+linears side by side; with padding, it is the last columns of the inputs [n, width]. In backward,
+the gradient of y times [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient
+of A, and the part of x's gradient that passes through A.
 
 In signatures of this folder `Tensor | Any` is a Tensor, or None where the caller did not ask for
 it.
@@ -96,8 +96,8 @@ def lora_matmul_backward(
     """Return the gradient of x [n, in], None without wants_grad_x, from `grad`, the gradient of the
     outputs [n, out]. Adds the gradients of A, of B and of DoRA's magnitudes to call.grad_adapter.
     `lora_hidden`: lora_matmul()'s second result."""
-    grad_x, grad_d = input_gradients(call, fused, lora_hidden, grad, x, wants_grad_x)
-    add_a_gradient(call, fused, x, grad_d)
+    grad_x, grad_lora_hidden = input_gradients(call, fused, lora_hidden, grad, x, wants_grad_x)
+    add_a_gradient(call, fused, x, grad_lora_hidden)
     return grad_x
 
 
@@ -133,26 +133,28 @@ def input_gradients(
         for linear in split.adapted:
             grad_b = call.grad_adapter[linear.lora_b].view(-1, fused.lora_rank)
             outputs = split.relative_outputs(linear)
-            grad_b += fp32_matmul(part[:, outputs].t(), lora_hidden[:, linear.d_columns])
+            grad_b += fp32_matmul(part[:, outputs].t(), lora_hidden[:, linear.lora_columns])
     assert grad_inputs is not None, "there is a split"
-    grad_x, grad_d = grad_inputs.split([n_in * wants_grad_x, fused.width - n_in], 1)
-    grad_d = grad_d[:, : fused.n_lora]
+    grad_x, grad_lora_hidden = grad_inputs.split([n_in * wants_grad_x, fused.width - n_in], 1)
+    grad_lora_hidden = grad_lora_hidden[:, : fused.n_lora]
     if not wants_grad_x or not fused.n_lora:
-        return grad_x if wants_grad_x else None, grad_d
+        return grad_x if wants_grad_x else None, grad_lora_hidden
     a = call.adapter[fused.lora_a].view(-1, n_in)  # [n_lora, in]
     if spec.dropout:
-        from_d = spec.scaling * (grad_d @ a)
-        return grad_x + call.drop(from_d, spec.dropout, fused.dropout_site), grad_d
-    return grad_x.addmm_(grad_d, a, alpha=spec.scaling), grad_d
+        from_lora = spec.scaling * (grad_lora_hidden @ a)
+        return grad_x + call.drop(from_lora, spec.dropout, fused.dropout_site), grad_lora_hidden
+    return grad_x.addmm_(grad_lora_hidden, a, alpha=spec.scaling), grad_lora_hidden
 
 
-def add_a_gradient(call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:
+def add_a_gradient(
+    call: LayerCall, fused: FusedLinear, x: Tensor, grad_lora_hidden: Tensor
+) -> None:
     """Add the gradient of all A to call.grad_adapter, from x [n, in] and the gradient of d [n,
     n_lora]."""
     if fused.n_lora:
         dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
         grad_a = call.grad_adapter[fused.lora_a].view(-1, fused.in_features)
-        grad_a.add_(fp32_matmul(grad_d.t(), dropped), alpha=call.spec.scaling)
+        grad_a.add_(fp32_matmul(grad_lora_hidden.t(), dropped), alpha=call.spec.scaling)
 
 
 def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,10 +171,10 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
     norm = torch.ones(fused.out_features, device=weight.device)
     factor = norm.clone()
     for linear in fused.adapted:
-        a_linear = a[linear.d_columns]
+        a_linear = a[linear.lora_columns]
         outputs = fused.relative_outputs(linear)
         b_linear = call.adapter[linear.lora_b].view(-1, fused.lora_rank).float()
-        cross = (b_linear * w_a[outputs, linear.d_columns]).sum(1)
+        cross = (b_linear * w_a[outputs, linear.lora_columns]).sum(1)
         square = (b_linear @ (a_linear @ a_linear.t()) * b_linear).sum(1)
         norm_w = call.layer.weight_norms[linear.name].square()
         norm[outputs] = (norm_w + 2 * scaling * cross + scaling * scaling * square).sqrt()

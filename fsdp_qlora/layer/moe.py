@@ -326,11 +326,11 @@ class MoESublayer:
         routing weights [m]."""
         grad_gate_up, grad_weights = self._chunk_down_backward(call, saved, chunk, x, grad)
         rows = grouped_matmul(grad_gate_up, chunk.gate_up, chunk)
-        rows, grad_d = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
-        if grad_d is not None:
+        rows, grad_lora_hidden = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
+        if grad_lora_hidden is not None:
             add_expert_gradients(
-                call, self.expert_gate_up, x[saved.routing.row_tokens[chunk.rows]], grad_d,
-                grad_gate_up, chunk)
+                call, self.expert_gate_up, x[saved.routing.row_tokens[chunk.rows]],
+                grad_lora_hidden, grad_gate_up, chunk)
         return rows, grad_weights
 
     def _chunk_down_backward(
@@ -349,20 +349,21 @@ class MoESublayer:
         else:
             assert x is not None, "made by _experts_backward()"
             gate_up = self._chunk_gate_up(call, routing, x, chunk)
-        # grad_activated and grad_d exclude the routing weights; grad_gate_up includes them
+        # grad_activated and grad_lora_hidden exclude the routing weights, grad_gate_up has them
         upstream = grad[routing.row_tokens[chunk.rows]]
         grad_activated = grouped_matmul(upstream, chunk.down, chunk)
-        grad_activated, grad_d = split_lora_gradient(call, self.expert_down, grad_activated, chunk)
+        grad_activated, grad_lora_hidden = split_lora_gradient(
+            call, self.expert_down, grad_activated, chunk)
         grad_weights = glu_weight_gradients(
             grad_activated, gate_up, self._activation, self.arch.gated)
         weights = routing.row_weights[chunk.rows]
         grad_gate_up = gate_up_gradient_(
             grad_activated, gate_up, self._activation, self.arch.gated, weights)
         activated = grad_activated  # overwritten by gate_up_gradient_()
-        if grad_d is not None:
+        if grad_lora_hidden is not None:
             add_expert_gradients(
-                call, self.expert_down, activated * weights[:, None].to(activated.dtype), grad_d,
-                upstream, chunk)
+                call, self.expert_down, activated * weights[:, None].to(activated.dtype),
+                grad_lora_hidden, upstream, chunk)
         return grad_gate_up, grad_weights
 
     def _chunks(self, call: LayerCall, routing: Routing) -> Iterator[ExpertChunk]:

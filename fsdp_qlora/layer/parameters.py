@@ -57,8 +57,8 @@ class ParameterLayout:
         """Return {(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
         parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}
         for linear in self.linears:
-            if linear.d_columns:
-                rank = linear.d_columns.stop - linear.d_columns.start
+            if linear.lora_columns:
+                rank = linear.lora_columns.stop - linear.lora_columns.start
                 parts[linear.name, "lora_A.weight"] = linear.lora_a, (rank, linear.in_features)
                 parts[linear.name, "lora_B.weight"] = linear.lora_b, (linear.out_features, rank)
             if linear.magnitude:

@@ -37,9 +37,9 @@ class TokenRows:
         self.table_rows = self.ids[self.own] - local_rows.start  # these rows
 
     @torch.no_grad()
-    def write(self, embedding: Tensor, head: Tensor) -> None:
+    def write(self, embedding: Tensor, lm_head: Tensor) -> None:
         """Copy the rows into this rank's tables, which may be on the host."""
-        for table, rows in zip((embedding, head), self.rows):  # a tied lm_head is the embedding
+        for table, rows in zip((embedding, lm_head), self.rows):  # a tied lm_head is the embedding
             table[self.table_rows.to(table.device)] = rows[self.own].to(table)
 
 

@@ -30,7 +30,7 @@ class MergeCheck:
         documents = rows.as_documents()
         first = documents.select(torch.arange(min(CHECK_ROWS, len(documents))))
         self.rows = dataclasses.replace(first, lengths=first.lengths.clamp(max=CHECK_TOKENS))
-        self.input_ids = [self.rows.tokens(i)[0].tolist() for i in range(len(self.rows))]
+        self.input_ids = [self.rows.document(i)[0].tolist() for i in range(len(self.rows))]
         # until record_without_adapter()
         self.without_adapter = self.initial_token_rows = torch.empty(0)
 

@@ -161,7 +161,7 @@ def log_rows(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) 
         if rows.loss_record.is_unpaired:
             names = [" (good)" if rows.desirable[first] else " (bad)"]
         for i, name in enumerate(names):
-            log(f"{which}{name}: {show_document(*rows.tokens(first + i), tokenizer)!r}")
+            log(f"{which}{name}: {show_document(*rows.document(first + i), tokenizer)!r}")
 
 
 def show_document(ids: torch.Tensor, labels: torch.Tensor,
