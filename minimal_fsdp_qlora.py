@@ -21,11 +21,13 @@ with --offload, a GPU of 24 GB is enough for a 70B. Without a GPU the file runs 
     to change                                     edit
     flags                                         parse_args(), check_args()
     which linears have LoRA, dropout              build_model()
+    a model class of your own                     build_model(); find_model() downloads no *.py
     attention, activation checkpointing           choose_attention(), build_model()
     quantization                                  NF4_KWARGS, and nf4 in save_adapter()
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
     offloading, HSDP                              fsdp_policy()
-    micro-batches, the loss                       micro_batches(), rows_loss()
+    micro-batches                                 micro_batches()
+    the loss, and what it is divided by           rows_loss(), cross_entropy(); count_loss_tokens()
     optimizer, schedule                           train(), lr_factor()
     initial adapter                               init_lora()
     evaluation                                    evaluate(), and where train() calls it
@@ -44,7 +46,8 @@ This file needs no other. It comes from the repository FSDP QLoRA, which also ha
 to merge an adapter into a large model, and train_fsdp_qlora.py, which is faster, resumes, plans
 memory, and trains MoE models, preference pairs and tool calls.
 
-Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
+It needs Linux, Python 3.10 or newer, and NVIDIA GPUs (Ampere or newer), or a CPU. Tested with torch
+2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 SPDX-License-Identifier: MIT. Copyright (c) 2026 the FSDP QLoRA authors.
 """
 
@@ -120,8 +123,9 @@ class Row(NamedTuple):
 
 def main() -> None:
     """Run the job. Every rank (process) runs the same calls in the same order, because some are
-    collectives: a call on one rank alone, as in `if dist.get_rank() == 0: evaluate(...)`, would
-    wait forever for the other ranks."""
+    collectives, which are matched by their order. A call on one rank alone, as in
+    `if dist.get_rank() == 0: evaluate(...)`, would wait for the other ranks, or mix its numbers
+    with those of their next calls."""
     args = parse_args()
     device = init_distributed()
     check_args(args)
@@ -133,7 +137,7 @@ def main() -> None:
     train_rows = rows_of_all_steps(read_rows(args.dataset, args, tokenizer, n_needed), args)
     eval_rows = read_rows(args.eval_dataset, args, tokenizer) if args.eval_dataset else []
     load_and_shard(model, args, model_dir, device)
-    check_model(model)
+    check_loaded(model)
     copy_tokenizer(model_dir, args.output_dir)
     train(model, train_rows, eval_rows, args, device)
     dist.destroy_process_group()
@@ -152,13 +156,14 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="a GPU computes at most micro_batch_size * max_seq_len tokens at"
-                        " once, padding included: this many full rows, or more shorter ones")
+                        help="rows that a GPU computes at once if they have max_seq_len tokens; of"
+                        " shorter rows as many as fit into micro_batch_size * max_seq_len tokens,"
+                        " padding included")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
-                        help="optimizer steps between saves; each overwrites the last, and is"
-                        " followed by an evaluation")
+                        help="optimizer steps between saves; each overwrites the last, and, with"
+                        " --eval_dataset, is followed by an evaluation")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--lora_rank", type=int, default=16, help="rank of the adapter")
     parser.add_argument("--lora_alpha", type=int, default=32,
@@ -349,7 +354,8 @@ def load_and_shard(
             # FSDP2 would average the ranks' gradients, but they must be summed: each rank's loss
             # is already divided by the tokens of all ranks
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+            # or FSDP2 uses PREMUL_SUM, which gloo does not have
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
@@ -469,7 +475,7 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     layer.reshard()
 
 
-def check_model(model: PeftModel) -> None:
+def check_loaded(model: PeftModel) -> None:
     """Check that every weight is loaded, and that exactly the LoRA matrices are trainable."""
     for name, param in model.named_parameters():
         if param.is_meta:
@@ -511,8 +517,8 @@ def train(
         log(f"step 0: eval_loss {eval_loss:.4f}")
     for step in range(1, n_steps + 1):
         started = time.perf_counter()
-        # every rank has the whole batch, and micro_batches() deals it out. So a DataLoader must
-        # give this same batch to every rank: no DistributedSampler
+        # every rank has the whole batch, and micro_batches() deals it out. So a DataLoader, if you
+        # use one, must give this same batch to every rank: no DistributedSampler
         batch = train_rows[(step - 1) * args.batch_size : step * args.batch_size]
         # the tokens of all ranks, because the gradients are summed over all ranks
         n_loss_tokens = count_loss_tokens(batch)
@@ -550,7 +556,7 @@ def train(
 
 
 def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
-    """Yield this rank's rows of a step, as many at once as fit, the longest first.
+    """Yield this rank's part of `batch`, as many rows at once as fit, the longest first.
 
     Rows of similar length go together, because they are padded to the longest. All ranks must yield
     equally often, because each forward is a collective, so rows without a loss are added until the
@@ -570,12 +576,18 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
 
 
 def count_loss_tokens(rows: list[Row]) -> int:
+    """Return the divisor of the loss of these rows. read_rows() leaves out a row where it is 0."""
     # from 1: nothing predicts the first token
     return sum(int((row.labels[1:] != IGNORE_INDEX).sum()) for row in rows)
 
 
 def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor:
-    """Return the sum of the losses of all tokens in this rank's rows of a micro-batch.
+    """Return the sum of the losses of all tokens in this rank's rows of a micro-batch. train() and
+    evaluate() divide it by count_loss_tokens() of the rows of all ranks.
+
+    A loss of your own must be a sum, too, and count_loss_tokens() its divisor. For a row without a
+    token in the loss, such as micro_batches() adds, it must be 0, not NaN, and still call the
+    model, because forward and backward are collectives.
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
     the loss ignores the padding. Do not pack several texts into a row: they would see each other.
@@ -880,9 +892,9 @@ def encode_answer(
     """Return the row of a prompt, which is not in the loss, and its answer."""
     prompt, answer_text = render_answer(prompt_messages, answer, tokenizer)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    # together, because SentencePiece may add a space before an answer that is tokenized alone
     ids = tokenizer(prompt + answer_text, add_special_tokens=False)["input_ids"]
-    if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross from the prompt into the answer
-        # not always tokenized apart: SentencePiece may add a space before a text of its own
+    if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross into the answer: alone after all
         ids = prompt_ids + tokenizer(answer_text, add_special_tokens=False)["input_ids"]
     return make_row(ids, n_prompt=len(prompt_ids))
 

@@ -37,7 +37,7 @@ def minimal(job, process):
             (script.time, "sleep", lambda seconds: None),  # no torchrun ends rank 1 meanwhile
             (script, "init_distributed", lambda: device),
             (dist, "destroy_process_group", lambda: None),  # rank_cases.py ends it
-            (script, "check_model", looking_at_weights(script.check_model, seen)),
+            (script, "check_loaded", looking_at_weights(script.check_loaded, seen)),
             *looking_at_losses(seen),
             (script, "train", looking_at_logits(script.train, seen, device)),
         ):  # fmt: skip
@@ -55,9 +55,9 @@ def minimal(job, process):
     return seen
 
 
-def looking_at_weights(check_model, seen):
+def looking_at_weights(check_loaded, seen):
     def look(model):
-        check_model(model)
+        check_loaded(model)
         base = model.get_base_model()
         names = {module: name for name, module in base.named_modules()}
         for layer in base.get_decoder().layers:

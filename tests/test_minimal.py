@@ -546,7 +546,7 @@ def test_check_at_start_finds_rewritten_words(runs):
     ("the lm_head is unfrozen", "tensors are trainable, but LoRA on"),
     ("a norm is not read", ".norm.weight is not loaded, but still on meta"),
 ])  # fmt: skip
-def test_check_model_finds(run, words, runs):
+def test_check_loaded_finds(run, words, runs):
     text, _ = runs(run)
     assert words in text and not losses(text)
 
