@@ -244,7 +244,7 @@ def frozen_weight(weight: torch.Tensor, linear: str, base: MergeBase) -> torch.T
     if base.in_training_format(linear):
         return weight
     # checked before, because NF4 may hide NaN and infinity
-    return nf4_round_trip(require_finite(weight, base.location(linear)))
+    return nf4_round_trip(require_finite(weight, f"{base.location(linear).path}: {linear}"))
 
 
 def add_adapter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,11 +42,7 @@ class MergeBase:
     token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
 
     def __post_init__(self) -> None:
-        # {tensor: [(linear in it, its index there)]}
-        self.linears_by_tensor = self.names.linears_by_tensor()
-        self.places = {linear: (name, index)
-                       for name, linears in self.linears_by_tensor.items()
-                       for linear, index in linears}
+        self.linears_by_tensor = self.names.linears_by_tensor()  # of the merged model
 
     @property
     def merged_bytes(self) -> int:
@@ -67,51 +64,36 @@ class MergeBase:
         return [name for name in self.stored
                 if name not in used and not name.endswith(NF4_SUFFIXES)]
 
-    def is_mxfp4(self, name: str) -> bool:
-        return name in self.names.linears and self.names.linears[name].mxfp4
-
-    def in_training_format(self, name: str) -> bool:
+    def in_training_format(self, linear: str) -> bool:
         """Return whether the files have the weight as training stored it: in NF4 or MXFP4."""
-        return name in self.nf4_states or self.is_mxfp4(name)
-
-    def is_transposed(self, linear: str) -> bool:
-        """Return whether the merged tensor that contains this linear has it as [in, out]."""
-        source = self.names.sources.get(linear)
-        return self.is_mxfp4(linear) or (source is not None and source.columns is not None)
-
-    def location(self, linear: str) -> str:
-        """Return a linear's file and name, for errors."""
-        return f"{self.paths[self.places[linear][0]]}: {linear}"
+        return linear in self.nf4_states or self.names.linears[linear].mxfp4
 
     def linears_in(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (linear, its view [out, in]) for each linear in the merged tensor `name`: the
         whole tensor, or one of the parts that it stacks (experts) or fuses (q, k and v)."""
-        for linear, index in self.linears_by_tensor[name]:
-            view = tensor[index]
-            yield linear, view.t() if self.is_transposed(linear) else view
+        for linear, place in self.linears_by_tensor[name].items():
+            yield linear, place.weight_in(tensor)
 
-    def read(self, name: str, device: str, part: str | None = None, index: Any = ...,
-             transposed: bool = False) -> torch.Tensor:
-        """Return the tensor `name` of the files, or with `index` a part of it, such as one linear
-        of stacked experts; `transposed`: its transpose. `part` is its name in `checksums`, if that
-        is not `name`. Raises ValueError if its checksum there is another."""
-        stored, part = self.stored[name], part or name
-        tensor = read_tensor(stored, name, device, index)
-        tensor = tensor.t().contiguous() if transposed else tensor
-        checksum = self.checksums.get(part)
+    def location(self, name: str) -> StoredTensor:
+        """Return the location of a tensor, or of the rows that contain it in a larger one."""
+        source = self.names.sources.get(name)
+        return source.stored_rows(self.stored[source.name]) if source else self.stored[name]
+
+    def read(self, name: str, device: str) -> torch.Tensor:
+        """Return a tensor as the files have it. Raises ValueError if `checksums` has another
+        checksum of it."""
+        stored = self.location(name)
+        tensor = read_tensor(stored, name, device)
+        if source := self.names.sources.get(name):
+            tensor = source.weight_in_rows(tensor).contiguous()
+        checksum = self.checksums.get(name)
         if checksum and checksum != as_hex(int(tensor_checksum(tensor))):
-            raise ValueError(f"{stored.path}: the values of {part} {OTHER_BASE}")
+            raise ValueError(f"{stored.path}: the values of {name} {OTHER_BASE}")
         return tensor
 
     def weight(self, name: str, device: str) -> torch.Tensor:
         """Return a tensor, or a linear as [out, in], with the values that the files store: NF4
         becomes `training_dtype`; FP8 is multiplied by its scales, as INT4 is; MXFP4 becomes fp32.
         Raises ValueError as read() does."""
-        _, index = self.places.get(name, (name, ...))
-
-        def read(part: str) -> torch.Tensor:
-            if source := self.names.sources.get(part):  # it is a part of a larger tensor
-                return self.read(source.name, device, part, index, source.columns is not None)
-            return self.read(part, device)
-
+        read = functools.partial(self.read, device=device)
         return stored_values(name, read, self.names, self.nf4_states, self.training_dtype)

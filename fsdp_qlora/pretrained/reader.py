@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,9 @@ class ReadRequest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StackedSlice:
-    """The location of a tensor that files have as some rows of a larger one: a linear of an expert;
-    q_proj, k_proj or v_proj, or its bias; or a convolution of q, k or v."""
+    """The place of a tensor that is some rows of a larger one, in the base's files or in a merged
+    model: a linear of an expert; q_proj, k_proj or v_proj, or its bias; or a convolution of q, k or
+    v."""
 
     name: str  # name of the larger tensor
     n_rows: int  # rows of the larger tensor as a matrix
@@ -61,9 +62,19 @@ class StackedSlice:
     columns: range | None = None  # transposed: rows are its inputs, these columns its outputs
 
     def weight_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the view [out, in] of the linear in the tensor."""
-        weight = tensor.view(self.n_rows, -1)[self.rows.start : self.rows.stop]
-        return weight.t()[self.columns.start : self.columns.stop] if self.columns else weight
+        """Return the view [out, in] of the linear in the larger tensor."""
+        return self.weight_in_rows(tensor.view(self.n_rows, -1)[self.rows.start : self.rows.stop])
+
+    def weight_in_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the view [out, in] of the linear in `rows` of the larger tensor."""
+        return rows.t()[self.columns.start : self.columns.stop] if self.columns else rows
+
+    def stored_rows(self, stored: StoredTensor) -> StoredTensor:
+        """Return the location of `rows`, as a matrix, in the files' larger tensor."""
+        row_bytes = (stored.stop - stored.start) // self.n_rows
+        start, stop = (stored.start + row * row_bytes for row in (self.rows.start, self.rows.stop))
+        shape = len(self.rows), math.prod(stored.shape) // self.n_rows
+        return stored._replace(shape=shape, start=start, stop=stop)
 
     def rows_with(self, outputs: range) -> range:
         """Return the part of `rows` that contains a range of the linear's outputs; if transposed,
@@ -114,17 +125,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor(
-    stored: StoredTensor, name: str, device: torch.device | str = "cpu", index: Any = ...,
+    stored: StoredTensor, name: str, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return one whole tensor, or its part at `index`. The file is opened for each tensor, because
-    mapped pages would add up."""
-    if index is ... and stored.dtype in DTYPES:
+    """Return one tensor. The file is opened for each, because mapped pages would add up."""
+    if stored.dtype in DTYPES:
         # safetensors would parse the header again: 27 ms for a file with 24,000 tensors (a CPU)
         tensor = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
         read_chunk(stored.path, stored.start, tensor)
         return tensor.view(DTYPES[stored.dtype]).view(stored.shape).to(device)
     with safe_open(stored.path, "pt") as tensors:
-        return tensors.get_slice(name)[index].to(device)
+        return tensors.get_tensor(name).to(device)
 
 
 def all_finite(values: torch.Tensor, name: str) -> torch.Tensor:
@@ -226,10 +236,9 @@ class WeightReader:
             self._begin_next()
         self.errors.extend(error for chunk in chunks if (error := chunk.exception()))
         tensor = tensor.zero_() if self.errors else tensor
-        if request.rows and request.source and request.source.columns:
-            columns = request.source.columns[request.rows.start : request.rows.stop]
-            matrix = tensor.view(len(request.source.rows), -1)
-            tensor = matrix[:, columns.start : columns.stop].t().flatten()
+        if request.rows and (source := request.source) and source.columns:
+            weight = source.weight_in_rows(tensor.view(len(source.rows), -1))
+            tensor = weight[request.rows.start : request.rows.stop].flatten()
         return tensor
 
     def close(self) -> None:

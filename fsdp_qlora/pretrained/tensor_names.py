@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -68,28 +67,24 @@ class TensorNames:
         name = f"{self.prefix}layers.{index}." + renamed(name, self.renames)
         return self.aliases.get(name, name)
 
-    def linears_by_tensor(self) -> dict[str, list[tuple[str, Any]]]:
-        """Return {name of a tensor in 16 bits: [(name of a linear, its index in the tensor)]} for
-        all linears."""
-        parts = {}
+    def linears_by_tensor(self) -> dict[str, dict[str, StackedSlice]]:
+        """Return {name of a tensor in 16 bits: {name of a linear: its place in the tensor}} for all
+        linears. Those in MXFP4 then are [experts, in, out], the form of gpt-oss, the only family
+        with MXFP4."""
+        tensors: dict[str, dict[str, StackedSlice]] = {}
         for name, linear in self.linears.items():
-            whole, index = name.removesuffix(INT4_PACKED), ...
-            if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
-                whole, rows, columns = source.name, source.rows, source.columns
-                shape = self.shapes[whole]
-                if len(shape) == 2:  # query, key and value
-                    index = slice(rows.start, rows.stop)
-                else:  # [experts, ..]
-                    expert, first = divmod(rows.start, shape[1])
-                    index = expert, slice(first, first + len(rows))
-                    if columns:
-                        index = *index, slice(columns.start, columns.stop)
-                    elif len(rows) == shape[1]:
-                        index = expert
-                    # a merge writes MXFP4 as [experts, in, out]: only a whole expert has one index
-                    assert index == expert or not linear.mxfp4, "gate and up are one linear"
-            parts.setdefault(whole.removesuffix("_blocks"), []).append((name, index))
-        return parts
+            n_out, n_in = linear.out_features, linear.in_features
+            if linear.mxfp4:
+                source = self.sources[f"{name}_blocks"]
+                assert self.shapes[source.name][1] == n_out, "gate and up are one linear"
+                expert, n_experts = source.rows.start // n_out, source.n_rows // n_out
+                place = StackedSlice(source.name.removesuffix("_blocks"), n_experts * n_in,
+                                     range(expert * n_in, (expert + 1) * n_in), range(n_out))
+            else:
+                alone = StackedSlice(name.removesuffix(INT4_PACKED), n_out, range(n_out))
+                place = self.sources.get(name, alone)
+            tensors.setdefault(place.name, {})[name] = place
+        return tensors
 
 
 def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
