@@ -55,15 +55,13 @@ Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandby
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
-import re
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 # bitsandbytes warns on a CPU that a package is missing, which only its own inference would use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -73,13 +71,11 @@ import transformers
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from fsdp_qlora.checks.compare_with_transformers import without_kernels
 from fsdp_qlora.data.template import how_to_prompt
-from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file, write_tensors
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import StoredAdapter
-from fsdp_qlora.merge.logits import logits_of, trained_logits
+from fsdp_qlora.merge.compare_logits import Verdict, compare_logits
 from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.merge.merged_model import copy_other_files, replace_rows
 from fsdp_qlora.merge.new_directory import new_directory
@@ -87,11 +83,6 @@ from fsdp_qlora.merge.open_run import open_run
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip
 from fsdp_qlora.run.divergence import why_worse
-
-LARGE_ERROR = 0.20  # fraction of the adapter's own effect: warn above this
-SMALL_EFFECT = 0.1  # fraction of the logits' norm: below this rounding to bf16 is too coarse
-FAILED_ERROR = 1.0  # above this the 4-bit base is nearer to the trained model than the merged one
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Merge. If that fails, or at Ctrl-C, print one line to stderr and exit with 1."""
@@ -270,13 +261,6 @@ def merged_table(name: str, base: MergeBase, adapter: StoredAdapter, device: str
 # ------------------------------------------------------------------------------------------------
 
 
-class Verdict(NamedTuple):
-    """The last line of a merge."""
-
-    level: str  # "ok", "warning" or "not checked"
-    text: str
-
-
 def check_merge(args: argparse.Namespace, run: TrainedRun, base: MergeBase, merged_dir: Path,
                 device: str) -> Verdict:
     """Compare the merged model with the trained one, if that is possible and wanted."""
@@ -288,54 +272,6 @@ def check_merge(args: argparse.Namespace, run: TrainedRun, base: MergeBase, merg
         return Verdict("not checked", "an adapter without train_config.json says nothing of the"
                                       " model that was trained")
     return compare_logits(base, run.merge_check_file, merged_dir, run.merge_check_ids, device)
-
-
-def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, rows: list[list[int]],
-                   device: str) -> Verdict:
-    """Print how far the merged model's logits are from the trained model's, as a fraction of the
-    adapter's effect on them, and return the Verdict. MergeCheck's file has the inputs that the
-    trained model's lm_head got for `rows`. Raises ValueError above FAILED_ERROR."""
-    settings = {"dtype": base.training_dtype, "trust_remote_code": False, "use_safetensors": True,
-                "device_map": "auto" if device == "cuda" else {"": "cpu"}}
-    no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
-    what = "the check did not run (see --no-check; the merged model is whole)"
-    with errors_about(what), no_kernels:
-        try:
-            without_adapter, trained = trained_logits(
-                merge_check_file, *read_lm_head(base, device), base.arch, base.token_ids)
-            merged = logits_of(base.auto_class.from_pretrained(merged_dir, **settings), rows)
-        except (MemoryError, RuntimeError) as e:
-            too_little = "allocate memory|not enough memory|out of memory|ALLOC_FAILED"
-            if not (isinstance(e, MemoryError) or re.search(too_little, str(e))):
-                raise
-            return Verdict("not checked", f"the check did not run here: {e}")
-    agree = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
-    effect_norm = (trained - without_adapter).norm()
-    error = float((merged - trained).norm() / effect_norm)
-    effect = float(effect_norm / trained.norm())
-    print(f"check: merged and trained logits differ by {100 * error:.2f} % of the adapter's effect,"
-          f" which is {100 * effect:.1f} % of the logits' norm; {100 * agree:.2f} % of greedy"
-          " tokens agree")
-    why = ("the adapter's effect is small beside the rounding of weights to bf16"
-           if effect < SMALL_EFFECT else
-           "the base, the device or a version may differ from those in training")
-    if not base.arch.moe:  # PEFT cannot: transformers does not load experts in 4 bits
-        why += "; to use the adapter without merging it, see docs/serving.md"
-    require(error <= FAILED_ERROR, "the merged model does not match the trained one, it differs by"
-                                   f" {error:.2f} of the adapter's effect: {why}")  # NaN too
-    if error > LARGE_ERROR:
-        return Verdict("warning", f"the merged model differs from the trained one by"
-                                  f" {100 * error:.0f} % of the adapter's effect: {why}")
-    return Verdict("ok", f"the merged model matches the trained one, to {100 * error:.1f} % of the"
-                         " adapter's effect on the logits")
-
-
-def read_lm_head(base: MergeBase, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the lm_head's weight and its bias, if any."""
-    names, dtype = base.names, base.training_dtype
-    bias = base.weight(names.lm_head_bias, device).to(dtype) if names.lm_head_bias else None
-    head = base.weight(names.embedding if base.arch.tied else names.lm_head, device)
-    return head.to(dtype), bias
 
 
 def require(condition: Any, message: str) -> None:

@@ -11,7 +11,6 @@ import re
 import types
 from pathlib import Path
 
-import merge_adapters
 import pytest
 import torch
 from conftest import one_process
@@ -35,6 +34,7 @@ from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.errors import RefusedExample
 from fsdp_qlora.files import digest
 from fsdp_qlora.kernels.attention import Kernels
+from fsdp_qlora.merge import compare_logits
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
@@ -247,18 +247,18 @@ def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, m
     """And none that is further from what was trained than the base is passes."""
     trained = torch.eye(8)
     plain = trained * (1 - effect)
-    monkeypatch.setattr(merge_adapters, "read_lm_head", lambda *_: (None, None))
-    monkeypatch.setattr(merge_adapters, "trained_logits", lambda *_: (plain, trained))
-    monkeypatch.setattr(merge_adapters, "logits_of", lambda *_: trained + by * (trained - plain))
+    monkeypatch.setattr(compare_logits, "read_lm_head", lambda *_: (None, None))
+    monkeypatch.setattr(compare_logits, "trained_logits", lambda *_: (plain, trained))
+    monkeypatch.setattr(compare_logits, "logits_of", lambda *_: trained + by * (trained - plain))
     loads = types.SimpleNamespace(from_pretrained=lambda *_, **__: None)
     base = types.SimpleNamespace(training_dtype=torch.bfloat16, auto_class=loads, token_ids=(),
                                  arch=types.SimpleNamespace(moe=None))
     args = base, Path("run/probe"), Path("merged"), [[1]], "cpu"
     if verdict is None:
         with pytest.raises(ValueError, match=f"does not match the trained one.*{why}"):
-            merge_adapters.compare_logits(*args)
+            compare_logits.compare_logits(*args)
     else:
-        said = merge_adapters.compare_logits(*args)
+        said = compare_logits.compare_logits(*args)
         assert said.level == verdict and (why in said.text) == (verdict != "ok")
 
 

@@ -45,6 +45,7 @@ from transformers import (
 import merge_adapters
 from fsdp_qlora.data.tokenizer_files import generation_settings
 from fsdp_qlora.files import digest, text_digest
+from fsdp_qlora.merge import compare_logits
 from fsdp_qlora.pretrained.hub import base_digest, copy_small_files
 from fsdp_qlora.pretrained.weight_formats import NF4_STATE
 from fsdp_qlora.run.directory import RESULTS
@@ -920,7 +921,7 @@ def test_model_too_large_for_the_check_is_merged(error, trained, tmp_path, monke
     def all_logits(*args):
         raise error
 
-    monkeypatch.setattr(merge_adapters, "logits_of", all_logits)
+    monkeypatch.setattr(compare_logits, "logits_of", all_logits)
     merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", str(tmp_path / "out")])
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"not checked: the check did not run here: {error}"
@@ -931,7 +932,7 @@ def test_check_that_fails_leaves_the_merged_model(trained, tmp_path, monkeypatch
     def all_logits(*args):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(merge_adapters, "logits_of", all_logits)
+    monkeypatch.setattr(compare_logits, "logits_of", all_logits)
     with pytest.raises(SystemExit):
         merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", str(tmp_path / "out")])
     last = capsys.readouterr().err.splitlines()[-1]
@@ -949,7 +950,7 @@ def assert_left(partial, error):
 
 def test_ctrl_c_in_the_check_names_the_merged_model(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        merge_adapters, "logits_of", lambda *args: os.kill(os.getpid(), signal.SIGINT))
+        compare_logits, "logits_of", lambda *args: os.kill(os.getpid(), signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's `&`
     error = error_of(capsys, trained, tmp_path / "out")
     signal.signal(signal.SIGINT, before)
@@ -1518,7 +1519,7 @@ def test_merge_that_loses_much_names_the_page_that_uses_the_adapter_unmerged(
     trained, tmp_path, capsys, monkeypatch
 ):
     """What that page shows is run by test_snippet_gives_what_was_trained_and_stops."""
-    monkeypatch.setattr(merge_adapters, "LARGE_ERROR", 0.0)
+    monkeypatch.setattr(compare_logits, "LARGE_ERROR", 0.0)
     merge_adapters.main(merge_command(trained, tmp_path / "out")[2:])
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("warning: the merged model differs")

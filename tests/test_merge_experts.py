@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4C
 import merge_adapters
 from fsdp_qlora.files import digest
 from fsdp_qlora.lora.peft_names import expert_slices, unstack_experts
-from fsdp_qlora.merge import open_run
+from fsdp_qlora.merge import compare_logits, open_run
 from fsdp_qlora.merge.peft_adapter import linears_in_4bit
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.tensor_names import tensor_names
@@ -201,8 +201,8 @@ def test_merged_mixture_is_the_trained_one(
 ):  # fmt: skip
     run, out = trained(name, run_main), tmp_path / "out"
     capsys.readouterr()
-    logits_of, fla = merge_adapters.logits_of, []
-    monkeypatch.setattr(merge_adapters, "logits_of", lambda *args: (
+    logits_of, fla = compare_logits.logits_of, []
+    monkeypatch.setattr(compare_logits, "logits_of", lambda *args: (
         fla.append(sys.modules.get("fla", "can be imported")), logits_of(*args))[1])  # fmt: skip
     merge(run, out)
     assert fla == [None] or DEVICE != "cpu"  # its kernels do not work there

@@ -28,7 +28,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
 from fsdp_qlora.lora.initial_token_rows import initial_token_rows
 from fsdp_qlora.lora.targets import resolve_adapter
-from fsdp_qlora.merge.logits import logits_of, trained_logits
+from fsdp_qlora.merge.compare_logits import logits_of, trained_logits
 from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.pretrained.from_config import make_architecture
 

@@ -1,6 +1,6 @@
 """MergeCheck: inputs of the lm_head recorded in training, by which a merge is checked.
 
-checkpoints.py writes them, merge/logits.py makes logits of them for merge_adapters.py.
+checkpoints.py writes them, merge/compare_logits.py makes logits of them for merge_adapters.py.
 """
 
 from __future__ import annotations
