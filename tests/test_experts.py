@@ -52,7 +52,7 @@ from fsdp_qlora.layer.grouped_mm import add_expert_rows
 from fsdp_qlora.lora.adapter import Adapter
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_files import write_adapter
-from fsdp_qlora.lora.peft_names import expert_slices, peft_slices, stack_experts, unstack_experts
+from fsdp_qlora.lora.peft_names import expert_slices, peft_name, stack_experts, unstack_experts
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.families import FAMILIES
@@ -487,17 +487,16 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     )
     values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_slices)
     write_adapter(tmp_path, values, lora_config)
-    specs = [layer.spec for layer in adapter.layers]
     own = parts_of_adapter(model, arch, "data")
-    assert read_adapter(config, arch, specs).keys() == own.keys()
+    assert read_adapter(config, arch).keys() == own.keys()
     write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
     with pytest.raises(ValueError, match="gate and up of an expert are not apart"):
-        read_adapter(config, arch, specs)
+        read_adapter(config, arch)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     del settings["alpha_pattern"]
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="alpha_pattern is {}, by this run {.*gate_up_proj': 32}"):
-        read_adapter(config, arch, specs)
+        read_adapter(config, arch)
 
 
 def parts_of_adapter(model, arch, what):
@@ -505,8 +504,8 @@ def parts_of_adapter(model, arch, what):
     found = {}
     for i, layer in enumerate(model.layers):
         whole = getattr(layer.adapter, what)
-        for name, (where, shape) in peft_slices(arch, i, layer.spec).items():
-            found[name] = whole[where].view(shape).clone()
+        for part, (where, shape) in layer.spec.adapter_slices().items():
+            found[peft_name(arch, i, *part)] = whole[where].view(shape).clone()
     return found
 
 

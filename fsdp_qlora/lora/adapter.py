@@ -19,7 +19,7 @@ from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE
 from fsdp_qlora.lora.init_adapter import read_adapter
 from fsdp_qlora.lora.peft_names import (
-    expert_slices, peft_name, peft_slices, stack_experts, token_row_names)
+    expert_slices, peft_name, stack_experts, token_row_names)
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.token_rows import TokenRows
@@ -80,7 +80,8 @@ class Adapter:
 
     def peft_slices(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """Return {PEFT's name: (slice of layer i's adapter, shape)}."""
-        return peft_slices(self.arch, i, self.layers[i].spec)
+        slices = self.layers[i].spec.adapter_slices()
+        return {peft_name(self.arch, i, *part): where for part, where in slices.items()}
 
     def set_layer(self, i: int, values: dict[str, torch.Tensor]) -> None:
         """Set the adapter of layer i from {PEFT's name: whole tensor}."""
@@ -105,9 +106,8 @@ class Adapter:
         """Load --init_adapter, or set PEFT's initial values: A is random, the same on any number of
         ranks; B is zero; DoRA's magnitudes are the norms of the base weights' rows. All ranks must
         call this."""
-        specs = [layer.spec for layer in self.layers]
         with raise_on_all_ranks():
-            loaded = (read_adapter(config, self.arch, specs, self.token_ids)
+            loaded = (read_adapter(config, self.arch, self.token_ids)
                       if config.init_adapter else None)
         for i, layer in enumerate(self.layers):
             self.set_layer(i, loaded or self.initial_values(i, layer, config.seed))

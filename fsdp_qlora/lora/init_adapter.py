@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config import Config
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_CONFIG, read_json
-from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.peft_files import open_own_adapter, with_adapter_form
-from fsdp_qlora.lora.peft_names import peft_slices, stack_experts, unstack_experts
+from fsdp_qlora.lora.peft_names import stack_experts, unstack_experts
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import read_tensor
@@ -25,20 +24,17 @@ SETTING_FLAGS = {"r": "--lora_rank", "lora_alpha": "--lora_alpha", "use_dora": "
                  "use_rslora": "--adapter", "trainable_token_indices": "--trainable_tokens"}
 
 
-def read_adapter(config: Config, arch: Architecture, specs: Sequence[LayerSpec],
+def read_adapter(config: Config, arch: Architecture,
                  token_ids: Sequence[int] = ()) -> dict[str, torch.Tensor]:
     """Return {PEFT's name: fp32 tensor} of --init_adapter. Raises ValueError unless it has the form
-    of this run's adapter, whose layers have these `specs`, with rows of these tokens."""
+    of this run's adapter, with rows of these tokens."""
     directory = Path(str(config.init_adapter))
     with errors_about(f"--init_adapter {directory}"):
         with errors_about("is not an adapter in PEFT's format"):
             arch = with_adapter_form(arch, directory)
-        shapes = {name: shape for i, spec in enumerate(specs)
-                  for name, (_, shape) in peft_slices(arch, i, spec).items()}
         stored, slices = open_own_adapter(
             directory, arch, config.lora_rank, config.lora_alpha, config.adapter,
-            adapted_linears(arch, config.target_modules), token_ids, shapes, "this run",
-            SETTING_FLAGS)
+            {*adapted_linears(arch, config.target_modules)}, token_ids, "this run", SETTING_FLAGS)
         values = {name: read_tensor(tensor, name) for name, tensor in stored.items()}
         own = unstack_experts(values, slices)
         for name, value in stack_experts(own, slices).items():

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig
 
-from fsdp_qlora.layer.parameters import ParameterLayout
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import renamed
 
 
@@ -38,21 +36,22 @@ def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
     return f"{stem}.{renamed(linear, renames)}.{key}"
 
 
-def peft_slices(
-    arch: Architecture, i: int, spec: ParameterLayout,
-) -> dict[str, tuple[slice, tuple[int, ...]]]:
-    """Return {PEFT's name: (slice of layer i's adapter, shape)}."""
-    return {peft_name(arch, i, *part): where for part, where in spec.adapter_slices().items()}
-
-
-def adapter_shapes(arch: Architecture, layer: int, linear: LinearShape, rank: int,
-                   adapter_type: str) -> dict[str, tuple[int, ...]]:
-    """Return {peft_name(): shape} of A, B and, with DoRA, magnitudes of a LinearShape's adapter."""
-    n_out, n_in = linear.out_features, linear.in_features
-    shapes: dict[str, tuple[int, ...]] = {
-        "lora_A.weight": (rank, n_in), "lora_B.weight": (n_out, rank)}
-    shapes |= {"lora_magnitude_vector": (n_out,)} if adapter_type == "dora" else {}
-    return {peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
+def adapter_shapes(
+    arch: Architecture, rank: int, adapter_type: str, adapted: Collection[str]
+) -> dict[tuple[int, str], dict[str, tuple[int, ...]]]:
+    """Return {(layer, linear): {peft_name(): shape}} of A, B and, with DoRA, magnitudes of all
+    linears named in `adapted`."""
+    found = {}
+    for layer, kind in enumerate(arch.layer_kinds):
+        for linear in (x for x in arch.linears(kind) if x.name in adapted):
+            shapes: dict[str, tuple[int, ...]] = {
+                "lora_A.weight": (rank, linear.in_features),
+                "lora_B.weight": (linear.out_features, rank)}
+            if adapter_type == "dora":
+                shapes["lora_magnitude_vector"] = (linear.out_features,)
+            found[layer, linear.name] = {
+                peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
+    return found
 
 
 def token_row_names(arch: Architecture) -> list[str]:

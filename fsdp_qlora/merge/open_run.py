@@ -92,20 +92,15 @@ def adapters_of_run(
     rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
     arch, names = with_adapter_form(base.arch, adapter_dir), base.names
     adapted = {*adapted_linears(arch, run.config["target_modules"])}
-    by_linear = {}
-    for name, linear in names.linears.items():
-        if linear.name in adapted:
-            layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            by_linear[name] = adapter_shapes(arch, int(layer), linear, rank, adapter_type)
-    shapes = {part: shape for parts in by_linear.values() for part, shape in parts.items()}
+    parts = {names.of_layer(layer, f"{linear}.weight"): [*shapes] for (layer, linear), shapes in
+             adapter_shapes(arch, rank, adapter_type, adapted).items()}
     stored, slices = open_own_adapter(
-        adapter_dir, arch, rank, alpha, adapter_type, adapted, base.token_ids, shapes,
-        "train_config.json")
+        adapter_dir, arch, rank, alpha, adapter_type, adapted, base.token_ids, "train_config.json")
     # of all linears: experts with a rank_pattern have an alpha_pattern by the same factor
     scaling = lora_scaling(alpha, rank, adapter_type == "rslora")
     return stored_adapters(adapter_dir, stored, scaling, {
-        name: [slices[part] for part in parts]
-        for name, parts in {**by_linear, **token_row_parts(base)}.items()})
+        name: [slices[part] for part in names_in_peft]
+        for name, names_in_peft in {**parts, **token_row_parts(base)}.items()})
 
 
 def token_row_parts(base: MergeBase) -> dict[str, list[str]]:

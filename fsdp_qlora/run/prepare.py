@@ -53,7 +53,7 @@ def prepare(config: Config, directory: Path, status: Status, is_dry_run: bool) -
             arch, config, config.model or str(base.directory), token_ids)
         specs = make_layer_specs(arch, adapted, config)
         if config.init_adapter and is_new:
-            read_adapter(config, arch, specs, token_ids)  # only to see that it fits
+            read_adapter(config, arch, token_ids)  # only to see that it fits
         weights_dir, base_sha256 = fetch_weights(config, base.directory, model_name, is_dry_run)
     digests = agree_on_digests(config, rows, eval_rows, base_sha256)
     if config.init_adapter and is_new:
