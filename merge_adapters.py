@@ -268,10 +268,11 @@ def check_merge(args: argparse.Namespace, run: TrainedRun, base: MergeBase, merg
         return Verdict("not checked", "--no-check")
     if args.allow_other_base:
         return Verdict("not checked", "--allow_other_base")
-    if not run.merge_check_file:
+    if not (base.arch and run.merge_check_file):
         return Verdict("not checked", "an adapter without train_config.json says nothing of the"
                                       " model that was trained")
-    return compare_logits(base, run.merge_check_file, merged_dir, run.merge_check_ids, device)
+    return compare_logits(
+        base, base.arch, run.merge_check_file, run.merge_check_ids, merged_dir, device)
 
 
 def require(condition: Any, message: str) -> None:

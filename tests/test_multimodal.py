@@ -147,7 +147,7 @@ def test_fp8_outside_the_text_model_is_multiplied_by_its_scales(change, words, t
         with pytest.raises(ValueError, match=words):
             read_base(str(tmp_path), trained, {}, [])
         return
-    base = read_base(str(tmp_path), trained, {}, [])
+    base, _ = read_base(str(tmp_path), trained, {}, [])
     assert base.merged_shapes.keys() == tensors.keys() - {"mtp.fc.weight_scale_inv"}
     assert base.unused == []
     merged = merge_adapters.merged_tensor("mtp.fc.weight", base, {}, "cpu")

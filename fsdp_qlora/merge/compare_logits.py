@@ -32,8 +32,8 @@ class Verdict(NamedTuple):
     text: str
 
 
-def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, rows: list[list[int]],
-                   device: str) -> Verdict:
+def compare_logits(base: MergeBase, arch: Architecture, merge_check_file: Path,
+                   rows: list[list[int]], merged_dir: Path, device: str) -> Verdict:
     """Print how far the merged model's logits are from the trained model's, as a fraction of the
     adapter's effect on them, and return the Verdict. MergeCheck's file has the inputs that the
     trained model's lm_head got for `rows`. Raises ValueError above FAILED_ERROR."""
@@ -44,7 +44,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     with errors_about(what), no_kernels:
         try:
             without_adapter, trained = trained_logits(
-                merge_check_file, *read_lm_head(base, device), base.arch, base.token_ids)
+                merge_check_file, *read_lm_head(base, arch, device), arch, base.token_ids)
             merged = logits_of(base.auto_class.from_pretrained(merged_dir, **settings), rows)
         except (MemoryError, RuntimeError) as e:
             too_little = "allocate memory|not enough memory|out of memory|ALLOC_FAILED"
@@ -61,7 +61,7 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
     why = ("the adapter's effect is small beside the rounding of weights to bf16"
            if effect < SMALL_EFFECT else
            "the base, the device or a version may differ from those in training")
-    if not base.arch.moe:  # PEFT cannot: transformers does not load experts in 4 bits
+    if not arch.moe:  # PEFT cannot: transformers does not load experts in 4 bits
         why += "; to use the adapter without merging it, see docs/serving.md"
     if not error <= FAILED_ERROR:  # or NaN
         raise ValueError("the merged model does not match the trained one, it differs by"
@@ -73,11 +73,13 @@ def compare_logits(base: MergeBase, merge_check_file: Path, merged_dir: Path, ro
                          " adapter's effect on the logits")
 
 
-def read_lm_head(base: MergeBase, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def read_lm_head(
+    base: MergeBase, arch: Architecture, device: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the lm_head's weight and its bias, if any."""
     names, dtype = base.names, base.training_dtype
     bias = base.weight(names.lm_head_bias, device).to(dtype) if names.lm_head_bias else None
-    head = base.weight(names.embedding if base.arch.tied else names.lm_head, device)
+    head = base.weight(names.embedding if arch.tied else names.lm_head, device)
     return head.to(dtype), bias
 
 

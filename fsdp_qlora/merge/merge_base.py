@@ -36,7 +36,7 @@ class MergeBase:
     training_dtype: torch.dtype  # dtype in which training computed
     # for weights that are in NF4 in the files, see check_files()
     nf4_states: dict[str, Any] = dataclasses.field(default_factory=dict)
-    arch: Architecture = None  # None: the merge cannot be checked
+    arch: Architecture | None = None  # None: the adapter has no train_config.json
     # {tensor: tensor_checksum()}, to tell one base from another
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained

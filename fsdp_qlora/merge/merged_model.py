@@ -124,8 +124,9 @@ def merged_config(base: MergeBase) -> dict[str, Any]:
     config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
     texts = config, config.get("text_config", {})
     if base.token_ids:
+        (vocab_size, _), _ = base.merged_shapes[base.names.embedding]
         for part in [text for text in texts if "vocab_size" in text] or [texts[1] or config]:
-            part["vocab_size"] = base.arch.vocab_size
+            part["vocab_size"] = vocab_size
     for part in texts:
         part.pop("quantization_config", None)  # if the base is in 4 bits
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here

@@ -20,6 +20,7 @@ from fsdp_qlora.merge.merged_model import (
     add_other_parts, auto_class, is_multimodal, merged_shapes_and_paths)
 from fsdp_qlora.merge.peft_adapter import open_unrecorded_run
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory
@@ -38,13 +39,13 @@ def open_run(
     run = read_run(adapter_dir)
     # digests of the tensors in training; each is compared when the tensor is read
     checksums = {} if allow_other_base else run.quantization["tensor_sums"]
-    base = read_base(base_model or run.base_model, run.quantization, checksums, run.token_ids)
-    check_base(base, run, allow_other_base)
-    return run, base, adapters_of_run(adapter_dir, run, base)
+    base, arch = read_base(base_model or run.base_model, run.quantization, checksums, run.token_ids)
+    check_base(base, arch, run, allow_other_base)
+    return run, base, adapters_of_run(adapter_dir, run, base, arch)
 
 
 def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str],
-              token_ids: Sequence[int]) -> MergeBase:
+              token_ids: Sequence[int]) -> tuple[MergeBase, Architecture]:
     """Return the base model, after the same checks of its files as in training. `checksums`: those
     that its tensors must have; `token_ids`: the tokens whose rows were trained; see MergeBase."""
     directory = model_directory(name, "weights", "--base_model")
@@ -66,49 +67,49 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
         for table in {names.embedding, names.lm_head} & merged_shapes.keys():
             (_, hidden), table_dtype = merged_shapes[table]
             merged_shapes[table] = (arch.vocab_size, hidden), table_dtype
-    return MergeBase(
+    base = MergeBase(
         directory=directory, stored=stored, names=names, nf4_states=nf4_states,
         merged_shapes=merged_shapes, paths=paths, auto_class=auto_class(model_config),
         training_dtype=getattr(torch, dtype), arch=arch, checksums=checksums,
         token_ids=token_ids)
+    return base, arch
 
 
-def check_base(base: MergeBase, run: TrainedRun, allow_other: bool) -> None:
+def check_base(base: MergeBase, arch: Architecture, run: TrainedRun, allow_other: bool) -> None:
     """Raise ValueError unless the base is the one that the run was trained on."""
     if allow_other:
         print("warning: --allow_other_base: the base may be another one: nothing will be compared")
     elif base_digest(base.directory) != run.base_sha256:
         raise ValueError(f"{base.directory}: its config.json or its weights {OTHER_BASE}")
-    if max(map(max, run.merge_check_ids)) >= base.arch.vocab_size:
+    if max(map(max, run.merge_check_ids)) >= arch.vocab_size:
         raise ValueError("train_config.json has probe_input_ids outside the base's vocabulary of"
-                         f" {base.arch.vocab_size}: another base model?")
+                         f" {arch.vocab_size}: another base model?")
 
 
 def adapters_of_run(
-    adapter_dir: Path, run: TrainedRun, base: MergeBase
+    adapter_dir: Path, run: TrainedRun, base: MergeBase, arch: Architecture
 ) -> dict[str, StoredAdapter]:
     """Return {name of a linear, or of a table with trained rows: its adapter}. Raises ValueError
     unless the files are those of the run."""
     rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
-    arch, names = with_adapter_form(base.arch, adapter_dir), base.names
+    arch = with_adapter_form(arch, adapter_dir)
     adapted = {*adapted_linears(arch, run.config["target_modules"])}
-    parts = {names.of_layer(layer, f"{linear}.weight"): [*shapes] for (layer, linear), shapes in
-             adapter_shapes(arch, rank, adapter_type, adapted).items()}
+    parts = {base.names.of_layer(layer, f"{linear}.weight"): [*shapes] for (layer, linear), shapes
+             in adapter_shapes(arch, rank, adapter_type, adapted).items()}
+    if run.token_ids:
+        parts |= token_row_parts(base, arch)
     stored, slices = open_own_adapter(
         adapter_dir, arch, rank, alpha, adapter_type, adapted, base.token_ids, "train_config.json")
     # of all linears: experts with a rank_pattern have an alpha_pattern by the same factor
     scaling = lora_scaling(alpha, rank, adapter_type == "rslora")
     return stored_adapters(adapter_dir, stored, scaling, {
-        name: [slices[part] for part in names_in_peft]
-        for name, names_in_peft in {**parts, **token_row_parts(base)}.items()})
+        name: [slices[part] for part in names] for name, names in parts.items()})
 
 
-def token_row_parts(base: MergeBase) -> dict[str, list[str]]:
+def token_row_parts(base: MergeBase, arch: Architecture) -> dict[str, list[str]]:
     """Return {embedding or lm_head: the one of token_row_names() that has its trained rows}."""
-    if not base.token_ids:
-        return {}
     names = base.names
-    tables = dict(zip((names.embedding, names.lm_head), token_row_names(base.arch)))
-    if base.arch.tied and names.lm_head in base.merged_shapes:  # a copy of the embedding
+    tables = dict(zip((names.embedding, names.lm_head), token_row_names(arch)))
+    if arch.tied and names.lm_head in base.merged_shapes:  # a copy of the embedding
         tables[names.lm_head] = tables[names.embedding]
     return {table: [name] for table, name in tables.items()}
