@@ -54,8 +54,8 @@ def check_init_adapter_base(config: Config, base_sha256: str,
     theirs = saved_run.get("base_sha256")
     if theirs and base_sha256 and theirs != base_sha256 and not config.random_weights:
         raise ValueError(f"--init_adapter {directory}: was trained on another base model,"
-                         f" {saved_run.get('base_model')}; --model must be that one, or the"
-                         " adapter merged into it without --init_adapter")
+                         f" {saved_run.get('base_model')}. Use that one as --model; or merge the"
+                         " adapter, and use the merged model without --init_adapter")
     named = read_json(directory / ADAPTER_CONFIG, {}).get("base_model_name_or_path")
     if not saved_run and named and Path(named).name != Path(str(config.model)).name:
         log(f"note: --init_adapter {directory}: names {named} as its base model, this run trains on"
