@@ -22,7 +22,7 @@ import merge_adapters
 from fsdp_qlora.files import digest
 from fsdp_qlora.lora.peft_names import expert_slices, unstack_experts
 from fsdp_qlora.merge import compare_logits, open_run
-from fsdp_qlora.merge.peft_adapter import linears_in_4bit
+from fsdp_qlora.merge.adapter_without_run import linears_in_4bit
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.pretrained.weight_formats import NF4_STATE

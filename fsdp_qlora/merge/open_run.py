@@ -18,7 +18,7 @@ from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.merge_base import OTHER_BASE, MergeBase
 from fsdp_qlora.merge.merged_model import (
     add_other_parts, auto_class, is_multimodal, merged_shapes_and_paths)
-from fsdp_qlora.merge.peft_adapter import open_unrecorded_run
+from fsdp_qlora.merge.adapter_without_run import open_adapter_without_run
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check_files import check_files
@@ -35,7 +35,7 @@ def open_run(
     with trained rows: its adapter}. Raises ValueError unless they belong together. `base_model`:
     None for the run's."""
     if base_model and not find_train_config(adapter_dir).is_file():
-        return open_unrecorded_run(adapter_dir, base_model)
+        return open_adapter_without_run(adapter_dir, base_model)
     run = read_run(adapter_dir)
     # digests of the tensors in training; each is compared when the tensor is read
     checksums = {} if allow_other_base else run.quantization["tensor_sums"]

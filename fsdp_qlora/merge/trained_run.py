@@ -22,7 +22,8 @@ def find_train_config(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The part of a run that a merge needs. The defaults are those of an adapter alone."""
+    """The part of a run that a merge needs. The defaults are those of an adapter without
+    train_config.json."""
 
     base_model: str
     config: dict[str, Any] = field(default_factory=dict)  # from train_config.json, as the next four

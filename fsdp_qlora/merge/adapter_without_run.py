@@ -1,5 +1,5 @@
-"""An adapter that PEFT has saved, without train_config.json: its base as transformers loads it in
-4 bits."""
+"""Open an adapter without train_config.json, such as PEFT's, and its base as transformers loads it
+in 4 bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 
-def open_unrecorded_run(
+def open_adapter_without_run(
     adapter_dir: Path, base_model: str
 ) -> tuple[TrainedRun, MergeBase, dict[str, StoredAdapter]]:
     """open_run() for an adapter without train_config.json: return the run, the base and the
