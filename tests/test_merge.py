@@ -315,6 +315,24 @@ def test_adapter_alone_is_merged_as_the_run_is(trained, merged, tmp_path):
         assert torch.equal(found[name], weight), name
 
 
+def test_peft_adapter_of_some_layers_is_merged(trained, tmp_path):
+    """Also when adapter_config.json names the layers; all others go through NF4 as well."""
+    base = trained / "demo" / "model"
+    lora = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), lora)
+    layer = model.base_model.model.model.layers[1].self_attn.q_proj
+    layer.lora_B["default"].weight.data.normal_()
+    model.save_pretrained(tmp_path / "adapter")
+    flags = ["--base_model", str(base)]
+    merge_adapters.main(merge_command(tmp_path / "adapter", tmp_path / "out", *flags)[2:])
+    result = load_file(tmp_path / "out" / "model.safetensors")
+    for name, weight in load_file(base / "model.safetensors").items():
+        want = nf4_and_back(weight) if "_proj." in name else weight
+        if name == "model.layers.1.self_attn.q_proj.weight":  # PEFT knows the scaling
+            want = (want.float() + layer.get_delta_weight("default")).bfloat16()
+        assert torch.equal(result[name], want), name
+
+
 def test_template_beside_an_adapter_is_its(trained, tmp_path):
     """TRL saves the tokenizer with the adapter: by .jinja, older versions in its settings."""
     base, adapter = trained / "demo" / "model", tmp_path / "adapter"

@@ -54,8 +54,9 @@ def open_adapter_without_run(
         slices = slices_by_linear(
             adapter_tensors, settings, directory, {**in_text, **outside}, stored)
     linears = [*in_text.values(), *quantized_outside(directory, outside, slices)]
+    # any layers_to_transform: like target_modules it only selects linears, see slices_by_linear()
     lora = LoraConfig(**{key: settings[key] for key in (
-        "r", "lora_alpha", "use_rslora", "use_dora")})
+        "r", "lora_alpha", "use_rslora", "use_dora", "layers_to_transform")})
     shapes = {part.name: part.shape for parts in slices.values() for part in parts}
     adapter = open_adapter(adapter_dir, lora, shapes, "this merge")
     scaling = lora_scaling(lora.lora_alpha, lora.r, lora.use_rslora)
