@@ -25,18 +25,22 @@ class TrainedRun:
     """The part of a run that a merge needs. The defaults are those of an adapter without
     train_config.json."""
 
+    # values in train_config.json
     base_model: str
-    config: dict[str, Any] = field(default_factory=dict)  # from train_config.json, as the next four
+    config: dict[str, Any] = field(default_factory=dict)
     quantization: dict[str, Any] = field(default_factory=dict)
     base_sha256: str | None = None
     template_kwargs: dict[str, int] = field(default_factory=dict)  # see Rows.template_kwargs
+    token_ids: list[int] = field(default_factory=list)  # the tokens of --trainable_tokens
     merge_check_ids: list[list[int]] = field(default_factory=list)
+
+    # files
     merge_check_file: Path | None = None  # MERGE_CHECK_FILE; None: nothing to compare with
     tokenizer_files: list[Path] = field(default_factory=list)  # to use if the base has none
     replacing_files: list[Path] = field(default_factory=list)  # they replace the base's
     # of --chat_template, or beside a PEFT adapter; None: the base's template
     template_file: Path | None = None
-    token_ids: list[int] = field(default_factory=list)  # the tokens of --trainable_tokens
+
     losses: list[float] = field(default_factory=list)  # of each step until the adapter was saved
 
     @property
@@ -85,16 +89,16 @@ def read_run(directory: Path) -> TrainedRun:
     token_ids = run.get("trainable_token_ids", [])
     tokenizer = found("tokenizer.json", "tokenizer_config.json")
     return TrainedRun(
-        config=run["config"], quantization=run["quantization"], base_model=run["base_model"],
+        base_model=run["base_model"], config=run["config"], quantization=run["quantization"],
         base_sha256=run["base_sha256"],
         template_kwargs={json.dumps(entry["chat_template_kwargs"]): entry["answers"]
                          for entry in run.get("asked", [])},
-        merge_check_file=directory / MERGE_CHECK_FILE, merge_check_ids=run["probe_input_ids"],
-        tokenizer_files=tokenizer,
+        token_ids=token_ids, merge_check_ids=run["probe_input_ids"],
+        merge_check_file=directory / MERGE_CHECK_FILE, tokenizer_files=tokenizer,
         # with --trainable_tokens the tokenizer may have more tokens than the base's
         replacing_files=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
         template_file=path.with_name("chat_template.jinja") if is_given else None,
-        token_ids=token_ids, losses=read_losses(path.parent, last_step))
+        losses=read_losses(path.parent, last_step))
 
 
 def refuse_unmergeable(run: dict[str, Any], path: Path) -> None:
