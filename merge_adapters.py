@@ -84,6 +84,7 @@ from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip
 from fsdp_qlora.run.divergence import why_worse
 
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Merge. If that fails, or at Ctrl-C, print one line to stderr and exit with 1."""
     try:
@@ -205,7 +206,7 @@ def merged_tensor(name: str, base: MergeBase, adapters: dict[str, StoredAdapter]
     """Return one tensor of the merged model, on the CPU."""
     if name in base.linears_by_tensor:  # one or several linears that were in 4 bits
         merged = merged_linears(name, base, adapters, device)
-    elif name in (base.names.embedding, base.names.lm_head) and name in adapters:
+    elif name in adapters:  # the embedding or the lm_head, with trained rows
         merged = merged_table(name, base, adapters[name], device)
     else:  # as the base has it, but for the dtype
         merged = base.weight(name, device)
@@ -219,13 +220,12 @@ def merged_linears(name: str, base: MergeBase, adapters: dict[str, StoredAdapter
     v, if the files have these in one tensor."""
     shape, dtype = base.merged_shapes[name]
     merged = torch.empty(shape, dtype=dtype)
-    for linear, place in base.linears_in(name, merged):
-        weight = base.weight(linear, device)  # [out, in]
-        weight = frozen_weight(weight, linear, base)
+    for linear, place in base.linears_by_tensor[name].items():
+        weight = frozen_weight(base.weight(linear, device), linear, base)  # [out, in]
         if linear in adapters:
             scaling, tensors = adapters[linear].scaling, adapters[linear].tensors(device)
             weight = add_adapter(weight, scaling, *tensors)
-        place.copy_(weight.bfloat16())
+        place.weight_in(merged).copy_(weight.bfloat16())
     return merged
 
 

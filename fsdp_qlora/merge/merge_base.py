@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ class MergeBase:
     token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
 
     def __post_init__(self) -> None:
-        self.linears_by_tensor = self.names.linears_by_tensor()  # of the merged model
+        # {tensor of the merged model: {linear in it: its place there}}; a tensor is one linear, or
+        # stacks several (experts) or fuses them (q, k and v)
+        self.linears_by_tensor = self.names.linears_by_tensor()
 
     @property
     def merged_bytes(self) -> int:
@@ -68,20 +70,14 @@ class MergeBase:
         """Return whether the files have the weight as training stored it: in NF4 or MXFP4."""
         return linear in self.nf4_states or self.names.linears[linear].mxfp4
 
-    def linears_in(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (linear, its view [out, in]) for each linear in the merged tensor `name`: the
-        whole tensor, or one of the parts that it stacks (experts) or fuses (q, k and v)."""
-        for linear, place in self.linears_by_tensor[name].items():
-            yield linear, place.weight_in(tensor)
-
     def location(self, name: str) -> StoredTensor:
         """Return the location of a tensor, or of the rows that contain it in a larger one."""
         source = self.names.sources.get(name)
         return source.stored_rows(self.stored[source.name]) if source else self.stored[name]
 
     def read(self, name: str, device: str) -> torch.Tensor:
-        """Return a tensor as the files have it. Raises ValueError if `checksums` has another
-        checksum of it."""
+        """Return a tensor in the files' format, a linear as [out, in]. Raises ValueError if
+        `checksums` has another checksum of it."""
         stored = self.location(name)
         tensor = read_tensor(stored, name, device)
         if source := self.names.sources.get(name):

@@ -69,8 +69,7 @@ class TensorNames:
 
     def linears_by_tensor(self) -> dict[str, dict[str, StackedSlice]]:
         """Return {name of a tensor in 16 bits: {name of a linear: its place in the tensor}} for all
-        linears. Those in MXFP4 then are [experts, in, out], the form of gpt-oss, the only family
-        with MXFP4."""
+        linears. In 16 bits the experts that are in MXFP4 here are [experts, in, out]."""
         tensors: dict[str, dict[str, StackedSlice]] = {}
         for name, linear in self.linears.items():
             n_out, n_in = linear.out_features, linear.in_features
