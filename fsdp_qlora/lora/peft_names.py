@@ -44,14 +44,20 @@ def adapter_shapes(
     found = {}
     for layer, kind in enumerate(arch.layer_kinds):
         for linear in (x for x in arch.linears(kind) if x.name in adapted):
-            shapes: dict[str, tuple[int, ...]] = {
-                "lora_A.weight": (rank, linear.in_features),
-                "lora_B.weight": (linear.out_features, rank)}
-            if adapter_type == "dora":
-                shapes["lora_magnitude_vector"] = (linear.out_features,)
+            shapes = linear_adapter_shapes(
+                linear.out_features, linear.in_features, rank, adapter_type == "dora")
             found[layer, linear.name] = {
                 peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
     return found
+
+
+def linear_adapter_shapes(
+    n_out: int, n_in: int, rank: int, is_dora: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return {PEFT's key: shape} of A, B and, with DoRA, magnitudes of one linear."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "lora_A.weight": (rank, n_in), "lora_B.weight": (n_out, rank)}
+    return shapes | {"lora_magnitude_vector": (n_out,)} if is_dora else shapes
 
 
 def token_row_names(arch: Architecture) -> list[str]:

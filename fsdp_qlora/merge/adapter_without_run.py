@@ -19,7 +19,7 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
-from fsdp_qlora.lora.peft_names import TensorSlice
+from fsdp_qlora.lora.peft_names import TensorSlice, linear_adapter_shapes
 from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.merge.merged_model import auto_class, in_order
 from fsdp_qlora.merge.trained_run import TrainedRun
@@ -88,10 +88,8 @@ def slices_by_linear(
                              " model, or an adapter of more than linears in layers (lm_head,"
                              " embeddings, modules_to_save)?")
         n_out, n_in = stored[name].shape
-        slices[name] = [TensorSlice(f"{stem}.lora_A.weight", (settings["r"], n_in)),
-                        TensorSlice(f"{stem}.lora_B.weight", (n_out, settings["r"]))]
-        if settings["use_dora"]:
-            slices[name].append(TensorSlice(f"{stem}.lora_magnitude_vector", (n_out,)))
+        shapes = linear_adapter_shapes(n_out, n_in, settings["r"], settings["use_dora"])
+        slices[name] = [TensorSlice(f"{stem}.{key}", shape) for key, shape in shapes.items()]
     return slices
 
 
@@ -119,8 +117,8 @@ def linears_in_4bit(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return {bare_name() of a linear: its tensor's name in the files} for the linears that
     transformers quantizes with load_in_4bit, in the text model and outside of it, where the name is
-    "" if it is not found. Raises ValueError for an MoE model, because what is quantized
-    then depends on the version of transformers."""
+    "" if it is not found. Raises ValueError for an MoE model, because its linears in NF4 depend on
+    the version of transformers."""
     with errors_about(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, dtype=torch.bfloat16)

@@ -46,8 +46,9 @@ def open_run(
 
 def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str],
               token_ids: Sequence[int]) -> tuple[MergeBase, Architecture]:
-    """Return the base model, after the same checks of its files as in training. `checksums`: those
-    that its tensors must have; `token_ids`: the tokens whose rows were trained; see MergeBase."""
+    """Return the base model and its `arch`, after the same checks of its files as in training.
+    `checksums`: those that its tensors must have; `token_ids`: the tokens whose rows were trained;
+    see MergeBase."""
     directory = model_directory(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with errors_about(f"base model {directory}"):
