@@ -95,9 +95,10 @@ def adapters_of_run(
     rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
     arch = with_adapter_form(arch, adapter_dir)
     adapted = {*adapted_linears(arch, run.config["target_modules"])}
+    # {name of a weight: peft_name()s of its adapter's tensors, or the name of its trained rows}
     parts = {base.names.of_layer(layer, f"{linear}.weight"): [*shapes] for (layer, linear), shapes
              in adapter_shapes(arch, rank, adapter_type, adapted).items()}
-    if run.token_ids:
+    if base.token_ids:
         parts |= token_row_parts(base, arch)
     stored, slices = open_own_adapter(
         adapter_dir, arch, rank, alpha, adapter_type, adapted, base.token_ids, "train_config.json")
