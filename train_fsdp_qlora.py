@@ -453,10 +453,11 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
     """Make each decoder layer an FSDP2 unit, of its 4-bit weights, norms, biases and adapter. Do
     nothing if there is nothing to gather, see Plan.uses_fsdp.
 
-    FourBitBlocks, in quant/blocks.py, lets FSDP2 gather 4-bit weights as bytes; with
+    FourBitBlocks, in fsdp_qlora/quant/blocks.py, lets FSDP2 gather 4-bit weights as bytes; with
     --offload_params from host memory, in place of CPUOffloadPolicy. The embedding and lm_head are
-    not FSDP2 parameters, see ModelParameters. plan.reshard_after_forward frees a layer's gathered
-    weights until its backward (FULL_SHARD), or keeps them (SHARD_GRAD_OP).
+    not FSDP2 parameters, see ModelParameters in fsdp_qlora/model/parameters.py.
+    plan.reshard_after_forward frees a layer's gathered weights until its backward (FULL_SHARD), or
+    keeps them (SHARD_GRAD_OP).
     """
     if not plan.uses_fsdp:
         return
@@ -698,9 +699,10 @@ def compute_loss(model: Model, micro_batch: MicroBatch,
     rank's share of the sums from which the mean metrics are computed, fp64 [k], the loss first. All
     ranks must call this.
 
-    The names of the sums, in this order, are METRICS in model/preference_loss.py. What the sums are
-    divided by is Rows.loss_divisor. With plan.uses_cuda_graphs this function is captured: it must
-    not wait for the GPU, nor read a Python value that changes between steps.
+    The names of the sums, in this order, are METRICS in fsdp_qlora/model/preference_loss.py;
+    mean_metrics() in fsdp_qlora/run/step_stats.py divides them. accumulate_gradient() divides the
+    loss, by Rows.loss_divisor. With plan.uses_cuda_graphs this function is captured: it must not
+    wait for the GPU, nor read a Python value that changes between steps.
     """
     token_losses = model(micro_batch)  # cross-entropy of each token in the loss, fp64 [tokens]
     if config.loss != "sft":

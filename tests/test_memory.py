@@ -51,7 +51,7 @@ H200 = Machine(flops_per_second=7e14, bandwidth=4e12, link_bandwidth=3e11, host_
 SLOW_BUS = dataclasses.replace(H200, link_bandwidth=1e10)
 GRAPHS = "CUDA graphs"
 
-# benchmarks/RESULTS.md has these, random weights, rank 16 on all linears, of mixtures attention's:
+# Random weights, rank 16 on all linears, of mixtures attention's (benchmarks/RESULTS.md has some):
 # shapes, layers, peak allocated in GiB, tokens/s per GPU, what the plan has else than PLAN; on
 # H200s, below H100s. What measure_machine() finds there is 8e14 FLOP/s.
 PLAN = {"compute_dtype": "bfloat16", "shard_group_size": 1, "reshard_after_forward": True,
