@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from fsdp_qlora.layer.adapter_settings import AdapterSettings
+
 VERSION = "0.9.0"  # for --version and train_config.json
 # {--lr_schedule: share of the peak learning rate after the warm-up, by the share of steps done}
 SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -171,6 +173,10 @@ class Config:
     compute_dtype: str = flag(
         "bfloat16", "dtype of activations and matmuls", on_resume="refused",
         choices=("bfloat16", "float32"))
+
+    @property
+    def adapter_settings(self) -> AdapterSettings:
+        return AdapterSettings(self.lora_rank, self.lora_alpha, self.adapter, self.lora_dropout)
 
 
 def warmup_steps(config: Config) -> int:

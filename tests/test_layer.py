@@ -127,7 +127,8 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     _, adapted = resolve_adapter(arch, config, "test")
     kernels = (lse_kernels if plan.n_attention_saved else check.eager_kernels)(arch)
     model = Model(
-        arch, make_layer_specs(arch, adapted, config), plan, kernels, torch.device("cpu"))
+        arch, make_layer_specs(arch, adapted, config.adapter_settings), plan, kernels,
+        torch.device("cpu"))
     names = tensor_names(arch, tensors)  # the only process reads all rows
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
     model.set_frequencies(model_config, max(LENGTHS))
@@ -657,7 +658,7 @@ def test_each_layer_has_the_layout_of_its_kind():
     for name, make in TINY.items():
         arch = make_architecture(make(VOCABULARY))
         kinds = [kind[:-1] for kind in arch.layer_kinds]  # without the limits of activations
-        specs = make_layer_specs(arch, (), CONFIG)
+        specs = make_layer_specs(arch, (), CONFIG.adapter_settings)
         found = []
         for spec in specs:
             # another number for each dropout, or two would drop the same values
@@ -1231,7 +1232,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     segments = segments_of((n,))
     micro_batch = types.SimpleNamespace(longest=n, context_shard=None)
     inputs = types.SimpleNamespace(segments=segments, attention_kernels=kernels)
-    mixer = make_layer_specs(arch, (), CONFIG)[0].mixer_sublayer.token_mixer
+    mixer = make_layer_specs(arch, (), CONFIG.adapter_settings)[0].mixer_sublayer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})
     call = types.SimpleNamespace(
         batch=micro_batch, inputs=inputs, layer=layer, saves_attention=False)

@@ -334,7 +334,7 @@ def layers_of(name, monkeypatch, **flags):
         (kind, mixer), = arch.other_mixers.items()
         mixer = dataclasses.replace(mixer, in_multiplier=1.0, multipliers=1.0)
         arch = dataclasses.replace(arch, other_mixers={kind: mixer})
-        specs = make_layer_specs(arch, (), config)
+        specs = make_layer_specs(arch, (), config.adapter_settings)
     return arch, {specs.index(spec): spec for spec in dict.fromkeys(specs)}
 
 

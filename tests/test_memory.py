@@ -200,7 +200,7 @@ def shapes_of(name, layers=None, **flags):
         model_config, arch = read_model_config(Path(name), config)
     config = resolve_max_seq_len(config, model_config, arch)
     _, adapted = resolve_adapter(arch, config, name)
-    return config, arch, make_layer_specs(arch, adapted, config)
+    return config, arch, make_layer_specs(arch, adapted, config.adapter_settings)
 
 
 def predicted(arch, specs, **settings):
@@ -434,7 +434,8 @@ def test_layers_of_different_sizes_add_up():
     narrow_arch = dataclasses.replace(
         arch, gate_up=[dataclasses.replace(x, out_features=half) for x in arch.gate_up],
         down=[dataclasses.replace(x, in_features=half) for x in arch.down])  # fmt: skip
-    wide, narrow = (make_layer_specs(each, (), config) for each in (arch, narrow_arch))
+    wide, narrow = (make_layer_specs(each, (), config.adapter_settings)
+                    for each in (arch, narrow_arch))
 
     def memory(*specs, **settings):
         return predicted(arch, specs, **settings).memory

@@ -195,7 +195,8 @@ def test_run_evaluates_resumes_and_merges_to_what_peft_gives(
 def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, kv_to_share, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     arch = make_architecture(AutoConfig.from_pretrained(tmp_path))
-    specs = make_layer_specs(arch, adapted_linears(arch, ["all-linear"]), Config(model=name))
+    specs = make_layer_specs(
+        arch, adapted_linears(arch, ["all-linear"]), Config(model=name).adapter_settings)
     plan = Plan(
         compute_dtype="bfloat16", n_layers=arch.n_layers, shard_group_size=2,
         reshard_after_forward=True, micro_batch_tokens=1024, n_recomputed=0,

@@ -99,7 +99,7 @@ def test_plan_is_that_of_a_run_there(directory):
         _, plan, limit = plan_elsewhere(config)
     config = dataclasses.replace(config, random_weights=True)
     _, arch = read_model_config(path, config)
-    specs = make_layer_specs(arch, resolve_adapter(arch, config, "")[1], config)
+    specs = make_layer_specs(arch, resolve_adapter(arch, config, "")[1], config.adapter_settings)
     workload = Workload(
         tokens=32 * 1024, longest=1024, longest_row=1024, mean_document_tokens=1024,
         uneven_lengths=False, world_size=4,

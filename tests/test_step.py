@@ -229,7 +229,7 @@ class Vector:
             x.name for x in arch.all_linears()
             if targets == ("all-linear",) or x.name.split(".")[-1] in targets
         ]  # fmt: skip
-        spec = make_layer_specs(arch, adapted, config)[0]  # those of all layers are alike
+        spec = make_layer_specs(arch, adapted, config.adapter_settings)[0]  # all are alike
         self.params = {
             n.replace(".default", "").replace("vector.weight", "vector"): p
             for n, p in model.named_parameters() if p.requires_grad

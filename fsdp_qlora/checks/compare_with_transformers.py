@@ -23,6 +23,7 @@ from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, EAGER_KERNEL, Kernels
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
+from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
@@ -174,18 +175,16 @@ def plain_model(
     `adapter_type`: of the adapters on all linears; None: no adapter. `recompute`: recompute all
     layers, in slices of tokens, as if memory were short.
     """
-    config: Any = types.SimpleNamespace(
-        lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0,
-        adapter=adapter_type or "lora")
+    settings = AdapterSettings(CHECK_RANK, CHECK_ALPHA, adapter_type or "lora")
     plan = CheckPlan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
         reshard_after_forward=True, micro_batch_tokens=64, n_recomputed=arch.n_layers * recompute,
         save_mid_residual=False, reuse_dequantized=recompute, offload_activations=False,
         offload_params=False, n_expert_ranges=3 if recompute else 1)
     adapted = {linear.name for linear in arch.all_linears()}
-    if adapter_type == "dora":
+    if settings.is_dora:
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
-    specs = make_layer_specs(arch, adapted if adapter_type else (), config)
+    specs = make_layer_specs(arch, adapted if adapter_type else (), settings)
     model = Model(arch, specs, plan, eager_kernels(arch), torch.device("cpu"))
     names = tensor_names(arch, tensors)
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})

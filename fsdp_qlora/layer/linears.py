@@ -19,7 +19,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from fsdp_qlora.config import Config
+from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.quant.nf4 import LORA_ALIGNMENT
@@ -124,7 +124,8 @@ class Allocator:
 
 
 def fuse_linears(
-    dropout_site: int, linears: list[LinearShape], adapted: Collection[str], config: Config,
+    dropout_site: int, linears: list[LinearShape], adapted: Collection[str],
+    settings: AdapterSettings,
     vectors: dict[str, tuple[slice, tuple[int, ...]]], allocator: Allocator, n_experts: int = 0
 ) -> FusedLinear:
     """Return the FusedLinear of these linears; the linears named in `adapted` get an adapter.
@@ -132,7 +133,7 @@ def fuse_linears(
     `vectors` is {name: (slice, shape)} of the layer's norms and biases. With n_experts, the linears
     belong to that many experts, one after the other, and all have adapters or none has.
     """
-    rank = config.lora_rank
+    rank = settings.rank
     n_in = linears[0].in_features
     with_adapter = [linear for linear in linears if linear.name in adapted]
     n_lora = rank * len(with_adapter) // max(1, n_experts)
@@ -140,7 +141,7 @@ def fuse_linears(
     # each begins at a multiple of OPTIM_BLOCKSIZE: no block of the optimizer's state has both A and
     # B
     sizes = (rank * len(with_adapter) * n_in, adapted_out_features * rank,
-             adapted_out_features * (config.adapter == "dora"))
+             adapted_out_features * settings.is_dora)
     lora_a, lora_b, magnitude = (allocator.reserve("adapter", n, OPTIM_BLOCKSIZE) for n in sizes)
 
     placed: list[LinearSlices] = []
@@ -153,7 +154,7 @@ def fuse_linears(
             adapter = {"lora_columns": slice(first_column, first_column + rank),
                        "lora_a": _part(lora_a, column * n_in, rank * n_in),
                        "lora_b": _part(lora_b, b_row * rank, n_out * rank)}
-            if config.adapter == "dora":
+            if settings.is_dora:
                 adapter["magnitude"] = _part(magnitude, b_row, n_out)
             column, b_row = column + rank, b_row + n_out
         n_blocks = math.ceil(n_out * n_in / BLOCK)

@@ -12,7 +12,6 @@ it.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -22,11 +21,6 @@ from torch import Tensor
 from fsdp_qlora.kernels.compiled import elementwise
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-
-
-def lora_scaling(alpha: float, rank: int, is_rslora: bool) -> float:
-    """Return s, the factor of B A: alpha / rank; for rsLoRA alpha / sqrt(rank)."""
-    return alpha / (math.sqrt(rank) if is_rslora else rank)
 
 
 def widen(x: Tensor, fused: FusedLinear) -> Tensor:

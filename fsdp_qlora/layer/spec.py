@@ -13,15 +13,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fsdp_qlora.config import Config
 from fsdp_qlora.kernels.dropout import ATTENTION_SITE, MLP_SITE
+from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.layer.attention_mixer import AttentionMixer
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import Allocator, FusedLinear, fuse_linears
-from fsdp_qlora.layer.lora_matmul import lora_scaling
 from fsdp_qlora.layer.mixer_sublayer import MixerSublayer, TokenMixer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import DenseMLPSublayer
@@ -85,21 +84,21 @@ class MLPSublayer(Protocol):
 
 
 def make_layer_specs(
-    arch: Architecture, adapted: Collection[str], config: Config
+    arch: Architecture, adapted: Collection[str], settings: AdapterSettings
 ) -> tuple[LayerSpec, ...]:
     """Return the LayerSpec of each layer; layers of the same kind share one.
 
     `adapted`: the names, within a layer, of the linears that get an adapter.
     """
     kinds = arch.layer_kinds
-    made = {kind: _make_layer_spec(arch, adapted, config, kind) for kind in dict.fromkeys(kinds)}
+    made = {kind: _make_layer_spec(arch, adapted, settings, kind) for kind in dict.fromkeys(kinds)}
     n_adapter = max(spec.n_adapter for spec in made.values())  # one length, see Adapter
     made = {kind: dataclasses.replace(spec, n_adapter=n_adapter) for kind, spec in made.items()}
     return tuple(made[kind] for kind in kinds)
 
 
 def _make_layer_spec(
-    arch: Architecture, adapted: Collection[str], config: Config, kind: LayerKind
+    arch: Architecture, adapted: Collection[str], settings: AdapterSettings, kind: LayerKind
 ) -> LayerSpec:
     allocator = Allocator()
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
@@ -107,7 +106,7 @@ def _make_layer_spec(
     groups = arch.fused_groups(kind)
     assert len(groups) <= ATTENTION_SITE, "a group's number is its dropout site; the rest are taken"
     fused = {
-        name: fuse_linears(site, linears, adapted, config, vectors, allocator,
+        name: fuse_linears(site, linears, adapted, settings, vectors, allocator,
                            arch.moe.n_experts if arch.moe and name.startswith("expert_") else 0)
         for site, (name, linears) in enumerate(groups.items()) if linears}
     small_tensors = arch.small_tensors(kind)
@@ -120,8 +119,7 @@ def _make_layer_spec(
         small_tensors=small_tensors,
         # at least one value, because FSDP2 shards it
         n_blocks=counts["blocks"], n_vectors=counts.get("vectors", 1), n_adapter=counts["adapter"],
-        scaling=lora_scaling(config.lora_alpha, config.lora_rank, config.adapter == "rslora"),
-        dropout=config.lora_dropout, dora=config.adapter == "dora")
+        scaling=settings.scaling, dropout=settings.dropout, dora=settings.is_dora)
 
 
 def _make_mixer(

@@ -33,7 +33,7 @@ def read_adapter(config: Config, arch: Architecture,
         with errors_about("is not an adapter in PEFT's format"):
             arch = with_adapter_form(arch, directory)
         stored, slices = open_own_adapter(
-            directory, arch, config.lora_rank, config.lora_alpha, config.adapter,
+            directory, arch, config.adapter_settings,
             {*adapted_linears(arch, config.target_modules)}, token_ids, "this run", SETTING_FLAGS)
         values = {name: read_tensor(tensor, name) for name, tensor in stored.items()}
         own = unstack_experts(values, slices)

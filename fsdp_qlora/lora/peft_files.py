@@ -17,6 +17,7 @@ from peft import LoraConfig
 
 from fsdp_qlora.files import (
     ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, write_atomic)
+from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.lora.peft_names import (
     TensorSlice, TensorSlices, adapter_shapes, expert_slices, make_lora_config, token_row_names,
     token_row_settings)
@@ -45,21 +46,20 @@ def with_adapter_form(arch: Architecture, directory: Path) -> Architecture:
 
 
 def open_own_adapter(
-    directory: Path, arch: Architecture, rank: int, alpha: int, adapter_type: str,
-    adapted: Collection[str], token_ids: Sequence[int], source: str,
-    flags: Mapping[str, str] | None = None,
+    directory: Path, arch: Architecture, settings: AdapterSettings, adapted: Collection[str],
+    token_ids: Sequence[int], source: str, flags: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, StoredTensor], TensorSlices]:
     """open_adapter() for an adapter with the form of train_fsdp_qlora.py's, with these settings and
     with rows of these tokens. Returns its result and {peft_name() or one of token_row_names(): its
     TensorSlice}. `arch`: the result of with_adapter_form()."""
-    wanted = make_lora_config(arch, rank, alpha, adapter_type, adapted,
+    wanted = make_lora_config(arch, settings, adapted,
                               trainable_token_indices=token_row_settings(arch, token_ids))
     shapes = dict[str, tuple[int, ...]]()
-    for of_linear in adapter_shapes(arch, rank, adapter_type, adapted).values():
+    for of_linear in adapter_shapes(arch, settings, adapted).values():
         shapes |= of_linear
     if token_ids:
         shapes |= dict.fromkeys(token_row_names(arch), (len(token_ids), arch.hidden_size))
-    of_experts = expert_slices(arch, rank)
+    of_experts = expert_slices(arch, settings.rank)
     slices = {name: of_experts.get(name, TensorSlice(name, shape))
               for name, shape in shapes.items()}
     in_file = {part.name: part.shape for part in slices.values()}

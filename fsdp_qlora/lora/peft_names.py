@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig
 
+from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.tensor_names import renamed
 
@@ -37,7 +38,7 @@ def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
 
 
 def adapter_shapes(
-    arch: Architecture, rank: int, adapter_type: str, adapted: Collection[str]
+    arch: Architecture, settings: AdapterSettings, adapted: Collection[str]
 ) -> dict[tuple[int, str], dict[str, tuple[int, ...]]]:
     """Return {(layer, linear): {peft_name(): shape}} of A, B and, with DoRA, magnitudes of all
     linears named in `adapted`."""
@@ -45,7 +46,7 @@ def adapter_shapes(
     for layer, kind in enumerate(arch.layer_kinds):
         for linear in (x for x in arch.linears(kind) if x.name in adapted):
             shapes = linear_adapter_shapes(
-                linear.out_features, linear.in_features, rank, adapter_type == "dora")
+                linear.out_features, linear.in_features, settings.rank, settings.is_dora)
             found[layer, linear.name] = {
                 peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
     return found
@@ -75,17 +76,17 @@ def token_row_settings(arch: Architecture, ids: Sequence[int]) -> dict[str, list
 
 
 def make_lora_config(
-    arch: Architecture, rank: int, alpha: int, adapter_type: str, adapted: Collection[str],
-    **others: Any
+    arch: Architecture, settings: AdapterSettings, adapted: Collection[str], **others: Any
 ) -> LoraConfig:
-    """Return PEFT's LoraConfig with the settings that determine the meaning of an adapter's values,
-    and `others`. `adapter_type`: a value of --adapter; `adapted`: names of linears in the layer."""
+    """Return PEFT's LoraConfig with these settings and `others`. `adapted`: names of linears in the
+    layer."""
     return LoraConfig(
-        r=rank, lora_alpha=alpha, use_rslora=adapter_type == "rslora",
-        use_dora=adapter_type == "dora", **expert_settings(arch, rank, alpha, adapted), **others)
+        r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout,
+        use_rslora=settings.is_rslora, use_dora=settings.is_dora,
+        **expert_settings(arch, settings, adapted), **others)
 
 
-def expert_settings(arch: Architecture, rank: int, alpha: int,
+def expert_settings(arch: Architecture, settings: AdapterSettings,
                     adapted: Collection[str]) -> dict[str, Any]:
     """Return the settings of PEFT's LoraConfig for the experts among the linears `adapted`, if PEFT
     adapts one parameter of all experts. The adapter of gate and up together has the ranks of both
@@ -95,11 +96,11 @@ def expert_settings(arch: Architecture, rank: int, alpha: int,
         return {}
     stem, n = arch.moe.experts_prefix, arch.moe.n_experts
     first = f"{stem}.gate_up_proj" if arch.gated else f"{stem}.up_proj"
-    settings: dict[str, Any] = {"target_parameters": [f"{stem}.down_proj", first]}
+    found: dict[str, Any] = {"target_parameters": [f"{stem}.down_proj", first]}
     if (each := len(arch.expert_gate_up) // n) > 1:
-        for key, value in ("rank_pattern", rank), ("alpha_pattern", alpha):
-            settings[key] = {first: each * value}
-    return settings
+        found["rank_pattern"] = {first: each * settings.rank}
+        found["alpha_pattern"] = {first: each * settings.alpha}
+    return found
 
 
 def expert_slices(arch: Architecture, rank: int) -> TensorSlices:

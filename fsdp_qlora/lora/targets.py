@@ -60,8 +60,8 @@ def resolve_adapter(
     adapted = adapted_linears(arch, config.target_modules)
     check_rank(arch, config.lora_rank, adapted)
     lora_config = make_lora_config(
-        arch, config.lora_rank, config.lora_alpha, config.adapter, adapted,
-        lora_dropout=config.lora_dropout, target_modules=peft_targets(arch, config, requested),
+        arch, config.adapter_settings, adapted,
+        target_modules=peft_targets(arch, config, requested),
         task_type="CAUSAL_LM", base_model_name_or_path=base_name,
         trainable_token_indices=token_row_settings(arch, token_ids))
     return lora_config, adapted
@@ -117,7 +117,7 @@ def peft_targets(arch: Architecture, config: Config, requested: list[str]) -> li
         refuse_expert_adapters(arch, config)
         experts, renames = arch.expert_linear_names(), arch.moe.renames if arch.moe else ()
         leaves = {renamed(name, renames).rsplit(".", 1)[-1] for name in experts}
-        has_own_settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
+        has_own_settings = expert_settings(arch, config.adapter_settings, experts)
         targets = sorted({*requested} - {"experts"} | (set() if has_own_settings else leaves))
         if arch.expert_down[0].mxfp4:
             log("warning: --target_modules experts: PEFT 0.21 finds no experts in an MXFP4 model."

@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
-from fsdp_qlora.layer.lora_matmul import lora_scaling
+from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
 from fsdp_qlora.lora.peft_names import TensorSlice, linear_adapter_shapes
 from fsdp_qlora.merge.merge_base import MergeBase
@@ -59,7 +59,8 @@ def open_adapter_without_run(
         "r", "lora_alpha", "use_rslora", "use_dora", "layers_to_transform")})
     shapes = {part.name: part.shape for parts in slices.values() for part in parts}
     adapter = open_adapter(adapter_dir, lora, shapes, "this merge")
-    scaling = lora_scaling(lora.lora_alpha, lora.r, lora.use_rslora)
+    adapter_type = "rslora" if lora.use_rslora else "lora"  # for the scaling: DoRA's is LoRA's
+    scaling = AdapterSettings(lora.r, lora.lora_alpha, adapter_type).scaling
     adapters = stored_adapters(adapter_dir, adapter, scaling, slices)
     merged_shapes = {name: (tensor.shape, torch.bfloat16)
                      for name, tensor in in_order(stored) if tensor.dtype in FLOATS}

@@ -10,15 +10,15 @@ import torch
 import transformers
 
 from fsdp_qlora.errors import errors_about
-from fsdp_qlora.layer.lora_matmul import lora_scaling
+from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.lora.peft_files import (
     StoredAdapter, open_own_adapter, stored_adapters, with_adapter_form)
 from fsdp_qlora.lora.peft_names import adapter_shapes, token_row_names
 from fsdp_qlora.lora.targets import adapted_linears
+from fsdp_qlora.merge.adapter_without_run import open_adapter_without_run
 from fsdp_qlora.merge.merge_base import OTHER_BASE, MergeBase
 from fsdp_qlora.merge.merged_model import (
     add_other_parts, auto_class, is_multimodal, merged_shapes_and_paths)
-from fsdp_qlora.merge.adapter_without_run import open_adapter_without_run
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check_files import check_files
@@ -92,19 +92,18 @@ def adapters_of_run(
 ) -> dict[str, StoredAdapter]:
     """Return {name of a linear, or of a table with trained rows: its adapter}. Raises ValueError
     unless the files are those of the run."""
-    rank, alpha, adapter_type = (run.config[key] for key in ("lora_rank", "lora_alpha", "adapter"))
+    settings = AdapterSettings(*(run.config[key] for key in ("lora_rank", "lora_alpha", "adapter")))
     arch = with_adapter_form(arch, adapter_dir)
     adapted = {*adapted_linears(arch, run.config["target_modules"])}
     # {name of a weight: peft_name()s of its adapter's tensors, or the name of its trained rows}
     parts = {base.names.of_layer(layer, f"{linear}.weight"): [*shapes] for (layer, linear), shapes
-             in adapter_shapes(arch, rank, adapter_type, adapted).items()}
+             in adapter_shapes(arch, settings, adapted).items()}
     if base.token_ids:
         parts |= token_row_parts(base, arch)
     stored, slices = open_own_adapter(
-        adapter_dir, arch, rank, alpha, adapter_type, adapted, base.token_ids, "train_config.json")
+        adapter_dir, arch, settings, adapted, base.token_ids, "train_config.json")
     # of all linears: experts with a rank_pattern have an alpha_pattern by the same factor
-    scaling = lora_scaling(alpha, rank, adapter_type == "rslora")
-    return stored_adapters(adapter_dir, stored, scaling, {
+    return stored_adapters(adapter_dir, stored, settings.scaling, {
         name: [slices[part] for part in names] for name, names in parts.items()})
 
 

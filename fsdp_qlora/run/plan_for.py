@@ -66,7 +66,7 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     model_config, arch = read_model_config(base, config)
     config = resolve_max_seq_len(config, model_config, arch)
     _, adapted = resolve_adapter(arch, config, config.model or "")
-    specs = make_layer_specs(arch, adapted, config)
+    specs = make_layer_specs(arch, adapted, config.adapter_settings)
     sampler = ShuffledSampler(rows or random_rows(arch.vocab_size, config), config)
     workload = make_workload(config, sampler, eval_rows, world_size, torch.device("cuda"),
                              why_no_capture(arch, machine), state_bytes=state_bytes,

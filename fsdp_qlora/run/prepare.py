@@ -51,7 +51,7 @@ def prepare(config: Config, directory: Path, status: Status, is_dry_run: bool) -
     with raise_on_all_ranks():
         lora_config, adapted = resolve_adapter(
             arch, config, config.model or str(base.directory), token_ids)
-        specs = make_layer_specs(arch, adapted, config)
+        specs = make_layer_specs(arch, adapted, config.adapter_settings)
         if config.init_adapter and is_new:
             read_adapter(config, arch, token_ids)  # only to see that it fits
         weights_dir, base_sha256 = fetch_weights(config, base.directory, model_name, is_dry_run)
