@@ -68,7 +68,8 @@ class Plan:
     recurrence_is_eager: bool = False  # a mixer with a state runs in plain torch
     # each elementwise function is compiled to one kernel, as on a GPU
     fuses_elementwise: bool = True
-    state_bytes: float = 0.0  # bytes of optimizer state in GPU memory per weight of the adapter
+    # of the optimizer's states in GPU memory, for each trained weight
+    optimizer_bytes_per_weight: float = 0.0
     n_token_rows: int = 0  # rows of the embedding and of the lm_head that are trained
 
     # ---- decided

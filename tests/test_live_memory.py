@@ -533,7 +533,7 @@ def test_plan_counts_what_layers_have_in_common():
     """Per-layer inputs; keys and values that a layer shares, their gradient, and that of
     one layer that reads them; and the optimizer's state."""
     _, arch, specs = shapes_of("gemma-4-e4b")
-    plan = plan_of(arch, "all", state_bytes=2)
+    plan = plan_of(arch, "all", optimizer_bytes_per_weight=2)
     with shapes_alone(plan):
         inputs = fake_inputs(arch, plan, (1024, 1024))
         x, kv_to_share = torch.empty(2048, arch.hidden_size, dtype=torch.bfloat16), 0

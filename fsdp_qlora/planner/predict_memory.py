@@ -45,7 +45,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         + 4 * layers.n_nested,
         "adapter and gradients":
             2 * plan.n_layers * adapter_bytes / n_shards + 8 * n_token_row_weights,
-        "optimizer's state": plan.state_bytes * (
+        "optimizer's state": plan.optimizer_bytes_per_weight * (
             plan.n_layers * layers.n_adapter / n_shards + n_token_row_weights),
         "saved by recomputed layers": by_recomputed,
         "saved by other layers": by_others,
@@ -128,8 +128,7 @@ def exchanged_bytes(
 ) -> float:
     """Return the bytes of keys and values that context parallelism exchanges, and of their
     gradients, beside a layer's own."""
-    n = plan.context_parallel_size
-    if n == 1:
+    if plan.context_parallel_size == 1:
         return 0
     if mla := LayerCosts(specs[0]).mla:
         # its live_bytes() counts what else backward needs
@@ -138,23 +137,23 @@ def exchanged_bytes(
     kv_width = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
     query_width = max(heads.n * heads.dim for heads in arch.layer_heads)
     is_grouped = any(heads.n_kv < heads.n for heads in arch.layer_heads)
-    seen = plan.visible_keys_per_token
+    n_ranks, n_visible = plan.context_parallel_size, plan.visible_keys_per_token
     # the peak is in the backward of the first group of heads: live_bytes() counts the gradients of
     # all groups' keys and values, but those of the other groups do not exist yet
     n_groups = n_head_groups(arch, value_bytes)
-    kept = (seen - 1 + 1 / n_groups) * kv_width
+    kv_values = (n_visible - 1 + 1 / n_groups) * kv_width
     # a group's kernel makes the gradients of the keys and values that it sees, with grouped-query
     # attention one for each query head; kernel_values() counts those of this rank's own tokens
-    in_a_call = seen if plan.is_varlen else seen - 1
-    kernel = seen * kv_width + 2 * (in_a_call - 1) * query_width * is_grouped
+    n_keys_of_call = n_visible if plan.is_varlen else n_visible - 1
+    in_kernel = n_visible * kv_width + 2 * (n_keys_of_call - 1) * query_width * is_grouped
     if not plan.is_varlen:  # the results of a call are copied to their places
-        kernel += in_a_call * kv_width
-    # after the kernel, in kv_width: the gradients of the keys that are seen (n + 0.5), those sent
-    # back and received (1.5 n + 0.5), in fp32 their sum (2) and the rows to which one rank's part
-    # is added (2); less what kernel_values() counts, which is free by then
-    exchange = (2.5 * n + 5) * kv_width - (5 if is_grouped else 3) * query_width
-    kept_whole = max(0, plan.n_layers - plan.n_recomputed - 1) * seen * kv_width
-    return (kept_whole + kept + max(kernel, exchange) / n_groups) * value_bytes
+        in_kernel += n_keys_of_call * kv_width
+    # after the kernel, in kv_width: the gradients of the keys that are seen (n_ranks + 0.5), those
+    # sent back and received (1.5 n_ranks + 0.5), in fp32 their sum (2) and the rows to which one
+    # rank's part is added (2); less what kernel_values() counts, which is free by then
+    after_kernel = (2.5 * n_ranks + 5) * kv_width - (5 if is_grouped else 3) * query_width
+    saved = max(0, plan.n_layers - plan.n_recomputed - 1) * n_visible * kv_width
+    return (saved + kv_values + max(in_kernel, after_kernel) / n_groups) * value_bytes
 
 
 def gathered_bytes(plan: Plan, layers: LayerTotals, itemsize: int) -> int:

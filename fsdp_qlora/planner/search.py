@@ -67,7 +67,7 @@ class Workload:
     attention_is_eager: bool = False
     recurrence_is_eager: bool = False
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
-    state_bytes: float = 0.0  # see Plan
+    optimizer_bytes_per_weight: float = 0.0  # see Plan
     uneven_targets: bool = False  # True if they differ in the number of their tokens in the loss
     shortest: int = 0  # tokens of the shortest document that is trained
     can_reuse_attention_results: bool = False  # see can_reuse_attention_results()
@@ -122,7 +122,7 @@ class SearchInputs:
 def agree_on_plan(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], sampler: RowSampler,
     eval_rows: Rows | None, limit: int, device: torch.device, kernels: Kernels,
-    state_bytes: float = 0.0,
+    optimizer_bytes_per_weight: float = 0.0,
 ) -> Plan:
     """Return the plan of this run, rank 0's on all ranks. All ranks must call this."""
     machine = measure_machine(getattr(torch, config.compute_dtype), device)
@@ -135,7 +135,7 @@ def agree_on_plan(
         config, sampler, eval_rows, dist.get_world_size(), device,
         why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
         attention_is_eager=attention_is_eager, recurrence_is_eager=recurrence_is_eager,
-        state_bytes=state_bytes)
+        optimizer_bytes_per_weight=optimizer_bytes_per_weight)
     if workload.mean_document_tokens >= LONG_DOCUMENT:
         can_reuse = attention.can_reuse_attention_results(kernels, arch, device)
         workload = dataclasses.replace(workload, can_reuse_attention_results=can_reuse)
@@ -148,7 +148,7 @@ def agree_on_plan(
 def make_workload(
     config: Config, sampler: RowSampler, eval_rows: Rows | None, world_size: int,
     device: torch.device, why_no_capture: str, attention_is_eager: bool = False,
-    state_bytes: float = 0.0, recurrence_is_eager: bool = False,
+    optimizer_bytes_per_weight: float = 0.0, recurrence_is_eager: bool = False,
     can_reuse_attention_results: bool = False,
 ) -> Workload:
     """Return the Workload of a run on the rows of this sampler."""
@@ -167,7 +167,8 @@ def make_workload(
         uneven_lengths=uneven_lengths, uneven_targets=uneven_targets, world_size=world_size,
         device=device, attention_is_eager=attention_is_eager,
         recurrence_is_eager=recurrence_is_eager, why_no_capture=why_no_capture,
-        state_bytes=state_bytes, can_reuse_attention_results=can_reuse_attention_results)
+        optimizer_bytes_per_weight=optimizer_bytes_per_weight,
+        can_reuse_attention_results=can_reuse_attention_results)
 
 
 def longest_document(rows: Rows) -> int:
@@ -297,7 +298,8 @@ def possible_plans(search: SearchInputs, context_parallel_size: int) -> Iterator
         is_varlen=is_varlen, attention_is_eager=workload.attention_is_eager,
         recurrence_is_eager=workload.recurrence_is_eager,
         fuses_elementwise=workload.device.type == "cuda",
-        context_parallel_size=context_parallel_size, state_bytes=workload.state_bytes,
+        context_parallel_size=context_parallel_size,
+        optimizer_bytes_per_weight=workload.optimizer_bytes_per_weight,
         n_token_rows=len(config.trainable_tokens or ()) * arch.n_tables)
     saves_attention = can_save_attention(search) and not is_varlen
     n_experts = arch.moe.n_experts if arch.moe else 1

@@ -164,11 +164,13 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
         log(f"changed on resume: {', '.join(changed)} (from step {run.saved_step})")
         kept["earlier_versions"] = [*kept.get("earlier_versions", []),
                                     {"until_step": run.saved_step, **before}]
+    plan = {"state_bytes" if name == "optimizer_bytes_per_weight" else name: value
+            for name, value in dataclasses.asdict(run.plan).items()}
     train_config = {
         "flags": flags_of(user_config),
         "config": dataclasses.asdict(config),
         **job.digests,
-        "plan": dataclasses.asdict(run.plan),
+        "plan": plan,
         "base_model": (str(job.weights_dir.resolve())
                        if Path(config.model or job.weights_dir).is_dir() else config.model),
         "quantization": {

@@ -27,7 +27,7 @@ from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len, resolve_
 from fsdp_qlora.run.status import Status
 
 
-def print_plan_for(user_config: Config, state_bytes: float, status: Status) -> None:
+def print_plan_for(user_config: Config, optimizer_bytes_per_weight: float, status: Status) -> None:
     """Print the plan of the run on the GPUs that --plan_for names, for the rows of --dataset if
     there is one. All ranks must call this."""
     with raise_on_all_ranks():
@@ -43,7 +43,8 @@ def print_plan_for(user_config: Config, state_bytes: float, status: Status) -> N
         config = resolve_steps(config, len(rows))
         status.enter("model")
     with raise_on_all_ranks():
-        log_plan_elsewhere(user_config, *plan_elsewhere(config, state_bytes, rows, eval_rows))
+        log_plan_elsewhere(
+            user_config, *plan_elsewhere(config, optimizer_bytes_per_weight, rows, eval_rows))
 
 
 def expects_attention_reuse(gpu: GPUSpec, arch: Architecture) -> bool:
@@ -53,8 +54,10 @@ def expects_attention_reuse(gpu: GPUSpec, arch: Architecture) -> bool:
             and all(heads.dim <= 128 for heads in arch.layer_heads))
 
 
-def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None = None,
-                   eval_rows: Rows | None = None) -> tuple[Config, Plan, int]:
+def plan_elsewhere(
+    config: Config, optimizer_bytes_per_weight: float = 0.0, rows: Rows | None = None,
+    eval_rows: Rows | None = None,
+) -> tuple[Config, Plan, int]:
     """Return the Config with --max_seq_len filled in, the plan of a run on the GPUs that --plan_for
     names, and the bytes of each GPU. Without `rows` it plans for rows of --max_seq_len tokens.
     Reads only config.json of the model. Raises ValueError."""
@@ -69,6 +72,7 @@ def plan_elsewhere(config: Config, state_bytes: float = 0.0, rows: Rows | None =
     specs = make_layer_specs(arch, adapted, config.adapter_settings)
     sampler = ShuffledSampler(rows or random_rows(arch.vocab_size, config), config)
     workload = make_workload(config, sampler, eval_rows, world_size, torch.device("cuda"),
-                             why_no_capture(arch, machine), state_bytes=state_bytes,
+                             why_no_capture(arch, machine),
+                             optimizer_bytes_per_weight=optimizer_bytes_per_weight,
                              can_reuse_attention_results=expects_attention_reuse(gpu, arch))
     return config, choose_plan(config, arch, specs, workload, limit, machine), limit
