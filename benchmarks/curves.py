@@ -85,7 +85,7 @@ def driver(path, argv):
         layer.DecoderLayer.forward = plain_layer
         for user in (compiled, metrics, startup_log, machine):
             user.why_no_triton = lambda: "plain"
-        search.use_cuda_graphs = lambda plan, *_: plan
+        search.with_cuda_graphs = lambda plan, *_: plan
     code = script.main(argv)
     sys.stdout.flush()
     os._exit(code)  # for the reason that the script does

@@ -864,7 +864,7 @@ def driver(stem, argv):
     from fsdp_qlora.planner import search
 
     if stem is None:
-        search.use_cuda_graphs = lambda plan, *_: plan
+        search.with_cuda_graphs = lambda plan, *_: plan
         os._exit(script.main(argv))
     train_step, cuda = script.train_step, torch.cuda.is_available()
     rank = int(os.environ.get("RANK", 0))

@@ -86,7 +86,7 @@ class Plan:
     embedding_on_host: bool = False  # the tables that no matmul reads are in host memory
     uses_cuda_graphs: bool = False
     why_no_cuda_graphs: str = ""
-    # memory that graphs reserve, in whole micro-batches, see use_cuda_graphs()
+    # memory that graphs reserve, in whole micro-batches, see with_cuda_graphs()
     cuda_graph_room: int = 0
 
     # ---- predicted

@@ -38,7 +38,7 @@ from fsdp_qlora.merge import compare_logits
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
-    DoesNotFit, SearchInputs, Workload, check_host, fastest_plan, use_cuda_graphs)
+    DoesNotFit, SearchInputs, Workload, check_host, fastest_plan, with_cuda_graphs)
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
@@ -156,7 +156,7 @@ def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypat
         plan, token_seconds=seconds))  # fmt: skip
     workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
     search = SearchInputs(None, None, (), workload, 10_000, H200)
-    assert use_cuda_graphs(plan_of(100), search, False).uses_cuda_graphs == is_graphed
+    assert with_cuda_graphs(plan_of(100), search, False).uses_cuda_graphs == is_graphed
 
 
 GIB = 2**30

@@ -37,7 +37,7 @@ from fsdp_qlora.planner.predict_memory import predict_memory
 from fsdp_qlora.planner.predict_time import layer_seconds, predict_time
 from fsdp_qlora.planner.search import (
     DoesNotFit, SearchInputs, Workload, agree_on_plan, can_save_attention, choose_plan,
-    possible_plans, use_cuda_graphs, why_no_capture)
+    possible_plans, why_no_capture, with_cuda_graphs)
 from fsdp_qlora.planner.time_constants import CONSTANTS
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.from_config import make_architecture
@@ -731,7 +731,7 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
             plan, uses_cuda_graphs=False, token_seconds=1, n_expert_ranges=ranges)  # fmt: skip
         workload = Workload(400, 200, 200, 200, True, 1, torch.device("cuda"))
         search = SearchInputs(None, arch, specs, workload, 140 * GIB, H200)
-        assert use_cuda_graphs(of_ranges, search, True).uses_cuda_graphs == graphs
+        assert with_cuda_graphs(of_ranges, search, True).uses_cuda_graphs == graphs
     assert sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS)) > 0
     assert choose("llama-3-8b", 140, gpus=1, **short).uses_cuda_graphs
     assert not choose("llama-3-8b", 140).uses_cuda_graphs  # 4,096 tokens and more keep the GPU busy
@@ -886,7 +886,7 @@ def test_every_launch_of_a_layer_counts():
     _, arch, specs = shapes_of("qwen3-30b-a3b")
     plan = Plan(**{**PLAN, "n_layers": 48, "n_recomputed": 48, "n_expert_ranges": 4,
                    "shard_group_size": 2})  # fmt: skip
-    machine = dataclasses.replace(H200, why_no_grouped="another card")
+    machine = dataclasses.replace(H200, why_no_grouped_mm="another card")
     found = layer_seconds(plan, arch, sum_layers(specs), machine, 2048)
     got = found.launches / machine.launch_seconds
     of_layer = (CONSTANTS.launches + CONSTANTS.recomputed_launches + CONSTANTS.fsdp_launches

@@ -70,5 +70,5 @@ def gpu_machine(gpu: GPUSpec, host_gib: float = HOST_GIB) -> Machine:
         link_bandwidth=rounded(LINK_FRACTION * 1e9 * gpu.link_gb_s),
         host_bandwidth=rounded(BUS_FRACTION * 1e9 * gpu.bus_gb_s),
         free_host_bytes=int(host_gib * 2**30),
-        why_no_grouped=(
+        why_no_grouped_mm=(
             "" if gpu.has_grouped_mm else "torch multiplies experts one by one on this GPU"))

@@ -27,7 +27,7 @@ class Machine:
     launch_seconds: float = 40e-6  # CPU seconds per kernel, including Python
     free_host_bytes: float = math.inf  # free host memory per process
     why_no_triton: str = ""  # why no kernel can read an embedding in host memory; "" if one can
-    why_no_grouped: str = ""  # why experts are multiplied one by one; "" if they are not
+    why_no_grouped_mm: str = ""  # why experts are multiplied one by one; "" if they are not
 
 
 def rounded(figure: float) -> float:
@@ -39,7 +39,7 @@ def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
     """Measure this Machine, by rank 0. All ranks must call this."""
     facts = {"free_host_bytes": min(all_gather_objects(host_share())),
              "why_no_triton": why_no_triton(),
-             "why_no_grouped": why_no_grouped_mm(dtype, device)}
+             "why_no_grouped_mm": why_no_grouped_mm(dtype, device)}
     if device.type == "cpu":
         return Machine(flops_per_second=1e11, bandwidth=1e10, link_bandwidth=1e9, **facts)
 

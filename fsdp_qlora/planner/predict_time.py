@@ -151,7 +151,8 @@ def wait_seconds(
     """Return how long a mean layer waits for the GPU, and for other ranks' keys and values."""
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
     waits = 0.0
-    if routed and (plan.n_expert_ranges > 1 or machine.why_no_grouped):  # the CPU needs row counts
+    if routed and (plan.n_expert_ranges > 1 or machine.why_no_grouped_mm):
+        # the CPU needs row counts
         waits = routed * (1 + again) * CONSTANTS.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
@@ -173,7 +174,7 @@ def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
         n_mixers = sum(
             arch.other_mixers.get(kind.other_mixer or "") is mixer for kind in arch.layer_kinds)
         launches += CONSTANTS.recurrence_launches * (n_mixers / arch.n_layers)
-    if arch.moe and machine.why_no_grouped:  # 2 matmuls in forward, 2 in backward
+    if arch.moe and machine.why_no_grouped_mm:  # 2 matmuls in forward, 2 in backward
         launches += routed * CONSTANTS.expert_launches * (4 + 2 * again) * arch.moe.n_experts
     return launches
 

@@ -6,7 +6,7 @@
                              fastest_plan() takes the fastest of those that fit, by predict_time()
         check_plan(),        raise if it does not fit; suggest_flags() tries flags and names those
         check_host()         that help; check_host() on a CPU
-        use_cuda_graphs()    CUDA graphs, where they make it faster
+        with_cuda_graphs()   CUDA graphs, where they make it faster
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def why_no_capture(
         return "the recurrence runs in plain torch"
     if isinstance(recurrent_mixer(arch), Mamba2Record):
         return "flash-linear-attention waits for the GPU in Mamba-2"
-    return machine.why_no_grouped if arch.moe else ""
+    return machine.why_no_grouped_mm if arch.moe else ""
 
 
 def choose_plan(
@@ -216,7 +216,7 @@ def choose_plan(
     n_rows = n_groups * (plan.micro_batch_tokens // least)
     uneven_micro_batches = (workload.uneven_lengths or workload.uneven_targets
                             or config.batch_size % n_rows > 0)
-    return use_cuda_graphs(plan, search, uneven_micro_batches)
+    return with_cuda_graphs(plan, search, uneven_micro_batches)
 
 
 def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None:
@@ -489,7 +489,7 @@ def check_host(plan: Plan, machine: Machine) -> None:
             " available. Fewer processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
-def use_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: bool) -> Plan:
+def with_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: bool) -> Plan:
     """Return the plan, with CUDA graphs if the CPU is slower than the GPU, or with the reason why
     they are not used.
 
