@@ -115,8 +115,9 @@ def plan_of(size, seconds=1.0, **settings):
 def picked(plans, limit, monkeypatch):
     """The one that is run of plans whose time is known."""
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: plan)
-    workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    return fastest_plan(plans, SearchInputs(None, None, (), workload, limit, H200))
+    workload = Workload(1, 1, 1, 1.0, False, 1)
+    return fastest_plan(
+        plans, SearchInputs(None, None, (), workload, limit, H200, torch.device("cuda")))
 
 
 @pytest.mark.parametrize("size, fits", [(9600, True), (9601, False)])
@@ -154,8 +155,8 @@ def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypat
     monkeypatch.setattr(planner, "predict_memory", lambda plan, *_: plan)
     monkeypatch.setattr(planner, "predict_time", lambda plan, *_: dataclasses.replace(
         plan, token_seconds=seconds))  # fmt: skip
-    workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cuda"))
-    search = SearchInputs(None, None, (), workload, 10_000, H200)
+    workload = Workload(1, 1, 1, 1.0, False, 1)
+    search = SearchInputs(None, None, (), workload, 10_000, H200, torch.device("cuda"))
     assert with_cuda_graphs(plan_of(100), search, False).uses_cuda_graphs == is_graphed
 
 
@@ -168,9 +169,10 @@ def test_host_memory_is_pinned_for_speed_up_to_a_bound(host_gib, allowed, monkey
     """48 GiB beyond what is needed, and half of what the host has."""
     plans = [plan_of(1, host_bytes=n * GIB) for n in (10, 58, 59)]
     monkeypatch.setattr(planner, "possible_plans", lambda *_: plans)
-    workload = Workload(1, 1, 1, 1.0, False, 1, torch.device("cpu"))
+    workload = Workload(1, 1, 1, 1.0, False, 1)
     machine = dataclasses.replace(H200, free_host_bytes=host_gib * GIB)
-    found = planner.affordable_plans(SearchInputs(Config(), None, (), workload, 100, machine), 1)
+    search = SearchInputs(Config(), None, (), workload, 100, machine, torch.device("cpu"))
+    found = planner.affordable_plans(search, 1)
     assert [plan.host_bytes // GIB for plan in found] == allowed
 
 

@@ -36,7 +36,7 @@ from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.predict_memory import predict_memory
 from fsdp_qlora.planner.predict_time import layer_seconds, predict_time
 from fsdp_qlora.planner.search import (
-    DoesNotFit, SearchInputs, Workload, agree_on_plan, can_save_attention, choose_plan,
+    DoesNotFit, KernelFacts, SearchInputs, Workload, agree_on_plan, can_save_attention, choose_plan,
     possible_plans, why_no_capture, with_cuda_graphs)
 from fsdp_qlora.planner.time_constants import CONSTANTS
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
@@ -217,11 +217,13 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
         tokens=gpus * rows * longest, longest=longest, longest_row=longest,
         mean_document_tokens=longest, uneven_lengths=uneven_lengths,
         uneven_targets=uneven_targets, shortest=shortest or longest,
-        world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture,
-        can_reuse_attention_results=can_reuse_attention_results)  # fmt: skip
-    return choose_plan(config, dataclasses.replace(arch, tied=tied), specs, workload,
-                       int(limit_gib * GIB),
-                       dataclasses.replace(machine, free_host_bytes=host_gib * GIB))  # fmt: skip
+        world_size=gpus)  # fmt: skip
+    kernels = KernelFacts(why_no_capture=why_no_capture,
+                          can_reuse_attention_results=can_reuse_attention_results)  # fmt: skip
+    return choose_plan(SearchInputs(
+        config, dataclasses.replace(arch, tied=tied), specs, workload, int(limit_gib * GIB),
+        dataclasses.replace(machine, free_host_bytes=host_gib * GIB), torch.device(device),
+        kernels))  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------
@@ -404,8 +406,7 @@ def test_mean_document_is_that_of_a_token():
     config, _, _ = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
     rows = make_rows([(list(range(n)),) * 2 for n in (10, 30)])
     with one_process():
-        workload = search.make_workload(
-            config, ShuffledSampler(rows, config), None, 1, torch.device("cpu"), "")
+        workload = search.make_workload(config, ShuffledSampler(rows, config), None, 1)
     assert workload.mean_document_tokens == (10 * 10 + 30 * 30) / 40
 
 
@@ -418,8 +419,8 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
                       for n, masked in zip(lengths, n_masked)])
     cpu = torch.device("cpu")
     with one_process():
-        workload = search.make_workload(config, ShuffledSampler(rows, config), None, 1, cpu, "")
-    plan = choose_plan(config, arch, specs, workload, 0, H200)
+        workload = search.make_workload(config, ShuffledSampler(rows, config), None, 1)
+    plan = choose_plan(SearchInputs(config, arch, specs, workload, 0, H200, cpu))
     batch_format = BatchFormat(plan.micro_batch_tokens, cpu, ONLY_PROCESS)
     micro_batch = make_micro_batch(rows, [[0, 1]], batch_format)
     assert plan.is_varlen == (not micro_batch.is_fixed_len) == (lengths != (30, 30))
@@ -532,14 +533,14 @@ def test_results_of_attention_are_saved_as_far_as_host_memory_allows():
 
 def test_parallel_layers_and_short_rows_save_no_results_of_attention():
     config, arch, specs = shapes_of("llama-3-8b")
-    workload = Workload(8192, 8192, 8192, 8192.0, False, 1, torch.device("cuda"),
-                        can_reuse_attention_results=True)  # fmt: skip
+    workload = Workload(8192, 8192, 8192, 8192.0, False, 1)
+    inputs = SearchInputs(config, arch, specs, workload, 80 * GIB, H200, torch.device("cuda"),
+                          KernelFacts(can_reuse_attention_results=True))  # fmt: skip
     for parallel in False, True:
         changed = dataclasses.replace(arch, parallel_residual=parallel)
-        assert can_save_attention(
-            SearchInputs(config, changed, specs, workload, 80 * GIB, H200)) != parallel
+        assert can_save_attention(dataclasses.replace(inputs, arch=changed)) != parallel
     shorter = dataclasses.replace(workload, mean_document_tokens=8191)
-    assert not can_save_attention(SearchInputs(config, arch, specs, shorter, 80 * GIB, H200))
+    assert not can_save_attention(dataclasses.replace(inputs, workload=shorter))
 
 
 @pytest.mark.parametrize("n, kernel, tried", [
@@ -547,13 +548,13 @@ def test_parallel_layers_and_short_rows_save_no_results_of_attention():
     (8192, EAGER_KERNEL, False)])  # fmt: skip
 def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkeypatch):
     config, arch, specs = shapes_of("llama-3-8b", 1, max_steps=2, batch_size=2)
-    rows, workloads = make_rows([(list(range(n)),) * 2] * 2), []
-    monkeypatch.setattr(search, "choose_plan", lambda *args: (
-        workloads.append(args[3]), predicted(arch, specs))[1])
+    rows, found = make_rows([(list(range(n)),) * 2] * 2), []
+    monkeypatch.setattr(search, "choose_plan", lambda inputs: (
+        found.append(inputs.kernels), predicted(arch, specs))[1])
     with one_process():
         agree_on_plan(config, arch, specs, ShuffledSampler(rows, config), None, 0,
                       torch.device("cpu"), Kernels({"full": kernel}, {"full": kernel}))
-    assert [workload.can_reuse_attention_results for workload in workloads] == [tried]
+    assert [kernels.can_reuse_attention_results for kernels in found] == [tried]
 
 
 def test_offloaded_results_of_attention_are_on_the_gpu_for_two_layers():
@@ -631,8 +632,9 @@ def test_experts_are_in_no_more_ranges_than_there_are_experts():
     arch = dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, n_experts=8))
     workload = Workload(tokens=4096, longest=2048, longest_row=2048,
                         mean_document_tokens=2048, uneven_lengths=False,
-                        world_size=1, device=torch.device("cuda"))  # fmt: skip
-    plans = possible_plans(SearchInputs(config, arch, specs, workload, 0, H200), 1)
+                        world_size=1)  # fmt: skip
+    plans = possible_plans(
+        SearchInputs(config, arch, specs, workload, 0, H200, torch.device("cuda")), 1)
     assert {plan.n_expert_ranges for plan in plans} == {1, 4, 8}
 
 
@@ -690,8 +692,9 @@ def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processe
         workload = Workload(
             tokens=4096, longest=2048, longest_row=2048,
                         mean_document_tokens=2048, uneven_lengths=False,
-            world_size=processes, device=torch.device("cuda"))  # fmt: skip
-        return choose_plan(config, arch, specs, workload, 0, H200).shard_group_size
+            world_size=processes)  # fmt: skip
+        return choose_plan(SearchInputs(
+            config, arch, specs, workload, 0, H200, torch.device("cuda"))).shard_group_size
 
     if works:
         assert size_of_group(config) == processes
@@ -729,8 +732,9 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     for ranges, graphs in ((1, True), (4, False)):  # ends of experts' rows are read by the host
         of_ranges = dataclasses.replace(
             plan, uses_cuda_graphs=False, token_seconds=1, n_expert_ranges=ranges)  # fmt: skip
-        workload = Workload(400, 200, 200, 200, True, 1, torch.device("cuda"))
-        search = SearchInputs(None, arch, specs, workload, 140 * GIB, H200)
+        workload = Workload(400, 200, 200, 200, True, 1)
+        search = SearchInputs(
+            None, arch, specs, workload, 140 * GIB, H200, torch.device("cuda"))  # fmt: skip
         assert with_cuda_graphs(of_ranges, search, True).uses_cuda_graphs == graphs
     assert sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS)) > 0
     assert choose("llama-3-8b", 140, gpus=1, **short).uses_cuda_graphs

@@ -16,7 +16,7 @@ from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.planner.gpu_specs import GPU_SPECS, gpu_machine, parse_gpus
 from fsdp_qlora.planner.machine import rounded
-from fsdp_qlora.planner.search import Workload, choose_plan
+from fsdp_qlora.planner.search import KernelFacts, SearchInputs, Workload, choose_plan
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.run.plan_for import plan_elsewhere
 
@@ -102,11 +102,12 @@ def test_plan_is_that_of_a_run_there(directory):
     specs = make_layer_specs(arch, resolve_adapter(arch, config, "")[1], config.adapter_settings)
     workload = Workload(
         tokens=32 * 1024, longest=1024, longest_row=1024, mean_document_tokens=1024,
-        uneven_lengths=False, world_size=4,
-        device=torch.device("cuda"), why_no_capture=plan.why_no_cuda_graphs)  # fmt: skip
+        uneven_lengths=False, world_size=4)  # fmt: skip
+    kernels = KernelFacts(why_no_capture=plan.why_no_cuda_graphs)
     machine = gpu_machine(GPU_SPECS["4090"])
     assert limit == int(22.5 * GIB)
-    assert plan == choose_plan(config, arch, specs, workload, limit, machine)
+    assert plan == choose_plan(SearchInputs(
+        config, arch, specs, workload, limit, machine, torch.device("cuda"), kernels))  # fmt: skip
     assert "one by one" in plan.why_no_cuda_graphs
 
 

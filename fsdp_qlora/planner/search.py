@@ -63,14 +63,8 @@ class Workload:
     mean_document_tokens: float  # of the document that a token is in: what attention works on
     uneven_lengths: bool  # True if the documents that are trained differ in length
     world_size: int
-    device: torch.device
-    attention_is_eager: bool = False
-    recurrence_is_eager: bool = False
-    why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
-    optimizer_bytes_per_weight: float = 0.0  # see Plan
     uneven_targets: bool = False  # True if they differ in the number of their tokens in the loss
     shortest: int = 0  # tokens of the shortest document that is trained
-    can_reuse_attention_results: bool = False  # see can_reuse_attention_results()
 
     def is_varlen(self, context_parallel_size: int) -> bool:
         """Return Plan.is_varlen, as make_micro_batch() decides it."""
@@ -90,9 +84,18 @@ class Workload:
         return n_micro_steps * plan.micro_batch_tokens * plan.token_seconds
 
 
+class KernelFacts(NamedTuple):
+    """What the plan depends on of a run's kernels of token mixers."""
+
+    attention_is_eager: bool = False  # see Plan
+    recurrence_is_eager: bool = False
+    why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
+    can_reuse_attention_results: bool = False  # see can_reuse_attention_results()
+
+
 @dataclasses.dataclass(frozen=True)
 class SearchInputs:
-    """The inputs of the search: flags, model, workload, limits."""
+    """The inputs of the search: flags, model, workload, limits, machine, kernels."""
 
     config: Config
     arch: Architecture
@@ -100,11 +103,14 @@ class SearchInputs:
     workload: Workload
     limit: int  # bytes per GPU; 0: no limit, or on a CPU the memory of the host
     machine: Machine
+    device: torch.device
+    kernels: KernelFacts = KernelFacts()
+    optimizer_bytes_per_weight: float = 0.0  # see Plan
 
     @property
     def only_host_limits(self) -> bool:
         """True if host memory is the only limit."""
-        return self.workload.device.type == "cpu" and not self.limit
+        return self.device.type == "cpu" and not self.limit
 
     @property
     def usable_bytes(self) -> float:
@@ -131,25 +137,22 @@ def agree_on_plan(
         torch.cuda.reset_peak_memory_stats()
     attention_is_eager = any(kernel.is_eager for kernel in kernels.of_attention)
     recurrence_is_eager = kernels.recurrence in [record.eager for record in RECURRENCES.values()]
-    workload = make_workload(
-        config, sampler, eval_rows, dist.get_world_size(), device,
-        why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
+    workload = make_workload(config, sampler, eval_rows, dist.get_world_size())
+    facts = KernelFacts(
         attention_is_eager=attention_is_eager, recurrence_is_eager=recurrence_is_eager,
-        optimizer_bytes_per_weight=optimizer_bytes_per_weight)
-    if workload.mean_document_tokens >= LONG_DOCUMENT:
-        can_reuse = attention.can_reuse_attention_results(kernels, arch, device)
-        workload = dataclasses.replace(workload, can_reuse_attention_results=can_reuse)
+        why_no_capture=why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
+        can_reuse_attention_results=workload.mean_document_tokens >= LONG_DOCUMENT
+        and attention.can_reuse_attention_results(kernels, arch, device))
+    search = SearchInputs(config, arch, specs, workload, limit, machine, device, facts,
+                          optimizer_bytes_per_weight)
     with raise_on_all_ranks():
-        plan = choose_plan(config, arch, specs, workload, limit, machine)
+        plan = choose_plan(search)
     # free host memory differs between nodes, so all ranks use rank 0's plan
     return Plan(**all_gather_objects(dataclasses.asdict(plan))[0])
 
 
 def make_workload(
-    config: Config, sampler: RowSampler, eval_rows: Rows | None, world_size: int,
-    device: torch.device, why_no_capture: str, attention_is_eager: bool = False,
-    optimizer_bytes_per_weight: float = 0.0, recurrence_is_eager: bool = False,
-    can_reuse_attention_results: bool = False,
+    config: Config, sampler: RowSampler, eval_rows: Rows | None, world_size: int
 ) -> Workload:
     """Return the Workload of a run on the rows of this sampler."""
     rows = sampler.rows
@@ -164,11 +167,7 @@ def make_workload(
     return Workload(
         tokens=tokens, longest=longest, longest_row=longest_row, shortest=int(rows.lengths.min()),
         mean_document_tokens=float(lengths.square().sum() / lengths.sum()),
-        uneven_lengths=uneven_lengths, uneven_targets=uneven_targets, world_size=world_size,
-        device=device, attention_is_eager=attention_is_eager,
-        recurrence_is_eager=recurrence_is_eager, why_no_capture=why_no_capture,
-        optimizer_bytes_per_weight=optimizer_bytes_per_weight,
-        can_reuse_attention_results=can_reuse_attention_results)
+        uneven_lengths=uneven_lengths, uneven_targets=uneven_targets, world_size=world_size)
 
 
 def longest_document(rows: Rows) -> int:
@@ -196,19 +195,15 @@ def why_no_capture(
     return machine.why_no_grouped_mm if arch.moe else ""
 
 
-def choose_plan(
-    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
-    limit: int, machine: Machine,
-) -> Plan:
-    """Return the plan to run within `limit` bytes per GPU, see SearchInputs.limit. Raises
-    ValueError with what would help."""
-    refuse_flags(config, arch, workload)
-    search = SearchInputs(config, arch, specs, workload, limit, machine)
+def choose_plan(search: SearchInputs) -> Plan:
+    """Return the plan to run. Raises ValueError with what would help."""
+    config, workload = search.config, search.workload
+    refuse_flags(config, search.arch, workload)
     plan = find_plan(search)
     if not search.only_host_limits:
         check_plan(plan, search)
-    if workload.device.type == "cpu":
-        check_host(plan, machine)
+    if search.device.type == "cpu":
+        check_host(plan, search.machine)
     # micro-batches have several shapes if the rows do, or if a step's last micro-batches have fewer
     # rows
     least = workload.least_tokens(plan.context_parallel_size)
@@ -275,7 +270,7 @@ def affordable_plans(search: SearchInputs, context_parallel_size: int) -> list[P
                          f" {search.config.shard_group_size} processes: use a smaller"
                          " --shard_group_size")
     fits = any(plan.fits(usable_bytes, MIN_FREE) for plan in plans)
-    can_move_table = search.workload.device.type == "cuda" and not machine.why_no_triton
+    can_move_table = search.device.type == "cuda" and not machine.why_no_triton
     if not fits and can_move_table and (arch.per_layer or not arch.tied):
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
         plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
@@ -295,11 +290,11 @@ def possible_plans(search: SearchInputs, context_parallel_size: int) -> Iterator
     plan_with = functools.partial(
         Plan, compute_dtype=config.compute_dtype, n_layers=arch.n_layers,
         offload_activations=config.offload_activations, offload_params=config.offload_params,
-        is_varlen=is_varlen, attention_is_eager=workload.attention_is_eager,
-        recurrence_is_eager=workload.recurrence_is_eager,
-        fuses_elementwise=workload.device.type == "cuda",
+        is_varlen=is_varlen, attention_is_eager=search.kernels.attention_is_eager,
+        recurrence_is_eager=search.kernels.recurrence_is_eager,
+        fuses_elementwise=search.device.type == "cuda",
         context_parallel_size=context_parallel_size,
-        optimizer_bytes_per_weight=workload.optimizer_bytes_per_weight,
+        optimizer_bytes_per_weight=search.optimizer_bytes_per_weight,
         n_token_rows=len(config.trainable_tokens or ()) * arch.n_tables)
     saves_attention = can_save_attention(search) and not is_varlen
     n_experts = arch.moe.n_experts if arch.moe else 1
@@ -335,7 +330,7 @@ def micro_batch_sizes(search: SearchInputs, context_parallel_size: int) -> list[
     sizes = [max(longest, math.ceil(workload.tokens / workload.world_size))]
     while sizes[-1] > longest:
         sizes.append(max(longest, math.ceil(sizes[-1] / 2)))
-    return sorted({n if n == longest else round_up(n, workload.device) for n in sizes})
+    return sorted({n if n == longest else round_up(n, search.device) for n in sizes})
 
 
 def recomputed_counts(config: Config, arch: Architecture) -> Sequence[int]:
@@ -382,8 +377,9 @@ def ways_to_recompute(
 def can_save_attention(search: SearchInputs) -> bool:
     """Return True if recomputed layers may save the results of attention. A parallel layer may not,
     and no layer that has another one's keys."""
-    workload, arch = search.workload, search.arch
-    return (workload.can_reuse_attention_results and workload.mean_document_tokens >= LONG_DOCUMENT
+    arch = search.arch
+    return (search.kernels.can_reuse_attention_results
+            and search.workload.mean_document_tokens >= LONG_DOCUMENT
             and not arch.parallel_residual and set(arch.kv_sources) == {None}
             and all(LayerCosts(spec).mixer_sublayer.attention_values for spec in search.specs))
 
@@ -500,7 +496,7 @@ def with_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: boo
     graphed = dataclasses.replace(
         plan, uses_cuda_graphs=True, cuda_graph_room=2 if uneven_micro_batches else 0)
     graphed = search.predict_time(search.predict_memory(graphed))
-    why_no_capture = search.workload.why_no_capture
+    why_no_capture = search.kernels.why_no_capture
     reasons = (
         (plan.uses_fsdp, "FSDP2 gathers the weights"),
         (plan.offload_activations, "activations are offloaded"),

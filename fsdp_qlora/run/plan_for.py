@@ -17,7 +17,8 @@ from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, GPUSpec, gpu_machine, parse_gpus
-from fsdp_qlora.planner.search import choose_plan, make_workload, why_no_capture
+from fsdp_qlora.planner.search import (
+    KernelFacts, SearchInputs, choose_plan, make_workload, why_no_capture)
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
@@ -71,8 +72,9 @@ def plan_elsewhere(
     _, adapted = resolve_adapter(arch, config, config.model or "")
     specs = make_layer_specs(arch, adapted, config.adapter_settings)
     sampler = ShuffledSampler(rows or random_rows(arch.vocab_size, config), config)
-    workload = make_workload(config, sampler, eval_rows, world_size, torch.device("cuda"),
-                             why_no_capture(arch, machine),
-                             optimizer_bytes_per_weight=optimizer_bytes_per_weight,
-                             can_reuse_attention_results=expects_attention_reuse(gpu, arch))
-    return config, choose_plan(config, arch, specs, workload, limit, machine), limit
+    workload = make_workload(config, sampler, eval_rows, world_size)
+    kernels = KernelFacts(why_no_capture=why_no_capture(arch, machine),
+                          can_reuse_attention_results=expects_attention_reuse(gpu, arch))
+    search = SearchInputs(config, arch, specs, workload, limit, machine, torch.device("cuda"),
+                          kernels, optimizer_bytes_per_weight)
+    return config, choose_plan(search), limit
