@@ -89,7 +89,7 @@ from fsdp_qlora.kernels.compiled import compile_dynamic
 from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.router import BALANCE_METRICS
 from fsdp_qlora.log import fail_before_init, log
-from fsdp_qlora.lora.adapter import Adapter, optimizer_state_bytes, sharded_state
+from fsdp_qlora.lora.adapter import Adapter, optimizer_bytes_per_weight, sharded_state
 from fsdp_qlora.lora.initial_token_rows import initial_token_rows
 from fsdp_qlora.memory import limit_memory, memory_gib
 from fsdp_qlora.micro_batch.context_parallel import ContextGroup
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
             with raise_on_all_ranks():
                 config = parse_flags(argv)
             if config.plan_for:
-                print_plan_for(config, optimizer_state_bytes(make_optimizer, config), status)
+                print_plan_for(config, optimizer_bytes_per_weight(make_optimizer, config), status)
             else:
                 finetune(config, device, status)
             code = 0
@@ -265,7 +265,7 @@ def make_plan(job: Job, sampler: RowSampler, limit: int,
         kernels = choose_attention(config, arch, device)._replace(
             recurrence=choose_recurrence(arch, config.compute_dtype, device))
     plan = agree_on_plan(config, arch, job.specs, sampler, job.eval_rows, limit, device, kernels,
-                         optimizer_state_bytes(make_optimizer, config))
+                         optimizer_bytes_per_weight(make_optimizer, config))
     if plan.context_parallel_size > 1:
         # `recurrence` stays None: no plan shares the micro-batches of a recurrent model
         with raise_on_all_ranks():

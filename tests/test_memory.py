@@ -214,9 +214,9 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, specs = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     workload = Workload(
-        tokens=gpus * rows * longest, longest=longest, longest_row=longest,
+        max_step_tokens=gpus * rows * longest, max_document_tokens=longest, max_row_tokens=longest,
         mean_document_tokens=longest, uneven_lengths=uneven_lengths,
-        uneven_targets=uneven_targets, shortest=shortest or longest,
+        uneven_targets=uneven_targets, min_document_tokens=shortest or longest,
         world_size=gpus)  # fmt: skip
     kernels = KernelFacts(why_no_capture=why_no_capture,
                           can_reuse_attention_results=can_reuse_attention_results)  # fmt: skip
@@ -630,7 +630,7 @@ def test_choice_does_not_depend_on_the_order_of_plans(monkeypatch):
 def test_experts_are_in_no_more_ranges_than_there_are_experts():
     config, arch, specs = shapes_of("qwen3-30b-a3b", 4)
     arch = dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, n_experts=8))
-    workload = Workload(tokens=4096, longest=2048, longest_row=2048,
+    workload = Workload(max_step_tokens=4096, max_document_tokens=2048, max_row_tokens=2048,
                         mean_document_tokens=2048, uneven_lengths=False,
                         world_size=1)  # fmt: skip
     plans = possible_plans(
@@ -690,7 +690,7 @@ def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processe
 
     def size_of_group(config):
         workload = Workload(
-            tokens=4096, longest=2048, longest_row=2048,
+            max_step_tokens=4096, max_document_tokens=2048, max_row_tokens=2048,
                         mean_document_tokens=2048, uneven_lengths=False,
             world_size=processes)  # fmt: skip
         return choose_plan(SearchInputs(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from short_runs import PEAK, adapter_of, make_base, make_peft_adapters, runs_of
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.lora.adapter import optimizer_state_bytes
+from fsdp_qlora.lora.adapter import optimizer_bytes_per_weight
 from fsdp_qlora.run.checkpoints import check_disk_space
 from train_fsdp_qlora import make_optimizer, optimizer_step
 
@@ -106,7 +106,8 @@ def test_optimizer_is_bitsandbytes_paged_adamw_in_8_bits(blocks):
         assert torch.equal(weights, want) and not weights.grad.any()
     state = optimizer.state[weights]
     assert state["state1"].dtype == state["state2"].dtype == torch.uint8
-    assert optimizer_state_bytes(make_optimizer, config) == 0  # in GPU memory that must be there
+    in_gpu_memory = optimizer_bytes_per_weight(make_optimizer, config)  # that must be there
+    assert in_gpu_memory == 0
     if DEVICE == "cuda" and blocks > 3:
         assert is_managed(state["state1"].data_ptr())
 

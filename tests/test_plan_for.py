@@ -101,7 +101,8 @@ def test_plan_is_that_of_a_run_there(directory):
     _, arch = read_model_config(path, config)
     specs = make_layer_specs(arch, resolve_adapter(arch, config, "")[1], config.adapter_settings)
     workload = Workload(
-        tokens=32 * 1024, longest=1024, longest_row=1024, mean_document_tokens=1024,
+        max_step_tokens=32 * 1024, max_document_tokens=1024, max_row_tokens=1024,
+        mean_document_tokens=1024,
         uneven_lengths=False, world_size=4)  # fmt: skip
     kernels = KernelFacts(why_no_capture=plan.why_no_cuda_graphs)
     machine = gpu_machine(GPU_SPECS["4090"])

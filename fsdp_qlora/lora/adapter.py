@@ -194,7 +194,7 @@ def sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return sharded
 
 
-def optimizer_state_bytes(make_optimizer: MakeOptimizer, config: Config) -> float:
+def optimizer_bytes_per_weight(make_optimizer: MakeOptimizer, config: Config) -> float:
     """Return the bytes of optimizer state per weight that must be in GPU memory."""
     state_bytes, is_paged = probe_optimizer(make_optimizer, config)
     return 0 if is_paged else state_bytes

@@ -57,31 +57,33 @@ HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning take
 class Workload:
     """The work of a run that the plan depends on."""
 
-    tokens: int  # maximum per step of the first 200 steps, over all processes
-    longest: int  # tokens of the longest document
-    longest_row: int  # tokens of the longest row, with both answers of a pair
+    max_step_tokens: int  # of the first 200 steps, over all processes
+    max_document_tokens: int  # of the longest document
+    max_row_tokens: int  # of the longest row, with both answers of a pair
     mean_document_tokens: float  # of the document that a token is in: what attention works on
     uneven_lengths: bool  # True if the documents that are trained differ in length
     world_size: int
     uneven_targets: bool = False  # True if they differ in the number of their tokens in the loss
-    shortest: int = 0  # tokens of the shortest document that is trained
+    min_document_tokens: int = 0  # of the shortest document that is trained
 
     def is_varlen(self, context_parallel_size: int) -> bool:
         """Return Plan.is_varlen, as make_micro_batch() decides it."""
         if context_parallel_size == 1:
             return self.uneven_lengths
-        return not has_long_pieces(self.shortest, context_parallel_size)
+        return not has_long_pieces(self.min_document_tokens, context_parallel_size)
 
     def least_tokens(self, context_parallel_size: int) -> int:
         """Return the fewest tokens that a rank's micro-batch must fit, if so many ranks share a
         micro-batch. A pair may be split between micro-batches, but not if there is only one."""
-        longest = self.longest_row if context_parallel_size == self.world_size else self.longest
-        return math.ceil(longest / context_parallel_size)
+        n = (self.max_row_tokens if context_parallel_size == self.world_size
+             else self.max_document_tokens)
+        return math.ceil(n / context_parallel_size)
 
     def step_seconds(self, plan: Plan) -> float:
         """Return the predicted seconds of a step. Micro-batches are as full as its rows allow."""
-        n_micro_steps = math.ceil(self.tokens / (self.world_size * plan.micro_batch_tokens))
-        return n_micro_steps * plan.micro_batch_tokens * plan.token_seconds
+        n_tokens = plan.micro_batch_tokens
+        n_micro_steps = math.ceil(self.max_step_tokens / (self.world_size * n_tokens))
+        return n_micro_steps * n_tokens * plan.token_seconds
 
 
 class KernelFacts(NamedTuple):
@@ -165,7 +167,8 @@ def make_workload(
     tokens = max(int(row_lengths[sampler.indices(s)].sum()) for s in steps)
     lengths = rows.lengths.double()
     return Workload(
-        tokens=tokens, longest=longest, longest_row=longest_row, shortest=int(rows.lengths.min()),
+        max_step_tokens=tokens, max_document_tokens=longest, max_row_tokens=longest_row,
+        min_document_tokens=int(rows.lengths.min()),
         mean_document_tokens=float(lengths.square().sum() / lengths.sum()),
         uneven_lengths=uneven_lengths, uneven_targets=uneven_targets, world_size=world_size)
 
@@ -246,7 +249,7 @@ def find_plan(search: SearchInputs) -> Plan:
     best = best_plan(config.context_parallel_size or 1)
     if config.context_parallel_size or recurrent_mixer(search.arch):
         return best
-    has_idle_ranks = workload.tokens < workload.world_size * workload.longest
+    has_idle_ranks = workload.max_step_tokens < workload.world_size * workload.max_document_tokens
     for size in range(2, workload.world_size + 1):
         fits = fits_both(best)
         is_long = workload.least_tokens(size) >= MIN_TOKENS_PER_RANK
@@ -327,7 +330,7 @@ def micro_batch_sizes(search: SearchInputs, context_parallel_size: int) -> list[
     workload = search.workload
     longest = workload.least_tokens(context_parallel_size)
     # by factors of 2, up to the tokens of a step per process
-    sizes = [max(longest, math.ceil(workload.tokens / workload.world_size))]
+    sizes = [max(longest, math.ceil(workload.max_step_tokens / workload.world_size))]
     while sizes[-1] > longest:
         sizes.append(max(longest, math.ceil(sizes[-1] / 2)))
     return sorted({n if n == longest else round_up(n, search.device) for n in sizes})
@@ -465,8 +468,8 @@ def suggest_flags(plan: Plan, search: SearchInputs) -> tuple[str, Plan]:
         if "max_seq_len" in change:
             mean = min(least // 2, workload.mean_document_tokens)
             workload = dataclasses.replace(
-                workload, longest=workload.longest // 2, longest_row=workload.longest_row // 2,
-                mean_document_tokens=mean)
+                workload, max_document_tokens=workload.max_document_tokens // 2,
+                max_row_tokens=workload.max_row_tokens // 2, mean_document_tokens=mean)
         flags += [f"--{name}" if value is True else f"--{name} {value}"
                   for name, value in change.items()]
         plan = find_plan(dataclasses.replace(search, config=config, workload=workload))
