@@ -312,16 +312,17 @@ BUILTIN_CONFIGS = {
 }
 
 
-# whose slices have that shape, too; the others sliced by `make test-slow`
-SLICED_SHAPES = (
-    "one head", "one head of keys beside gates", "a window of one token", "rank 1",
-    "more rows than DoRA norms at once", "one head of keys of the delta rule",
-    "a group for each head", "values as wide as queries, one head")  # fmt: skip
+# the other shapes, and the other sliced shapes, by `make test-slow`
+QUICK_SHAPES = (
+    "one head", "a window of one token", "rank 1", "a rank above some widths, DoRA",
+    "one head of keys of the delta rule", "a group for each head",
+    "values as wide as queries, one head")  # fmt: skip
+SLICED_SHAPES = "one head", "a window of one token", "one head of keys of the delta rule"
 
 
 @pytest.mark.parametrize("shape, kept", [
     pytest.param(shape, kept, marks=[pytest.mark.slow] * (
-        kept != QUICK[0] and shape not in SLICED_SHAPES))
+        shape not in (QUICK_SHAPES if kept == QUICK[0] else SLICED_SHAPES)))
     for shape in BUILTIN_CONFIGS for kept in QUICK])
 def test_shapes_equal_transformers_and_peft(shape, kept, monkeypatch):
     name, fields, settings = BUILTIN_CONFIGS[shape]
@@ -393,8 +394,8 @@ def test_so_many_puts_are_copied_at_once(n_at_once):
 
 
 @pytest.mark.parametrize("name", [
-    "llama", "youtu", "gemma4_e",  # which has the windows and the norms of the others
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "glm4"))])
+    "llama", "youtu",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4_e", "gemma3", "glm4"))])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     """Micro-batches of several lengths; the first layers keep x, or the sum after attention as
     well, the last ones, one, two or all, what their MLP needs."""
@@ -448,7 +449,7 @@ def with_saved_attention(pair, n_saved, on_host=False):
 
 @pytest.mark.parametrize("name, group_bytes", [
     pytest.param(name, n, marks=[pytest.mark.slow] * (  # of the others llama has small groups, too
-        name in ("gemma3", "glm4", "qwen3_moe") or n == 1 and name != "llama"))
+        name in ("gemma3", "glm4", "qwen3_moe", "gemma4_e") or n == 1 and name != "llama"))
     for name in ("llama", "gemma3", "glm4", "youtu", "qwen3_moe", "gemma4_e") for n in (2**27, 1)])
 def test_gradients_are_the_same_with_saved_results_of_attention(name, group_bytes, monkeypatch):
     """Of no layers, of the last one, of all; on the host, too, and with one key head at a time."""
@@ -548,7 +549,8 @@ def test_what_is_computed_again_is_there_once(name, saves, monkeypatch):
 
 @pytest.mark.parametrize("adapter, name, kept", [
     pytest.param(adapter, name, kept, marks=[pytest.mark.slow] * (
-        name != "llama" and (adapter == "rslora" or kept not in QUICK)))  # a factor
+        adapter == "rslora" and (name != "llama" or kept != QUICK[0])  # which is a factor
+        or name != "llama" and (kept not in QUICK or name not in ("glm4", "youtu"))))
     for adapter in ("rslora", "dora")
     for name in "llama qwen2 phi3 cohere glm4 arcee youtu gemma4_wide".split()
     for kept in SAVED])  # fmt: skip
@@ -568,9 +570,9 @@ def test_dora_is_refused_where_a_row_of_a_weight_is_0():
 
 @pytest.mark.parametrize("targets, name, adapter, kept", [
     pytest.param(targets.split(), name, adapter, kept, marks=[pytest.mark.slow] * (
-        # DoRA has all ways with one linear of attention and with two of the MLP
-        kept not in QUICK and not (
-            adapter == "dora" and targets in ("k_proj", "gate_proj down_proj"))))
+        # DoRA has all ways with one linear of attention, LoRA two with two of attention
+        targets != "k_proj" if adapter == "dora" else
+        targets != "q_proj v_proj" or kept not in QUICK))
     for targets in ("q_proj v_proj", "k_proj", "o_proj", "down_proj", "gate_proj down_proj")
     for name, adapter in (("qwen2", "lora"), ("llama", "dora")) for kept in SAVED])  # fmt: skip
 def test_adapters_of_some_linears_equal_peft(targets, name, adapter, kept, monkeypatch):
@@ -579,7 +581,7 @@ def test_adapters_of_some_linears_equal_peft(targets, name, adapter, kept, monke
 
 @pytest.mark.parametrize("name, adapter, kept", [
     pytest.param(name, adapter, kept, marks=[pytest.mark.slow] * (
-        adapter == "lora" and kept not in QUICK))  # which DoRA has as well
+        name in ("qwen3", "minicpm3") or adapter == "lora" and kept not in QUICK))
     for name, adapter in (
         ("qwen3", "lora"), ("glm4", "lora"), ("llama", "dora"), ("minicpm3", "dora"))
     for kept in SAVED])  # fmt: skip
@@ -603,7 +605,8 @@ def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatc
 
 @pytest.mark.parametrize("saves", ["all", "input"])
 @pytest.mark.parametrize("name, adapter", [
-    ("llama", "lora"), ("glm4", "lora"), ("qwen2", "dora"), ("youtu", "lora")])  # fmt: skip
+    ("llama", "lora"), ("qwen2", "dora"),
+    *(pytest.param(name, "lora", marks=pytest.mark.slow) for name in ("glm4", "youtu"))])
 def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, saves):
     """By the loss a little to both sides, for the first layer, which the second one's x leads to.
     With the model's own dropout too, and in glm4 a norm after it, as no released model has both.
@@ -707,7 +710,9 @@ def test_elementwise_work_on_a_cpu_is_not_compiled(monkeypatch):
 
 
 # a window, a cap; Mamba-2; a short convolution; Gated DeltaNet; keys of another layer
-@pytest.mark.parametrize("name", ["gemma2", "granite4_h", "lfm2", "qwen3_5", "gemma4_e"])
+@pytest.mark.parametrize("name", [
+    "gemma2", "lfm2", "qwen3_5",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("granite4_h", "gemma4_e"))])
 def test_no_document_sees_another(name):
     """A changed document changes its own loss and no other's, to the bit."""
     pair = Pair(name)
@@ -760,13 +765,16 @@ CHECKED_IN_RUNS = "mixtral", "afmoe", "granitemoe", "qwen3_vl_moe", "qwen3_moe",
 CHECKED_HERE = [
     name for name in FIRST_OF_FAMILY if name not in CHECKED_IN_RUNS
     and text_config(TINY[name](VOCABULARY)).model_type not in IN_RELEASED]
+# dense; with windows; a mixture; multimodal
+QUICK_CHECKS = "nanochat", "vaultgemma", "ernie4_5_moe", "qwen2_5_vl"
+assert set(QUICK_CHECKS) < set(CHECKED_HERE)
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in CHECKED_HERE)) for name in TINY])
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_CHECKS)) for name in TINY])
 def test_check_at_start_passes(name):
-    """The first model of each family that neither test_released.py nor a run of test_layouts.py
-    checks, as the check makes the text model alone; the others by `make test-slow`."""
+    """As the check makes the text model alone. The first model of each family has its layers
+    compared above, too."""
     model_config = TINY[name](VOCABULARY)
     state = torch.random.get_rng_state()
     compare_with_transformers(model_config, name)
@@ -838,7 +846,8 @@ DECAYS = {"weak": 0.1, "strong": 5.0}
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("heads", [(2, 4), (3, 3), (1, 4)])
+@pytest.mark.parametrize("heads", [
+    (2, 4), *(pytest.param(heads, marks=pytest.mark.slow) for heads in ((3, 3), (1, 4)))])
 @pytest.mark.parametrize("lengths", CHUNKED)
 def test_gated_delta_rule_equals_the_recurrence(lengths, heads, decay):
     """In chunks; forward and backward in fp64. Some keys are short, some are 0."""
@@ -936,7 +945,8 @@ def delta_recurrence(query, key, value, g, beta, lengths):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("groups", [2, 4, 1])
+@pytest.mark.parametrize("groups", [
+    2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 1))])
 @pytest.mark.parametrize("lengths", CHUNKED)
 def test_scan_of_mamba_equals_the_recurrence(lengths, groups, decay):
     """In chunks; forward and backward in fp64."""
@@ -1103,7 +1113,9 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("what", UNUSUAL)
+@pytest.mark.parametrize("what", [
+    pytest.param(what, marks=[pytest.mark.slow] * (what == "one group for each expert"))
+    for what in UNUSUAL])
 def test_check_at_start_takes_what_transformers_computes(what):
     model_type, settings = UNUSUAL[what]
     compare_with_transformers(tiny(model_type, **settings)(VOCABULARY), model_type)
@@ -1139,9 +1151,14 @@ def test_text_config_without_that_flag_is_tied_as_the_outer_one_says(tied):
 
 
 WRAPPED = [name for name, make in TINY.items() if make.model_type in families.MULTIMODAL]
+# of images, video and audio, windows and mixtures; the others by `make test-slow`
+QUICK_WRAPPED = """gemma3 gemma4 gemma4_moe_vl mistral3 qwen2_5_vl qwen3_vl qwen3_5_moe_vl llava
+    llava_next_video idefics3 internvl qwen2_audio voxtral""".split()
 
 
-@pytest.mark.parametrize("name", [*WRAPPED, *OUTER])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_WRAPPED))
+    for name in (*WRAPPED, *OUTER)])
 def test_multimodal_model_gives_the_logits_of_its_text_model(name):
     """The check at start builds the text model alone; the outer one must not scale or cap."""
     config = (TINY | OUTER)[name](VOCABULARY)
