@@ -186,6 +186,11 @@ def selected_params(request):
             if item.path == request.path and hasattr(item, "callspec")]  # fmt: skip
 
 
+def selected_tests(request):
+    """The names of this file's selected tests."""
+    return {item.originalname for item in request.session.items if item.path == request.path}
+
+
 def needs_ranks(nproc):
     """On a machine with GPUs each rank needs its own."""
     if 0 < torch.cuda.device_count() < nproc:

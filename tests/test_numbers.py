@@ -11,7 +11,8 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, ROOT, SEVERAL, needs_ranks, read_rows, write_rows
+from conftest import (
+    DEVICE, ROOT, SEVERAL, needs_ranks, read_rows, selected_params, selected_tests, write_rows)
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -63,8 +64,9 @@ def write_adapter(path, model_dir, dora=False):
 
 
 @pytest.fixture(scope="module")
-def worked(models, tmp_path_factory, run_jobs):
-    """worked(nproc): the directory where `nproc` ranks left all cases' results."""
+def worked(models, tmp_path_factory, run_jobs, request):
+    """worked(nproc): the directory where `nproc` ranks left all cases' results; of gradients those
+    of the selected tests."""
     inputs = tmp_path_factory.mktemp("inputs")
     write_rows(inputs / "rows.jsonl", 16)
     adapters = {
@@ -88,6 +90,9 @@ def worked(models, tmp_path_factory, run_jobs):
             flags = ["--learning_rate", "1e-2", "--batch_size", "6", "--max_seq_len", "64",
                      "--lora_rank", "22"]  # 263 blocks of state a layer
             jobs.append({"case": "optimizer", "model": models["llama"], "steps": 4, "flags": flags})
+        kinds = {params.get("kind") for params in selected_params(request)}
+        wants_bf16 = (test_bf16_gradients_are_as_near_the_exact_ones_as_the_references.__name__
+                      in selected_tests(request))
         if nproc == 2:
             flags = ["--lora_rank", "4", "--batch_size", "16", "--max_seq_len", "64",
                      "--compute_dtype"]  # fmt: skip
@@ -95,8 +100,8 @@ def worked(models, tmp_path_factory, run_jobs):
                 {"case": "gradients", "model": models[kind.removesuffix("-dora")],
                  "adapter": adapter, "dataset": inputs / "rows.jsonl", "out": kind,
                  "settings": {d: [*flags, d, *["--adapter", "dora"] * ("dora" in kind)]
-                              for d in ("float32", "bfloat16")}}
-                for kind, adapter in adapters.items()
+                              for d in ("float32", *["bfloat16"] * wants_bf16)}}
+                for kind, adapter in adapters.items() if kind in kinds or wants_bf16
             ]  # fmt: skip
             jobs.append({"case": "patterns"})
         for job in jobs:
@@ -202,7 +207,8 @@ def of_setting(got, setting):
     return {k.removeprefix(f"{setting}/"): v for k, v in got.items() if k.startswith(f"{setting}/")}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen2-dora"])
+@pytest.mark.parametrize("kind", [
+    "llama", pytest.param("qwen2", marks=pytest.mark.slow), "qwen2-dora"])
 def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
     """With DoRA biases are there, which PEFT leaves alone; its magnitudes are gathered in fp32."""
     work, adapters, rows = worked
@@ -215,6 +221,7 @@ def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
         assert (got[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
+@pytest.mark.slow
 def test_bf16_gradients_are_as_near_the_exact_ones_as_the_references(models, worked):
     """Both sides round some fifty times in a row, each in its own places: the reference's own
     gradients are 0.7 to 2.2 % (Frobenius) away from the exact ones. Ours must be as near; over
@@ -349,7 +356,7 @@ def small_model(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def small_runs(small_model, tmp_path_factory, run_jobs):
+def small_runs(small_model, tmp_path_factory, run_jobs, request):
     """small_runs(nproc, name): the directory of one of these runs on `nproc` processes."""
     base, done = tmp_path_factory.mktemp("small-runs"), set()
     write_rows(base / "rows.jsonl", 64)
@@ -359,10 +366,12 @@ def small_runs(small_model, tmp_path_factory, run_jobs):
     same = [*flags, "--max_steps", "5", "--batch_size", "8"]
     micro_batches = {1: "300", 2: "80", 4: "80"}  # the longest row has 71
 
+    dtypes = {params.get("dtype") for params in selected_params(request)}
+
     def make(nproc):
         jobs = {}
         if nproc != 3:
-            for dtype in "float32", "bfloat16":
+            for dtype in dtypes - {None}:
                 jobs[f"{dtype}-{nproc}"] = {
                     "argv": [
                         *same,
@@ -398,7 +407,8 @@ def small_runs(small_model, tmp_path_factory, run_jobs):
 
 
 @pytest.mark.parametrize("nproc", [2, FOUR])
-@pytest.mark.parametrize("dtype, bar", [("float32", 1e-4), ("bfloat16", 5e-3)])
+@pytest.mark.parametrize("dtype, bar", [
+    ("float32", 1e-4), pytest.param("bfloat16", 5e-3, marks=pytest.mark.slow)])
 def test_same_losses_whatever_the_processes_and_micro_batches(
     dtype, bar, nproc, small_runs, read_metrics
 ):
@@ -439,6 +449,7 @@ def test_resume_on_another_number_of_processes(nproc, small_runs, read_metrics):
     assert gaps[:3] == [0, 0, 0] and max(gaps) <= 1e-5
 
 
+@pytest.mark.slow
 def test_another_optimizer_resumes_too(small_model, run_jobs, read_metrics, tmp_path):
     """That of docs/internals.md: on as many processes to the last bit, on more or fewer with the
     same state, cut elsewhere."""

@@ -12,7 +12,8 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, needs_ranks, read_rows, selected_params, write_rows
+from conftest import (
+    DEVICE, needs_ranks, read_rows, selected_params, selected_tests, write_rows)
 from families import TINY
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from rows import CHATML, says
@@ -33,10 +34,10 @@ from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.pretrained.from_config import make_architecture
 
 BAR = 1e-5
-QUICK = ["qwen2", "gemma2", "qwen3_vl"]  # not tied, tied and scaled, in a wrapper
+QUICK = ["qwen2", "gemma2"]  # not tied, tied and scaled
 QUICK_ON_TWO: list[str] = []  # test_two_processes_train_the_same_rows has two processes
-FAMILIES = [*QUICK, "llama3", "granite4", "falcon_h1", "qwen3_moe", "gpt_oss", "nemotron_h",
-            "qwen3_5", "gemma3", "mistral3", "deepseek_v3", "exaone", "sarvam_moe"]
+FAMILIES = [*QUICK, "qwen3_vl", "llama3", "granite4", "falcon_h1", "qwen3_moe", "gpt_oss",
+            "nemotron_h", "qwen3_5", "gemma3", "mistral3", "deepseek_v3", "exaone", "sarvam_moe"]
 SETTINGS = {"kept": ["--recompute", "none"],
             "recomputed, split": ["--recompute", "all", "--micro_batch_tokens", "64"]}
 FLAGS = ["--lora_rank", "4", "--lora_alpha", "64", "--batch_size", "16", "--max_seq_len", "64",
@@ -204,7 +205,7 @@ TALKS = [[says("user", f"What is it? {n}"), says("assistant", f"It is {n}.")] fo
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 BASES = {  # (whether the tokenizer has MARKERS, rows of the tables)
     "untrained": (True, 360), "new, in spare rows": (False, 360), "new": (False, None)}
-SOME_BASES = ("untrained", False), ("new", True)  # the others by `make test-slow`
+SOME_BASES = [("new", True)]  # the others by `make test-slow`
 
 
 @pytest.fixture(scope="module")
@@ -326,12 +327,13 @@ RUNS = [
     (2, "dpo on 2", [*HALF, *DPO, "--shard_group_size", 2]),
     (2, "dpo on 2", [*WHOLE, *DPO, "--shard_group_size", 2]),
     (1, "from one", [*HALF, "--init_adapter", "one"])]
-RARE = "on the host", "copies"  # by `make test-slow`
+RARE = "on the host", "copies", "shared"  # by `make test-slow`, as are those with DPO
 
 
 @pytest.fixture(scope="module")
 def runs(chat_tokenizer, tmp_path_factory, run_jobs, request):
-    """The directory of all RUNS, of those in RARE if their tests are selected, and of base/."""
+    """The directory of RUNS, of rare ones and those with DPO if their tests are selected, and of
+    base/."""
     directory = tmp_path_factory.mktemp("token-runs")
     write_chat_base(directory / "base", chat_tokenizer, *BASES["new"])
     (directory / "rows.jsonl").symlink_to("base/rows.jsonl")
@@ -340,7 +342,9 @@ def runs(chat_tokenizer, tmp_path_factory, run_jobs, request):
     (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     needs_ranks(2)
     selected = {params.get("how") for params in selected_params(request)}
-    wanted = [run for run in RUNS if run[1] not in RARE or run[1] in selected]
+    wants_dpo = any("reference" in name for name in selected_tests(request))
+    wanted = [run for run in RUNS if (
+        wants_dpo if run[1].startswith("dpo") else run[1] not in RARE or run[1] in selected)]
     for nproc, group in itertools.groupby(wanted, lambda run: run[0]):
         run_jobs(nproc, [{"argv": [str(flag) for flag in [
             *chat_flags("base"), "--dataset", "rows.jsonl", *FP32, *flags, "--output_dir", name]]}
@@ -354,7 +358,7 @@ def make_rows(run):
 
 
 @pytest.mark.parametrize("how", [
-    "sharded", "shared", *(pytest.param(how, marks=pytest.mark.slow) for how in RARE)])
+    "sharded", *(pytest.param(how, marks=pytest.mark.slow) for how in RARE)])
 def test_two_processes_train_the_same_rows(how, runs, read_metrics):
     one, two = (read_metrics(runs / run) for run in ("one", how))
     steps = [(row, other) for row, other in zip(one, two, strict=True) if "grad_norm" in row]
@@ -391,6 +395,7 @@ def test_run_begins_with_rows_of_another_run(runs, read_metrics):
     assert abs(first["eval_loss"] - last["eval_loss"]) <= BAR * last["eval_loss"]
 
 
+@pytest.mark.slow
 def test_reference_is_of_the_rows_with_which_the_run_began(runs, read_metrics):
     one, two = ({row["step"]: row["loss"] for row in read_metrics(runs / f"dpo on {n}")
                  if "loss" in row} for n in (1, 2))
@@ -401,6 +406,7 @@ def test_reference_is_of_the_rows_with_which_the_run_began(runs, read_metrics):
         assert (values - references[1][key]).abs().max() <= 1e-4
 
 
+@pytest.mark.slow
 def test_lost_reference_is_computed_with_the_first_rows_again(runs, run_main, read_metrics,
                                                               tmp_path, monkeypatch):
     monkeypatch.chdir(runs)
