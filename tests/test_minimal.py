@@ -76,9 +76,9 @@ FAMILIES = {  # model type: settings besides SIZES
     "gemma3": {"text": "gemma3_text", "vision_model": "siglip_vision_model"},  # multimodal
 }  # fmt: skip
 # by `make test-slow`
-RARE = "olmo2", "gemma3_text", "gemma4_text", "lfm2", "granitemoehybrid", "youtu"
+RARE = "olmo2", "gemma3_text", "gemma4_text", "lfm2", "granitemoehybrid", "youtu", "gemma3"
 SOME_FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE)) for name in FAMILIES]
-MERGED = "llama", "gemma3", "qwen3_5_text"
+MERGED = ["llama", pytest.param("gemma3", marks=pytest.mark.slow), "qwen3_5_text"]
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FLAGS = ["--max_steps", 3, "--batch_size", 4, "--max_seq_len", 64, "--learning_rate", 5e-3]
 STEP = re.compile(r"^step +(\d+)/\d+ \| loss +([\d.]+) \| lr \S+ \| grad_norm +([\d.]+) ", re.M)
@@ -223,8 +223,9 @@ BESIDE = {  # of the big script: name: (processes, dtype, more flags, patches)
     for n in (1, 2) for flag in ("", "--offload") for rows in ("", "one_by_one")
     for dtype in ("fp32", "bf16") if dtype == "fp32" or n == 2 and bool(flag) != bool(rows)
 }  # fmt: skip
-SOME_BESIDE = (  # the others by `make test-slow`
-    "fp32 on 2, micro-batches", "fp32 on 2 offloaded, one_by_one")
+SOME_BESIDE = ["fp32 on 2 offloaded, micro-batches"]  # the others by `make test-slow`
+# whose tests are by `make test-slow`
+SLOW_RUNS = "on 4", "copies as on CUDA", "evaluated", "saved each step", "unanswered"
 ODD = ["--max_steps", 5, "--lora_rank", 2, "--batch_size", 5]
 EVALUATED = ["--eval_dataset", "five.jsonl", "--save_every", 1]
 RUNS = {  # name: (processes, what the job has)
@@ -249,8 +250,6 @@ RUNS = {  # name: (processes, what the job has)
            ("columns", "answers.jsonl"),
            ("generation", "text.jsonl", "--eval_dataset", "talks.jsonl"),
            ("attention only", "text.jsonl"), ("AdamW", "text.jsonl"))},
-    "all rows": (2, {"argv": flags("qwen3", "all-rows", "--batch_size", 24, "--max_steps", 1,
-                                  rows="mixed.jsonl")}),
     "copies as on CUDA": (2, {"argv": flags("llama", "x"), "with": ["copies_as_on_cuda"]}),
     "LoRA in bf16": (2, {"argv": flags("llama", "x"), "with": ["lora_in_bf16"]}),
     "the lm_head is unfrozen": (2, {"argv": flags("qwen3", "x"), "with": ["lm_head_is_unfrozen"]}),
@@ -297,6 +296,7 @@ def runs(base, run_jobs, wanted, request):
               and item.originalname == test_padded_rows_change_no_loss.__name__]
     selected = {params.get("run") or f"edit: {params.get('edit')}"
                 for params in selected_params(request)}
+    selected |= {"on 4"} & {plain_run(edit) for edit in selected}
 
     def get(name):
         nproc = RUNS[name][0]
@@ -304,7 +304,7 @@ def runs(base, run_jobs, wanted, request):
             run_jobs(nproc, [{"case": "minimal", "out": str(base / f"{name}.seen"), **job}
                              for name, (n, job) in RUNS.items()
                              if n == nproc and (family := name.partition(",")[0])
-                             and (name not in (*BESIDE, *EDITED) or name in selected)
+                             and (name not in (*BESIDE, *EDITED, *SLOW_RUNS) or name in selected)
                              and (family not in FAMILIES or family == name and family in wanted
                                   or family in uneven)], cwd=base)
             done.add(nproc)
@@ -344,14 +344,14 @@ def test_adapter_has_the_tokenizer_of_the_model(launched, base):
     assert ours.chat_template == its.chat_template and ours.get_vocab() == its.get_vocab()
 
 
-def test_same_losses_whatever_the_processes(launched, runs):
+@pytest.mark.parametrize("run", ["on 1", pytest.param("on 4", marks=pytest.mark.slow)])
+def test_same_losses_whatever_the_processes(run, launched, runs):
     """And gradients: Adam would hide that all of them are half as large."""
     want, norms = losses(launched[0].stdout), gradients(launched[0].stdout)
-    for nproc in 1, 4:
-        text, _ = runs(f"on {nproc}")
-        print(nproc, max(abs(a - b) for a, b in zip(losses(text), want)))
-        assert losses(text) == pytest.approx(want, abs=5e-3) and len(want) == 5
-        assert gradients(text) == pytest.approx(norms, rel=0.03)
+    text, _ = runs(run)
+    print(run, max(abs(a - b) for a, b in zip(losses(text), want)))
+    assert losses(text) == pytest.approx(want, abs=5e-3) and len(want) == 5
+    assert gradients(text) == pytest.approx(norms, rel=0.03)
 
 
 @pytest.fixture(scope="module")
@@ -532,10 +532,14 @@ def test_gathered_words_are_bitsandbytes(family, base, runs):
     assert n_nan  # else a copy that rewrites them would not be seen
 
 
-def test_check_at_start_finds_rewritten_words(runs):
-    """Copies that rewrite NaNs do no harm as long as LoRA is in fp32."""
+@pytest.mark.parametrize("run", [pytest.param("copies as on CUDA", marks=pytest.mark.slow)])
+def test_rewritten_words_do_no_harm_as_long_as_lora_is_in_fp32(run, runs):
     needs_ranks(2)
-    assert len(losses(runs("copies as on CUDA")[0])) == 3
+    assert len(losses(runs(run)[0])) == 3
+
+
+def test_check_at_start_finds_rewritten_words(runs):
+    needs_ranks(2)
     text, _ = runs("LoRA in bf16")
     assert "RuntimeError: gathered 4-bit weights differ from those that this rank quantized" in text
     assert not losses(text)
@@ -582,10 +586,11 @@ def test_stored_tensors_that_no_module_has_are_named(runs):
     assert not any("are not used" in runs(family)[0] for family in ("llama", "qwen3"))
 
 
-def test_evaluation_changes_no_training(runs):
+@pytest.mark.parametrize("run", [pytest.param("evaluated", marks=pytest.mark.slow)])
+def test_evaluation_changes_no_training(run, runs):
     """rows_loss() under no_grad() is the loss that is then trained."""
     needs_ranks(2)
-    plain, evaluated = (runs(name)[1]["losses"] for name in ("llama", "evaluated"))
+    plain, evaluated = (runs(name)[1]["losses"] for name in ("llama", run))
     assert len(plain) == 3 and plain.tolist() == pytest.approx(evaluated.tolist(), abs=1e-6)
 
 
@@ -606,6 +611,11 @@ def test_eval_loss_is_that_of_the_saved_adapter(base, runs):
     assert float(shown[0][1]) > float(shown[1][1]) > float(shown[2][1])
 
 
+def plain_run(edit):
+    """The run that one with this edit is compared with."""
+    return "on 4" if edit.endswith("HSDP") else "llama"
+
+
 @pytest.mark.parametrize("edit", [
     pytest.param(edit, marks=() if edit == "weights" else pytest.mark.slow)
     for edit in EDITS])
@@ -613,7 +623,7 @@ def test_edits_that_the_file_describes(edit, base, runs):
     """Its table names all that a change needs: other functions are as they were."""
     needs_ranks(4 if edit == "HSDP" else 2)
     text, seen = runs(f"edit: {edit}")
-    plain, seen_plain = runs("on 4" if edit == "HSDP" else "llama")
+    plain, seen_plain = runs(plain_run(edit))
     found, want = ({"loss": losses(log), "norm": gradients(log)} for log in (text, plain))
     if edit == "HSDP":  # and its clipping is as without it
         assert found["loss"] == pytest.approx(want["loss"], abs=5e-3)
@@ -643,9 +653,10 @@ def test_edits_that_the_file_describes(edit, base, runs):
         assert len(found["loss"]) == 3 and found["loss"][2] < found["loss"][0]
 
 
-def test_saves_change_no_training(base, runs):
+@pytest.mark.parametrize("run", [pytest.param("saved each step", marks=pytest.mark.slow)])
+def test_saves_change_no_training(run, base, runs):
     needs_ranks(2)
-    text, _ = runs("saved each step")
+    text, _ = runs(run)
     assert re.findall(r"^step (\d): adapter saved in saved$", text, re.M) == ["1", "2", "3"]
     saved, plain = (load_file(base / name / "adapter_model.safetensors")
                     for name in ("saved", "llama-adapter"))
@@ -664,10 +675,11 @@ def test_kill_leaves_the_earlier_adapter(base, runs):
     assert any(value.any() for name, value in before.items() if "lora_B" in name)
 
 
-def test_rows_without_an_answer_are_counted(runs):
+@pytest.mark.parametrize("run", [pytest.param("unanswered", marks=pytest.mark.slow)])
+def test_rows_without_an_answer_are_counted(run, runs):
     """A conversation of a question alone, and of an answer alone, which no prompt asks for."""
     needs_ranks(2)
-    text, _ = runs("unanswered")
+    text, _ = runs(run)
     assert "unanswered.jsonl: 24 rows from 26 of 26 lines (columns: messages, text);" in text
     assert "left out, because no token within --max_seq_len is in the loss: 2\n" in text
     assert len(losses(text)) == 1
@@ -978,8 +990,9 @@ def merged_weights(directory, adapter, base):
 
 @pytest.mark.parametrize("family, targets, is_whole", [
     ("llama", ["q_proj", "v_proj"], True), ("gemma4_e", ["q_proj", "v_proj"], True),
-    ("qwen3_5_text", ["down_proj"], True), ("gemma3", ["q_proj", "v_proj"], True),
-    ("gemma3", r".*language_model.*\.[qv]_proj", False)])  # fmt: skip
+    ("qwen3_5_text", ["down_proj"], True),
+    *(pytest.param("gemma3", *case, marks=pytest.mark.slow) for case in (
+        (["q_proj", "v_proj"], True), (r".*language_model.*\.[qv]_proj", False)))])  # fmt: skip
 def test_adapter_of_some_linears_is_merged_into_what_peft_trained(
         family, targets, is_whole, base, tmp_path, capsys):
     """All that transformers quantizes goes through NF4, adapted or not; of a multimodal model the
