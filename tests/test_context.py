@@ -154,10 +154,9 @@ LOSSES = "dpo", "orpo", "kto"
 PIECES = {"pieces": "qwen3", "latent_pieces": "deepseek_v3", "saved_pieces": "qwen3",
           "saved_latent_pieces": "deepseek_v3"}  # fmt: skip
 SAVES_ATTENTION = {"n_attention_saved": 1}  # in the last layer, after those that save x
-# whose parts others have, by `make test-slow`
-RARE = "mistral", "qwen3", "gemma3_text", "qwen3_moe", "attention_dropout", "orpo", "kto", \
-    "phi3_longrope", "pieces", "latent_pieces", "saved_latent_pieces"
-CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
+# windows and caps, sinks and experts, pieces; the others by `make test-slow`
+QUICK = "gemma2", "gpt_oss", "saved_pieces"
+CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
          for name in (*FAMILIES, *LOSSES, *PIECES)]  # fmt: skip
 
 
@@ -207,7 +206,7 @@ def base(tmp_path_factory, tiny_model):
 @pytest.fixture(scope="module")
 def runs(base, run_jobs, request):
     """runs(n, name): the directory of a run on n ranks, which share micro-batches if n is 2. Those
-    of RARE are made where their tests are selected."""
+    of the selected tests are made together."""
     done, selected = set(), {params.get("name") for params in selected_params(request)}
     cases = {kind: [kind, "--dataset", "sft.jsonl", *flags] for kind, flags in FAMILIES.items()}
     cases |= {loss: ["qwen3", "--dataset", f"{loss}.jsonl", "--loss", loss, "--eval_dataset",
@@ -301,6 +300,7 @@ def latent_gradients(tmp_path_factory, tiny_model, run_jobs, request):
     each micro-batch."""
     base, done = tmp_path_factory.mktemp("latent"), set()
     selected = {(params.get("n"), params.get("name")) for params in selected_params(request)}
+    settings = {params.get("setting") for params in selected_params(request)}
     tokenizer = tiny_model("llama")
     vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
     write_data(base)
@@ -321,7 +321,8 @@ def latent_gradients(tmp_path_factory, tiny_model, run_jobs, request):
                 {"case": "gradients", "model": str(base / each), "dataset": str(base / "sft.jsonl"),
                  "adapter": str(base / f"{each}.adapter"), "out": str(base / f"{each} on {n}"),
                  "settings": {setting: [*LATENT_FLAGS, *flags, *map(str, shared)]
-                              for setting, flags in LATENT_SETTINGS.items()},
+                              for setting, flags in LATENT_SETTINGS.items()
+                              if setting in settings},
                  "exchanged": True, "group_bytes": 1 if n == 2 else 2**27}
                 for each in LATENT
                 if any(each == name and n in (1, ranks) for ranks, name in selected)],
@@ -331,7 +332,8 @@ def latent_gradients(tmp_path_factory, tiny_model, run_jobs, request):
     return work
 
 
-@pytest.mark.parametrize("setting", LATENT_SETTINGS)
+@pytest.mark.parametrize("setting", [
+    "kept", "dropout", pytest.param("dora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n, name", [
     (2, "youtu"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         (2, "minicpm3"), (3, "minicpm3"), (4, "youtu")))])  # fmt: skip

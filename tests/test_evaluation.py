@@ -43,8 +43,9 @@ PAIRS = {
     (2, "plain, sharded"): ["--shard_group_size", 2],
     (2, "offloaded, sharded"): [*OFFLOADED, "--shard_group_size", 2],
 }
-# "offloaded, sharded" has all of them; by `make test-slow`
-RARE = (1, "dropout"), (1, "offloaded"), (2, "plain, sharded")
+# by `make test-slow`: what "offloaded, sharded" has, and samples and intervals that others have
+RARE = ((1, "dropout"), (1, "offloaded"), (2, "plain, sharded"), (1, "tenth"), (1, "never"),
+        (2, "samples, sharded"))
 SOME_PAIRS = [pytest.param(*pair, marks=[pytest.mark.slow] * (pair in RARE)) for pair in PAIRS]
 # these are also cut off after half their steps and resumed
 RESUMED = [(1, "offloaded"), (2, "offloaded, sharded")]
@@ -90,7 +91,7 @@ def jobs(nproc, selected):
                 before = f"cp -r '{whole}' '{cut}'; cd '{cut}'; rm -r *-000004 adapter*"
                 yield (name, f"{how}, resumed"), ["--resume", *flags_of_both], {"before": before}
     for (n, name), flags in SINGLE.items():
-        if n == nproc:
+        if n == nproc and ((n, name) not in RARE or name in {name for _, name in selected}):
             yield (name,), flags, {"draws": name == "wide steps"}
 
 
@@ -133,7 +134,8 @@ def greedy(model, ids, tokenizer):
     return tokenizer.decode(ids[n:])
 
 
-@pytest.mark.parametrize("nproc, name", [(1, "samples"), (2, "samples, sharded")])
+@pytest.mark.parametrize("nproc, name", [
+    (1, "samples"), pytest.param(2, "samples, sharded", marks=pytest.mark.slow)])
 def test_samples_are_what_transformers_and_peft_write(nproc, name, base, runs, read_metrics):
     directory, out = runs(nproc, name)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "model")
@@ -153,6 +155,7 @@ def test_samples_are_what_transformers_and_peft_write(nproc, name, base, runs, r
     assert found[0]["eval_samples"] != found[4]["eval_samples"]
 
 
+@pytest.mark.slow
 def test_what_a_sample_leaves_out_is_marked(run_main, read_metrics, tmp_path):
     """In the log the beginning of a long prompt, and in metrics.jsonl of a very long one."""
     words = " ".join(str(i % 7) for i in range(600))
@@ -307,7 +310,7 @@ def test_best_evaluations_checkpoint_is_saved_and_said(base, runs, read_metrics)
     verify_checkpoint(directory / f"checkpoint-{step:06d}")  # raises if it is not whole
 
 
-@pytest.mark.parametrize("value", ["1", "0"])
+@pytest.mark.parametrize("value", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_lines_for_a_bug_report_are_printed_on_request(
         value, base, run_main, tmp_path, monkeypatch):  # fmt: skip
     monkeypatch.setenv("FSDP_QLORA_DEBUG", value)
@@ -456,7 +459,8 @@ def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "name, want",
-    [("tenth", [*range(0, 21, 2)]), ("wide steps", [0, 1, 2, 3]), ("never", [0, 5])],
+    [pytest.param("tenth", [*range(0, 21, 2)], marks=pytest.mark.slow),
+     ("wide steps", [0, 1, 2, 3]), pytest.param("never", [0, 5], marks=pytest.mark.slow)],
     ids=["no flag", "no flag, few steps", "0"],
 )
 def test_evaluation_comes_as_often_as_eval_every_says(name, want, runs, read_metrics):

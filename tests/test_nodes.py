@@ -1,6 +1,7 @@
 """Several nodes: replicas agree, and what differs between nodes is named."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -77,8 +78,8 @@ def flags(tiny_model, demo_directory):
 
 @pytest.fixture(scope="module")
 def nodes(launch, flags, tmp_path_factory, request):
-    """Where two nodes of two processes left their runs, and what they wrote to stderr. On a CPU the
-    processes are one launch's, which take themselves for two nodes'."""
+    """Where two nodes of two processes left the runs of the selected tests, and what they wrote to
+    stderr. On a CPU the processes are one launch's, which take themselves for two nodes'."""
     needs_ranks(NODES * NPROC)
     base = tmp_path_factory.mktemp("nodes")
     (base / "elsewhere").mkdir()
@@ -94,18 +95,22 @@ def nodes(launch, flags, tmp_path_factory, request):
     def run(name, *more, **other):
         return two_nodes("--output_dir", name, *flags, *more, cwd=base, **other)
 
-    good = [
-        run("all", "--shard_group_size", "4"),
-        run("groups", "--shard_group_size", "2"),
-        run("copies", "--shard_group_size", "1"),
-        run("dropout", *DROPOUT),
-        run("resumed", *DROPOUT, "--resume", before=BROKEN_OFF.format("dropout", "resumed")),
-        run("groups-all", "--resume", "--shard_group_size", "4",
-            before=BROKEN_OFF.format("groups", "groups-all")),
-    ]  # fmt: skip
-    if any(params.get("before") == "all" for params in selected_params(request)):
-        good.append(run("all-groups", "--resume", "--shard_group_size", "2",
-                        before=BROKEN_OFF.format("all", "all-groups")))
+    runs = {
+        "all": run("all", "--shard_group_size", "4"),
+        "groups": run("groups", "--shard_group_size", "2"),
+        "copies": run("copies", "--shard_group_size", "1"),
+        "dropout": run("dropout", *DROPOUT),
+        "resumed": run("resumed", *DROPOUT, "--resume",
+                       before=BROKEN_OFF.format("dropout", "resumed")),
+        "groups-all": run("groups-all", "--resume", "--shard_group_size", "4",
+                          before=BROKEN_OFF.format("groups", "groups-all")),
+        "all-groups": run("all-groups", "--resume", "--shard_group_size", "2",
+                          before=BROKEN_OFF.format("all", "all-groups")),
+    }  # fmt: skip
+    selected = [params.values() for params in selected_params(request)]
+    wanted = {"copies", *map(str, itertools.chain(*selected))}
+    wanted |= {"-".join(map(str, values)) for values in selected}
+    good = [job for name, job in runs.items() if name in wanted]
     bad = [
         run("none", others=run("none", "--lora_rank", "8")),
         run("none", others={"script": str(copy)}),
@@ -140,18 +145,23 @@ def assert_near(run, reference, bar):
     assert gap <= bar
 
 
-def test_any_sharding_on_two_nodes_is_the_same_run(nodes, flags, run_main, tmp_path):
+# a model's copy on four, two and one of the processes
+SHARDINGS = {"all": 4, "groups": 2, "copies": 1}
+SOME_SHARDINGS = [pytest.param(run, marks=[pytest.mark.slow] * (run == "all")) for run in SHARDINGS]
+
+
+@pytest.mark.parametrize("run", SOME_SHARDINGS)
+def test_any_sharding_on_two_nodes_is_the_same_run(run, nodes, flags, run_main, tmp_path):
     code, _, errors = run_main("--output_dir", tmp_path / "alone", *flags)
     assert code == 0, errors
     alone = read_run(tmp_path / "alone")
     assert alone[0][-1]["loss"] < alone[0][0]["loss"]
-    for name in "all", "groups", "copies":
-        run = read_run(nodes[0] / name)
-        assert_near(run, alone, 1e-4)
-        assert run[0][0]["micro_batches"] == 8  # two micro-batches
+    found = read_run(nodes[0] / run)
+    assert_near(found, alone, 1e-4)
+    assert found[0][0]["micro_batches"] == 8  # two micro-batches
 
 
-@pytest.mark.parametrize("run", ["all", "groups", "copies"])
+@pytest.mark.parametrize("run", SOME_SHARDINGS)
 def test_each_tensors_sum_is_that_of_the_file(nodes, run):
     """Whoever reads which rows of it: of norms all ranks read all."""
     described = json.loads((nodes[0] / run / "train_config.json").read_text())
@@ -170,8 +180,10 @@ def test_two_nodes_of_torchrun(flags, run_main, tmp_path):
     assert_near(read_run(tmp_path / "groups"), read_run(tmp_path / "alone"), 1e-4)
 
 
-def test_replicas_resume_bit_for_bit(nodes):
-    (rows, adapter), (want_rows, want) = (read_run(nodes[0] / n) for n in ("resumed", "dropout"))
+@pytest.mark.parametrize("again, whole", [
+    pytest.param("resumed", "dropout", marks=pytest.mark.slow)])
+def test_replicas_resume_bit_for_bit(nodes, again, whole):
+    (rows, adapter), (want_rows, want) = (read_run(nodes[0] / n) for n in (again, whole))
     assert [(r["loss"], r["grad_norm"]) for r in rows] == [
         (r["loss"], r["grad_norm"]) for r in want_rows
     ]
@@ -184,9 +196,10 @@ def test_resume_in_another_layout(nodes, before, after):
     assert_near(read_run(nodes[0] / f"{before}-{after}"), read_run(nodes[0] / before), 1e-4)
 
 
-@pytest.mark.parametrize("run,shards", [("all", 4), ("groups", 2), ("copies", 1)])
-def test_checkpoint_has_the_optimizer_state_of_one_copy(nodes, run, shards):
+@pytest.mark.parametrize("run", SOME_SHARDINGS)
+def test_checkpoint_has_the_optimizer_state_of_one_copy(nodes, run):
     """Whole; that other copies have the same is what resuming them shows."""
+    shards = SHARDINGS[run]
     paths = [nodes[0] / name / "checkpoint-000003" for name in (run, "copies")]
     assert [path.name for path in paths[0].glob("optimizer*")] == ["optimizer.safetensors"]
     states, wanted = (load_file(path / "optimizer.safetensors") for path in paths)

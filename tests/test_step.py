@@ -100,8 +100,9 @@ SLOW_RUNS = {
     (2, "lora", "none recomputed"), (2, "lora", "two offloaded"), (2, "lora", "weights offloaded"),
     (2, "lora", "a copy each, shared micro-batches"),
     (2, "lora", "a copy each, offloaded"), (2, "lora", KEPT), (2, "dropout", "a copy each"),
-    (2, "dropout", "sharded"),
-    (3, "lora", "shared micro-batches")}  # fmt: skip
+    (2, "dropout", "sharded"), (2, "lora", f"{KEPT}, offloaded"),
+    (2, "dropout", "shared micro-batches"), (2, "dora", "shared micro-batches"),
+    (1, "some", "offloaded")}  # fmt: skip
 
 
 def slow_if_rare(*run):
@@ -109,7 +110,7 @@ def slow_if_rare(*run):
 
 
 CASES = [pytest.param(n, kind, name,
-                      marks=[pytest.mark.slow] * (n == 4 or (n, kind, name) in SLOW_RUNS))
+                      marks=[pytest.mark.slow] * (n > 2 or (n, kind, name) in SLOW_RUNS))
          for (n, kind), runs in RUNS.items() for name in runs]  # fmt: skip
 
 
@@ -350,7 +351,8 @@ def test_memory_flags_change_no_bit(nproc, name, runs, read_metrics):
         assert all(torch.equal(value, other[key]) for key, value in first.items())
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nproc", [
+    1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_speed_is_per_gpu(nproc, runs, read_metrics):
     for row in read_metrics(runs(nproc, "lora", next(iter(RUNS[nproc, "lora"])))):
         tokens = row["tokens_per_second_per_gpu"] * row["seconds"] * nproc
@@ -391,8 +393,7 @@ def test_run_has_the_steps_of_its_epochs(base, run_main, monkeypatch, tmp_path):
 # Families on two processes
 # ------------------------------------------------------------------------------------------------
 
-RARE = ["gemma3", "granite", "phi4_mini", "smollm3_window"]  # by `make test-slow`
-SHARDED = ["cohere_qk_norm", *(pytest.param(x, marks=pytest.mark.slow) for x in RARE)]
+SHARDED = ["cohere_qk_norm", "gemma3", "granite", "phi4_mini", "smollm3_window"]
 
 
 @pytest.fixture(scope="module")
@@ -412,6 +413,7 @@ def family_runs(base, run_jobs, demo_directory, request):
     return base
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SHARDED)
 def test_families_give_the_same_on_two_processes(family, family_runs, read_metrics):
     """What they give on one is in test_layer.py; of mixtures, in test_layouts.py."""
