@@ -376,7 +376,7 @@ def lost_by_fault(start, copy, rank, operation, how, expected):
 
 
 @pytest.mark.parametrize("how, sample", [
-    pytest.param("kill", 1, marks=pytest.mark.slow), ("ENOSPC", 1)] + [
+    pytest.param(how, 1, marks=pytest.mark.slow) for how in ("kill", "ENOSPC")] + [
     pytest.param(how, None, marks=pytest.mark.chaos) for how in ("kill", "torn", "ENOSPC", "EIO")])
 def test_faults_of_file_operations(how, sample, start, undisturbed, before_last_save, tmp_path):
     """Each operation of a start that resumes, saves, and writes the adapter."""
@@ -389,6 +389,7 @@ def test_faults_of_file_operations(how, sample, start, undisturbed, before_last_
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_full_disk_ends_no_training(start, undisturbed, tmp_path):
     """Between two saves nothing is left on it, and later there is room again."""
     with small_disk(tmp_path / "run", "3m"):
@@ -859,16 +860,20 @@ def test_changed_base_is_refused(change, again, cut):
     assert len(list(cut.glob("checkpoint-*"))) == 3 and not list(cut.glob("adapter_*"))
 
 
-@pytest.mark.parametrize("put", {
+PUT = {
     "fifo": os.mkfifo, "file": Path.touch, "empty directory": Path.mkdir,
     "link": lambda path: path.symlink_to("checkpoint-000001"),
     "link to nowhere": lambda path: path.symlink_to("nowhere"),
     "copy": lambda path: shutil.copytree(path.with_name("checkpoint-000003"), path),
-}.items(), ids=lambda put: put[0])  # fmt: skip
-def test_what_is_no_checkpoint_is_skipped(put, again, cut, complete):
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [
+    pytest.param(what, marks=[pytest.mark.slow] * (what not in ("link", "copy"))) for what in PUT])
+def test_what_is_no_checkpoint_is_skipped(what, again, cut, complete):
     """Also where the next save belongs, and after all steps."""
     for step in 4, 7:
-        put[1](checkpoint_path(cut, step))
+        PUT[what](checkpoint_path(cut, step))
     others = [cut / "checkpoint-best", cut / "checkpoint-000099.bak"]
     for path in others:
         shutil.copytree(cut / "checkpoint-000001", path)
@@ -881,9 +886,8 @@ def test_what_is_no_checkpoint_is_skipped(put, again, cut, complete):
     assert all(path.is_dir() for path in others) and not list(cut.glob(".checkpoint*"))
 
 
-# the other file of each by `make test-slow`
-QUICK_DAMAGE = (("missing", "optimizer.safetensors"), ("cut off", "adapter_model.safetensors"),
-                ("one bit", "optimizer.safetensors"))  # fmt: skip
+# the others by `make test-slow`
+QUICK_DAMAGE = ("cut off", "adapter_model.safetensors"), ("one bit", "optimizer.safetensors")
 
 
 @pytest.mark.parametrize("how, name", [
@@ -911,7 +915,9 @@ def damage(how, path):
         path.write_text({"nested": "[" * 100_000, "empty": "", "torn": '{"step": 3, "co'}[how])
 
 
-@pytest.mark.parametrize("how", ["nested", "empty", "torn", "directory"])
+@pytest.mark.parametrize("how", [
+    *(pytest.param(how, marks=pytest.mark.slow) for how in ("nested", "directory")),
+    "empty", "torn"])
 def test_damaged_json_is_one_line_or_nothing(how, again, cut, complete):
     damage(how, cut / "status.json")
     damage(how, cut / "checkpoint-000003" / "checkpoint.json")
@@ -991,6 +997,7 @@ def test_other_initial_adapter_is_refused(again, cut, complete):
     refused(again("--init_adapter", complete / "run"), 7, "--init_adapter None (now ")
 
 
+@pytest.mark.slow
 def test_changed_evaluation_rows_are_refused(again, cut):
     """Its best loss would be of other rows."""
     shutil.copy("rows.jsonl", "eval.jsonl")
@@ -1134,7 +1141,8 @@ def kept(run):
 
 
 @pytest.mark.parametrize(
-    ("every", "steps"), [("0", [5]), ("3", [3, 5]), ("1m", [3, 5]), ("9m", [5])]
+    ("every", "steps"), [("0", [5]), ("3", [3, 5]), ("1m", [3, 5]),
+                         pytest.param("9m", [5], marks=pytest.mark.slow)]
 )
 def test_checkpoints_come_as_often_as_save_every_says(every, steps, begin, tmp_path, monkeypatch):
     """On a clock on which a step takes 25 seconds."""
@@ -1265,7 +1273,7 @@ def at_step(number, monkeypatch, do):
 
 @pytest.mark.parametrize("what, signalled", [
     pytest.param(what, signalled, marks=[pytest.mark.slow] * (
-        not signalled and what in (move, shutil.rmtree)))  # as the others without a signal
+        (what, signalled) not in ((move, True), (take, False))))
     for what in (move, move_and_make, take, shutil.rmtree) for signalled in (False, True)])
 def test_run_that_has_lost_its_directory_writes_nothing_there(
     what, signalled, begin, tmp_path, monkeypatch
@@ -1355,6 +1363,7 @@ def test_metrics_that_cannot_be_written_to_the_end_are_told_there(begin, tmp_pat
     assert "the last 3 lines of run/metrics.jsonl are lost: Is a directory" in out
 
 
+@pytest.mark.slow
 def test_adapter_is_saved_elsewhere_from_a_directory_of_any_name(begin, tmp_path, monkeypatch):
     name = "n" * 250
     at_step(5, monkeypatch, lambda run: shutil.rmtree(run.directory))
@@ -1416,7 +1425,8 @@ def test_damaged_adapter_of_a_complete_run_is_saved_again(
     assert changed <= {".lock", "status.json"}
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", "optimizer.safetensors"])
+@pytest.mark.parametrize("name", [
+    pytest.param("checkpoint.json", marks=pytest.mark.slow), "optimizer.safetensors"])
 def test_checkpoint_that_cannot_be_read_now_stays(name, again, cut, complete, monkeypatch):
     """A disk that fails once."""
     read_text = Path.read_text
@@ -1548,6 +1558,7 @@ def test_bug_while_saving_is_no_full_disk(begin, monkeypatch):
     assert "could not save" not in out
 
 
+@pytest.mark.slow
 def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
     begin, tmp_path, monkeypatch, passed
 ):

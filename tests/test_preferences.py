@@ -80,7 +80,9 @@ SETTINGS = {  # {processes: {name: flags}}
 RARE = ("dpo large", "dpo recomputed", "orpo recomputed", "dpo copies", "dpo recomputed sharded",
         "ipo sharded", "kto copies", "kto resumed", "dpo resumed by two", "dpo some",
         "dpo started", "dpo started sharded", "simpo split", "orpo split", "dpo split copies",
-        "dpo shared", "kto shared", "kto resumed with a damaged reference")  # fmt: skip
+        "dpo shared", "kto shared", "kto resumed with a damaged reference", "cdpo", "ipo", "simpo",
+        "dpo offloaded", "dpo resumed", "dpo resumed with a part of its reference",
+        "dpo with dropout", "dpo with dropout, small micro-batches")  # fmt: skip
 CASES = [pytest.param(n, name, marks=[pytest.mark.slow] * (n == 4 or name in RARE))
          for n, settings in SETTINGS.items() for name in settings]  # fmt: skip
 
@@ -546,6 +548,7 @@ def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
     assert torch.equal(found["train"].isnan(), torch.full((3,), not is_read))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_made_longer_needs_the_reference_of_more_rows(base, run_main, monkeypatch):
     """In a single epoch, of which each step has other rows; it is that of before the first step."""
     monkeypatch.chdir(base)
@@ -560,6 +563,7 @@ def test_a_run_that_is_made_longer_needs_the_reference_of_more_rows(base, run_ma
         torch.testing.assert_close(found[1][key], value, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
         base, trained, run_jobs, monkeypatch):
     """Each start is stopped after one part; none begins anew."""
@@ -613,6 +617,7 @@ def test_rows_may_come_from_another_source(base, run_main, tmp_path, monkeypatch
     assert known.nonzero().view(-1).tolist() == [0, 1, 2, 3]  # both answers of two pairs
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_parts_is_that_of_all_rows(
         base, trained, run_main, read_metrics, monkeypatch):
     """Also KTO's estimate, which is one for all."""
@@ -682,7 +687,8 @@ def test_a_new_loss_is_one_function_and_its_record(
     assert code == 2 and "--simpo_gamma 0.7 applies to --loss simpo, not to hinge" in err
 
 
-@pytest.mark.parametrize("lost, code", [(False, 0), (True, 7)])
+@pytest.mark.parametrize("lost, code", [
+    pytest.param(False, 0, marks=pytest.mark.slow), (True, 7)])
 def test_a_changed_start_adapter_counts_only_where_it_is_needed(
         lost, code, base, run_main, monkeypatch):
     """A resumed run has its reference; where that is lost, no other one takes its place."""
@@ -1080,6 +1086,7 @@ def test_bad_input_ends_with_one_line_before_a_weight_is_read(name, run_main, ba
     assert "base model loaded" not in out
 
 
+@pytest.mark.slow
 def test_a_loss_without_slope_ends_no_run(run_main, read_metrics, base, monkeypatch):
     """After the first step all answers are so far from the estimate that no gradient is left."""
     monkeypatch.chdir(base)
@@ -1090,24 +1097,26 @@ def test_a_loss_without_slope_ends_no_run(run_main, read_metrics, base, monkeypa
     assert norms[0] > 0 and norms[1:] == [0] * 5
 
 
-def test_models_own_dropout_is_off_and_experts_are_trained(run_main, demo_directory, tmp_path):
+@pytest.mark.parametrize("name, settings, flags", [
+    ("qwen3", {"attention_dropout": 0.3}, ["--adapter", "dora"]),
+    pytest.param("qwen3_moe", {}, [], marks=pytest.mark.slow)])
+def test_models_own_dropout_is_off_and_experts_are_trained(
+        name, settings, flags, run_main, demo_directory, tmp_path):
     """The first loss of DPO is ln 2 only if the model computes what the reference is of."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_directory / "model")
     write_preferences(tmp_path, "rows", 8, seed=1)
-    for name, settings, flags in (("qwen3", {"attention_dropout": 0.3}, ["--adapter", "dora"]),
-                                  ("qwen3_moe", {}, [])):  # fmt: skip
-        config = TINY[name](len(tokenizer))
-        config.update(settings)
-        write_model(tmp_path / name, config)
-        tokenizer.save_pretrained(tmp_path / name)
-        code, out, err = run_main(
-            "--model", tmp_path / name, "--dataset", tmp_path / "rows.jsonl", "--output_dir",
-            tmp_path / f"run-{name}", "--report_to", "none", "--loss", "dpo", "--max_steps", 8,
-            "--learning_rate", 1e-2, "--batch_size", 4, *flags)  # fmt: skip
-        assert code == 0, err
-        steps = [json.loads(line) for line in (tmp_path / f"run-{name}" / "metrics.jsonl").open()]
-        assert math.isclose(steps[0]["loss"], math.log(2), rel_tol=1e-6)
-        assert steps[-1]["loss"] < 0.6 and steps[-1]["rewards/accuracies"] > 0.7
+    config = TINY[name](len(tokenizer))
+    config.update(settings)
+    write_model(tmp_path / name, config)
+    tokenizer.save_pretrained(tmp_path / name)
+    code, out, err = run_main(
+        "--model", tmp_path / name, "--dataset", tmp_path / "rows.jsonl", "--output_dir",
+        tmp_path / "run", "--report_to", "none", "--loss", "dpo", "--max_steps", 8,
+        "--learning_rate", 1e-2, "--batch_size", 4, *flags)  # fmt: skip
+    assert code == 0, err
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert math.isclose(steps[0]["loss"], math.log(2), rel_tol=1e-6)
+    assert steps[-1]["loss"] < 0.6 and steps[-1]["rewards/accuracies"] > 0.7
 
 
 @pytest.mark.slow
