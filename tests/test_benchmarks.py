@@ -382,7 +382,8 @@ def test_profile_of_chat_rows_runs(tmp_path, monkeypatch):
     assert (tmp_path / "tiny.trace.json.gz").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [False, True])
 def test_table_of_what_fits_is_that_of_the_plan(others, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import fits

@@ -357,9 +357,15 @@ SHARED = {"lora_rank": 128, "target_modules": (
     "all-linear", "shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")}
 
 
+QUICK_KINDS = ("llama-3-8b", "gemma-2-27b", "qwen3-30b-a3b", "gemma-4-e4b", "glm-4.7-flash",
+               "nemotron-3-nano-30b", "qwen3.5-9b")  # the others by `make test-slow`
+
+
 @pytest.mark.parametrize("name, flags", [
-    *((name, NOTHING) for name in KINDS), ("glm-4.5-air", SHARED), ("nemotron-3-super", AROUND),
-    ("falcon-h1-plain", NOTHING)])  # fmt: skip
+    *(pytest.param(name, NOTHING, marks=[pytest.mark.slow] * (name not in QUICK_KINDS))
+      for name in KINDS),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("glm-4.5-air", SHARED), ("nemotron-3-super", AROUND), ("falcon-h1-plain", NOTHING)))])
 def test_plan_counts_what_layers_of_real_sizes_keep(
     name, flags, kernels_make_shapes_alone, kernels_can_be_resumed, monkeypatch
 ):
@@ -379,58 +385,58 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("llama-3-8b", 0, "mid_residual", NOTHING, 0.964),
     ("llama-3-8b", 0, "input", HELD, 0.952),
     ("llama-3-8b", 0, "attention", NOTHING, 0.967),
-    ("llama-3-8b", 0, "attention", {"micro_batch_tokens": 32768}, 0.983),  # two groups of heads
-    ("glm-4.7-flash", 1, "attention", RANGES, 0.986),
-    ("qwen3-30b-a3b", 0, "attention", NOTHING, 0.999),
     ("gemma-2-27b", 1, "input", NOTHING, 0.981),
-    ("gemma-2-27b", 1, "all", PLAIN_ATTENTION, 0.741),
     ("gemma-4-e4b", 0, "all", NOTHING, 0.940),
-    ("gemma-4-e4b", 0, "input", HELD, 0.983),
-    ("gemma-4-e4b-narrow", 0, "input", NOTHING, 0.904),
     ("qwen3-30b-a3b", 0, "all", RANGES, 0.991),
     ("qwen3-30b-a3b", 0, "input", RANGES, 0.997),
-    ("gpt-oss-20b", 0, "input", RANGES, 1.000),
-    ("gemma-4-26b-a4b", 0, "all", RANGES, 0.952),
     ("glm-4.7-flash", 0, "all", NOTHING, 0.890),
     ("glm-4.7-flash", 0, "all", PLAIN_ATTENTION, 0.723),
     ("granite-4-h-small", 5, "input", RANGES, 0.990),
-    ("nemotron-3-super", 1, "input", NARROW, 0.901),
     ("nemotron-3-super", 0, "all", NOTHING, 0.786),
     ("nemotron-3-super", 0, "all", PLAIN, 0.787),
     ("falcon-h1-7b", 0, "all", NOTHING, 0.815),
     ("lfm2-8b-a1b", 0, "all", NOTHING, 0.923),
     ("qwen3.5-9b", 0, "all", NOTHING, 0.843),
-    ("qwen3.5-9b", 0, "all", PLAIN, 0.774),
     ("qwen3.5-9b", 3, "all", NOTHING, 0.955),
     ("llama-2-70b", 0, "input", HELD, 0.968),
-    ("qwen3.5-9b", 0, "input", HELD, 0.952),
-    ("llama-3-8b", 0, "input", {"lora_rank": 256}, 0.975),
-    ("gemma-3-12b", 0, "all", LONG, 0.688),
-    ("llama-3-8b-dropout", 0, "all", PLAIN_ATTENTION, 0.771),
-    ("qwen3-30b-a3b", 0, "all", RANGES | EXPERTS, 0.976),
     ("qwen3-30b-a3b", 0, "all", EXPERTS, 0.969),
-    ("gemma-4-26b-a4b", 0, "all", RANGES | EXPERTS, 0.944),
-    ("nemotron-3-super", 1, "all", NARROW | EXPERTS, 0.946),
-    ("glm-4.5-air", 1, "all", NARROW | SHARED, 0.891),
-    # DoRA: the MLP's outputs, those of slices, of attention alone, of a shared expert, of a gate
+    # DoRA: the MLP's outputs, those of slices, of one linear
     ("llama-3-8b", 0, "all", DORA, 0.975),
     ("llama-2-70b", 0, "input", DORA, 0.924),
-    ("llama-3-8b", 0, "input", DORA | {"micro_batch_tokens": 65536}, 0.943),
     ("llama-3-8b", 0, "all", DORA_DOWN, 0.752),
-    ("qwen3-30b-a3b", 0, "mid_residual", DORA | NARROW | {"micro_batch_tokens": 16384}, 0.967),
-    ("glm-4.7-flash", 1, "all", DORA | NARROW, 0.646),
-    ("glm-4.5-air", 1, "input", DORA | NARROW | SHARED, 0.897),
-    ("nemotron-3-super", 1, "input", DORA | NARROW | AROUND, 0.750),
-    ("gemma-4-e4b", 0, "input", DORA, 0.977),
-    ("gemma-4-e4b", 0, "mid_residual", DORA_GATE, 0.963),  # not of the MLP before it
-    ("gemma-4-e4b", 0, "all", DORA_GATE | {"micro_batch_tokens": 16384}, 0.997),
     # experts in slices of at most 65,536 tokens
-    ("gpt-oss-20b", 0, "input", SLICES | {"micro_batch_tokens": 530_432}, 1.0),
     ("qwen3-30b-a3b", 0, "mid_residual", SLICES | EXPERTS, 0.986),
-    ("glm-4.5-air", 1, "input", SLICES | SHARED, 0.995),
-    ("nemotron-3-super", 1, "input", SLICES | AROUND, 0.945),
-    # whose kind of layer, way of keeping and settings others have, by `make test-slow`
+    # by `make test-slow`
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("llama-3-8b", 0, "attention", {"micro_batch_tokens": 32768}, 0.983),  # two groups of heads
+        ("glm-4.7-flash", 1, "attention", RANGES, 0.986),
+        ("qwen3-30b-a3b", 0, "attention", NOTHING, 0.999),
+        ("gemma-2-27b", 1, "all", PLAIN_ATTENTION, 0.741),
+        ("gemma-4-e4b", 0, "input", HELD, 0.983),
+        ("gemma-4-e4b-narrow", 0, "input", NOTHING, 0.904),
+        ("gpt-oss-20b", 0, "input", RANGES, 1.000),
+        ("gemma-4-26b-a4b", 0, "all", RANGES, 0.952),
+        ("nemotron-3-super", 1, "input", NARROW, 0.901),
+        ("qwen3.5-9b", 0, "all", PLAIN, 0.774),
+        ("qwen3.5-9b", 0, "input", HELD, 0.952),
+        ("llama-3-8b", 0, "input", {"lora_rank": 256}, 0.975),
+        ("gemma-3-12b", 0, "all", LONG, 0.688),
+        ("llama-3-8b-dropout", 0, "all", PLAIN_ATTENTION, 0.771),
+        ("qwen3-30b-a3b", 0, "all", RANGES | EXPERTS, 0.976),
+        ("gemma-4-26b-a4b", 0, "all", RANGES | EXPERTS, 0.944),
+        ("nemotron-3-super", 1, "all", NARROW | EXPERTS, 0.946),
+        ("glm-4.5-air", 1, "all", NARROW | SHARED, 0.891),
+        ("llama-3-8b", 0, "input", DORA | {"micro_batch_tokens": 65536}, 0.943),
+        ("qwen3-30b-a3b", 0, "mid_residual", DORA | NARROW | {"micro_batch_tokens": 16384}, 0.967),
+        ("glm-4.7-flash", 1, "all", DORA | NARROW, 0.646),
+        ("glm-4.5-air", 1, "input", DORA | NARROW | SHARED, 0.897),
+        ("nemotron-3-super", 1, "input", DORA | NARROW | AROUND, 0.750),
+        ("gemma-4-e4b", 0, "input", DORA, 0.977),
+        ("gemma-4-e4b", 0, "mid_residual", DORA_GATE, 0.963),  # not of the MLP before it
+        ("gemma-4-e4b", 0, "all", DORA_GATE | {"micro_batch_tokens": 16384}, 0.997),
+        ("gpt-oss-20b", 0, "input", SLICES | {"micro_batch_tokens": 530_432}, 1.0),
+        ("glm-4.5-air", 1, "input", SLICES | SHARED, 0.995),
+        ("nemotron-3-super", 1, "input", SLICES | AROUND, 0.945),
         ("llama-3-8b", 0, "attention", HELD, 0.952),
         ("gemma-4-e4b", 0, "input", NOTHING, 0.969),
         ("gemma-4-e4b-narrow", 0, "all", NOTHING, 0.833),
@@ -472,7 +478,8 @@ def test_plan_is_no_less_than_a_layers_peak(
 @pytest.mark.parametrize("n_rows", [0, 2], ids=["frozen", "two rows trained"])
 @pytest.mark.parametrize("name, fused, share", [
     ("llama-3-8b", True, 0.865), ("gemma-2-2b", True, 0.830),
-    ("llama-3-8b", False, 1), ("gemma-2-2b", False, 1), ("smollm2-135m", False, 1.004),
+    ("llama-3-8b", False, 1), ("smollm2-135m", False, 1.004),
+    pytest.param("gemma-2-2b", False, 1, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_plan_knows_the_heads_peak(
     name, fused, share, n_rows, kernels_make_shapes_alone, monkeypatch
@@ -590,12 +597,14 @@ class FakeExchange(KVExchange):
 
 @pytest.mark.parametrize("name, index, saves, settings, share", [
     ("glm-4.7-flash", 0, "all", NOTHING, 0.954),
-    ("glm-4.7-flash", 0, "input", {"micro_batch_tokens": 32_768}, 0.953),
-    ("glm-4.7-flash", 0, "attention", {"micro_batch_tokens": 32_768}, 0.953),
     ("glm-4.7-flash", 0, "input", {"context_parallel_size": 4, "is_varlen": True}, 0.987),
     ("glm-4.7-flash", 0, "input", {"adapter": "dora"}, 0.893),
-    ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384}, 0.888),
-    ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384, "context_parallel_size": 8}, 0.948),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("glm-4.7-flash", 0, "input", {"micro_batch_tokens": 32_768}, 0.953),
+        ("glm-4.7-flash", 0, "attention", {"micro_batch_tokens": 32_768}, 0.953),
+        ("deepseek-v3", 0, "input", {"micro_batch_tokens": 16_384}, 0.888),
+        ("deepseek-v3", 0, "input",
+         {"micro_batch_tokens": 16_384, "context_parallel_size": 8}, 0.948))),
 ])  # fmt: skip
 def test_plan_is_no_less_than_what_shared_latents_take(
     name, index, saves, settings, share, kernels_make_shapes_alone, kernels_can_be_resumed,

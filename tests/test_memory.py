@@ -328,9 +328,9 @@ def held_bytes(arch, model, n_layers, n_tokens):
 
 
 @pytest.mark.parametrize("family, saves", [
-    # what attention alone has more than a llama is kept or not, by `make test-slow` in part
+    # what these have more than a llama is kept or not; the others by `make test-slow`
     pytest.param(family, saves, marks=[pytest.mark.slow] * (
-        saves != "all" and family in ("phi3", "qwen3", "olmo2", "minicpm3")))
+        family not in ("llama", "gemma2", "youtu") and (family, saves) != ("gemma4_wide", "all")))
     for family in ("llama", "phi3", "qwen3", "gemma2", "cohere", "olmo2", "glm4", "youtu",
                    "minicpm3", "gemma4_text", "gemma4_wide")
     for saves in ("input", "mid_residual", "mlp", "all")
@@ -585,6 +585,7 @@ def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
     assert of_sum - of_attention == pytest.approx(kernel - projection)
 
 
+@pytest.mark.slow
 def test_copies_with_small_micro_batches_are_preferred_where_gathers_cost_more():
     """Measured on two H100s: 1,805 tokens/s per GPU, sharded 1,748 with layers recomputed."""
     machine = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=3e12)
@@ -592,6 +593,7 @@ def test_copies_with_small_micro_batches_are_preferred_where_gathers_cost_more()
     assert (plan.shard_group_size, plan.micro_batch_tokens, plan.n_recomputed) == (1, 2048, 0)
 
 
+@pytest.mark.slow
 def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits():
     flags = {"offload_activations": True, "micro_batch_tokens": 4096}
 
@@ -609,16 +611,21 @@ def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits():
     assert choose("llama-3-8b", 80, offload_activations=True).n_recomputed == 0
 
 
-def test_smallest_group_that_fits_is_chosen():
-    assert choose("llama-3-8b", 140).shard_group_size == 1
-    assert choose("llama-3-8b", 140, gpus=8).shard_group_size == 1
-    assert choose("llama-2-70b", 22.5, offload_activations=True).shard_group_size == 2
-    assert choose("llama-2-70b", 22.5, gpus=4).shard_group_size == 4
-    assert choose("llama-2-70b", 140, gpus=8).shard_group_size == 1
-    for asked in (1, 2, 4):
-        assert choose("llama-3-8b", 140, gpus=4, shard_group_size=asked).shard_group_size == asked
+@pytest.mark.parametrize("name, limit_gib, settings, size", [
+    ("llama-3-8b", 140, {}, 1),
+    ("llama-2-70b", 22.5, {"gpus": 4}, 4),
+    ("llama-3-8b", 140, {"gpus": 4, "shard_group_size": 2}, 2),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("llama-3-8b", 140, {"gpus": 8}, 1),
+        ("llama-2-70b", 22.5, {"offload_activations": True}, 2),
+        ("llama-2-70b", 140, {"gpus": 8}, 1),
+        ("llama-3-8b", 140, {"gpus": 4, "shard_group_size": 1}, 1),
+        ("llama-3-8b", 140, {"gpus": 4, "shard_group_size": 4}, 4)))])
+def test_smallest_group_that_fits_is_chosen(name, limit_gib, settings, size):
+    assert choose(name, limit_gib, **settings).shard_group_size == size
 
 
+@pytest.mark.slow
 def test_choice_does_not_depend_on_the_order_of_plans(monkeypatch):
     cases = ("llama-3-8b", 60), ("llama-3-8b", 10), ("llama-2-70b", 55)
     want = [choose(*case) for case in cases]
@@ -638,6 +645,7 @@ def test_experts_are_in_no_more_ranges_than_there_are_experts():
     assert {plan.n_expert_ranges for plan in plans} == {1, 4, 8}
 
 
+@pytest.mark.slow
 def test_group_is_weighed_against_recomputation_by_time():
     """A fast link is cheaper than to compute again, a slow one is not."""
     fast, slow = (choose("llama-2-70b", 55, machine=machine) for machine in (H200, SLOW_BUS))
@@ -704,6 +712,7 @@ def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processe
     assert size_of_group(dataclasses.replace(config, shard_group_size=None)) < processes
 
 
+@pytest.mark.slow
 def test_embedding_moves_to_the_host_where_that_makes_it_fit():
     flags = {"offload_activations": True, "micro_batch_tokens": 4096, "recompute": "all"}
     moved, stays = (choose("llama-3-70b", limit, **flags) for limit in (22.5, 24))
@@ -798,10 +807,11 @@ OFFLOADED = {"offload_activations": True, "offload_params": True, "recompute": "
         (22.5, {}, "only 22.5 GiB per GPU are available. Add --offload_activations: "),
         (22.5, {"recompute": "none"}, ". Add --recompute all --offload_activations: "),
         (60, {"recompute": "none"}, ". Add --recompute all: "),
-        (5, {}, ". Add --offload_activations --offload_params: "),
-        (1, {}, "--offload_params --micro_batch_tokens 2048 it still needs"),
-        (1, {"micro_batch_tokens": 2048},
-         "--offload_params --micro_batch_tokens 1024 --max_seq_len 1024 it still needs"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (5, {}, ". Add --offload_activations --offload_params: "),
+            (1, {}, "--offload_params --micro_batch_tokens 2048 it still needs"),
+            (1, {"micro_batch_tokens": 2048},
+             "--offload_params --micro_batch_tokens 1024 --max_seq_len 1024 it still needs"))),
         (4.7, OFFLOADED, ". Add --micro_batch_tokens 2048: "),
     ],
     ids=lambda value: str(value)[:40],
@@ -939,7 +949,7 @@ def test_shapes_have_the_parameters_of_their_names():
 @pytest.mark.parametrize("gpus, rows, longest, limit_gib, size", [
     (2, 0.5, 98_304, 77.5, 2),  # one row for two GPUs
     (2, 1, 98_304, 77.5, 1),  # a row for each
-    (8, 0.25, 65_536, 77.5, 4),  # two rows for eight
+    pytest.param(8, 0.25, 65_536, 77.5, 4, marks=pytest.mark.slow),  # two rows for eight
     pytest.param(8, 0.125, 131_072, 77.5, 8, marks=pytest.mark.slow),  # one
     (2, 1, 65_536, 22.5, 2),  # a row does not fit one GPU
     (2, 0.5, 8000, 77.5, 1),  # shares of short rows: not chosen by itself

@@ -72,6 +72,7 @@ def test_answer_names_layout_memory_and_speed(run_main, refusal, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_host_memory_of_another_machine(run_main, directory):
     """It bounds what is offloaded; a run finds its own."""
     argv = "--model", directory("llama-3-70b"), "--plan_for", "2x24GB", "--offload_activations"
