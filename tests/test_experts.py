@@ -104,7 +104,8 @@ def changed_plan(ranges, **settings):
 
 
 @pytest.mark.parametrize("torch_grouped", [False, True])
-@pytest.mark.parametrize("ranges", [1, 3, 8])
+@pytest.mark.parametrize("ranges", [
+    3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))])
 @pytest.mark.parametrize("again", [False, True])
 def test_ranges_of_experts_give_the_same(again, ranges, torch_grouped, monkeypatch):
     """Whether the grouped matmuls loop or are torch's, which on a CPU works, too."""
@@ -137,7 +138,7 @@ def one_for_all(tensors):
 
 @pytest.mark.parametrize("name, edit, again", [
     pytest.param(name, edit, again, marks=[pytest.mark.slow] * (
-        not again and name != "qwen3_moe"))  # which both edits have
+        name != "qwen3_moe" or not again and edit == same_scores))
     for name, edit in (("qwen3_moe", same_scores), ("qwen3_moe", one_for_all),
                        ("mixtral", same_scores), ("qwen2_moe", one_for_all))
     for again in (False, True)])  # fmt: skip
@@ -223,7 +224,7 @@ FEW = {  # {which experts a token has: (family, settings)}
 
 @pytest.mark.parametrize("which, again, ranges", [
     pytest.param(which, again, ranges, marks=[pytest.mark.slow] * (
-        again != (ranges > 1) and which != "all"))  # which is in all four ways
+        again != (ranges > 1) or which not in ("all", "the only one")))
     for which in FEW for again in (False, True) for ranges in (1, 3)])
 def test_few_experts_equal_transformers(which, again, ranges, monkeypatch):
     """Also where there are fewer than are dequantized at once."""
@@ -371,9 +372,8 @@ def sliced_results(layer, slice_tokens, monkeypatch):
 A_LOOP = "a loop"
 SLICED = [(name, "lora", A_LOOP) for name in MIXTURES] + [("qwen2_moe", "dora", A_LOOP)]
 SLICED += [(name, kind, "torch's, in one range") for name, kind, _ in SLICED]
-# a bias and a limit, a shared expert with a gate, DoRA, norms of its own, a latent
-OFTEN_SLICED = {("gpt_oss", "lora"), ("qwen2_moe", "dora"), ("gemma4_moe", "lora"),
-                ("nemotron_h_latent", "lora")}  # fmt: skip
+# a bias and a limit, a shared expert with a gate, DoRA; the others by `make test-slow`
+OFTEN_SLICED = ("gpt_oss", "lora"), ("qwen2_moe", "dora")
 
 
 @pytest.mark.parametrize("name, kind, grouped", [
@@ -411,8 +411,11 @@ def test_slices_of_tokens_give_what_all_tokens_give(name, kind, grouped, monkeyp
 ADAPTED = {"lora_rank": 8, "lora_alpha": 16, "target_modules": ("q_proj", "o_proj", "experts")}
 
 
-# whose adapters alone are tested; of the others, together with those of all linears: the same names
-ALONE = "mixtral", "gpt_oss", "granitemoe", "gemma4_moe_vl", "nemotron_h_latent"
+# whose adapters are tested alone, and together with those of all linears; the others by
+# `make test-slow`
+ALONE = "mixtral", "gpt_oss"
+WITH_ALL_LINEARS = """qwen3_moe gpt_oss deepseek_v3 qwen3_5_moe gemma4_moe granitemoe
+    nemotron_h_latent""".split()
 # whose experts have the names and layouts of another one's, by `make test-slow`; that routes
 # otherwise, which is tested above and in test_layer.py
 SAME_NAMES = """qwen3_moe_dense flint minimax_m2 olmoe flex_olmo granitemoe_swa sarvam_moe
@@ -424,10 +427,10 @@ SAME_NAMES = """qwen3_moe_dense flint minimax_m2 olmoe flex_olmo granitemoe_swa 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, targets", [
-    pytest.param(name, targets, marks=[pytest.mark.slow] * is_slow)
+    pytest.param(name, targets, marks=[pytest.mark.slow] * (
+        name not in (ALONE if len(targets) == 1 else WITH_ALL_LINEARS)))
     for targets in (("experts",), ("all-linear", "experts"))
-    for name in (*MIXTURES, "gemma4_moe_vl", "nemotron_h_omni")
-    for is_slow in (name in SAME_NAMES or len(targets) == 1 and name not in ALONE,)])
+    for name in (*MIXTURES, "gemma4_moe_vl", "nemotron_h_omni")])
 def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     """Names and values of the file: PEFT's model, with a vision tower if there is one, gives the
     logits, the loss and each part's gradient that ours gives."""
@@ -802,6 +805,7 @@ def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_
             check_files(files, names, config, "bfloat16")
 
 
+@pytest.mark.slow
 def test_balance_of_experts_is_that_of_the_steps_own_tokens(
     run_main, demo_directory, tmp_path, read_metrics
 ):

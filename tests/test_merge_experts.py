@@ -142,7 +142,8 @@ def test_turned_experts_become_what_training_had(trained, run_main, tmp_path):
     assert turned == 6
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe-4bit-4", "mixtral-4bit-5"])
+@pytest.mark.parametrize("name", [
+    pytest.param("qwen2_moe-4bit-4", marks=pytest.mark.slow), "mixtral-4bit-5"])
 def test_mixture_in_4bit_becomes_what_training_had(name, trained, run_main, tmp_path, monkeypatch):
     """Some linears or all are in NF4 in the base's file, of version 4 routers, too."""
     run, out, watched = trained(name, run_main), tmp_path / "out", watch_sums(monkeypatch)
@@ -191,11 +192,9 @@ def test_mxfp4_becomes_the_bf16_that_transformers_makes_of_it(
     assert float(re.search(r"differ by ([\d.]+) % of", said)[1]) / 100 < 0.1
 
 
-# the last four by `make test-slow`: others have their layouts of files
 @pytest.mark.parametrize("name", [
-    "granitemoe", "glm_moe_dsa", "nemotron_h_latent",
-    *(pytest.param(name, marks=pytest.mark.slow)
-      for name in ("qwen3_moe", "mixtral", "glm4_moe", "granite4_h_moe"))])
+    "granitemoe", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "glm_moe_dsa", "nemotron_h_latent", "qwen3_moe", "mixtral", "glm4_moe", "granite4_h_moe"))])
 def test_merged_mixture_is_the_trained_one(
     name, trained, run_main, tmp_path, capsys, monkeypatch
 ):  # fmt: skip
@@ -241,11 +240,10 @@ def swap_experts(tensors):
         tensors[key], tensors[other] = tensors[other], tensors[key]
 
 
-# the last six by `make test-slow`: others have their layouts of files and their adapters
 @pytest.mark.parametrize("name", [
-    "mxfp4", "qwen2_moe",
+    "mxfp4",
     *(pytest.param(name, marks=pytest.mark.slow)
-      for name in ("nemotron_h_latent", "gemma4_moe", "step3p7", "granitemoe", "hy_v3",
+      for name in ("qwen2_moe", "nemotron_h_latent", "gemma4_moe", "step3p7", "granitemoe", "hy_v3",
                    "qwen3_5_moe_vl"))])
 def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
     name, run_main, demo_directory, tmp_path, capsys
@@ -294,8 +292,8 @@ def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
 
 
 @pytest.mark.parametrize("name, form", [
-    ("lfm2_moe", "modules"), ("qwen3_5_moe_vl", "parameters"),
-    pytest.param("nemotron_h_latent", "modules", marks=pytest.mark.slow)])
+    ("lfm2_moe", "modules"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("qwen3_5_moe_vl", "parameters"), ("nemotron_h_latent", "modules")))])
 def test_adapters_of_experts_in_the_form_of_earlier_versions_are_read(
     name, form, run_main, demo_directory, tmp_path
 ):  # fmt: skip
