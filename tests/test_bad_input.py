@@ -203,6 +203,7 @@ def test_offloading_more_than_the_host_has_is_refused(run_main, tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_host_memory_that_cannot_be_pinned_ends_the_run_in_one_line(
     run_main, tmp_path, monkeypatch
 ):

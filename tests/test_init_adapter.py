@@ -33,7 +33,7 @@ def runs(base, run_jobs):
         ((name,), flags, {}) for (n, name), flags in RUNS.items() if n == nproc])  # fmt: skip
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_run_begins_with_the_adapter_that_peft_saved(nproc, base, runs, read_metrics):
     directory, _ = runs(nproc, "peft")
     values = adapter_of(base / "peft")

@@ -393,7 +393,8 @@ def test_merge_wants_the_model_trained_on(run_main, in_4bit, tiny_model, tmp_pat
         assert line.startswith("error: base model") and words in line
 
 
-@pytest.mark.parametrize("part", ["", ".absmax", ".nested_absmax"])
+@pytest.mark.parametrize("part", [
+    "", *(pytest.param(part, marks=pytest.mark.slow) for part in (".absmax", ".nested_absmax"))])
 def test_merge_wants_the_codes_and_scales_of_training(part, run_main, in_4bit, tmp_path, capsys,
                                                       monkeypatch):  # fmt: skip
     """Of a base in 4 bits, also where its digest, which looks at some places, is the same."""

@@ -39,7 +39,8 @@ DROPOUT = {  # tiny configs whose own dropout is in one place
     "embedding": tiny("starcoder2", None, embedding_dropout=0.5),
     "none": tiny("seed_oss", head_dim=24, residual_dropout=0.0, attention_dropout=0.0),
 }
-APART = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("residual", "attention")]
+APART = [pytest.param(kind, marks=pytest.mark.slow)
+         for kind in ("window", "residual", "attention")]
 SMALL_BINS = "--micro_batch_tokens", 64
 
 
@@ -75,7 +76,7 @@ def model_with_dropout(tmp_path_factory, demo_directory):
     return make
 
 
-@pytest.mark.parametrize("kind", ["both", "window", *APART])
+@pytest.mark.parametrize("kind", ["both", *APART])
 def test_models_own_dropout_is_the_same_when_recomputed(kind, train, model_with_dropout):
     model = model_with_dropout(kind)
     kept = train("kept", model, "--recompute", "none", *SMALL_BINS)
@@ -84,6 +85,7 @@ def test_models_own_dropout_is_the_same_when_recomputed(kind, train, model_with_
     assert train("offloaded", model, *offloaded, *SMALL_BINS) == kept
 
 
+@pytest.mark.slow
 def test_models_own_dropout_is_the_same_when_recomputed_in_slices(
     train, model_with_dropout, monkeypatch
 ):

@@ -149,7 +149,8 @@ def train(run_main, base, directory, rows, *flags):
     return out, load_file(directory / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("adapter", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
 def test_run_evaluates_resumes_and_merges_to_what_peft_gives(
     adapter, base, run_main, tmp_path, read_metrics, capsys
 ):

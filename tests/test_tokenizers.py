@@ -180,7 +180,12 @@ def some_rows(tokenizer, lines=LINES):
     return make_rows([(row, row) for row in rows])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# the others by `make test-slow`
+QUICK_KINDS = "gpt2", "llama2", "llama3", "qwen", "gemma", "tekken"
+
+
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK_KINDS)) for kind in KINDS])
 def test_tokens_are_those_of_tokenizer_json(kind, tmp_path):
     """Under the class that is right, the general one, a wrong one and none: loaded here, and by
     AutoTokenizer from what is saved beside an adapter and from a merged model. The base's files are
