@@ -60,7 +60,7 @@ merge: $(READY) ## After training: the newest run below runs/, or OUT=, as a pla
 	$(if $(run),,$(error no run to merge below runs/: `make train` first, or name one with OUT=))
 	$(VENV)/bin/python merge_adapters.py --adapter_dir '$(run)' --output_dir '$(run)/merged' $(ARGS)
 
-test: $(READY) ## After any change: all tests but the slow ones, on the GPUs if there are any
+test: $(READY) ## After any change: the commonest cases, less than five minutes on two cores; on the GPUs if any
 	$(VENV)/bin/python -m pytest $(two) $(ARGS)
 
 test-fast: $(READY) ## While you edit: layer, families, plan, data; less than a minute on two cores

@@ -138,10 +138,10 @@ def pytest_xdist_auto_num_workers():
 
 
 # The longest first, so that two processes end together; xdist would go by the number of tests.
-LONG = """nothing_lost layer minimal preferences experts merge context numbers evaluation layouts
-    trainable_tokens memory package merge_experts step nodes live_memory bad_input released loading
-    per_layer benchmarks dora prompts plan_for models tokenizers files multimodal readme
-    launch""".split()
+LONG = """nothing_lost layer minimal preferences experts evaluation merge package memory numbers
+    context bad_input plan_for loading layouts merge_experts nodes step trainable_tokens
+    live_memory files readme dora prompts tokenizers models released per_layer packing forms
+    init_adapter dry_run cache multimodal optimizer""".split()
 
 
 def pytest_collection_modifyitems(items):
