@@ -22,7 +22,7 @@ from fsdp_qlora.config import Config
 from train_fsdp_qlora import learning_rate, make_optimizer
 
 BLOCK, STATE_BLOCK = 64, 256
-# test_step.py has three as well, test_nodes.py four
+# by `make test-slow`; test_nodes.py has four in `make test`
 ONE, THREE, FOUR = (pytest.param(nproc, marks=pytest.mark.slow) for nproc in (1, 3, 4))
 
 
