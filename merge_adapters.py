@@ -24,16 +24,18 @@ The merged model is compared with the trained one, by the logits of the first 64
 training rows. The last line says how much of the adapter's own effect they differ by:
 
     ok:           at most a fifth
-    warning:      more; or the run's loss ended above where it began, and the verdict follows
+    warning:      more; or the run's loss ended above where it began: the line then ends with what
+                  the comparison says
     not checked:  a flag, too little memory, or an adapter without train_config.json
-    error:        more than the whole effect: exit code 1. The result stays in a hidden directory,
-                  which the error names, and which the next merge into --output_dir empties
+    error:        more than the whole effect, or the check failed: exit code 1. The result stays in
+                  a hidden directory, which the error names, and which the next merge into
+                  --output_dir empties
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
 PEFT. It assumes, and cannot check, that they were trained on this base quantized from bf16 to NF4
 with double quantization, which are not transformers' defaults. All linears that load_in_4bit
 quantizes become W (in a multimodal model those outside the text model only if one of them has an
-adapter), and nothing is compared.
+adapter), all other tensors are rounded to bf16, and nothing is compared.
 
     merge
         open_run                the run, its base model and its adapter, which belong together

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_qlora.layer.adapter_settings import AdapterSettings
+from fsdp_qlora.adapter_settings import AdapterSettings
 
 VERSION = "0.9.0"  # for --version and train_config.json
 # {--lr_schedule: share of the peak learning rate after the warm-up, by the share of steps done}

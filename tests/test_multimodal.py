@@ -18,6 +18,7 @@ from test_layouts import BAR, first_step, make_reference, write_layout
 from test_step import FLAGS, LARGE, read_rows, rows_of_step, write_uneven_rows
 
 import merge_adapters
+from fsdp_qlora.merge.merge_base import linears_by_tensor
 from fsdp_qlora.merge.open_run import read_base
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.pretrained.check_files import check_files
@@ -101,7 +102,7 @@ def test_multimodal_model_is_trained_and_merged(
     assert found.keys() == tensors.keys()
     changed = {key for key in found if not torch.equal(found[key], tensors[key])}
     names = tensor_names(make_architecture(loaded.config), tensors)
-    assert changed == names.linears_by_tensor().keys()
+    assert changed == linears_by_tensor(names).keys()
 
 
 def test_head_tied_by_the_outer_flag_alone_is_refused(tmp_path):

@@ -18,12 +18,12 @@ import transformers
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
+from fsdp_qlora.adapter_settings import AdapterSettings
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, EAGER_KERNEL, Kernels
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
-from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local

@@ -19,7 +19,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from fsdp_qlora.layer.adapter_settings import AdapterSettings
+from fsdp_qlora.adapter_settings import AdapterSettings
 from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.quant.nf4 import LORA_ALIGNMENT

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fsdp_qlora.adapter_settings import AdapterSettings
 from fsdp_qlora.kernels.dropout import ATTENTION_SITE, MLP_SITE
-from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.layer.attention_mixer import AttentionMixer
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.layer.call import LayerCall

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
+from fsdp_qlora.adapter_settings import AdapterSettings
 from fsdp_qlora.files import (
     ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, read_json, write_atomic)
-from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.lora.peft_names import (
-    TensorSlice, TensorSlices, adapter_shapes, expert_slices, make_lora_config, token_row_names,
+    AdapterSlice, AdapterSlices, adapter_shapes, expert_slices, make_lora_config, token_row_names,
     token_row_settings)
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, read_tensor
@@ -35,8 +35,9 @@ PLAIN_INITS = True, False, None, "gaussian", "eva", "orthogonal"
 def with_adapter_form(arch: Architecture, directory: Path) -> Architecture:
     """Return `arch` with the MoERecord.adapters form in which the adapter in this directory was
     saved; that may be an older form."""
-    settings, stored = (read(directory / name) for read, name in zip(
-        (read_json, read_header), ADAPTER_FILES))
+    # before the next line: they raise if there is no adapter
+    settings = read_json(directory / ADAPTER_CONFIG)
+    stored = read_header(directory / ADAPTER_WEIGHTS)
     if not arch.moe:
         return arch
     form: AdapterForm = "modules"
@@ -48,10 +49,10 @@ def with_adapter_form(arch: Architecture, directory: Path) -> Architecture:
 def open_own_adapter(
     directory: Path, arch: Architecture, settings: AdapterSettings, adapted: Collection[str],
     token_ids: Sequence[int], source: str, flags: Mapping[str, str] | None = None,
-) -> tuple[dict[str, StoredTensor], TensorSlices]:
+) -> tuple[dict[str, StoredTensor], AdapterSlices]:
     """open_adapter() for an adapter with the form of train_fsdp_qlora.py's, with these settings and
     with rows of these tokens. Returns its result and {peft_name() or one of token_row_names(): its
-    TensorSlice}. `arch`: the result of with_adapter_form()."""
+    AdapterSlice}. `arch`: the result of with_adapter_form()."""
     wanted = make_lora_config(arch, settings, adapted,
                               trainable_token_indices=token_row_settings(arch, token_ids))
     shapes = dict[str, tuple[int, ...]]()
@@ -60,7 +61,7 @@ def open_own_adapter(
     if token_ids:
         shapes |= dict.fromkeys(token_row_names(arch), (len(token_ids), arch.hidden_size))
     of_experts = expert_slices(arch, settings.rank)
-    slices = {name: of_experts.get(name, TensorSlice(name, shape))
+    slices = {name: of_experts.get(name, AdapterSlice(name, shape))
               for name, shape in shapes.items()}
     in_file = {part.name: part.shape for part in slices.values()}
     return open_adapter(directory, wanted, in_file, source, flags), slices
@@ -117,7 +118,7 @@ class StoredAdapter:
     """What PEFT's files have for one weight: a linear's A and B, or a table's trained rows."""
 
     read: Callable[[str, str], torch.Tensor]  # (name, device) -> a tensor of the file
-    slices: list[TensorSlice]  # A, B and, with DoRA, magnitudes; or the rows alone
+    slices: list[AdapterSlice]  # A, B and, with DoRA, magnitudes; or the rows alone
     scaling: float  # factor of B @ A; a table's rows are not scaled
 
     def tensors(self, device: str) -> list[torch.Tensor]:
@@ -127,9 +128,9 @@ class StoredAdapter:
 
 def stored_adapters(
     directory: Path, stored: Mapping[str, StoredTensor], scaling: float,
-    slices: Mapping[str, list[TensorSlice]]
+    slices: Mapping[str, list[AdapterSlice]]
 ) -> dict[str, StoredAdapter]:
-    """Return {name of a weight: its StoredAdapter} for a merge, from the TensorSlices of each
+    """Return {name of a weight: its StoredAdapter} for a merge, from the AdapterSlices of each
     weight and open_adapter()'s result. Raises ValueError for an untrained adapter."""
     if not any(read_tensor(x, name).any() for name, x in stored.items() if "lora_B" in name):
         raise ValueError(f"{directory / ADAPTER_WEIGHTS}: is empty or untrained: lora_B is all 0")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig
 
-from fsdp_qlora.layer.adapter_settings import AdapterSettings
+from fsdp_qlora.adapter_settings import AdapterSettings
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.tensor_names import renamed
 
@@ -18,7 +18,7 @@ from fsdp_qlora.pretrained.tensor_names import renamed
 Index = EllipsisType | slice | tuple[Any, ...]  # selects a part of a tensor
 
 
-class TensorSlice(NamedTuple):
+class AdapterSlice(NamedTuple):
     """A part of an adapter in PEFT's files."""
 
     name: str  # name of the tensor in the file
@@ -26,7 +26,7 @@ class TensorSlice(NamedTuple):
     index: Index = ...  # selects the part of that tensor
 
 
-TensorSlices = dict[str, TensorSlice]  # see expert_slices()
+AdapterSlices = dict[str, AdapterSlice]  # see expert_slices()
 
 
 def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
@@ -103,8 +103,8 @@ def expert_settings(arch: Architecture, settings: AdapterSettings,
     return found
 
 
-def expert_slices(arch: Architecture, rank: int) -> TensorSlices:
-    """Return {peft_name() of A or B of an expert's linear: its TensorSlice}, if PEFT's files have
+def expert_slices(arch: Architecture, rank: int) -> AdapterSlices:
+    """Return {peft_name() of A or B of an expert's linear: its AdapterSlice}, if PEFT's files have
     one A and one B for all experts; `index` then selects this expert's part.
 
     In A an expert has consecutive rows, in B every n-th column. In A and B of gate and up together,
@@ -116,7 +116,7 @@ def expert_slices(arch: Architecture, rank: int) -> TensorSlices:
                        gate's out  g g g g | 0 0 0 0
                        up's out    0 0 0 0 | u u u u
     """
-    slices: TensorSlices = {}
+    slices: AdapterSlices = {}
     for layer, routed in enumerate(arch.layer_routed):
         if not (routed and arch.moe) or arch.moe.adapters != "stacked":
             continue
@@ -132,19 +132,19 @@ def expert_slices(arch: Architecture, rank: int) -> TensorSlices:
                      slice(rank * i, rank * (i + 1))),
                     ("lora_B.weight", (n_out * len(linears) // n, n_columns),
                      (slice(n_out * k, n_out * (k + 1)), columns))):
-                    slices[peft_name(arch, layer, linear.name, key)] = TensorSlice(
+                    slices[peft_name(arch, layer, linear.name, key)] = AdapterSlice(
                         peft_name(arch, layer, whole, key), shape, index)
     return slices
 
 
 def stack_experts(
-    tensors: dict[str, torch.Tensor], slices: TensorSlices
+    tensors: dict[str, torch.Tensor], slices: AdapterSlices
 ) -> dict[str, torch.Tensor]:
     """Return {name in PEFT's files: tensor} from {peft_name(): tensor}; `slices`: see
     expert_slices()."""
     stacked = {}
     for name, tensor in tensors.items():
-        stored, shape, index = slices.get(name, TensorSlice(name, tensor.shape))
+        stored, shape, index = slices.get(name, AdapterSlice(name, tensor.shape))
         if stored not in stacked:
             stacked[stored] = tensor.new_zeros(shape)
         stacked[stored][index] = tensor
@@ -152,7 +152,7 @@ def stack_experts(
 
 
 def unstack_experts(
-    tensors: dict[str, torch.Tensor], slices: TensorSlices
+    tensors: dict[str, torch.Tensor], slices: AdapterSlices
 ) -> dict[str, torch.Tensor]:
     """Return {peft_name(): tensor} from {name in PEFT's files: tensor}, the inverse of
     stack_experts()."""

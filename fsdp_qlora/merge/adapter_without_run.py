@@ -15,11 +15,11 @@ import transformers
 from peft import LoraConfig
 from torch import nn
 
+from fsdp_qlora.adapter_settings import AdapterSettings
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
-from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
-from fsdp_qlora.lora.peft_names import TensorSlice, linear_adapter_shapes
+from fsdp_qlora.lora.peft_names import AdapterSlice, linear_adapter_shapes
 from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.merge.merged_model import auto_class, in_order
 from fsdp_qlora.merge.trained_run import TrainedRun
@@ -54,7 +54,8 @@ def open_adapter_without_run(
         slices = slices_by_linear(
             adapter_tensors, settings, directory, {**in_text, **outside}, stored)
     linears = [*in_text.values(), *quantized_outside(directory, outside, slices)]
-    # any layers_to_transform: like target_modules it only selects linears, see slices_by_linear()
+    # layers_to_transform may be any: like target_modules it only selects linears, and
+    # slices_by_linear() takes these from the file
     lora = LoraConfig(**{key: settings[key] for key in (
         "r", "lora_alpha", "use_rslora", "use_dora", "layers_to_transform")})
     shapes = {part.name: part.shape for parts in slices.values() for part in parts}
@@ -78,8 +79,8 @@ def open_adapter_without_run(
 def slices_by_linear(
     adapter_tensors: Iterable[str], settings: dict[str, Any], directory: Path,
     linears: dict[str, str], stored: dict[str, StoredTensor]
-) -> dict[str, list[TensorSlice]]:
-    """Return {linear: the TensorSlices of its adapter}. `linears`: {bare_name(): name in the files
+) -> dict[str, list[AdapterSlice]]:
+    """Return {linear: the AdapterSlices of its adapter}. `linears`: {bare_name(): name in the files
     of the base in `directory`}. Raises ValueError if the adapter has another linear."""
     slices = {}
     for stem in sorted({name.rpartition(".lora_")[0] or name for name in adapter_tensors}):
@@ -90,12 +91,12 @@ def slices_by_linear(
                              " embeddings, modules_to_save)?")
         n_out, n_in = stored[name].shape
         shapes = linear_adapter_shapes(n_out, n_in, settings["r"], settings["use_dora"])
-        slices[name] = [TensorSlice(f"{stem}.{key}", shape) for key, shape in shapes.items()]
+        slices[name] = [AdapterSlice(f"{stem}.{key}", shape) for key, shape in shapes.items()]
     return slices
 
 
 def quantized_outside(
-    directory: Path, outside: dict[str, str], slices: dict[str, list[TensorSlice]]
+    directory: Path, outside: dict[str, str], slices: dict[str, list[AdapterSlice]]
 ) -> list[str]:
     """Return the linears outside the text model that were in NF4 in training: all of them if one
     has an adapter; else it is not known, and none. Raises ValueError if the files have other

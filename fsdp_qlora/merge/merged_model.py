@@ -23,12 +23,12 @@ from fsdp_qlora.pretrained.weight_formats import INT4_PACKED, INT4_SHAPE, NF4_SU
 from fsdp_qlora.quant.blocks import MX_BLOCK
 
 
-def is_multimodal(model_config: transformers.PretrainedConfig) -> bool:
+def is_multimodal(model_config: transformers.PreTrainedConfig) -> bool:
     """Return True if the config contains another one, that of its language model."""
     return hasattr(model_config, "text_config")
 
 
-def auto_class(model_config: transformers.PretrainedConfig) -> Any:
+def auto_class(model_config: transformers.PreTrainedConfig) -> Any:
     """Return transformers' class that loads the model with this config."""
     return (transformers.AutoModelForMultimodalLM if is_multimodal(model_config) else
             transformers.AutoModelForCausalLM)
@@ -56,7 +56,8 @@ def merged_shapes_and_paths(
 ) -> tuple[TensorShapes, dict[str, Path]]:
     """Return the TensorShapes of the merged model, file by file, and {name: the base's file with
     the tensor, after which the merged file is named}. Experts in MXFP4 become [experts, in, out],
-    the form of gpt-oss, the only family with MXFP4."""
+    the form of gpt-oss, the only family with MXFP4. linears_by_tensor() says where the linears are
+    in these tensors."""
     tensors, paths = {}, {}
     used = {*names.shapes, names.lm_head} - {*names.scaled.values()}
     for name, tensor in in_order(stored):
@@ -86,8 +87,8 @@ def replace_rows(
     table: torch.Tensor, vocab_size: int, ids: Sequence[int], rows: torch.Tensor,
 ) -> torch.Tensor:
     """Return a copy of `table` with `rows` as those of the tokens `ids`. If it has fewer than
-    `vocab_size` rows, rows are added first, each the mean of all of them, as fill_added_rows() does
-    in training."""
+    `vocab_size` rows, rows are added first, each the mean of the table's own rows, as in training,
+    see fill_added_rows()."""
     mean = torch.stack([part.double().sum(0) for part in table.split(2**14)]).sum(0) / len(table)
     added = mean.to(table.dtype).expand(vocab_size - len(table), -1)
     table = torch.cat([table, added])
@@ -121,13 +122,15 @@ def copy_other_files(directory: Path, base: MergeBase, run: TrainedRun) -> None:
 def merged_config(base: MergeBase) -> dict[str, Any]:
     """Return the merged model's config.json: the base's in bf16, with the trained vocabulary."""
     config = read_json(base.directory / "config.json")
-    config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
-    texts = config, config.get("text_config", {})
+    config["dtype"] = "bfloat16"
+    if "torch_dtype" in config:  # the older name of dtype
+        config["torch_dtype"] = "bfloat16"
+    text = config.get("text_config") or config  # that of a multimodal model's language model
     if base.token_ids:
         (vocab_size, _), _ = base.merged_shapes[base.names.embedding]
-        for part in [text for text in texts if "vocab_size" in text] or [texts[1] or config]:
+        for part in [part for part in (config, text) if "vocab_size" in part] or [text]:
             part["vocab_size"] = vocab_size
-    for part in texts:
+    for part in config, text:
         part.pop("quantization_config", None)  # if the base is in 4 bits
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here
     return config

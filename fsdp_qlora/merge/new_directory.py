@@ -14,7 +14,8 @@ from fsdp_qlora.run.lock import DirectoryLock
 
 def open_partial(output: Path) -> tuple[Path, DirectoryLock]:
     """Return an empty hidden directory that becomes `output` once everything is written, and its
-    lock, which this process has. Raises ValueError."""
+    lock, which this process has. Raises ValueError if `output` is a mount point, or if another
+    merge is writing there."""
     target = output.resolve()
     if target.is_mount():
         raise ValueError(f"--output_dir {output}: is a mount point. Use a new directory inside it")
@@ -44,7 +45,8 @@ class NewDirectory:
 @contextlib.contextmanager
 def new_directory(output: Path) -> Iterator[NewDirectory]:
     """Yield a hidden, locked NewDirectory, which becomes `output` when the `with` body ends. If the
-    body raises, it is removed; if is_whole is set, it is left, and the error names it."""
+    body raises, the directory is removed; but if is_whole was set, it is left, and the error names
+    it."""
     partial, lock = open_partial(output)
     new = NewDirectory(partial)
     with contextlib.closing(lock):

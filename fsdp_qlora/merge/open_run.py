@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import transformers
 
+from fsdp_qlora.adapter_settings import AdapterSettings
 from fsdp_qlora.errors import errors_about
-from fsdp_qlora.layer.adapter_settings import AdapterSettings
 from fsdp_qlora.lora.peft_files import (
     StoredAdapter, open_own_adapter, stored_adapters, with_adapter_form)
 from fsdp_qlora.lora.peft_names import adapter_shapes, token_row_names
@@ -102,9 +102,9 @@ def adapters_of_run(
         parts |= token_row_parts(base, arch)
     stored, slices = open_own_adapter(
         adapter_dir, arch, settings, adapted, base.token_ids, "train_config.json")
-    # of all linears: experts with a rank_pattern have an alpha_pattern by the same factor
+    # one scaling for all: an alpha_pattern of experts has the factor of their rank_pattern
     return stored_adapters(adapter_dir, stored, settings.scaling, {
-        name: [slices[part] for part in names] for name, names in parts.items()})
+        weight: [slices[part] for part in its_parts] for weight, its_parts in parts.items()})
 
 
 def token_row_parts(base: MergeBase, arch: Architecture) -> dict[str, list[str]]:

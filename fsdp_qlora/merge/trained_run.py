@@ -63,23 +63,8 @@ def read_run(directory: Path) -> TrainedRun:
                             "a run directory of train_fsdp_qlora.py or a checkpoint in it; a"
                             " LoRA adapter that PEFT has saved is merged, unchecked, with"
                             " --base_model"))
-    run, changed = read_json(path), "has another SHA-256 than when it was written"
-    # removed before the digest: they were added after it, when the run ended
-    files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
-    if run.pop("sha256", None) != text_digest(run):
-        raise ValueError(f"{path}: {changed}")
-    last_step = math.inf
-    if (listed := directory / "checkpoint.json").exists():
-        state = read_json(listed)
-        written, listed_files = state.pop("sha256", None), state.get("files")
-        if text_digest(state) != written or not isinstance(listed_files, dict):
-            raise ValueError(f"{listed}: {changed}")
-        files = {directory / name: listed_files.get(name)
-                 for name in (*ADAPTER_FILES, MERGE_CHECK_FILE)}
-        last_step = state["step"]
-    for file, sha in files.items():
-        if digest(file) != sha:
-            raise ValueError(f"{file}: {changed}")
+    run = read_json(path)
+    last_step = check_digests(directory, path, run)
     refuse_unmergeable(run, path)
 
     def found(*names: str) -> list[Path]:
@@ -99,6 +84,29 @@ def read_run(directory: Path) -> TrainedRun:
         replacing_files=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
         template_file=path.with_name("chat_template.jinja") if is_given else None,
         losses=read_losses(path.parent, last_step))
+
+
+def check_digests(directory: Path, path: Path, run: dict[str, Any]) -> float:
+    """Raise ValueError if `run`, read from train_config.json at `path`, or a file of the adapter in
+    `directory` has another SHA-256 than when it was written. Removes the digests from `run`, and
+    returns the step at which the adapter was saved; infinity: the run's last."""
+    changed = "has another SHA-256 than when it was written"
+    # removed before the digest: they were added after it, when the run ended
+    files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
+    if run.pop("sha256", None) != text_digest(run):
+        raise ValueError(f"{path}: {changed}")
+    last_step = math.inf
+    if (checkpoint := directory / "checkpoint.json").exists():
+        state = read_json(checkpoint)
+        written, listed = state.pop("sha256", None), state.get("files")
+        if text_digest(state) != written or not isinstance(listed, dict):
+            raise ValueError(f"{checkpoint}: {changed}")
+        files = {directory / name: listed.get(name) for name in (*ADAPTER_FILES, MERGE_CHECK_FILE)}
+        last_step = state["step"]
+    for file, sha in files.items():
+        if digest(file) != sha:
+            raise ValueError(f"{file}: {changed}")
+    return last_step
 
 
 def refuse_unmergeable(run: dict[str, Any], path: Path) -> None:

@@ -67,24 +67,6 @@ class TensorNames:
         name = f"{self.prefix}layers.{index}." + renamed(name, self.renames)
         return self.aliases.get(name, name)
 
-    def linears_by_tensor(self) -> dict[str, dict[str, StackedSlice]]:
-        """Return {name of a tensor in 16 bits: {name of a linear: its place in the tensor}} for all
-        linears. In 16 bits the experts that are in MXFP4 here are [experts, in, out]."""
-        tensors: dict[str, dict[str, StackedSlice]] = {}
-        for name, linear in self.linears.items():
-            n_out, n_in = linear.out_features, linear.in_features
-            if linear.mxfp4:
-                source = self.sources[f"{name}_blocks"]
-                assert self.shapes[source.name][1] == n_out, "gate and up are one linear"
-                expert, n_experts = source.rows.start // n_out, source.n_rows // n_out
-                place = StackedSlice(source.name.removesuffix("_blocks"), n_experts * n_in,
-                                     range(expert * n_in, (expert + 1) * n_in), range(n_out))
-            else:
-                alone = StackedSlice(name.removesuffix(INT4_PACKED), n_out, range(n_out))
-                place = self.sources.get(name, alone)
-            tensors.setdefault(place.name, {})[name] = place
-        return tensors
-
 
 def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
     """Return the name with the first part of each pair replaced by the second, as files may have
