@@ -805,7 +805,6 @@ def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_
             check_files(files, names, config, "bfloat16")
 
 
-@pytest.mark.slow
 def test_balance_of_experts_is_that_of_the_steps_own_tokens(
     run_main, demo_directory, tmp_path, read_metrics
 ):

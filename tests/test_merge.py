@@ -333,7 +333,6 @@ def test_peft_adapter_of_some_layers_is_merged(trained, tmp_path):
         assert torch.equal(result[name], want), name
 
 
-@pytest.mark.slow
 def test_template_beside_an_adapter_is_its(trained, tmp_path):
     """TRL saves the tokenizer with the adapter: by .jinja, older versions in its settings."""
     base, adapter = trained / "demo" / "model", tmp_path / "adapter"
@@ -352,7 +351,6 @@ def test_template_beside_an_adapter_is_its(trained, tmp_path):
         assert tokenizer.chat_template == [its, "its", "newer"][i]
 
 
-@pytest.mark.slow
 def test_run_that_ended_worse_than_it_began_is_not_fine(
         trained, merged, run_main, tmp_path, capsys):
     """A rate of 5, on a base that knows its rows; the model is written all the same."""

@@ -449,7 +449,6 @@ def test_resume_on_another_number_of_processes(nproc, small_runs, read_metrics):
     assert gaps[:3] == [0, 0, 0] and max(gaps) <= 1e-5
 
 
-@pytest.mark.slow
 def test_another_optimizer_resumes_too(small_model, run_jobs, read_metrics, tmp_path):
     """That of docs/internals.md: on as many processes to the last bit, on more or fewer with the
     same state, cut elsewhere."""

@@ -149,8 +149,7 @@ def train(run_main, base, directory, rows, *flags):
     return out, load_file(directory / "adapter_model.safetensors")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize("adapter", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_run_evaluates_resumes_and_merges_to_what_peft_gives(
     adapter, base, run_main, tmp_path, read_metrics, capsys
 ):
