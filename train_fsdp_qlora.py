@@ -30,7 +30,7 @@ docs/internals.md is its map. Where to look:
     resume                       find_start(), start_adapter(); step_to_resume() in
                                  fsdp_qlora/run/resume.py
     checkpoint files             fsdp_qlora/run/checkpoints.py
-    gather and save              save_checkpoint(), save_results()
+    gather and save              save_checkpoint(), save_final_adapter()
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
@@ -225,7 +225,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         run.merge_check.record_without_adapter(model, adapter)
         records = train(run)
         log_speed(run, records)  # with --random_weights
-        save_results(run)
+        save_final_adapter(run)
         finish_run(run, SCRIPT)
 
 
@@ -822,13 +822,14 @@ def save_checkpoint(run: Run, step: int) -> None:
     on_rank_0(checkpoints.drop_checkpoints, run, step, causes=checkpoints.DISK_ERRORS)
 
 
-def save_results(run: Run) -> None:
+def save_final_adapter(run: Run) -> None:
     """Gather the adapter on rank 0 and save it, with a plot of the losses. All ranks must call
     this."""
     run.status.enter("saving")
     weights = run.adapter.gather_weights()
     merge_check = run.merge_check.tensors(run.model)  # by a forward of a few rows
-    on_rank_0(checkpoints.save_adapter, run, weights, merge_check, causes=checkpoints.DISK_ERRORS)
+    on_rank_0(checkpoints.write_final_adapter, run, weights, merge_check,
+              causes=checkpoints.DISK_ERRORS)
     on_rank_0(draw_losses, run.directory)
 
 

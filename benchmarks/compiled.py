@@ -81,14 +81,14 @@ def calls(arch):
     if arch.qk_norm:
         norm = values(head)
     normed = qkv if arch.qk_norm else None
-    yield heads.rotate_forward, (qkv, table, table, None, norm, norm, arch)
-    yield heads.rotate_backward, (
+    yield heads.qk_norm_rope_forward, (qkv, table, table, None, norm, norm, arch)
+    yield heads.qk_norm_rope_backward, (
         query, key, key, None, normed, table, table, None, norm, norm, arch)
     yield heads.gate_heads, (query, query, "sigmoid")
     yield heads.gate_heads_backward, (query, query, query, "sigmoid")
     x, grad, weight = values(n, hidden), values(n, hidden), values(hidden)
-    yield norms.normalize, (values(n, hidden), x, weight, None, arch.norm_kind, 1e-6)
-    yield norms.norm_backward, (x, grad, x, weight, arch.norm_kind, 1e-6)
+    yield norms.fused_norm, (values(n, hidden), x, weight, None, arch.norm_kind, 1e-6)
+    yield norms.fused_norm_backward, (x, grad, x, weight, arch.norm_kind, 1e-6)
     gate_up, product = values(n, 2 * inner), values(n, inner)
     weights, parts = values(n, dtype=torch.float32), gate_up.chunk(2, -1)
     yield activations.glu, (product, gate_up, arch.activation, True)

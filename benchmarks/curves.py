@@ -56,7 +56,7 @@ def plain_layer(layer, x, inputs):
 
     def rotated(x):
         rope_index = layer.spec.mixer_sublayer.token_mixer.rope_index
-        cos, sin = (t[:, None] for t in inputs.ropes[rope_index][:2])
+        cos, sin = (t[:, None] for t in inputs.rope_tables[rope_index][:2])
         first, second = x.float().chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 

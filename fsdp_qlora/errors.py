@@ -1,4 +1,4 @@
-"""errors_about(): errors that name the file or flag at fault; RefusedExample."""
+"""errors_about(): errors that name the file or flag at fault; FatalExample."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def errors_about(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {kind}{e}")
 
 
-class RefusedExample(ValueError):
+class FatalExample(ValueError):
     """An example that ends the run, because what it asks for would be lost in all examples like it.
     """

@@ -124,13 +124,13 @@ def digest(path: Path | str) -> str:
     return sha.hexdigest()
 
 
-def source_digest(script: Path) -> str:
+def code_digest(script: Path) -> str:
     """Return the SHA-256 of a script and of the package beside it, if there is one."""
-    return text_digest([digest(file) for file in
+    return json_digest([digest(file) for file in
                         (script, *sorted(script.parent.glob("fsdp_qlora/**/*.py")))])
 
 
-def text_digest(state: Any) -> str:
+def json_digest(state: Any) -> str:
     """Return the SHA-256 of a JSON value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 

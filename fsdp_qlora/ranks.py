@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.exit_codes import EXIT_OUT_OF_MEMORY
-from fsdp_qlora.files import source_digest
+from fsdp_qlora.files import code_digest
 
 
 def n_cores() -> int:
@@ -101,7 +101,7 @@ def on_rank_0(function: Callable[..., Any], *args: Any,
 def check_ranks_agree(config: Config, script: Path, versions: dict[str, str]) -> None:
     """Raise RunEnd unless every rank runs the same source, versions {library: version} and flags.
     All ranks must call this."""
-    facts = [(f"runs source with SHA-256 {source_digest(script)}",
+    facts = [(f"runs source with SHA-256 {code_digest(script)}",
               f"another version of {script.name}, copy one to all nodes")]
     for library, version in versions.items():
         facts.append((f"has {library} {version}", "install the same on all nodes"))

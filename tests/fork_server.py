@@ -336,7 +336,7 @@ def run_out_of_memory(at):
     patching.replace("train_step", step_or_fail)
 
 
-SAVES = ["save_checkpoint", "save_adapter", "write_train_config", "write_ref_logps",
+SAVES = ["save_checkpoint", "write_final_adapter", "write_train_config", "write_ref_logps",
          ("MetricsWriter", "write"), ("MetricsWriter", "__init__")]  # fmt: skip
 # by where they are found, as Path's mkdir, unlink and chmod are os's; what one calls of the others,
 # as rmtree does, is part of it

@@ -61,7 +61,7 @@ def check_each_model_once():
     test has replaced something that computes: nothing else comes into it but the shrunk
     configuration, and it takes as long as a step or two."""
     import train_fsdp_qlora
-    from fsdp_qlora.files import text_digest
+    from fsdp_qlora.files import json_digest
     from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 
     check = train_fsdp_qlora.compare_with_transformers
@@ -79,7 +79,7 @@ def check_each_model_once():
             is_replaced = True  # the check tells what is wrong
         if is_replaced:
             return check(model_config, name)
-        passed = Path(os.environ["PASSED_CHECKS"], text_digest(shrunk))
+        passed = Path(os.environ["PASSED_CHECKS"], json_digest(shrunk))
         if not passed.exists():
             check(model_config, name)
             passed.touch()

@@ -30,10 +30,10 @@ from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation.generation import generate, generate_samples
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import OPTIM_BLOCKSIZE
+from fsdp_qlora.layer.offload import pinned_copy
 from fsdp_qlora.lora.adapter import sharded_state
 from fsdp_qlora.memory import host_memory
 from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS
-from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.fsdp import gathered, set_local
 from fsdp_qlora.model.lm_head import LinearCrossEntropy, greedy_tokens
@@ -107,7 +107,7 @@ def quantized(job, process):
                             "packed": layer.packed_weights.packed[linear.blocks].clone(),
                             "codes": layer.packed_weights.scales[linear.blocks, 0].clone(),
                             "nested_absmax": layer.nested.absmax[linear.nested].clone(),
-                            "nested_code": layer.nested.code_values[linear.index].clone(),
+                            "nested_code": layer.nested.scale_codebooks[linear.index].clone(),
                             "offset": layer.nested.offsets[linear.index].clone(),
                             "dequantized": weight[linear.outputs, : fused.in_features].clone(),
                         }

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
-from fsdp_qlora.files import digest, read_json, text_digest
+from fsdp_qlora.files import digest, read_json, json_digest
 from fsdp_qlora.kernels import norms
 from fsdp_qlora.micro_batch import offload
 from fsdp_qlora.pretrained.hub import read_model_config
@@ -832,7 +832,7 @@ def test_changed_base_model_is_refused(resume, tmp_path, finished_run):
         state = json.loads(path.read_text())
         state["config"]["model"] = str(base)
         del state["sha256"]
-        path.write_text(json.dumps({**state, "sha256": text_digest(state)}))
+        path.write_text(json.dumps({**state, "sha256": json_digest(state)}))
     before = (run / "train_config.json").read_bytes()
     refused(CHECKPOINT, again("--model", base), "--output_dir", "base model")
     assert before == (run / "train_config.json").read_bytes()

@@ -119,7 +119,7 @@ def runs_one_by_one(lengths, micro_step, context):
     other, of rows of these lengths."""
     rows = make_rows([([1] * n, [1] * n) for n in lengths])
     batch_format = BatchFormat(sum(lengths), torch.device("cpu"), context)
-    return make_micro_batch(rows, micro_step, batch_format).is_fixed_len
+    return not make_micro_batch(rows, micro_step, batch_format).is_varlen
 
 
 @pytest.mark.parametrize("shared_by, lengths, is_one_by_one", [

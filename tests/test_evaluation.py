@@ -28,7 +28,7 @@ from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation.generation import choose_prompts
-from fsdp_qlora.files import text_digest
+from fsdp_qlora.files import json_digest
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import metrics
 from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, verify_checkpoint
@@ -274,7 +274,7 @@ def test_best_evaluations_checkpoint_is_kept_besides_the_newest(best, keep, left
         state = {"step": step, "files": {}}
         checkpoint_path(tmp_path, step).mkdir()
         (checkpoint_path(tmp_path, step) / "checkpoint.json").write_text(
-            json.dumps({**state, "sha256": text_digest(state)}))
+            json.dumps({**state, "sha256": json_digest(state)}))
     drop_checkpoints(run, 5)
     assert sorted(int(path.name[-6:]) for path in tmp_path.iterdir()) == left
 

@@ -39,7 +39,7 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.checks import compare_with_transformers as check
 from fsdp_qlora.checks.compare_with_transformers import (
-    CheckPlan, plain_model, random_adapter, random_hf_model, read_weights)
+    CheckPlan, plain_model, random_adapter, random_hf_model, dequantized_weights)
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
@@ -85,7 +85,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
         edit(tensors)
     model = plain_model(small, arch, tensors, 24, "lora", again)
     names = tensor_names(arch, tensors)
-    weights = read_weights(model, names)
+    weights = dequantized_weights(model, names)
     random_adapter(model, seed(1))
     ids = torch.randint(3, arch.vocab_size, (sum(check.LENGTHS),), generator=seed(2))
     ours = check.results(model, ids)
@@ -439,7 +439,7 @@ def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     arch, reference = make_architecture(whole), make_model(whole).requires_grad_(False)
     tensors = {key: tensor.clone() for key, tensor in reference.state_dict().items()}
     model = make_layers(text_config(whole), arch, tensors, config)
-    for key, weight in read_weights(model, tensor_names(arch, tensors)).items():
+    for key, weight in dequantized_weights(model, tensor_names(arch, tensors)).items():
         reference.get_parameter(key).copy_(weight)
     for i, layer in enumerate(model.layers):
         layer.adapter.normal_(0, 0.1, generator=seed(i))

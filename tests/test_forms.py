@@ -26,7 +26,7 @@ from fsdp_qlora.data import example_formats as formats, tokenize_documents
 from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.tool_calls import openai_calls
-from fsdp_qlora.errors import RefusedExample
+from fsdp_qlora.errors import FatalExample
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.startup_log import log_rows
 
@@ -626,7 +626,7 @@ LIKELY = {  # keys that no form has: (row, what is advised, the form that comes 
 def test_advice_on_keys_helps_when_it_is_followed(name, tokenizer):
     row, advice, form = LIKELY[name]
     words = "Use the keys of a supported format: messages; "
-    with pytest.raises(RefusedExample, match=words) as caught:
+    with pytest.raises(FatalExample, match=words) as caught:
         formats.parse_example(row, tokenizer)
     said = str(caught.value).partition(" --columns renames keys, for instance: --columns ")[2]
     assert said == advice
@@ -653,11 +653,11 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
         for value in ("x", False) if key in formats.REFUSED else ("x",):
             if formats.SYNONYMS.get(key, key) in taken and (form, key) != ("prompt", "system"):
                 continue  # see the forms above, and below
-            with pytest.raises(RefusedExample, match=rf"^has {key}"):
+            with pytest.raises(FatalExample, match=rf"^has {key}"):
                 formats.parse_example({**row, key: value}, tokenizer)
     for key in formats.REFUSED:  # also in a message; empty it asks for nothing
         talk = [ASKED[0], {**ASKED[1], key: "x"}]
-        with pytest.raises(RefusedExample, match=f"^has {key}: .*leave it out"):
+        with pytest.raises(FatalExample, match=f"^has {key}: .*leave it out"):
             formats.parse_example({"messages": talk}, tokenizer)
         assert formats.parse_example({**row, key: []}, tokenizer)[1]
         renamed, _ = formats.parse_example({**row, key: "x"}, tokenizer, [f"{key}=unused"])
@@ -682,7 +682,7 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
          "variables", "tools"],
 )  # fmt: skip
 def test_what_would_not_be_trained_ends_the_run(row, words, tokenizer):
-    with pytest.raises(RefusedExample, match=words):
+    with pytest.raises(FatalExample, match=words):
         formats.parse_example(row, tokenizer)
 
 
@@ -812,7 +812,7 @@ def test_what_is_empty_gives_way_in_any_order(name, tokenizer):
 ], ids=["input", "synonyms", "system", "tools", "columns", "two columns"])  # fmt: skip
 def test_two_values_for_one_thing_end_the_run_in_any_order(row, columns, words, tokenizer):
     for keys in row, [*row][::-1]:
-        with pytest.raises(RefusedExample, match=words):
+        with pytest.raises(FatalExample, match=words):
             formats.parse_example({key: row[key] for key in keys}, tokenizer, columns)
 
 
@@ -846,7 +846,7 @@ def test_reasoning_beside_reasoning_in_the_content_is_all_trained(tokenizer):
     assert [document[0].text[slice(*span)] for span in document[0].in_loss] == [
         "<think>so</think><think>by hand</think>It is 7.<|im_end|>"]  # fmt: skip
     tokenizer.chat_template = TEMPLATES["drops reasoning"]
-    with pytest.raises(RefusedExample, match="leaves out reasoning_content of message 2"):
+    with pytest.raises(FatalExample, match="leaves out reasoning_content of message 2"):
         formats.parse_example({"messages": [ASKED[0], answer]}, tokenizer)
 
 

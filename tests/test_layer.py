@@ -28,27 +28,27 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from conftest import segments_of
 from fsdp_qlora.checks import compare_with_transformers as check
 from fsdp_qlora.checks.compare_with_transformers import (
-    compare_with_transformers, random_hf_model, read_weights, text_model)
+    compare_with_transformers, random_hf_model, dequantized_weights, text_model)
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.kernels import recurrence, segment_attention
 from fsdp_qlora.kernels.attention import (
     SDPA_KERNEL, SEGMENT_KERNEL, AttentionKernel, eager_attention)
-from fsdp_qlora.kernels.compiled import elementwise
-from fsdp_qlora.kernels.dropout import ATTENTION_SITE
+from fsdp_qlora.kernels.compiled import fused_kernel
+from fsdp_qlora.kernels.dropout import MIXER_BRANCH_SITE
 from fsdp_qlora.kernels.heads import (
-    gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
+    gate_heads, gate_heads_backward, rope_tables, qk_norm_rope_backward, split_projected)
 from fsdp_qlora.kernels.norms import norm_of
 from fsdp_qlora.layer import attention_mixer, autograd_mixers, linears, mixer_sublayer, mlp
 from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.moe import MoESublayer
+from fsdp_qlora.layer.offload import OffloadedActivations, make_store, put_saved
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
-from fsdp_qlora.micro_batch.offload import OffloadedActivations, make_store, put_saved
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.fsdp import set_local
 from fsdp_qlora.model.load import fill_model
@@ -189,7 +189,8 @@ class Pair:
             reference = random_hf_model(self.model_config, torch.Generator().manual_seed(0))
             self.tensors = {key: tensor.clone() for key, tensor in reference.state_dict().items()}
             self.unused = model = self.make()
-            for key, weight in read_weights(model, tensor_names(self.arch, self.tensors)).items():
+            weights = dequantized_weights(model, tensor_names(self.arch, self.tensors))
+            for key, weight in weights.items():
                 reference.get_parameter(key).copy_(weight)
         # its own rounded, not another's, which is 1.4 off; bitsandbytes' CPU code is 0.5 off where
         # rows are not whole blocks, see benchmarks/RESULTS.md
@@ -359,7 +360,7 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
     grad_query, grad_gates = gate_heads_backward(
         grad.view(9, heads, d), query, gates, activation)
     no_rotary = None, None, None, None, None
-    got = rotate_backward(
+    got = qk_norm_rope_backward(
         grad_query, *grads_kv, grad_gates, projected, *no_rotary, arch)
     torch.testing.assert_close(got, leaf.grad)
 
@@ -666,7 +667,7 @@ def test_each_layer_has_the_layout_of_its_kind():
         for spec in specs:
             # another number for each dropout, or two would drop the same values
             sites = [fused.dropout_site for fused in spec.fused_linears]
-            assert len({*sites}) == len(sites) and max(sites) < ATTENTION_SITE, name
+            assert len({*sites}) == len(sites) and max(sites) < MIXER_BRANCH_SITE, name
             of, routed = spec.mixer_sublayer, isinstance(spec.mlp_sublayer, MoESublayer)
             sublayers = {NoMixerSublayer: "mlp", NoMLPSublayer: "mixer"}
             sublayers = sublayers.get(type(of)) or sublayers.get(type(spec.mlp_sublayer)) or "both"
@@ -698,7 +699,7 @@ def test_elementwise_work_on_a_cpu_is_not_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", fail)
     seen = []
 
-    @elementwise
+    @fused_kernel
     def add(x, y, bias):
         seen.append((x, y))
         return x + bias
@@ -1025,7 +1026,7 @@ WRONG_CODE = {
     "long factors for short documents": ("phi3_longrope", "rope_frequencies", always_long),
     "backward of a norm": (
         "llama",
-        "norm_backward",
+        "fused_norm_backward",
         lambda f: lambda *a: f(*a) * 1.01,
     ),
     "scale of LoRA": (

@@ -31,7 +31,7 @@ from fsdp_qlora.data import cache
 from fsdp_qlora.data.dataset import cache_key, prepare_rows
 from fsdp_qlora.data.encode_examples import check_tokens
 from fsdp_qlora.data.rows import encode_document
-from fsdp_qlora.errors import RefusedExample
+from fsdp_qlora.errors import FatalExample
 from fsdp_qlora.files import digest
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.merge import compare_logits
@@ -69,8 +69,8 @@ def test_weights_may_differ_by_nf4s_rounding_alone(by, passes, monkeypatch):
     seen, make = [], check.random_hf_model
     monkeypatch.setattr(check, "random_hf_model", lambda *args: seen.append(make(*args))
                         or seen[0])  # fmt: skip
-    read = check.read_weights
-    monkeypatch.setattr(check, "read_weights", lambda *args: {
+    read = check.dequantized_weights
+    monkeypatch.setattr(check, "dequantized_weights", lambda *args: {
         name: seen[0].get_parameter(name) / (1 - by) for name in read(*args)})  # fmt: skip
     monkeypatch.setattr(check, "hf_results", lambda *args: dict(seen[1:]))
     monkeypatch.setattr(check, "results", lambda *args: dict(seen[1:]))
@@ -232,7 +232,7 @@ def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, mo
 def test_token_must_be_in_the_vocabulary(token, is_refused):
     for ids, labels in ((5, token), (5, token)), ((5, 6), (5, token)):
         error = check_tokens(encode_document(ids, labels, 8), 8, 98)
-        assert isinstance(error, RefusedExample) == is_refused and (error is None) != is_refused
+        assert isinstance(error, FatalExample) == is_refused and (error is None) != is_refused
 
 
 @pytest.mark.parametrize("n", [7, 8, 9])

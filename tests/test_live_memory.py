@@ -27,10 +27,10 @@ from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer import call, grouped_mm, lora_matmul, moe
 from fsdp_qlora.layer.call import LayerInputs
 from fsdp_qlora.layer.layer import DecoderLayer
+from fsdp_qlora.layer.offload import DeviceActivations
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.micro_batch.context_parallel import ContextGroup, KVExchange, make_context_shard
-from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.lm_head import LinearCrossEntropy
@@ -255,7 +255,7 @@ def fake_layer(spec, index, plan):
 
 def fake_inputs(arch, plan, lengths, context_shard=None):
     """The LayerInputs of a micro-batch of these lengths."""
-    n, size = sum(lengths), arch.per_layer.size if arch.per_layer else 0
+    n, size = sum(lengths), arch.per_layer_inputs.size if arch.per_layer_inputs else 0
     keys = torch.empty(n, dtype=torch.int64) if arch.attention_dropout else None
     micro_batch = types.SimpleNamespace(
         position_ids=torch.empty(n, dtype=torch.int64), dropout_seeds=keys,

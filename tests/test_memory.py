@@ -23,12 +23,12 @@ from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.kernels.attention import (
     ATTENTION_TYPES, EAGER_KERNEL, SDPA_KERNEL, AttentionKernel, Kernels)
+from fsdp_qlora.layer.offload import pinned_copy
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS
 from fsdp_qlora.micro_batch.micro_batch import BatchFormat
-from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.plan import FRAGMENTATION, SAVE_POLICIES, Plan
 from fsdp_qlora.planner import search
 from fsdp_qlora.planner.layer_totals import saved_bytes, sum_layers
@@ -423,7 +423,7 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
     plan = choose_plan(SearchInputs(config, arch, specs, workload, 0, H200, cpu))
     batch_format = BatchFormat(plan.micro_batch_tokens, cpu, ONLY_PROCESS)
     micro_batch = make_micro_batch(rows, [[0, 1]], batch_format)
-    assert plan.is_varlen == (not micro_batch.is_fixed_len) == (lengths != (30, 30))
+    assert plan.is_varlen == micro_batch.is_varlen == (lengths != (30, 30))
     assert workload.uneven_targets == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
 
 

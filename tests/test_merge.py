@@ -44,7 +44,7 @@ from transformers import (
 
 import merge_adapters
 from fsdp_qlora.data.tokenizer_files import generation_settings
-from fsdp_qlora.files import digest, text_digest
+from fsdp_qlora.files import digest, json_digest
 from fsdp_qlora.merge import compare_logits
 from fsdp_qlora.pretrained.hub import base_digest, copy_small_files
 from fsdp_qlora.pretrained.weight_formats import NF4_STATE
@@ -160,7 +160,7 @@ def sign(run):
     described.pop("sha256", None)
     if Path(described["base_model"]).is_dir():
         described["base_sha256"] = base_digest(Path(described["base_model"]))
-    described["sha256"] = text_digest(described)
+    described["sha256"] = json_digest(described)
     for key, name in RESULTS.items():
         described |= {key: digest(run / name)} if (run / name).is_file() else {}
     path.write_text(json.dumps(described))

@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fsdp_qlora.checks import compare_with_transformers as check
 from fsdp_qlora.checks.compare_with_transformers import (
-    plain_model, random_adapter, random_hf_model, read_weights)
+    plain_model, random_adapter, random_hf_model, dequantized_weights)
 from fsdp_qlora.config import Config
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
@@ -100,7 +100,7 @@ def test_a_rank_may_have_a_part_of_a_row():
 @pytest.mark.parametrize("again", [False, True])
 def test_model_equals_transformers(again, inner):
     model, reference, names = small_model("lora", again, inner)
-    weights = read_weights(model, names)
+    weights = dequantized_weights(model, names)
     random_adapter(model, torch.Generator().manual_seed(1))
     ids = torch.randint(3, 128, (sum(check.LENGTHS),), generator=torch.Generator().manual_seed(2))
     ours = check.results(model, ids)

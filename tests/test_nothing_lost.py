@@ -414,7 +414,7 @@ def test_full_disk_ends_no_training(start, undisturbed, tmp_path):
 
 PHASES = {  # function: which call of it, after which step the run then stops
     "load_model": (1, 0), "train_step": (2, 2), "evaluate": (1, 3), "save_checkpoint": (1, 5),
-    "save_adapter": (1, None)}  # fmt: skip
+    "write_final_adapter": (1, None)}  # fmt: skip
 
 
 def check_signals(start, undisturbed, cwd, chosen):
@@ -1382,12 +1382,12 @@ def test_adapter_that_no_disk_takes_leaves_nothing_behind(tmp_path, monkeypatch)
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
         try:
             with pytest.raises(OSError, match=f"File too large.*File too large.*gone.*{end}$"):
-                checkpoints.save_adapter(run, weights, {})
+                checkpoints.write_final_adapter(run, weights, {})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert [*tmp_path.rglob("*")] == [tmp_path / "run"]
     monkeypatch.setattr(tempfile, "gettempdir", lambda: pytest.fail("asked for"))
-    checkpoints.save_adapter(run, weights, {})
+    checkpoints.write_final_adapter(run, weights, {})
     assert torch.equal(load_file(tmp_path / "run/adapter_model.safetensors")["x"], weights["x"])
 
 

@@ -278,7 +278,7 @@ def test_micro_batch_equals_one_token_at_a_time(processes):
                     assert got.input_ids.dtype == got.position_ids.dtype == torch.int64
                     assert got.cu_seqlens.dtype == torch.int32
                     # torch's batched kernel, where all documents have one length
-                    assert got.is_fixed_len == (len(set(lengths)) == 1)
+                    assert got.is_varlen == (len(set(lengths)) > 1)
                     checked += len(ids)
     assert checked > 4000
 

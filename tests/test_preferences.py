@@ -37,7 +37,7 @@ from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.data.sources import find_fragments
 from fsdp_qlora.data.tokenize_documents import both_tokenizers, tokenize
-from fsdp_qlora.errors import RefusedExample
+from fsdp_qlora.errors import FatalExample
 from fsdp_qlora.evaluation import document_losses, global_loss_values, ref_logps
 from fsdp_qlora.evaluation.ref_logps import read_ref_logps, tensor_digest, write_ref_logps
 from fsdp_qlora.micro_batch.micro_batch import PreferenceInputs
@@ -830,13 +830,13 @@ JUDGED = {  # name: (row, (question, answer))
                                "kto_tag": False}, TALK[1]),
 }  # fmt: skip
 WRONG = {  # name: (loss, row, the type of the error, a part of its text)
-    "rows of SFT": ("dpo", {"prompt": "a", "completion": "b"}, RefusedExample, "with --loss sft"),
-    "unpaired rows": ("dpo", {"prompt": "a", "completion": "b", "label": True}, RefusedExample,
+    "rows of SFT": ("dpo", {"prompt": "a", "completion": "b"}, FatalExample, "with --loss sft"),
+    "unpaired rows": ("dpo", {"prompt": "a", "completion": "b", "label": True}, FatalExample,
                     "with --loss kto"),
-    "no label": ("kto", {"prompt": "a", "completion": "b"}, RefusedExample, "needs label"),
-    "no rejected": ("dpo", {"prompt": "a", "chosen": "b"}, RefusedExample,
+    "no label": ("kto", {"prompt": "a", "completion": "b"}, FatalExample, "needs label"),
+    "no rejected": ("dpo", {"prompt": "a", "chosen": "b"}, FatalExample,
                     "chosen, but no rejected"),
-    "no chosen": ("kto", {"prompt": "a", "rejected": "b"}, RefusedExample,
+    "no chosen": ("kto", {"prompt": "a", "rejected": "b"}, FatalExample,
                   "rejected, but no chosen"),
     "null": ("dpo", {"prompt": "a", "chosen": "b", "rejected": None}, ValueError, "is null"),
     "the same": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, ValueError, "the same"),
@@ -853,17 +853,17 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "no list, unpaired": ("kto", {"messages": QUESTION, "label": True}, ValueError,
                         "messages must be a list of messages"),
     "a label": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True},
-                RefusedExample,
+                FatalExample,
                 "--loss kto"),
     "kinds": ("dpo", {"prompt": "a", "chosen": "b", "rejected": [BAD]}, ValueError, "same kind"),
     "other prompt": ("dpo", {"prompt": "Hello", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
-                     RefusedExample, "not in the conversation"),
+                     FatalExample, "not in the conversation"),
     "empty": ("dpo", {"prompt": "a", "chosen": "b", "rejected": " "}, ValueError, "empty"),
-    "words as labels": ("kto", {"prompt": "a", "completion": "b", "label": "good"}, RefusedExample,
+    "words as labels": ("kto", {"prompt": "a", "completion": "b", "label": "good"}, FatalExample,
                         "label 'good', expected true or false"),
-    "a score as label": ("kto", {"prompt": "a", "completion": "b", "label": 0.5}, RefusedExample,
+    "a score as label": ("kto", {"prompt": "a", "completion": "b", "label": 0.5}, FatalExample,
                          "expected true or false"),
-    "no question": ("dpo", {"problem": "a", "chosen": "b", "rejected": "c"}, RefusedExample,
+    "no question": ("dpo", {"problem": "a", "chosen": "b", "rejected": "c"}, FatalExample,
                     "no prompt, only problem"),
     "a null prompt": ("dpo", {"prompt": None, "chosen": "b", "rejected": "c"}, ValueError,
                       "prompt is null"),
@@ -886,19 +886,19 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "a blank question": ("kto", {"question": "", "answer": "b", "label": True}, ValueError,
                          "question is blank: nothing is asked"),
     "a pair and a label": ("kto", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True},
-                           RefusedExample, "chosen and label: keep one .* --columns label=unused"),
+                           FatalExample, "chosen and label: keep one .* --columns label=unused"),
     "two labels": ("kto", {"prompt": "a", "completion": "b", "label": True, "kto_tag": False},
-                   RefusedExample, "has label and kto_tag: keep one of them"),
+                   FatalExample, "has label and kto_tag: keep one of them"),
     "two pairs": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "chosen_response": "d",
-                          "rejected_response": "e"}, RefusedExample,
+                          "rejected_response": "e"}, FatalExample,
                   "has chosen and chosen_response: keep one of them"),
     "tools of OpenAI twice": ("dpo", {"input": {"messages": [ASKED], "tools": [{"name": "x"}]},
                                       "tools": [{"name": "y"}], "preferred_output": [GOOD],
-                                      "non_preferred_output": [BAD]}, RefusedExample,
+                                      "non_preferred_output": [BAD]}, FatalExample,
                               "has tools and another one in input"),
     "tools of OpenAI beside its input": (
         "dpo", {"input": {"messages": [ASKED]}, "tools": [{"name": "get_day"}],
-                "preferred_output": [GOOD], "non_preferred_output": [BAD]}, RefusedExample,
+                "preferred_output": [GOOD], "non_preferred_output": [BAD]}, FatalExample,
         "the chat template leaves out tools"),  # they were given to it
     "nobody answers": ("kto", {"messages": [ASKED, ASKED], "label": True}, ValueError, "train on"),
 }  # fmt: skip

@@ -29,7 +29,7 @@ from fsdp_qlora.kernels.activations import (
     ClampedGLU, LimitedActivation, ScaledActivation, XIELUActivation)
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import (
-    autograd_mixers, grouped_mm, lora_matmul, mla_context, mla_heads, moe, per_layer, router)
+    autograd_mixers, grouped_mm, lora_matmul, mla_context, mla_heads, moe, per_layer_gate, router)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.residual import ResidualSum
 from fsdp_qlora.model import lm_head
@@ -125,10 +125,10 @@ def norm_cases():
     for kind, weight in (("rms", torch.ones_like(FACTOR)), ("rms_fp32", FACTOR), ("layer", FACTOR),
                          ("rms_plus_one", plus_one), ("layer_plus_one", plus_one)):
         for x in X, X + 3:  # with a mean, too
-            yield norms.normalize, torch.zeros_like(x), x, weight, None, kind, 1e-3
-            yield norms.norm_backward, x, ALIKE, None, weight, kind, 1e-3
-            yield norms.norm_backward, x, GRAD, RESIDUAL, weight, kind, 1e-3
-    yield norms.normalize, torch.zeros_like(X), X + 3, FACTOR, FACTOR, "layer", 1e-3
+            yield norms.fused_norm, torch.zeros_like(x), x, weight, None, kind, 1e-3
+            yield norms.fused_norm_backward, x, ALIKE, None, weight, kind, 1e-3
+            yield norms.fused_norm_backward, x, GRAD, RESIDUAL, weight, kind, 1e-3
+    yield norms.fused_norm, torch.zeros_like(X), X + 3, FACTOR, FACTOR, "layer", 1e-3
     yield router.router_norm_backward, ALIKE, X, FACTOR.float(), 1e-3
 
 
@@ -147,8 +147,8 @@ def gate_cases():
     yield activations.glu, out, GATE_UP, CLAMPED, True
     yield activations.glu_weight_gradients, GRAD, GATE_UP, CLAMPED, True
     yield activations.clamped_glu_backward_, GRAD, OF_ROWS, GATE_UP, *CLAMPED
-    yield per_layer.gate_inputs, out, X, RESIDUAL, "gelu_pytorch_tanh"
-    yield per_layer.gate_inputs_backward, GRAD, X, RESIDUAL, "gelu_pytorch_tanh"
+    yield per_layer_gate.gate_inputs, out, X, RESIDUAL, "gelu_pytorch_tanh"
+    yield per_layer_gate.gate_inputs_backward, GRAD, X, RESIDUAL, "gelu_pytorch_tanh"
 
 
 def row_cases():
@@ -188,25 +188,25 @@ def attention_cases():
     for name in "llama", "glm4", "phi4_mini":  # halves, pairs, a part of each head
         arch = arch_of(name)
         tables = COS[:, : half], SIN[:, : half], None
-        yield heads.rotate_forward, projected_of(arch), *tables, None, None, arch
-        yield heads.rotate_backward, *heads_of(arch), None, None, *tables, None, None, arch
+        yield heads.qk_norm_rope_forward, projected_of(arch), *tables, None, None, arch
+        yield heads.qk_norm_rope_backward, *heads_of(arch), None, None, *tables, None, None, arch
     arch = arch_of("llama")
-    yield heads.rotate_forward, projected_of(arch), *TURNS, TEMPERATURE, None, None, arch
-    yield (heads.rotate_backward, *heads_of(arch), None, None, COS, SIN, TEMPERATURE, None,
+    yield heads.qk_norm_rope_forward, projected_of(arch), *TURNS, TEMPERATURE, None, None, arch
+    yield (heads.qk_norm_rope_backward, *heads_of(arch), None, None, COS, SIN, TEMPERATURE, None,
            None, arch)
     arch = arch_of("qwen3", head_dim=16)  # a norm before rotation
     weights = FACTOR[:16], FACTOR[16:32]
-    yield (heads.rotate_forward, projected_of(arch, signs), COS, SIN, None, *weights, arch)
-    yield (heads.rotate_backward, *heads_of(arch), None, projected_of(arch), COS, SIN, None,
+    yield (heads.qk_norm_rope_forward, projected_of(arch, signs), COS, SIN, None, *weights, arch)
+    yield (heads.qk_norm_rope_backward, *heads_of(arch), None, projected_of(arch), COS, SIN, None,
            *weights, arch)
     arch = arch_of("hunyuan")  # after it
     ones = torch.ones(16).bfloat16()
-    yield heads.rotate_forward, projected_of(arch), *TURNS, None, ones, ones, arch
-    yield (heads.rotate_backward, *heads_of(arch), None, projected_of(arch), *TURNS, None,
+    yield heads.qk_norm_rope_forward, projected_of(arch), *TURNS, None, ones, ones, arch
+    yield (heads.qk_norm_rope_backward, *heads_of(arch), None, projected_of(arch), *TURNS, None,
            *weights, arch)
     arch = arch_of("gemma4_text", head_dim=16, keys_are_values=True)  # values have one, too
-    yield heads.rotate_forward, projected_of(arch), *none, ones - 1, ones - 1, arch
-    yield (heads.rotate_backward, *heads_of(arch), None, projected_of(arch), COS, SIN, None,
+    yield heads.qk_norm_rope_forward, projected_of(arch), *none, ones - 1, ones - 1, arch
+    yield (heads.qk_norm_rope_backward, *heads_of(arch), None, projected_of(arch), COS, SIN, None,
            *weights, arch)
     grad, attended = (draw(N, HEADS, 32, seed=seed) for seed in range(2))
     for activation in "sigmoid", "softplus":
@@ -277,7 +277,7 @@ def test_all_kernels_are_here():
     assert found == here | {*ELSEWHERE}
 
 
-KERNEL = activations.glu.__code__  # of what elementwise() returns
+KERNEL = activations.glu.__code__  # of what fused_kernel() returns
 
 
 # ------------------------------------------------------------------------------------------------
@@ -437,11 +437,11 @@ def test_adapters_gradients_are_summed_in_fp32():
         want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), call.spec.scaling
         for seed in range(3):
             x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
-            hidden = draw(N, fused.padded_lora, seed=seed)
+            hidden = draw(N, fused.padded_lora_width, seed=seed)
             _, grad_lora_hidden = lora_matmul.input_gradients(call, fused, hidden, grad, x)
             lora_matmul.add_a_gradient(call, fused, x, grad_lora_hidden)
             of_b = call.weight(fused)[:, fused.in_features :].double()
-            check_rounding(grad_lora_hidden, (grad.double() @ of_b)[:, : fused.n_lora], "d")
+            check_rounding(grad_lora_hidden, (grad.double() @ of_b)[:, : fused.lora_width], "d")
             want_a = want_a + scaling * grad_lora_hidden.double().t() @ x.double()
             for linear in fused.adapted:
                 of_linear = hidden[:, linear.lora_columns].double()
@@ -458,7 +458,7 @@ def test_doras_norms_and_magnitudes_are_fp32():
         factor, norm = lora_matmul.dora_factors(call, fused, weight)
         x, grad = torch.eye(n_in).bfloat16(), draw(n_in, fused.out_features)  # picks columns of W
         lora_matmul.lora_matmul_backward(
-            call, fused, x.new_zeros(n_in, fused.padded_lora), grad, x)
+            call, fused, x.new_zeros(n_in, fused.padded_lora_width), grad, x)
         a, weight = call.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
         for linear in fused.adapted:
             b, rows = call.adapter[linear.lora_b].view(-1, fused.lora_rank).double(), linear.outputs

@@ -67,7 +67,7 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
         names = tensor_names(arch, tensors)
         for adapter_type, recompute in CHECKED:
             model = plain_model(small, arch, tensors, max(LENGTHS), adapter_type, recompute)
-            weights = read_weights(model, names)
+            weights = dequantized_weights(model, names)
             random_adapter(model, generator)
             ours = results(model, ids)
             theirs = hf_results(reference, model, names, weights, ids)
@@ -205,11 +205,11 @@ def eager_kernels(arch: Architecture) -> Kernels:
 
 
 @torch.no_grad()
-def read_weights(model: Model, names: TensorNames) -> dict[str, torch.Tensor]:
+def dequantized_weights(model: Model, names: TensorNames) -> dict[str, torch.Tensor]:
     """Return {transformers' name: W [out, in]} of each linear, dequantized from the model's NF4;
     experts are one tensor, [experts, out, in]. `names`: the TensorNames of transformers' model."""
     weights = {}
-    if record := model.arch.per_layer:
+    if record := model.arch.per_layer_inputs:
         weights[names.of_model(record.projection)] = model.per_layer_projection
     for i, layer in enumerate(model.layers):
         for fused in layer.spec.fused_linears:
@@ -257,8 +257,8 @@ def hf_results(
     ids: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Return results() computed by transformers, one document at a time, with the adapter added to
-    the `weights` of read_weights(). The adapter's gradient is autograd's. `names`: see
-    read_weights()."""
+    the `weights` of dequantized_weights(). The adapter's gradient is autograd's. `names`: see
+    dequantized_weights()."""
     adapters = []
     adapted = {}
     for i, layer in enumerate(model.layers):

@@ -17,7 +17,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.log import log
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.ranks import raise_on_all_ranks
-from fsdp_qlora.run.base_model import BaseModel
+from fsdp_qlora.run.base_model import BaseModelInfo
 
 
 ZERO, SMALL = 1e-3, 0.1  # times the median over all tokens; random and trained rows are above 0.3
@@ -54,7 +54,7 @@ def untrained_rows(model: Model) -> dict[int, str]:
     return found | dict.fromkeys(zero.nonzero().view(-1).tolist(), ZERO_ROW)
 
 
-def check_untrained_tokens(model: Model, rows: Rows, base: BaseModel) -> dict[int, str]:
+def check_untrained_tokens(model: Model, rows: Rows, base: BaseModelInfo) -> dict[int, str]:
     """Return untrained_rows(), {} if there is no text. Raises RunEnd if a token that ends answers
     in training has a row of zeros in the lm_head, and logs the other tokens in the loss that the
     lm_head has never learned; except for those of --trainable_tokens. All ranks must call this."""

@@ -122,12 +122,12 @@ def write_part(path: Path, make_batches: MakeBatches, fragments: list[Fragment],
                settings: dict[str, Any], count: Callable[[int], object]) -> str:
     """Write one file; calls count(n) after n more documents. Returns its SHA-256."""
     batches = make_batches(fragments, **settings)
-    first = next(batches)
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, first.schema) as out:
-        while first is not None:
-            out.write_batch(first)
-            count(first.num_rows)
-            first = next(batches, None)
+    batch = next(batches)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, batch.schema) as out:
+        while batch is not None:
+            out.write_batch(batch)
+            count(batch.num_rows)
+            batch = next(batches, None)
     return digest(path)
 
 

@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, TemplateTraits, render, template_traits
 from fsdp_qlora.data.tool_calls import openai_calls
-from fsdp_qlora.errors import RefusedExample
+from fsdp_qlora.errors import FatalExample
 
 Spans = list[tuple[int, int]]  # parts of a text, in characters: [(start, end)]
 REASONING = "reasoning_content", "reasoning", "thinking"  # message keys with the same meaning
@@ -63,7 +63,7 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
     document that ends with it.
     """
     if not tokenizer.chat_template:
-        raise RefusedExample("is a conversation, but the tokenizer has no chat template. Pass one"
+        raise FatalExample("is a conversation, but the tokenizer has no chat template. Pass one"
                              " with --chat_template, or use prompt and completion")
     traits = template_traits(tokenizer, str(tokenizer.chat_template))
     # before the first message there is no generation prompt
@@ -143,7 +143,7 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     Some templates open an answer differently from the prompt, such as those of thinking models for
     an answer without reasoning. Then the answer is rendered with the template's own switch that
     makes both agree. Without such a switch, the answer gets the reasoning, which may be empty, that
-    its prompt opens. Raises RefusedExample if they cannot agree.
+    its prompt opens. Raises FatalExample if they cannot agree.
     """
     notes: list[str] = []
     options, prompt, text, at = align_with_prompt(messages, options, tokenizer, traits)
@@ -156,7 +156,7 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
         notes.append("answers continue the reasoning that the generation prompt opens; where an"
                      " example has none, it is empty")
     if at is None:
-        raise RefusedExample(why_otherwise(prompt, text))
+        raise FatalExample(why_otherwise(prompt, text))
     text, shift = prompt + text[at:], len(prompt) - at
     if marks:
         answer = marked_answer(text, prompt, [(a + shift, b + shift) for a, b in marks], traits)
@@ -207,7 +207,7 @@ def marked_answer(text: str, prompt: str, marks: Spans, traits: TemplateTraits) 
     What they enclose of the prompt is not in the loss."""
     spans = [(max(start, len(prompt)), end) for start, end in marks if end > len(prompt)]
     if not spans or (between := text[len(prompt) : spans[0][0]]):
-        raise RefusedExample("the chat template's {% generation %} marks leave out"
+        raise FatalExample("the chat template's {% generation %} marks leave out"
                              f" {(between[:60] if spans else 'the answer')!r}, which follows the"
                              " generation prompt, so the model would never learn to write it. Use"
                              " another template with --chat_template")
@@ -268,7 +268,7 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
                 tokenizer: PreTrainedTokenizerFast) -> int | None:
     """Return where the last message begins in `text`, the rendering of all messages, if it rewrites
     earlier messages. `prompt`: the rendering of the earlier messages with the generation prompt.
-    None if `text` opens the message differently from the prompt. Raises RefusedExample if the
+    None if `text` opens the message differently from the prompt. Raises FatalExample if the
     message is mixed with earlier ones."""
     start = shared_length(prompt, text)
     before = render(messages[:-1], tokenizer, **options)
@@ -285,7 +285,7 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
     at = start + n_same + (rest.index(prompt[-n_same:]) if n_same else 0)
     if n_same > len(prompt) - n_before and has_text(text[at:], content_of(messages[-1])):
         return at
-    raise RefusedExample(f"the chat template mixes message {len(messages)} with those before it, so"
+    raise FatalExample(f"the chat template mixes message {len(messages)} with those before it, so"
                          " its tokens cannot be separated")
 
 
@@ -305,7 +305,7 @@ def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], templa
         new_blocks = [block for block in blocks if block[0] >= shared]
         new_blocks = new_blocks if new_blocks == blocks[len(old_blocks) :] else []
     if not new_blocks:
-        raise RefusedExample("the chat template has {% generation %} marks, but none for message"
+        raise FatalExample("the chat template has {% generation %} marks, but none for message"
                              f" {len(messages)} alone")
     return new_blocks
 
@@ -326,7 +326,7 @@ def clean_message(message: dict[str, Any], traits: TemplateTraits) -> dict[str, 
     if isinstance(content, list):
         for part in content:
             if isinstance(part, dict) and part.get("type", "text") != "text":
-                raise RefusedExample(f"has {part['type']!r} in the content of a message: only text"
+                raise FatalExample(f"has {part['type']!r} in the content of a message: only text"
                                      " is trained; leave it out")
         texts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
@@ -349,7 +349,7 @@ def content_of(message: dict[str, Any]) -> str:
 
 def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str,
                    answer: str) -> None:
-    """Raise RefusedExample if the chat template leaves out a part of the example. `answer` is the
+    """Raise FatalExample if the chat template leaves out a part of the example. `answer` is the
     part of `text` that the last message became."""
     wanted = [("tools", tool["function"]["name"], text) for tool in tools or ()]
     for i, message in enumerate(messages, 1):
@@ -371,7 +371,7 @@ def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
         if not has_text(rendered, str(string or "")):
             way_out = ("--columns tools=unused trains without them" if what == "tools" else
                        "leave it out of the example")
-            raise RefusedExample(f"the chat template leaves out {what}; the roles are"
+            raise FatalExample(f"the chat template leaves out {what}; the roles are"
                                  f" {', '.join(message['role'] for message in messages)}:"
                                  f" {way_out}, or name another template by --chat_template")
 

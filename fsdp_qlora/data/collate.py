@@ -48,12 +48,12 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchForma
         of_any_lengths = batch_format.uses_cuda_graphs and not padded.is_fixed_len
         tensors["recurrence_chunks"] = chunk_table(padded.starts, of_any_lengths)
     shard = None
-    is_fixed_len = padded.is_fixed_len
+    is_varlen = not padded.is_fixed_len
     if group.size > 1:
         shard = make_context_shard(padded.lengths, group)
         tensors |= local_tensors(tensors, shard.tokens)
         # the kernels for one length also run long pieces of any lengths, one after the other
-        is_fixed_len = has_only_long_pieces(padded.lengths, len(documents), group)
+        is_varlen = not has_only_long_pieces(padded.lengths, len(documents), group)
     tensors |= pad_targets(tensors, sizes.n_targets)
     tensors = {name: to_device(tensor, device) for name, tensor in tensors.items()}
     if shard:
@@ -63,7 +63,7 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchForma
         preference = make_preference_inputs(rows, micro_step, sizes, batch_format)
     return MicroBatch(
         **tensors, preference=preference, lengths=tuple(padded.lengths), longest=padded.longest,
-        is_fixed_len=is_fixed_len, context_shard=shard)
+        is_varlen=is_varlen, context_shard=shard)
 
 
 class PaddedSizes(NamedTuple):

@@ -46,7 +46,7 @@ from fsdp_qlora.data.sources import Fragment, find_fragments
 from fsdp_qlora.data.template import how_to_prompt, with_template_date
 from fsdp_qlora.data.tokenize_documents import tokenize
 from fsdp_qlora.data.tool_calls import openai_calls
-from fsdp_qlora.files import digest, text_digest, write_atomic
+from fsdp_qlora.files import digest, json_digest, write_atomic
 from fsdp_qlora.log import log
 from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.ranks import RunEnd, raise_on_all_ranks
@@ -261,7 +261,7 @@ def cache_key(
     loss_record = LOSSES[loss]
     formats = ("pairs" if loss_record.documents_per_row == 2 else
                "unpaired" if loss_record.is_unpaired else "text")
-    return text_digest([
+    return json_digest([
         sorted(map(digest, code)), transformers.__version__, sources, source_digests, max_seq_len,
         vocab_size, renames, formats, str(tokenizer.chat_template or ""),
         tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map])

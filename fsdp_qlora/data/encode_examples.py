@@ -24,7 +24,7 @@ from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.data.sources import Fragment, read_fragments
 from fsdp_qlora.data.tokenize_documents import both_tokenizers, tokenize
-from fsdp_qlora.errors import RefusedExample
+from fsdp_qlora.errors import FatalExample
 from fsdp_qlora.model.preference_loss import LOSSES
 
 BATCH = 256  # examples that are parsed at once, and documents of one RecordBatch
@@ -87,7 +87,7 @@ def encode_fragments(fragments: list[Fragment], tokenizer: PreTrainedTokenizerFa
             renamed = old_names & example.keys() if type(example) is dict else ()
             for i, (document, error) in enumerate(zip(documents, errors)):
                 why = (str(error) or type(error).__name__) if error else ""
-                yield {**document, "kept": not error, "refused": isinstance(error, RefusedExample),
+                yield {**document, "kept": not error, "refused": isinstance(error, FatalExample),
                        "is_first": i == 0, "format": printable(parsed.format),
                        "plain": parsed.is_plain and not error,
                        "template_kwargs": parsed.template_kwargs if i == 0 else "",
@@ -149,7 +149,7 @@ def check_tokens(document: dict[str, Any], max_seq_len: int, vocab_size: int) ->
     """Return an error that explains why the tokens of a document cannot be trained on, or None."""
     largest = max(document[key].max(initial=0) for key in ("input_ids", "labels"))
     if largest >= vocab_size:
-        return RefusedExample(f"has token {largest}, but the model's vocabulary ends at"
+        return FatalExample(f"has token {largest}, but the model's vocabulary ends at"
                               f" {vocab_size - 1}")
     if not document["n_loss_tokens"]:
         within = f" within its first {max_seq_len} tokens" if document["truncated"] else ""

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import REASONING, AnswerStart, Spans, checked_text, parse_chat
 from fsdp_qlora.data.tool_calls import openai_tools, read_value
-from fsdp_qlora.errors import RefusedExample
+from fsdp_qlora.errors import FatalExample
 
 IGNORE_INDEX = -100  # the label of a token that is not in the loss
 
@@ -108,7 +108,7 @@ def parse_example(example: Any, tokenizer: PreTrainedTokenizerFast,
                   renames: Sequence[str] = ()) -> tuple[str, list[Document]]:
     """Return the example's format, with what is ignored, as text; and its documents, each a list of
     TextParts, or Ids for an example with input_ids. `renames`: the values of --columns,
-    ["old=new"]. A ValueError leaves the example out, a RefusedExample ends the run."""
+    ["old=new"]. A ValueError leaves the example out, a FatalExample ends the run."""
     return parse_object(as_object(example, renames), tokenizer)
 
 
@@ -169,23 +169,23 @@ def rename_keys(example: dict[str, Any], new_names: dict[str, str]) -> dict[str,
     for key, value in example.items():
         new = new_names.get(key, key)
         if not is_empty(renamed.get(new)) and not is_empty(value):
-            raise RefusedExample(f"has {new} twice after --columns: rename the other one, too")
+            raise FatalExample(f"has {new} twice after --columns: rename the other one, too")
         if renamed.get(new) is None or not is_empty(value):
             renamed[new] = value
     return renamed
 
 
 def refuse_keys(keys_and_values: dict[str, Any], advice: str) -> None:
-    """Raise RefusedExample for a key that asks for something unsupported, unless its value is
+    """Raise FatalExample for a key that asks for something unsupported, unless its value is
     empty."""
     for key, value in keys_and_values.items():
         if key in REFUSED and not is_empty(value):
-            raise RefusedExample(f"has {key}: {REFUSED[key]}; leave it out{advice.format(key)}")
+            raise FatalExample(f"has {key}: {REFUSED[key]}; leave it out{advice.format(key)}")
 
 
 def find_format(example: dict[str, Any]) -> tuple[str, ...]:
     """Return the first of EXAMPLE_FORMATS whose keys the example has, none of them null. Raises
-    ValueError or RefusedExample if there is none."""
+    ValueError or FatalExample if there is none."""
     keys = {key for key, value in example.items() if value is not None}
     for format in EXAMPLE_FORMATS:
         if keys >= set(format):
@@ -201,7 +201,7 @@ def find_format(example: dict[str, Any]) -> tuple[str, ...]:
            "which is not a supported format")
     names = likely_names({key: example[key] for key in listed}, first, seconds)
     renamed = " ".join(shlex.quote(f"{old}={new}") for old, new in names.items())
-    raise RefusedExample(
+    raise FatalExample(
         f"has {', '.join(listed) or 'no keys'}, {why}. Use the keys of a supported format:"
         " messages; text; prompt and completion; instruction and output; question and answer;"
         " docs/data.md lists all."
@@ -279,11 +279,11 @@ def take_keys(example: dict[str, Any], format: tuple[str, ...]) -> tuple[dict[st
             continue
         if is_own or name in EXAMPLE_FORMATS[format]:
             if not is_empty(taken.get(name)):
-                raise RefusedExample(f"has {key} and another key that means {name}: keep one of"
+                raise FatalExample(f"has {key} and another key that means {name}: keep one of"
                                      " them")
             taken[name] = value
         elif name in OPTIONAL:
-            raise RefusedExample(f"has {key}, which has no meaning with {' and '.join(format)}."
+            raise FatalExample(f"has {key}, which has no meaning with {' and '.join(format)}."
                                  f" Leave it out, or ignore it: --columns {key}=unused")
         else:
             ignored.append(key)
@@ -349,7 +349,7 @@ def as_prompt(example: dict[str, Any], format: tuple[str, ...]) -> tuple[str, st
     """Return (prompt, completion) in plain text; an instruction gets Alpaca's headings."""
     taken = () if format == COMPLETION else ("input", "system")
     for key in example.keys() - {*format, *taken}:
-        raise RefusedExample(f"has {key}, which a plain-text prompt cannot use. Write it as"
+        raise FatalExample(f"has {key}, which a plain-text prompt cannot use. Write it as"
                              " messages, with a --chat_template if the model has none")
     if format == COMPLETION:
         return text_of(example, "prompt"), text_of(example, "completion")
@@ -420,7 +420,7 @@ def as_messages(example: dict[str, Any], format: tuple[str, ...]) -> list[dict[s
     if is_empty(messages[0].get("content")):
         return [first, *messages[1:]]
     if messages[0].get("content") != example["system"]:
-        raise RefusedExample("has a system message and another one in system: keep one of them")
+        raise FatalExample("has a system message and another one in system: keep one of them")
     return messages
 
 
@@ -437,7 +437,7 @@ def read_message(message: Any) -> dict[str, Any]:
         raise ValueError("a message must be an object with a role")
     role = re.sub(r"[ -]", "_", message["role"].strip().lower())  # also Human, function-call
     if role not in ROLES:
-        raise RefusedExample(f"has a message with role {message['role']!r}; supported are"
+        raise FatalExample(f"has a message with role {message['role']!r}; supported are"
                              f" {', '.join(ROLES)}. Rename the role in the example")
     refuse_keys(message, " of the messages")
     flags = {key: message.pop(key) for key in TRAINED if key in message}
@@ -445,7 +445,7 @@ def read_message(message: Any) -> dict[str, Any]:
         if flag not in (0, 1):
             raise ValueError(f"a message has {key} {flag}, expected 0 or 1")
         if flag and ROLES[role] != "assistant":
-            raise RefusedExample(f"has {key} {flag} in a {role} message, but only assistant"
+            raise FatalExample(f"has {key} {flag} in a {role} message, but only assistant"
                                  " messages are trained. Leave it out, or write the example as"
                                  " segments")
     if role in CALLS and is_empty(message.get("tool_calls")):
@@ -463,7 +463,7 @@ def template_options(example: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
     if own := variables.keys() & {"tools", "chat_template", "tokenize", "add_generation_prompt",
                                   "continue_final_message", "conversation", "messages"}:
-        raise RefusedExample(f"has {', '.join(sorted(own))} in chat_template_kwargs: leave it out")
+        raise FatalExample(f"has {', '.join(sorted(own))} in chat_template_kwargs: leave it out")
     return {"tools": tools or None, **variables}
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.data.example_formats import (
     ANSWERS, COMPLETION, Document, as_object, find_format, is_empty, parse_object, read_list_text,
     read_message)
-from fsdp_qlora.errors import RefusedExample
+from fsdp_qlora.errors import FatalExample
 from fsdp_qlora.model.preference_loss import LOSSES
 
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
@@ -34,14 +34,14 @@ def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: 
     # or keys with null values
     found = found or [keys for keys in kinds if example.keys() & {*keys}][:1]
     if len(found) > 1:
-        raise RefusedExample(f"has {found[0][0]} and {found[1][0]}: keep one of them, or ignore"
+        raise FatalExample(f"has {found[0][0]} and {found[1][0]}: keep one of them, or ignore"
                              f" one: --columns {found[1][0]}=unused")
     if found and found[0] in PAIRS:
         return parse_pair(example, *found[0], tokenizer)
     if found:
         return parse_unpaired(example, found[0][0], tokenizer)
     wanted = "label (true or false)" if is_unpaired else "chosen and rejected"
-    raise RefusedExample(f"has {', '.join(example) or 'no keys'}; --loss {loss} needs {wanted} as"
+    raise FatalExample(f"has {', '.join(example) or 'no keys'}; --loss {loss} needs {wanted} as"
                          " well as a prompt. Rename keys with --columns OLD=NEW, or train on such"
                          " examples with --loss "
                          + ("kto" if example.keys() & {*LABELS} else "sft"))
@@ -54,7 +54,7 @@ def parse_pair(example: dict[str, Any], chosen_key: str, rejected_key: str,
     for key in chosen_key, rejected_key:
         if key not in example:
             other = chosen_key if key == rejected_key else rejected_key
-            raise RefusedExample(f"has {other}, but no {key}")
+            raise FatalExample(f"has {other}, but no {key}")
         if example[key] is None:
             raise ValueError(f"{key} is null")
         answers.append(example[key])
@@ -66,7 +66,7 @@ def parse_pair(example: dict[str, Any], chosen_key: str, rejected_key: str,
         given = {key: value for key, value in example.pop("input").items()
                  if key != "parallel_tool_calls" and not is_empty(value)}
         if both := [key for key in given if not is_empty(example.get(key))]:
-            raise RefusedExample(f"has {both[0]} and another one in input: keep one of them")
+            raise FatalExample(f"has {both[0]} and another one in input: keep one of them")
         example |= given
     examples, format, is_one_text = examples_of_answers(example, answers)
     (name, chosen), (_, rejected) = (
@@ -90,7 +90,7 @@ def parse_unpaired(example: dict[str, Any], label: str,
         read = {"true": True, "1": True, "false": False, "0": False}
         is_good = read.get(is_good.lower(), is_good)
     if is_good not in (True, False):  # 1 and 0 equal these
-        raise RefusedExample(f"has {label} {is_good!r}, expected true or false")
+        raise FatalExample(f"has {label} {is_good!r}, expected true or false")
     format = None
     given = {key: value for key, value in example.items() if key != label}
     example = {key: value for key, value in given.items() if value is not None}
@@ -139,7 +139,7 @@ def examples_of_answers(
             return [{**example, answered: answer} for answer in answers], (asked, answered), False
     n = shared_question(answers, is_whole)
     if not n:
-        raise RefusedExample(f"has answers, but no prompt, only {', '.join(example) or 'them'}."
+        raise FatalExample(f"has answers, but no prompt, only {', '.join(example) or 'them'}."
                              " Name its key with --columns OLD=prompt, or write an empty prompt")
     examples = [{**example, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
     return examples, COMPLETION, isinstance(answers[0], str)
@@ -230,12 +230,12 @@ def check_answers(asked: str, question: Any, answers: list[Any]) -> None:
 
 
 def check_prompt(prompt: Any, conversation: list[Any]) -> None:
-    """Raise RefusedExample for a prompt that is not in a whole conversation."""
+    """Raise FatalExample for a prompt that is not in a whole conversation."""
     messages = [read_message(message) for message in conversation]
     asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     texts = ["", *map(text_of_message, messages)]
     if any(text_of_message(read_message(message)) not in texts for message in asked):
-        raise RefusedExample("has a prompt that is not in the conversation of its answer: leave it"
+        raise FatalExample("has a prompt that is not in the conversation of its answer: leave it"
                              " out, --columns prompt=unused")
 
 

@@ -94,17 +94,17 @@ class Rows:
                        for arrays in (self.input_ids, self.labels))
         return ids, labels
 
-    def documents_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the indices of the documents of these rows, a tensor of indices."""
+    def documents_of(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the indices of the documents of the rows with these indices."""
         n = self.documents_per_row
-        return (rows[:, None] * n + torch.arange(n)).flatten()
+        return (indices[:, None] * n + torch.arange(n)).flatten()
 
-    def select(self, rows: torch.Tensor) -> Rows:
-        """Return the Rows with these indices, a tensor; they share the token arrays."""
-        documents = self.documents_of(rows)
+    def select(self, indices: torch.Tensor) -> Rows:
+        """Return the Rows with these indices; they share the token arrays."""
+        documents = self.documents_of(indices)
         columns: dict[str, Any] = {name: column[documents] for name, column in vars(self).items()
                                    if isinstance(column, torch.Tensor)}
-        mismatched = self.mismatched and self.mismatched.select(rows)
+        mismatched = self.mismatched and self.mismatched.select(indices)
         return dataclasses.replace(self, **columns, mismatched=mismatched)
 
     def as_documents(self) -> Rows:

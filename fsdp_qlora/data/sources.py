@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_qlora.errors import RefusedExample
-from fsdp_qlora.files import digest, text_digest
+from fsdp_qlora.errors import FatalExample
+from fsdp_qlora.files import digest, json_digest
 from fsdp_qlora.log import log
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # .txt: each line is an example
@@ -123,9 +123,9 @@ def read_fragment(fragment: Fragment) -> Iterator[tuple[str, Any]]:
             try:
                 examples = json.loads(file.read().decode("utf-8-sig"))
             except UnicodeDecodeError:
-                examples = [RefusedExample(NOT_UTF_8)]
+                examples = [FatalExample(NOT_UTF_8)]
             except (ValueError, RecursionError) as e:
-                examples = [RefusedExample(f"is not JSON: {e}")]
+                examples = [FatalExample(f"is not JSON: {e}")]
         for number, example in enumerate(examples, 1):
             yield f"{fragment.name} example {number}", example
     else:
@@ -311,7 +311,7 @@ def path_digest(path: Path) -> str:
     if path.is_file():
         return digest(path)
     files = (file for file in sorted(path.rglob("*")) if file.is_file())
-    return text_digest([[str(file.relative_to(path)), digest(file)] for file in files])
+    return json_digest([[str(file.relative_to(path)), digest(file)] for file in files])
 
 
 def open_table(source: str, path: Path, options: dict[str, str], file_digest: str | None) -> Any:

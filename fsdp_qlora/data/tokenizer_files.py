@@ -34,7 +34,7 @@ def write_tokenizer(directory: Path, weights_dir: Path, tokenizer: PreTrainedTok
         copy_small_files(weights_dir, directory, TOKENIZER_FILES)
     else:
         tokenizer.save_pretrained(directory)
-    keep_template(directory, tokenizer.chat_template)
+    write_only_template(directory, tokenizer.chat_template)
     name_class(directory, tokenizer)
 
 
@@ -45,13 +45,13 @@ def complete_tokenizer(directory: Path, template: Path | None) -> None:
     if (directory / "tokenizer.json").is_file():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
         set_template(tokenizer, directory, str(template) if template else None)
-        keep_template(directory, tokenizer.chat_template)
+        write_only_template(directory, tokenizer.chat_template)
         name_class(directory, tokenizer)
     elif template:
-        keep_template(directory, read_template(template))
+        write_only_template(directory, read_template(template))
 
 
-def keep_template(directory: Path, template: str | dict[str, str] | None) -> None:
+def write_only_template(directory: Path, template: str | dict[str, str] | None) -> None:
     """Make `template`, one text or several by name, the only one in a directory that was written.
     Readers differ in where they look first: transformers in chat_template.jinja, its processors in
     chat_template.json, llama.cpp's converter in tokenizer_config.json."""
@@ -87,7 +87,7 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     named = settings.get("tokenizer_class")
     if named == PLAIN_CLASS and not (directory / "config.json").is_file():
         return  # with a config.json, the type of the model may take precedence
-    taken, text = other_tokens(directory, tokenizer)
+    taken, text = autotokenizer_difference(directory, tokenizer)
     is_taken = named == PLAIN_CLASS or named and named.removesuffix("Fast") == taken
     if text is None and is_taken and named != NEW_NAME:
         return
@@ -97,13 +97,15 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     why = f"transformers {version} does not take it for a {named}"
     if text is not None:
         why = f"{named or taken} of transformers {version} makes other tokens of {text[:60]!r}"
-        if other_tokens(directory, tokenizer)[1] is not None:
+        if autotokenizer_difference(directory, tokenizer)[1] is not None:
             why += ", and AutoTokenizer still does, for this type of model: load it by this class"
     if text is not None or named not in (None, NEW_NAME):
         log(f"note: tokenizer saved as {PLAIN_CLASS}, because {why}")
 
 
-def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str | None]:
+def autotokenizer_difference(
+    directory: Path, tokenizer: PreTrainedTokenizerFast
+) -> tuple[str, str | None]:
     """Return the class that AutoTokenizer chooses, and a text that it tokenizes differently from
     `tokenizer`; None if there is none."""
     try:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.evaluation.document_losses import document_losses, evaluation_batches
 from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
-from fsdp_qlora.files import ADAPTER_WEIGHTS, digest, text_digest, write_atomic
+from fsdp_qlora.files import ADAPTER_WEIGHTS, digest, json_digest, write_atomic
 from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.ranks import RunEnd, all_gather_objects, is_rank_0, on_rank_0
@@ -168,7 +168,7 @@ def reference_digests(run: Run) -> dict[str, str]:
     """Return digests of the rows and the base model together, and of the adapter that the run
     begins with."""
     adapter = Path(run.config.init_adapter or "") / ADAPTER_WEIGHTS
-    return {"content": text_digest(run.job.digests),
+    return {"content": json_digest(run.job.digests),
             "init_adapter": digest(adapter) if adapter.is_file() else "none"}
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 
 
 SILU = F.silu, torch.ops.aten.silu_backward  # the function and its gradient
@@ -37,7 +37,7 @@ class LimitedActivation:
     """An activation whose result is at most `limit`, with ups clamped to [-limit, limit]."""
 
     # if the limit varies, glu_backward_() compiled by torch 2.13 returns wrong values
-    has_own_kernel: ClassVar[bool] = True  # see elementwise()
+    has_own_kernel: ClassVar[bool] = True  # see fused_kernel()
     activation: str
     limit: float
 
@@ -113,13 +113,13 @@ def glu_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor:
     return activated * limited_ups(parts[1], activation)[0] if gated else activated
 
 
-@elementwise
+@fused_kernel
 def glu(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> None:
     """Write glu_product() into `out` [n, inner]."""
     out.copy_(glu_product(gate_up, activation, gated))
 
 
-@elementwise
+@fused_kernel
 def glu_backward_(
     grad: Tensor, activation: PairedActivation, weights: Tensor | None, *parts: Tensor
 ) -> None:
@@ -151,7 +151,7 @@ def clamped_parts(
     return gates, ups, torch.sigmoid(alpha * gates), inside
 
 
-@elementwise
+@fused_kernel
 def clamped_glu_backward_(
     grad: Tensor, weights: Tensor, gate_up: Tensor, limit: float, alpha: float
 ) -> Tensor:
@@ -180,7 +180,7 @@ def gate_up_gradient_(
     return gate_up
 
 
-@elementwise
+@fused_kernel
 def glu_weight_gradients(
     grad: Tensor, gate_up: Tensor, activation: Activation, gated: bool
 ) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.kernels.dropout import N_SITES, WEIGHTS_SITE, drop_eager
+from fsdp_qlora.kernels.dropout import N_SITES, ATTENTION_WEIGHTS_SITE, drop_eager
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention
 from fsdp_qlora.kernels.segment_attention import attention_with_lse, segment_attention
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention
@@ -139,7 +139,7 @@ def eager_attention(
     weights, and where no other kernel works. Only the inputs are saved for backward."""
     outs = []
     start = 0
-    site = index * N_SITES + WEIGHTS_SITE
+    site = index * N_SITES + ATTENTION_WEIGHTS_SITE
     of_segments = (query.split(segments.lengths_q), key.split(segments.lengths_k),
                    value.split(segments.lengths_k))
     for q, k, v in zip(*of_segments):

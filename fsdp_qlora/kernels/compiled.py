@@ -1,4 +1,4 @@
-"""elementwise(): compile a function to one kernel on a GPU."""
+"""fused_kernel(): compile a function to one kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 LARGE_BYTES = 2**30  # of a tensor; kernels of larger ones are compiled without trying block sizes
 
 
-def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
+def fused_kernel(function: Callable[..., Result]) -> Callable[..., Result]:
     """Decorator: compile the function to one kernel on a GPU; not on a CPU, where compiling takes
     minutes.
 

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.hashing import hash_ints
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 
 
 # Numbers of the dropout sites in a layer. The first ones are the inputs of its fused linears; these
 # are attention's branch, the MLP's branch, attention's weights and, in the first layer, the
 # embedding's output. A layer has N_SITES numbers.
-ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 8, 9, 10, 11, 12
+MIXER_BRANCH_SITE, MLP_BRANCH_SITE, ATTENTION_WEIGHTS_SITE, EMBEDDING_SITE = 8, 9, 10, 11
+N_SITES = 12
 
 
 def drop_eager(x: Tensor, seeds: Tensor, site: int, probability: float) -> Tensor:
@@ -27,4 +28,4 @@ def drop_eager(x: Tensor, seeds: Tensor, site: int, probability: float) -> Tenso
     return torch.where(uniform < probability, 0, x.float() / (1 - probability)).to(x.dtype)
 
 
-drop = elementwise(drop_eager)  # compiled: a model's layers have few different widths
+drop = fused_kernel(drop_eager)  # compiled: a model's layers have few different widths

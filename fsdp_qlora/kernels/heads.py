@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -119,8 +119,8 @@ def clamped(projected: Tensor, limit: float | None) -> Tensor:
     return projected.clamp(-limit, limit) if limit else projected
 
 
-@elementwise
-def rotate_forward(
+@fused_kernel
+def qk_norm_rope_forward(
     projected: Tensor, cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None,
     q_weight: Tensor | None, k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
@@ -142,15 +142,15 @@ def rotate_forward(
     return torch.cat([*out, value.flatten(1)], 1)
 
 
-@elementwise
-def rotate_backward(
+@fused_kernel
+def qk_norm_rope_backward(
     grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, grad_gates: Tensor | None,
     projected: Tensor | None, cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None,
     q_weight: Tensor | None, k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
-    """Return the gradient of rotate_forward()'s `projected` from the gradients of query, key, value
-    and gates [n, heads, head_dim]; grad_gates is None without gates. `projected` is needed only if
-    heads are normed or clamped, else None."""
+    """Return the gradient of qk_norm_rope_forward()'s `projected` from the gradients of query, key,
+    value and gates [n, heads, head_dim]; grad_gates is None without gates. `projected` is needed
+    only if heads are normed or clamped, else None."""
     before: Sequence[Tensor | None] = (None, None)  # inputs of the norms of query and key, if any
     dtype = grad_value.dtype
     if arch.qk_norm or arch.value_norm:
@@ -200,7 +200,7 @@ def gate_factor(gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return sigmoid, sigmoid * (1 - sigmoid)
 
 
-@elementwise
+@fused_kernel
 def gate_heads(attended: Tensor, gates: Tensor, activation: str) -> Tensor:
     """Return attended [n, heads, head_dim] times activation(gates), as [n, heads * head_dim]; gates
     are [n, heads, head_dim] or [n, heads, 1]."""
@@ -208,7 +208,7 @@ def gate_heads(attended: Tensor, gates: Tensor, activation: str) -> Tensor:
     return (attended.float() * factor).to(attended.dtype).flatten(1)
 
 
-@elementwise
+@fused_kernel
 def gate_heads_backward(
     grad: Tensor, attended: Tensor, gates: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 
 
 def standardized(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
@@ -56,16 +56,16 @@ def norm_of_backward(
     return inner * scale
 
 
-@elementwise
-def normalize(
+@fused_kernel
+def fused_norm(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float
 ) -> None:
     """Write the norm of x [n, width] into `out`; `bias` may be None."""
     out.copy_(norm_of(x, weight, kind, eps, bias))
 
 
-@elementwise
-def norm_backward(
+@fused_kernel
+def fused_norm_backward(
     x: Tensor, grad: Tensor, grad_residual: Tensor | None, weight: Tensor, kind: str, eps: float
 ) -> Tensor:
     """Return the gradient of x [n, width] from `grad`, the gradient of its norm, plus

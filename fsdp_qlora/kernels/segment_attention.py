@@ -30,11 +30,11 @@ def segment_attention(
 
 def attention_with_lse(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None,
-    known: Sequence[Tensor] = ()
+    saved_results: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
     """Return segment_attention() [n, heads, head_dim], and the logsumexp of each query's scores.
-    `known`: these two results, if they were saved; then a kernel runs in backward alone."""
-    out, lse = SegmentAttention.apply(query, key, value, segments, scale, known)
+    `saved_results`: these two results, if they were saved; then a kernel runs in backward alone."""
+    out, lse = SegmentAttention.apply(query, key, value, segments, scale, saved_results)
     return out, lse
 
 
@@ -44,9 +44,9 @@ class SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments,
-        scale: float | None, known: Sequence[Tensor]
+        scale: float | None, saved_results: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        out, lse = known or attend_to_segments(query, key, value, segments, scale)
+        out, lse = saved_results or attend_to_segments(query, key, value, segments, scale)
         out = out.detach()  # else autograd would change the caller's tensor
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mark_non_differentiable(lse)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.kernels.heads import (
-    gate_heads, gate_heads_backward, rotate_backward, rotate_forward, split_heads, split_projected)
+    gate_heads, gate_heads_backward, qk_norm_rope_backward, qk_norm_rope_forward, split_heads,
+    split_projected)
 from fsdp_qlora.kernels.segment_attention import attention_with_lse
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import HeadGroup, SavedAttention
@@ -38,8 +39,8 @@ class AttentionMixer:
     fused_linears = ()
 
     def forward(self, call: LayerCall, saved: SavedAttention) -> Tensor:
-        rotated = rotate_forward(
-            saved.projected, *self._rotate_arguments(call), is_evaluation=call.is_evaluation)
+        rotated = qk_norm_rope_forward(
+            saved.projected, *self._qk_norm_rope_arguments(call), is_evaluation=call.is_evaluation)
         if not self.saves_projected:
             saved.projected = None
         heads = split_heads(self.arch, rotated)
@@ -94,13 +95,14 @@ class AttentionMixer:
             grads = grads[0], *(x[:, :0] for x in grads[1:])
         elif call.layer.is_kv_source:
             grads = grads[0], *map(torch.add, grads[1:], call.grad_kv_out)
-        return rotate_backward(*grads, grad_gate, saved.projected, *self._rotate_arguments(call))
+        return qk_norm_rope_backward(
+            *grads, grad_gate, saved.projected, *self._qk_norm_rope_arguments(call))
 
-    def _rotate_arguments(self, call: LayerCall) -> tuple[Tensor | Architecture | None, ...]:
-        """Return the last arguments of rotate_forward() and rotate_backward(): (cos, sin,
-        temperature, q_norm's weight, k_norm's weight, arch)."""
+    def _qk_norm_rope_arguments(self, call: LayerCall) -> tuple[Tensor | Architecture | None, ...]:
+        """Return the last arguments of qk_norm_rope_forward() and qk_norm_rope_backward(): (cos,
+        sin, temperature, q_norm's weight, k_norm's weight, arch)."""
         norms = call.vector(self.arch.q_norm), call.vector(self.arch.k_norm)
-        return *call.inputs.ropes[self.rope_index], *norms, self.arch
+        return *call.inputs.rope_tables[self.rope_index], *norms, self.arch
 
     @functools.cached_property
     def projected_width(self) -> int:
@@ -128,12 +130,13 @@ def attend_by_groups(
     n_groups = n_head_groups(arch, query[:, 0, 0].numel() * query.itemsize)
     for i, group in enumerate(zip(*(part.chunk(n_groups, 1) for part in heads))):
         saved = call.saved_attention_results
-        known = saved.pop(0) if saved else ()
+        saved_results = saved.pop(0) if saved else ()
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             leaves = [part.detach().requires_grad_() for part in group]
-            attended, lse = attend(call, arch, window, leaves, (i, n_groups), known, make_kv)
+            attended, lse = attend(
+                call, arch, window, leaves, (i, n_groups), saved_results, make_kv)
         groups.append(HeadGroup(leaves, attended))
-        if lse is not None and not known:
+        if lse is not None and not saved_results:
             call.attention_results.append((attended.detach(), lse))
     return groups
 
@@ -161,13 +164,13 @@ def all_heads(parts: Sequence[Tensor]) -> Tensor:
 
 def attend(
     call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
-    group: tuple[int, int], known: Sequence[Tensor] = (), make_kv: MakeKV | None = None
+    group: tuple[int, int], saved_results: Sequence[Tensor] = (), make_kv: MakeKV | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return causal attention within each document of the micro-batch, [n, heads, width of a
     value]; and its logsumexps, if the layer saves them. `window`: number of keys that a query sees;
     None: all. `heads`: query, key and value of the i-th of n groups, with `group` = (i, n).
-    `known`: these results, if the layer has saved them. `make_kv`: see attend_by_groups(); None:
-    ranks that share the micro-batch exchange keys and values."""
+    `saved_results`: these results, if the layer has saved them. `make_kv`: see attend_by_groups();
+    None: ranks that share the micro-batch exchange keys and values."""
     query, key, value = heads
     batch = call.batch
     attention_type = "window" if window else "full"
@@ -187,6 +190,6 @@ def attend(
         sinks = sinks.chunk(group[1])[group[0]]
     assert segments, "of the micro-batch or of the keys gathered for it"
     if call.saves_attention and kernel.gives_lse:
-        return attention_with_lse(query, key, value, segments, arch.attention_scale, known)
+        return attention_with_lse(query, key, value, segments, arch.attention_scale, saved_results)
     out = kernel.function(query, key, value, sinks, segments, arch, window, call.layer.index)
     return out, None

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import SavedGraph
@@ -105,7 +105,7 @@ def conv_sum(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) 
     return total
 
 
-@elementwise
+@fused_kernel
 def conv_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool
 ) -> Tensor:
@@ -113,7 +113,7 @@ def conv_forward(
     return (F.silu(total) if silu else total).to(x.dtype)
 
 
-@elementwise
+@fused_kernel
 def conv_silu_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor
 ) -> Tensor:
@@ -123,7 +123,7 @@ def conv_silu_backward(
     return grad_total.to(x.dtype)
 
 
-@elementwise
+@fused_kernel
 def conv_backward(grad: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     """Return the gradient of x from the gradient of conv_sum()."""
     kernel = weight.shape[-1]
@@ -153,7 +153,7 @@ class GatedNorm(torch.autograd.Function):
         return *gated_norm_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
-@elementwise
+@fused_kernel
 def gated_norm_forward(
     x: Tensor, z: Tensor, weight: Tensor | None, eps: float, gate_first: bool
 ) -> Tensor:
@@ -164,7 +164,7 @@ def gated_norm_forward(
     return (norm_of(x, weight, "rms", eps) * F.silu(z.float())).to(x.dtype)
 
 
-@elementwise
+@fused_kernel
 def gated_norm_backward(
     grad: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, eps: float, gate_first: bool
 ) -> tuple[Tensor, Tensor]:

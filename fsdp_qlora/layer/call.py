@@ -14,9 +14,9 @@ from fsdp_qlora.kernels.attention import AttentionKernel
 from fsdp_qlora.kernels.dropout import N_SITES, drop
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.offload import ActivationStore
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.micro_batch.offload import ActivationStore
 from fsdp_qlora.micro_batch.segments import Segments
 
 
@@ -28,7 +28,7 @@ class LayerInputs:
     attention_kernels: dict[str, AttentionKernel]  # {one of ATTENTION_TYPES: kernel}
     recurrence: Callable[..., Tensor] | None  # kernel of a mixer with a state; None: there is none
     store: ActivationStore  # where layers put what they save
-    ropes: dict[int | None, Any]  # {index of arch.ropes, or None: rope_tables()}
+    rope_tables: dict[int | None, Any]  # {index of arch.ropes, or None: rope_tables()}
     segments: Segments | None  # the keys that attention reads; None: see MicroBatch.context_shard
     per_layer_inputs: Tensor | None  # all layers' own inputs, see per_layer_inputs()
 

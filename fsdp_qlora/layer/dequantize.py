@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdp_qlora.layer.linears import FusedLinear, LinearSlices
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK, FourBitBlocks, NestedScales
-from fsdp_qlora.quant.nf4 import launch_dequantize, mxfp4_code, mxfp4_values, nf4_code
+from fsdp_qlora.quant.nf4 import launch_dequantize, mxfp4_codebooks, mxfp4_values, nf4_codebook
 from fsdp_qlora.quant.triton_trial import why_no_triton
 
 
@@ -33,15 +33,15 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: Tensor) -> T
     nested: NestedScales = layer.nested
     in_mxfp4 = fused.linears[0].mxfp4
     if weight.is_cuda and not why_no_triton():
-        code, scale_values = mxfp4_code(weight.device)
+        code, scale_values = mxfp4_codebooks(weight.device)
         if not in_mxfp4:
-            code, scale_values = nf4_code(weight.device), nested.code_values
+            code, scale_values = nf4_codebook(weight.device), nested.scale_codebooks
         launch_dequantize(
             packed, scales, nested.absmax, nested.offsets, scale_values, code, adapter,
             linears_table(fused, weight.device), weight, fused.in_features, fused.lora_rank,
             n_linears=len(fused.linears), equal=equal_blocks(fused), in_mxfp4=in_mxfp4)
         return weight
-    weights, lora_b = weight.split([fused.in_features, fused.padded_lora], 1)
+    weights, lora_b = weight.split([fused.in_features, fused.padded_lora_width], 1)
     lora_b.zero_()
     for linear in fused.linears:
         outputs = fused.relative_outputs(linear)
@@ -63,10 +63,10 @@ def nf4_values(
     """
     shape = linear.out_features, linear.in_features
     nested_state = bnb.functional.QuantState(
-        absmax=nested.absmax[linear.nested], code=nested.code_values[linear.index],
+        absmax=nested.absmax[linear.nested], code=nested.scale_codebooks[linear.index],
         blocksize=NESTED_BLOCK, dtype=torch.float32)
     state = bnb.functional.QuantState(
-        absmax=scales[:, 0].contiguous(), code=nf4_code(packed.device), blocksize=BLOCK,
+        absmax=scales[:, 0].contiguous(), code=nf4_codebook(packed.device), blocksize=BLOCK,
         quant_type="nf4", shape=torch.Size(shape), dtype=dtype,
         offset=nested.offsets[linear.index], state2=nested_state)
     codes = packed.view(-1, 1)[: math.prod(shape) // 2]

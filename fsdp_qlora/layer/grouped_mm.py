@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import fp32_matmul
@@ -68,13 +68,13 @@ def put_rows(whole: Tensor | None, rows: Tensor, chunk: ExpertChunk, n_rows: int
     return whole
 
 
-@elementwise
+@fused_kernel
 def add_row_bias(rows: Tensor, bias: Tensor, expert: Tensor) -> None:
     """Add the bias of its expert to each of rows [n, width]; expert [n], bias [experts, width]."""
     rows.copy_(rows.float() + bias[expert])
 
 
-@elementwise
+@fused_kernel
 def add_expert_rows(rows: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
     """Return for each token the sum [n, width] of its rows, whose indices are `slots` [n, k], times
     weights [n, k] or None. Sums are in fp32 and in a fixed order, so that results are
@@ -105,7 +105,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
 
 
 def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:
-    """Return A of a chunk's experts, [experts, n_lora, in], a view of the layer's adapter."""
+    """Return A of a chunk's experts, [experts, lora_width, in], a view of the layer's adapter."""
     every = call.adapter[fused.lora_a].view(fused.n_experts, -1, fused.in_features)
     return every[chunk.experts.start : chunk.experts.stop]
 
@@ -115,23 +115,23 @@ def fill_expert_lora_hidden(
 ) -> None:
     """Write d = s x A.T, with A of each row's expert, into the last columns of inputs [m, width].
     """
-    if fused.n_lora:
+    if fused.lora_width:
         lora_hidden = inputs[:, fused.in_features :]
-        lora_hidden[:, fused.n_lora :] = 0
+        lora_hidden[:, fused.lora_width :] = 0
         a = expert_a(call, fused, chunk)
         x_a = grouped_matmul(inputs[:, : fused.in_features], a.transpose(1, 2), chunk)
-        lora_hidden[:, : fused.n_lora] = x_a * call.spec.scaling
+        lora_hidden[:, : fused.lora_width] = x_a * call.spec.scaling
 
 
 def split_lora_gradient(
     call: LayerCall, fused: FusedLinear, grad_inputs: Tensor, chunk: ExpertChunk
 ) -> tuple[Tensor, Tensor | None]:
     """Split the gradient of [x, d] [m, width]. Returns the gradients of x [m, in], which includes
-    the part through d, and of d [m, n_lora]; None for d if the experts have no adapters."""
-    if not fused.n_lora:
+    the part through d, and of d [m, lora_width]; None for d if the experts have no adapters."""
+    if not fused.lora_width:
         return grad_inputs, None
     n_in = fused.in_features
-    grad_x, grad_lora_hidden = grad_inputs[:, :n_in], grad_inputs[:, n_in : n_in + fused.n_lora]
+    grad_x, grad_lora_hidden = grad_inputs[:, :n_in], grad_inputs[:, n_in : n_in + fused.lora_width]
     grad_lora_hidden = grad_lora_hidden.contiguous()
     from_lora = grouped_matmul(grad_lora_hidden, expert_a(call, fused, chunk), chunk)
     return torch.add(grad_x, from_lora, alpha=call.spec.scaling), grad_lora_hidden
@@ -142,13 +142,13 @@ def add_expert_gradients(
     chunk: ExpertChunk
 ) -> None:
     """Add the gradients of A and B of a chunk's experts to call.grad_adapter, from x [m, in], the
-    gradient of d [m, n_lora] and the gradient of the outputs [m, out]. The caller must have
+    gradient of d [m, lora_width] and the gradient of the outputs [m, out]. The caller must have
     multiplied a row's routing weight into x or into both gradients."""
     chunk_experts = slice(chunk.experts.start, chunk.experts.stop)
     n = fused.n_experts
     scaling = call.spec.scaling
-    n_lora = fused.n_lora
-    grad_a = call.grad_adapter[fused.lora_a].view(n, n_lora, fused.in_features)[chunk_experts]
+    lora_width = fused.lora_width
+    grad_a = call.grad_adapter[fused.lora_a].view(n, lora_width, fused.in_features)[chunk_experts]
     grad_a.add_(grouped_outer(grad_lora_hidden, x, chunk), alpha=scaling)
     a = expert_a(call, fused, chunk)
     lora_hidden = grouped_matmul(x, a.transpose(1, 2), chunk) * scaling

@@ -28,35 +28,35 @@ class ExpertLatent:
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return self.in_proj, self.out_proj
 
-    def enter(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> None:
+    def project_in(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> None:
         """Project x [n, hidden] to the experts' inputs [n, latent], and set saved.latent_inputs to
         them.
         """
         saved.latent_inputs, saved.latent_in_lora_hidden = lora_matmul(
             call, self.in_proj, widen(x, self.in_proj))
 
-    def leave(
+    def project_out(
         self, call: LayerCall, saved: SavedMoE, summed: Tensor, wants_output: bool
     ) -> Tensor | None:
         """Project the experts' sum [n, latent] to the output of `out_proj` [n, hidden]; None
         without wants_output."""
         inputs = widen(summed, self.out_proj)
         fill_lora_hidden(call, self.out_proj, inputs)
-        if self.out_proj.n_lora:
+        if self.out_proj.lora_width:
             saved.latent_out_inputs = inputs
         return filled_matmul(call, self.out_proj, inputs) if wants_output else None
 
-    def leave_backward(
+    def project_out_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor
     ) -> Tensor:
-        """Return the gradient of the experts' sum, from the gradient of leave()'s result."""
+        """Return the gradient of the experts' sum, from the gradient of project_out()'s result."""
         inputs, saved.latent_out_inputs = saved.latent_out_inputs, None
         if inputs is None:  # without an adapter they are not read
             inputs = grad.new_empty(0, self.out_proj.width)
         summed, lora_hidden = inputs.tensor_split([self.out_proj.in_features], 1)
         return lora_matmul_backward(call, self.out_proj, lora_hidden, grad, summed)
 
-    def enter_backward(
+    def project_in_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor, x: Tensor
     ) -> Tensor:
         """Return the gradient of x, from the gradient of saved.latent_inputs."""

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.layer.call import LayerCall, LayerInputs
+from fsdp_qlora.layer.offload import put_saved
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.layer.router import RoutingChoice
 from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedMLP, SavedMoE
 from fsdp_qlora.layer.spec import LayerSpec
-from fsdp_qlora.micro_batch.offload import put_saved
 
 
 class DecoderLayer(LayerParameters):

@@ -34,8 +34,8 @@ class LinearSlices(LinearShape):
     """A linear, and the slices of the layer's parameters that have its values. Made by
     fuse_linears() only."""
 
-    index: int  # its number in the layer: row of `offsets` and `code_values` of NestedScales, which
-    #             have no rows for linears in MXFP4 (these come last)
+    index: int  # its number in the layer: row of `offsets` and `scale_codebooks` of NestedScales,
+    #             which have no rows for linears in MXFP4 (these come last)
     blocks: slice  # into the layer's `packed_weights`, in blocks of 64 weights
     nested: slice  # into `absmax` of NestedScales
     outputs: slice  # into the outputs of its FusedLinear
@@ -55,11 +55,11 @@ class FusedLinear:
     in_features: int
     out_features: int
     lora_rank: int
-    n_lora: int  # LoRA's hidden values of a token: lora_rank for each adapted linear
-    lora_a: slice  # into the layer's `adapter`: all A, one below the other, [n_lora, in]
+    lora_width: int  # LoRA's hidden values of a token: lora_rank for each adapted linear
+    lora_a: slice  # into the layer's `adapter`: all A, one below the other, [lora_width, in]
     bias: slice | None  # into the layer's `vectors`
     n_experts: int = 0  # number of experts, whose linears follow one another; lora_a is then
-    #                     [experts, n_lora, in], and every expert uses the same n_lora columns of d
+    #                     [experts, lora_width, in], and every expert uses the same columns of d
 
     @property
     def adapted(self) -> list[LinearSlices]:
@@ -82,8 +82,8 @@ class FusedLinear:
         return slice(linear.outputs.start - start, linear.outputs.stop - start)
 
     def subset(self, linears: Sequence[LinearSlices]) -> FusedLinear:
-        """Return a FusedLinear of some of the linears; width, n_lora, lora_a and bias stay those
-        of the whole one."""
+        """Return a FusedLinear of some of the linears; width, lora_width, lora_a and bias stay
+        those of the whole one."""
         n_out = sum(linear.out_features for linear in linears)
         return dataclasses.replace(self, linears=tuple(linears), out_features=n_out)
 
@@ -97,12 +97,12 @@ class FusedLinear:
 
     @property
     def width(self) -> int:
-        """Columns of an input and of the weight: in_features plus padded_lora."""
-        return self.in_features + self.padded_lora
+        """Columns of an input and of the weight: in_features plus padded_lora_width."""
+        return self.in_features + self.padded_lora_width
 
     @property
-    def padded_lora(self) -> int:
-        return math.ceil(self.n_lora / LORA_ALIGNMENT) * LORA_ALIGNMENT
+    def padded_lora_width(self) -> int:
+        return math.ceil(self.lora_width / LORA_ALIGNMENT) * LORA_ALIGNMENT
 
     @property
     def n_weights(self) -> int:
@@ -136,7 +136,7 @@ def fuse_linears(
     rank = settings.rank
     n_in = linears[0].in_features
     with_adapter = [linear for linear in linears if linear.name in adapted]
-    n_lora = rank * len(with_adapter) // max(1, n_experts)
+    lora_width = rank * len(with_adapter) // max(1, n_experts)
     adapted_out_features = sum(linear.out_features for linear in with_adapter)
     # each begins at a multiple of OPTIM_BLOCKSIZE: no block of the optimizer's state has both A and
     # B
@@ -150,7 +150,7 @@ def fuse_linears(
         n_out = linear.out_features
         adapter = dict[str, Any]()
         if linear in with_adapter:
-            first_column = column % n_lora  # starts at 0 for each expert, see n_experts
+            first_column = column % lora_width  # starts at 0 for each expert, see n_experts
             adapter = {"lora_columns": slice(first_column, first_column + rank),
                        "lora_a": _part(lora_a, column * n_in, rank * n_in),
                        "lora_b": _part(lora_b, b_row * rank, n_out * rank)}
@@ -168,7 +168,7 @@ def fuse_linears(
     if linears[0].bias:  # the biases of a fused linear follow one another in `vectors`
         first, last = (vectors[f"{linears[i].name}.bias"][0] for i in (0, -1))
         bias = slice(first.start, last.stop)
-    return FusedLinear(dropout_site, tuple(placed), n_in, outputs, rank, n_lora, lora_a, bias,
+    return FusedLinear(dropout_site, tuple(placed), n_in, outputs, rank, lora_width, lora_a, bias,
                        n_experts)
 
 

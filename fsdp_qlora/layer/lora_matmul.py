@@ -1,10 +1,10 @@
 """Base weight and LoRA adapter as one matmul, forward and backward; DoRA's scaling.
 
 y = x W.T + s x A.T B.T is one matmul, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
-columns, not a pass over y. d [n, n_lora] is `lora_hidden` in the code and has the columns of all
-linears side by side; with padding, it is the last columns of the inputs [n, width]. In backward,
-the gradient of y times [W, B] is the gradient of [x, d]. The gradient of d then yields the gradient
-of A, and the part of x's gradient that passes through A.
+columns, not a pass over y. d [n, lora_width] is `lora_hidden` in the code and has the columns of
+all linears side by side; with padding, it is the last columns of the inputs [n, width]. In
+backward, the gradient of y times [W, B] is the gradient of [x, d]. The gradient of d then yields
+the gradient of A, and the part of x's gradient that passes through A.
 
 In signatures of this folder `Tensor | Any` is a Tensor, or None where the caller did not ask for
 it.
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 
@@ -32,22 +32,22 @@ def widen(x: Tensor, fused: FusedLinear) -> Tensor:
 
 def fill_lora_hidden(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> None:
     """Write d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
-    if not fused.n_lora:
+    if not fused.lora_width:
         return
     x, lora_hidden = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
     a = call.adapter[fused.lora_a].view(-1, fused.in_features)
     dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
     lora_hidden.zero_()  # torch 2.13 on a CPU reads `out` even with beta=0, and 0 * NaN is NaN
     torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=call.spec.scaling,
-                out=lora_hidden[:, : fused.n_lora])
+                out=lora_hidden[:, : fused.lora_width])
 
 
 def lora_matmul(
     call: LayerCall, fused: FusedLinear, inputs: Tensor, wants_output: bool = True
 ) -> tuple[Tensor | Any, Tensor]:
     """Return the outputs [n, out] of linears with their adapters, None without wants_output; and
-    LoRA's hidden values, a copy of d and its padding [n, padded_lora], for lora_matmul_backward().
-    Fills the last columns of inputs [n, width]."""
+    LoRA's hidden values, a copy of d and its padding [n, padded_lora_width], for
+    lora_matmul_backward(). Fills the last columns of inputs [n, width]."""
     fill_lora_hidden(call, fused, inputs)
     out = filled_matmul(call, fused, inputs) if wants_output else None
     return out, inputs[:, fused.in_features :].clone()
@@ -76,7 +76,7 @@ def _matmul_of_split(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Ten
     return scale_columns(inputs @ weight.t(), factor, bias, is_evaluation=call.is_evaluation)
 
 
-@elementwise
+@fused_kernel
 def scale_columns(y: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
     """Return y [n, out] * factor [out] + bias [out] or None."""
     y32 = y.float() * factor
@@ -100,8 +100,8 @@ def input_gradients(
     wants_grad_x: bool = True
 ) -> tuple[Tensor | Any, Tensor]:
     """The first half of lora_matmul_backward(), for an x that is recomputed after it; only DoRA
-    reads x here. Returns the gradients of x and of d [n, n_lora], and adds those of B and of DoRA's
-    magnitudes to call.grad_adapter; the second half is add_a_gradient()."""
+    reads x here. Returns the gradients of x and of d [n, lora_width], and adds those of B and of
+    DoRA's magnitudes to call.grad_adapter; the second half is add_a_gradient()."""
     n_in = fused.in_features
     spec = call.spec
     grad_inputs = None
@@ -130,10 +130,10 @@ def input_gradients(
             grad_b += fp32_matmul(part[:, outputs].t(), lora_hidden[:, linear.lora_columns])
     assert grad_inputs is not None, "there is a split"
     grad_x, grad_lora_hidden = grad_inputs.split([n_in * wants_grad_x, fused.width - n_in], 1)
-    grad_lora_hidden = grad_lora_hidden[:, : fused.n_lora]
-    if not wants_grad_x or not fused.n_lora:
+    grad_lora_hidden = grad_lora_hidden[:, : fused.lora_width]
+    if not wants_grad_x or not fused.lora_width:
         return grad_x if wants_grad_x else None, grad_lora_hidden
-    a = call.adapter[fused.lora_a].view(-1, n_in)  # [n_lora, in]
+    a = call.adapter[fused.lora_a].view(-1, n_in)  # [lora_width, in]
     if spec.dropout:
         from_lora = spec.scaling * (grad_lora_hidden @ a)
         return grad_x + call.drop(from_lora, spec.dropout, fused.dropout_site), grad_lora_hidden
@@ -144,8 +144,8 @@ def add_a_gradient(
     call: LayerCall, fused: FusedLinear, x: Tensor, grad_lora_hidden: Tensor
 ) -> None:
     """Add the gradient of all A to call.grad_adapter, from x [n, in] and the gradient of d [n,
-    n_lora]."""
-    if fused.n_lora:
+    lora_width]."""
+    if fused.lora_width:
         dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
         grad_a = call.grad_adapter[fused.lora_a].view(-1, fused.in_features)
         grad_a.add_(fp32_matmul(grad_lora_hidden.t(), dropped), alpha=call.spec.scaling)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.norms import norm_backward
+from fsdp_qlora.kernels.norms import fused_norm_backward
 from fsdp_qlora.layer.attention_mixer import (
     all_heads, attend_by_groups, groups_backward)
 from fsdp_qlora.layer.call import LayerCall, LayerInputs
@@ -64,7 +64,7 @@ class MLAMixer:
         if self.q_b:
             saved.q_latent = query
             query, saved.q_lora_hidden = self._heads(call, self.q_b, self.mla.q_norm, query)
-        ropes, shard = call.inputs.ropes[self.rope_index], call.batch.context_shard
+        ropes, shard = call.inputs.rope_tables[self.rope_index], call.batch.context_shard
         if shard:
             kv_latent, k_pe = exchange_latents(
                 shard, kv_latent, k_pe, ropes[0], ropes[1], self.arch, call.is_evaluation)
@@ -93,7 +93,7 @@ class MLAMixer:
         grad = grad.unflatten(1, (self.arch.n_heads, -1))
         groups, saved.groups = saved.groups, None
         grad = F.pad(grad, (0, groups[0].attended.shape[2] - grad.shape[2]))
-        ropes, shard = call.inputs.ropes[self.rope_index], call.batch.context_shard
+        ropes, shard = call.inputs.rope_tables[self.rope_index], call.batch.context_shard
         if shard:
             grad_query, grad_key_value, grad_k_pe = visible_keys_backward(
                 groups, grad, saved.key_value)
@@ -130,7 +130,7 @@ class MLAMixer:
         """Return the gradient of the latent, from the gradient of _heads()'s outputs."""
         inputs = norm_padded(call, norm, latent, fused, self.mla.norm_eps)[:, : fused.in_features]
         grad = lora_matmul_backward(call, fused, lora_hidden, grad, inputs)
-        return norm_backward(
+        return fused_norm_backward(
             latent, grad, None, call.vector(norm), self.arch.norm_kind, self.mla.norm_eps)
 
     @property

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.heads import rotate
 from fsdp_qlora.layer.attention_mixer import all_heads, attend_by_groups, group_gradients
 from fsdp_qlora.layer.call import LayerCall
@@ -26,7 +26,7 @@ from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.records import MLARecord
 
-rotated_queries, rotated_queries_backward = map(elementwise, (query_heads, query_heads_backward))
+rotated_queries, rotated_queries_backward = map(fused_kernel, (query_heads, query_heads_backward))
 
 
 def exchange_latents(
@@ -51,13 +51,13 @@ def exchange_latents_backward(
     return grad_kv_latent, rotated_key_backward(grad_k_pe, cos, sin, arch)
 
 
-@elementwise
+@fused_kernel
 def rotated_key(k_pe: Tensor, cos: Tensor, sin: Tensor, arch: Architecture) -> Tensor:
     """Return the part of keys that all heads share [n, rope], rotated."""
     return rotate(k_pe[:, None].float(), cos, sin, arch).to(k_pe.dtype)
 
 
-@elementwise
+@fused_kernel
 def rotated_key_backward(
     grad_k_pe: Tensor, cos: Tensor, sin: Tensor, arch: Architecture
 ) -> Tensor:
@@ -75,7 +75,7 @@ def attend_to_visible_keys(
     shard, mla = call.batch.context_shard, arch.mla
     assert shard and mla, "the caller has looked"
     query = rotated_queries(
-        query, *call.inputs.ropes[rope_index], arch, is_evaluation=call.is_evaluation)
+        query, *call.inputs.rope_tables[rope_index], arch, is_evaluation=call.is_evaluation)
     seen = VisibleKV(mla, value_width, shard.exchange().segments)
     k_pe = k_pe[:, None].expand(-1, arch.n_heads, -1)
     with torch.autograd.graph.saved_tensors_hooks(seen.pack, seen.unpack):

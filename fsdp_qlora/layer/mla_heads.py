@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.heads import rotate
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
-@elementwise
+@fused_kernel
 def latent_heads(
     query: Tensor, key_value: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor,
     temperature: Tensor | None, arch: Architecture, value_width: int
@@ -32,7 +32,7 @@ def latent_heads(
     return query, key_heads(k_nope, k_pe[:, None]), value
 
 
-@elementwise
+@fused_kernel
 def latent_heads_backward(
     grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, cos: Tensor, sin: Tensor,
     temperature: Tensor | None, arch: Architecture

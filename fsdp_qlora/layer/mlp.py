@@ -1,7 +1,7 @@
 """The MLP sublayer: x + down(act(gate) * up), in some families x + down(act(up)).
 
 A recomputed MLP is computed a slice of tokens at a time, so that its widest tensors are short.
-per_layer.py has what may follow the sum.
+per_layer_gate.py has what may follow the sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
-from fsdp_qlora.layer.per_layer import PerLayerGate
+from fsdp_qlora.layer.per_layer_gate import PerLayerGate
 from fsdp_qlora.layer.residual import (
     ResidualSum, norm_padded, norm_padded_backward, saved_or_recomputed_inputs)
 from fsdp_qlora.layer.saved import SavedMLP
@@ -35,19 +35,21 @@ class DenseMLPSublayer:
     gate_up: FusedLinear  # up alone in an MLP without a gate
     down: FusedLinear
     residual_sum: ResidualSum
-    per_layer: PerLayerGate | None = None  # after the sum, in layers with an input of their own
+    # after the sum, in layers with an input of their own
+    per_layer_gate: PerLayerGate | None = None
     limit: float | None = None  # see LimitedActivation
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.gate_up, self.down, *(self.per_layer.fused_linears if self.per_layer else ())
+        gate_linears = self.per_layer_gate.fused_linears if self.per_layer_gate else ()
+        return self.gate_up, self.down, *gate_linears
 
     def forward(
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
         wants_sum: bool = True
     ) -> tuple[Tensor | Any, SavedMLP]:
-        """For the tokens call.tokens. The sum, which is after `per_layer` if there is one, is None
-        without wants_sum."""
+        """For the tokens call.tokens. The sum, which is after `per_layer_gate` if there is one, is
+        None without wants_sum."""
         arch = self.arch
         saved = SavedMLP(mlp_input=mlp_input)
         inputs = norm_padded(call, arch.mlp_norm, mlp_input, self.gate_up)
@@ -56,17 +58,17 @@ class DenseMLPSublayer:
         del inputs
         activated = activate(call, saved, self.down, self.activation(call))
         out, saved.branch, saved.down_lora_hidden = self.residual_sum.matmul_and_add(
-            call, mid_residual, self.down, activated, wants_sum or self.per_layer is not None)
+            call, mid_residual, self.down, activated, wants_sum or self.per_layer_gate is not None)
         del activated
-        if self.per_layer:
+        if self.per_layer_gate:
             assert out is not None, "the gate needs the sum"
-            out = self.per_layer.forward(call, out, saved, wants_sum)
+            out = self.per_layer_gate.forward(call, out, saved, wants_sum)
         return out, saved
 
     def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
         arch = self.arch
-        if self.per_layer:
-            grad = self.per_layer.backward(call, saved, grad)
+        if self.per_layer_gate:
+            grad = self.per_layer_gate.backward(call, saved, grad)
         upstream = self.residual_sum.backward(call, saved.branch, grad)
         saved.branch = None
         grad_gate_up = down_backward(call, saved, self.down, self.activation(call), upstream)
@@ -89,7 +91,7 @@ class DenseMLPSublayer:
     ) -> Tensor:
         grads = []
         for tokens in each_slice(call, len(mlp_input), call.layer.plan.mlp_slice_tokens):
-            mid_residual = mlp_input[tokens] if self.per_layer else None
+            mid_residual = mlp_input[tokens] if self.per_layer_gate else None
             saved = self.forward(call, mid_residual, mlp_input[tokens], wants_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))
             del saved  # before the next slice allocates its own

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fsdp_qlora.kernels.activations import (
     Activation, ClampedGLU, gate_up_gradient_, glu, glu_weight_gradients, limited)
-from fsdp_qlora.kernels.norms import norm_backward
+from fsdp_qlora.kernels.norms import fused_norm_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.grouped_mm import (
@@ -122,15 +122,15 @@ class MoESublayer:
         saved.routing = route(call, mlp_input if norms else x, routing_choice, wants_bounds)
         needs_branch = self.residual_sum.needs_branch(wants_sum)
         if self.expert_latent:
-            self.expert_latent.enter(call, saved, x)
+            self.expert_latent.project_in(call, saved, x)
         runs_experts = needs_branch or (  # out_proj's A gradient reads their sum
-            self.expert_latent is not None and self.expert_latent.out_proj.n_lora > 0)
+            self.expert_latent is not None and self.expert_latent.out_proj.lora_width > 0)
         if runs_experts:
             expert_inputs = self._expert_inputs(call, saved, x)
             branch, saved.gate_ups = self._experts_forward(
                 call, saved.routing, expert_inputs, save_gate_ups)
             if self.expert_latent:
-                branch = self.expert_latent.leave(call, saved, branch, needs_branch)
+                branch = self.expert_latent.project_out(call, saved, branch, needs_branch)
         shared_output = self.shared.forward(call, saved, inputs) if self.shared else None
         if norms:
             assert branch is not None, "the norm after the experts needs it"
@@ -156,10 +156,10 @@ class MoESublayer:
             return self._backward_with_expert_norms(call, saved, upstream, grad, norms)
         grad_out = upstream
         if self.expert_latent:
-            grad_out = self.expert_latent.leave_backward(call, saved, upstream)
+            grad_out = self.expert_latent.project_out_backward(call, saved, upstream)
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         if self.expert_latent:
-            grad_x = self.expert_latent.enter_backward(
+            grad_x = self.expert_latent.project_in_backward(
                 call, saved, grad_x, self._inputs(call, saved))
         grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
         if self.shared:
@@ -173,7 +173,7 @@ class MoESublayer:
         """backward() with ExpertNormsRecord: experts, router and shared expert each have a norm.
         `upstream`: the gradient of the sum of their normed outputs."""
         mlp_input, kind, eps = saved.mlp_input, self.arch.norm_kind, self.arch.norm_eps
-        grad_out = norm_backward(
+        grad_out = fused_norm_backward(
             saved.expert_output, upstream, None, call.vector(norms.after), kind, eps)
         grad_x, grad_weights = self._experts_backward(call, saved, grad_out)
         grad = norm_padded_backward(call, norms.before, mlp_input, grad_x, grad)
@@ -273,7 +273,7 @@ class MoESublayer:
     ) -> Tensor:
         """Return gate and up of the rows of one chunk, [m, 2 inner]."""
         inputs = x[routing.row_tokens[chunk.rows]]
-        if self.expert_gate_up.n_lora:
+        if self.expert_gate_up.lora_width:
             inputs = widen(inputs, self.expert_gate_up)
             fill_expert_lora_hidden(call, self.expert_gate_up, inputs, chunk)
         gate_up = grouped_matmul(inputs, chunk.gate_up.transpose(1, 2), chunk)
@@ -301,7 +301,7 @@ class MoESublayer:
         [n, k], from `grad`, the gradient of the experts' sum."""
         routing = saved.routing
         x = None
-        if not saved.gate_ups or self.expert_gate_up.n_lora:  # to recompute them; for A's grad
+        if not saved.gate_ups or self.expert_gate_up.lora_width:  # to recompute them; for A's grad
             x = self._expert_inputs(call, saved)
         grad_rows = None
         n_rows = len(routing.row_tokens)

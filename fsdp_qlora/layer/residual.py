@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.norms import norm_backward, normalize
+from fsdp_qlora.kernels.norms import fused_norm_backward, fused_norm
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, widen
@@ -26,7 +26,7 @@ def norm_padded(
     if name is None:
         return widen(x, fused)
     inputs = x.new_empty(len(x), fused.width)
-    normalize(inputs[:, : fused.in_features], x, call.vector(name), call.vector(name, "bias"),
+    fused_norm(inputs[:, : fused.in_features], x, call.vector(name), call.vector(name, "bias"),
               call.arch.norm_kind, call.arch.norm_eps if eps is None else eps,
               is_evaluation=call.is_evaluation)
     return inputs
@@ -36,7 +36,7 @@ def apply_norm(call: LayerCall, name: str, x: Tensor) -> Tensor:
     """Return the norm of x [n, hidden]."""
     arch = call.arch
     out = torch.empty_like(x)
-    normalize(out, x, call.vector(name), call.vector(name, "bias"), arch.norm_kind, arch.norm_eps,
+    fused_norm(out, x, call.vector(name), call.vector(name, "bias"), arch.norm_kind, arch.norm_eps,
               is_evaluation=call.is_evaluation)
     return out
 
@@ -58,7 +58,7 @@ def norm_padded_backward(
     """Return `grad_residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
     if name is None:
         return grad_residual + grad
-    return norm_backward(
+    return fused_norm_backward(
         x, grad, grad_residual, call.vector(name), call.arch.norm_kind, call.arch.norm_eps)
 
 
@@ -94,7 +94,7 @@ class ResidualSum(NamedTuple):
         assert x is not None, "the sum needs it"
         if self.post_norm:
             added = torch.empty_like(branch)
-            normalize(added, branch, call.vector(self.post_norm),
+            fused_norm(added, branch, call.vector(self.post_norm),
                       call.vector(self.post_norm, "bias"), arch.norm_kind, arch.post_norm_eps,
                       is_evaluation=call.is_evaluation)
         out = torch.add(x, added, alpha=arch.residual_multiplier)
@@ -107,5 +107,6 @@ class ResidualSum(NamedTuple):
             grad = grad * arch.residual_multiplier
         if self.post_norm:
             weight = call.vector(self.post_norm)
-            grad = norm_backward(branch, grad, None, weight, arch.norm_kind, arch.post_norm_eps)
+            grad = fused_norm_backward(
+                branch, grad, None, weight, arch.norm_kind, arch.post_norm_eps)
         return call.drop(grad, arch.residual_dropout, self.site)

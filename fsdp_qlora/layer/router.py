@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
@@ -89,13 +89,13 @@ def route(
                    slots.view_as(topk_experts), weights.flatten()[order], ends, bounds)
 
 
-@elementwise
+@fused_kernel
 def router_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """Return the router's inputs, from x [n, hidden], see ExpertNormsRecord."""
     return norm_of(x, None, "rms", eps) * scale.to(x.dtype) * x.shape[1] ** -0.5
 
 
-@elementwise
+@fused_kernel
 def router_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """Return the gradient of x from the gradient of router_norm()'s result."""
     grad = grad.float() * scale.float() * x.shape[1] ** -0.5

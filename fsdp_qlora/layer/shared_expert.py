@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.activations import LimitedActivation, limited
-from fsdp_qlora.kernels.norms import norm_backward
+from fsdp_qlora.kernels.norms import fused_norm_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.linears import FusedLinear
@@ -60,7 +60,7 @@ class SharedExpert:
         arch, shared = self.arch, saved.shared
         if self.post_norm:
             weight = call.vector(self.post_norm)
-            grad = norm_backward(
+            grad = fused_norm_backward(
                 shared.before_norm, grad, None, weight, arch.norm_kind, arch.norm_eps)
             shared.before_norm = None
         from_gate: Tensor | int = 0  # the gradient of x through the gate

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fsdp_qlora.adapter_settings import AdapterSettings
-from fsdp_qlora.kernels.dropout import ATTENTION_SITE, MLP_SITE
+from fsdp_qlora.kernels.dropout import MIXER_BRANCH_SITE, MLP_BRANCH_SITE
 from fsdp_qlora.layer.attention_mixer import AttentionMixer
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.layer.call import LayerCall
@@ -26,7 +26,7 @@ from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.mlp import DenseMLPSublayer
 from fsdp_qlora.layer.moe import MoESublayer
 from fsdp_qlora.layer.parameters import ParameterLayout
-from fsdp_qlora.layer.per_layer import PerLayerGate
+from fsdp_qlora.layer.per_layer_gate import PerLayerGate
 from fsdp_qlora.layer.residual import ResidualSum
 from fsdp_qlora.layer.router import RoutingChoice
 from fsdp_qlora.layer.shared_expert import SharedExpert
@@ -104,7 +104,8 @@ def _make_layer_spec(
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
                for name, shape in arch.vectors(kind).items()}
     groups = arch.fused_groups(kind)
-    assert len(groups) <= ATTENTION_SITE, "a group's number is its dropout site; the rest are taken"
+    # a group's number is its dropout site; the others are taken
+    assert len(groups) <= MIXER_BRANCH_SITE
     fused = {
         name: fuse_linears(site, linears, adapted, settings, vectors, allocator,
                            arch.moe.n_experts if arch.moe and name.startswith("expert_") else 0)
@@ -137,7 +138,7 @@ def _make_mixer(
         second_path = fused["mixer_out_proj"], other
     elif kind.other_mixer:
         token_mixer = AutogradMixer(arch.other_mixers[kind.other_mixer], arch)
-    residual_sum = ResidualSum(arch.attention_post_norm, ATTENTION_SITE)
+    residual_sum = ResidualSum(arch.attention_post_norm, MIXER_BRANCH_SITE)
     return MixerSublayer(
         arch, fused["in_proj"], fused["out_proj"], token_mixer, residual_sum, second_path)
 
@@ -146,7 +147,7 @@ def _make_mlp(
     arch: Architecture, kind: LayerKind, fused: Mapping[str, FusedLinear]
 ) -> MLPSublayer:
     """`fused`: see _make_mixer()."""
-    residual_sum = ResidualSum(arch.mlp_post_norm, MLP_SITE)
+    residual_sum = ResidualSum(arch.mlp_post_norm, MLP_BRANCH_SITE)
     if kind.routed:
         assert arch.moe, "the layer has experts"
         shared = latent = None
@@ -160,10 +161,10 @@ def _make_mlp(
                            residual_sum, kind.limits.experts)
     if kind.sublayers == "mixer":
         return NoMLPSublayer()
-    per_layer = None
-    if arch.per_layer:
+    per_layer_gate = None
+    if arch.per_layer_inputs:
         # uses the MLP's dropout site: no family with this gate has dropout of its own
-        per_layer = PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"],
-                                 ResidualSum(arch.per_layer.norm, MLP_SITE))
+        per_layer_gate = PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"],
+                                 ResidualSum(arch.per_layer_inputs.norm, MLP_BRANCH_SITE))
     return DenseMLPSublayer(
-        arch, fused["gate_up"], fused["down"], residual_sum, per_layer, kind.limits.mlp)
+        arch, fused["gate_up"], fused["down"], residual_sum, per_layer_gate, kind.limits.mlp)

@@ -7,7 +7,7 @@ The files of this folder have the names of those of layer/ whose sublayers they 
         AttentionCosts      attention_mixer.py
         MLACosts            mla.py
         AutogradCosts       autograd_mixers.py
-      DenseMLPCosts         mlp.py, with the gate of per_layer.py
+      DenseMLPCosts         mlp.py, with the gate of per_layer_gate.py
       MoECosts              moe.py, with the shared expert and LatentMoE
 
 Counts are values per token, unless a name says bytes or weights; tests/test_live_memory.py compares

@@ -71,8 +71,8 @@ class MixerSublayerCosts:
         """Values saved for backward, if nothing is recomputed."""
         sublayer = self.sublayer
         hidden = sublayer.arch.hidden_size
-        values = hidden + sublayer.in_proj.padded_lora
-        values += sum(out_proj.padded_lora for out_proj, _ in sublayer.paths)
+        values = hidden + sublayer.in_proj.padded_lora_width
+        values += sum(out_proj.padded_lora_width for out_proj, _ in sublayer.paths)
         values += sum(mixer.saved_values for mixer in self.mixers)
         if self._saves_projected:  # in the same tensor: dequantized_linears whole
             values += sum(mixer.projected_width for (_, mixer), costs in zip(

@@ -46,8 +46,8 @@ class MLACosts:
         """Latents and LoRA's hidden values; query, key and value, each as wide as the queries; the
         results of attention."""
         latents = self.mixer.projected_width if self.saves_projected else self.mla.kv_rank
-        padded_lora = sum(fused.padded_lora for fused in self.mixer.fused_linears)
-        return latents + padded_lora + 3 * self.query_width + self.attention_values
+        padded_lora_width = sum(fused.padded_lora_width for fused in self.mixer.fused_linears)
+        return latents + padded_lora_width + 3 * self.query_width + self.attention_values
 
     @property
     def attention_values(self) -> int:
@@ -91,7 +91,7 @@ class MLACosts:
         """Return how many values per token of a rank's own are saved beside saved_values: instead
         of heads of keys and values the rows that were received, LoRA's hidden values and kv_b's
         outputs."""
-        rows = self.exchanged_values + self.kv_b.padded_lora + self.kv_b.out_features
+        rows = self.exchanged_values + self.kv_b.padded_lora_width + self.kv_b.out_features
         if plan.attention_is_eager:  # its graph keeps keys and values
             rows += 2 * self.query_width
         return plan.visible_keys_per_token * rows - 2 * self.query_width

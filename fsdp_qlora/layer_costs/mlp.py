@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 from fsdp_qlora.layer.mlp import DenseMLPSublayer, token_slices
-from fsdp_qlora.layer.per_layer import PerLayerGate
+from fsdp_qlora.layer.per_layer_gate import PerLayerGate
 from fsdp_qlora.layer_costs.dequantize import weight_bytes
 from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
 from fsdp_qlora.plan import Plan
@@ -22,17 +22,17 @@ class DenseMLPCosts:
     matmul_speed = 1
 
     @functools.cached_property
-    def per_layer(self) -> PerLayerCosts | None:
-        return PerLayerCosts(self.mlp.per_layer) if self.mlp.per_layer else None
+    def per_layer_gate(self) -> PerLayerCosts | None:
+        return PerLayerCosts(self.mlp.per_layer_gate) if self.mlp.per_layer_gate else None
 
     @property
     def saved_values(self) -> int:
         arch, up, down = self.mlp.arch, self.mlp.gate_up, self.mlp.down
         hidden = arch.hidden_size
-        values = up.out_features + up.padded_lora + down.padded_lora
+        values = up.out_features + up.padded_lora_width + down.padded_lora_width
         # a parallel layer's x is counted with the mixer
         values += hidden * (not arch.parallel_residual)
-        values += self.per_layer.saved_values if self.per_layer else 0
+        values += self.per_layer_gate.saved_values if self.per_layer_gate else 0
         return values + hidden * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
@@ -49,14 +49,15 @@ class DenseMLPCosts:
         second = n * up.width * (2 - recomputed) * itemsize + up_weights
         if reuse_dequantized:
             first, second = first + up_weights, second + down_weights
-        third = self.per_layer.live_bytes(n, itemsize, reuse_dequantized) if self.per_layer else 0
+        third = (self.per_layer_gate.live_bytes(n, itemsize, reuse_dequantized)
+                 if self.per_layer_gate else 0)
         total = max(first, second, third)
         total += max(dora_bytes(up, n, itemsize), dora_bytes(down, n, itemsize, down.in_features))
         total += 2 * n_tokens * hidden * itemsize  # gradients: of the sum, and of finished slices
         if recomputed:
-            padded_lora = up.padded_lora + down.padded_lora
-            total += n * (up.out_features + up.width + padded_lora) * itemsize
-            total += n * self.per_layer.saved_values * itemsize if self.per_layer else 0
+            padded_lora_width = up.padded_lora_width + down.padded_lora_width
+            total += n * (up.out_features + up.width + padded_lora_width) * itemsize
+            total += n * self.per_layer_gate.saved_values * itemsize if self.per_layer_gate else 0
         return total
 
     @property
@@ -65,13 +66,13 @@ class DenseMLPCosts:
 
     @property
     def recomputed_weights(self) -> int:
-        """Includes down's only with `per_layer`, which reads the sum."""
-        return self.active_weights if self.per_layer else self.mlp.gate_up.n_weights
+        """Includes down's only with `per_layer_gate`, which reads the sum."""
+        return self.active_weights if self.per_layer_gate else self.mlp.gate_up.n_weights
 
     @property
     def elementwise_values(self) -> int:
         """Measured."""
-        per_layer_values = self.per_layer.elementwise_values if self.per_layer else 0
+        per_layer_values = self.per_layer_gate.elementwise_values if self.per_layer_gate else 0
         return (15 * self.mlp.arch.hidden_size + 6 * self.mlp.down.in_features
                 + 3 * self.mlp.gate_up.out_features + per_layer_values)
 
@@ -80,23 +81,23 @@ class DenseMLPCosts:
 class PerLayerCosts:
     """The costs of a PerLayerGate, in the terms of MLPSublayerCosts."""
 
-    per_layer: PerLayerGate
+    per_layer_gate: PerLayerGate
 
     @property
     def saved_values(self) -> int:
-        gate, out = self.per_layer.fused_linears
-        hidden = self.per_layer.arch.hidden_size
-        return 2 * hidden + gate.out_features + gate.padded_lora + out.padded_lora
+        gate, out = self.per_layer_gate.fused_linears
+        hidden = self.per_layer_gate.arch.hidden_size
+        return 2 * hidden + gate.out_features + gate.padded_lora_width + out.padded_lora_width
 
     def live_bytes(self, n: int, itemsize: int, reuse_dequantized: bool) -> int:
         """Peak bytes of backward() for n tokens, besides what is saved. DoRA's outputs fit into
         what is counted."""
-        gate, out = self.per_layer.fused_linears
-        values = 2 * self.per_layer.arch.hidden_size + 2 * out.width + gate.width
+        gate, out = self.per_layer_gate.fused_linears
+        values = 2 * self.per_layer_gate.arch.hidden_size + 2 * out.width + gate.width
         weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in (gate, out)]
         return n * values * itemsize + sum(weights)
 
     @property
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes; counted, not measured."""
-        return 12 * self.per_layer.arch.hidden_size + 9 * self.per_layer.gate.out_features
+        return 12 * self.per_layer_gate.arch.hidden_size + 9 * self.per_layer_gate.gate.out_features

@@ -91,7 +91,7 @@ class MoECosts:
         if n < n_tokens:  # gradients: of the sum and of finished slices, which are joined at last
             values = max(values + 2 * (n_tokens - n) * hidden, 3 * n_tokens * hidden)
         if moe.norms:  # the experts' inputs, again for A's gradient; the gradient of their outputs
-            values += n * hidden * (2 + 2 * recomputed + (self.gate_up.n_lora > 0))
+            values += n * hidden * (2 + 2 * recomputed + (self.gate_up.lora_width > 0))
         if self.sublayer.sum_factor != 1:  # the gradient of the sum before its factor
             values += n * hidden
         if self.expert_latent:
@@ -113,11 +113,11 @@ class MoECosts:
         gate_up, down, rows = self.gate_up, self.down, n * self.moe.top_k
         row_values = self._row_values(recomputed)
         chunk = rows * row_values
-        if gate_up.n_lora:  # A's gradient, also in fp32
-            chunk += 3 * self.moe.n_experts * gate_up.n_lora * gate_up.in_features
+        if gate_up.lora_width:  # A's gradient, also in fp32
+            chunk += 3 * self.moe.n_experts * gate_up.lora_width * gate_up.in_features
         weights = sum(fused.out_features * fused.width for fused in (gate_up, down))
         values = math.ceil(chunk / plan.n_expert_ranges) + math.ceil(weights / plan.n_expert_ranges)
-        has_inputs = recomputed or gate_up.n_lora > 0
+        has_inputs = recomputed or gate_up.lora_width > 0
         values += n * self.arch.hidden_size * (1 + has_inputs + self._has_branch_gradient)
         if plan.n_expert_ranges > 1:
             # and all rows' outputs in forward, their gradients in backward, when the first range's
@@ -132,7 +132,7 @@ class MoECosts:
         gradient is a new tensor."""
         gate_up, down = self.gate_up.width, self.down.width
         values = gate_up + down
-        if self.gate_up.n_lora:  # the rows' gradient, its part from d, their sum
+        if self.gate_up.lora_width:  # the rows' gradient, its part from d, their sum
             values = max(3 * gate_up, gate_up + 3 * down)
         return values + self._gate_up_size * (recomputed + bool(self.moe.clamp))
 
@@ -167,7 +167,7 @@ class MoECosts:
         hidden, top_k = self.arch.hidden_size, self.moe.top_k
         width = self.gate_up.in_features
         rows = top_k * (10 * width + 6 * self._gate_up_size)
-        if self.gate_up.n_lora:  # narrow matmuls, which take as long as this; fitted
+        if self.gate_up.lora_width:  # narrow matmuls, which take as long as this; fitted
             rows += top_k * 40 * (width + self._gate_up_size // 2)
         if self.moe.norms:  # four more norms: of both experts' outputs, and the router's and
             # routed experts' own norms of `mlp_input`
@@ -185,7 +185,8 @@ class SharedExpertCosts:
     def saved_values(self) -> int:
         """Values saved for backward, if nothing is recomputed."""
         expert, hidden = self.expert, self.expert.arch.hidden_size
-        values = expert.gate_up.out_features + expert.gate_up.padded_lora + expert.down.padded_lora
+        values = (expert.gate_up.out_features + expert.gate_up.padded_lora_width
+                  + expert.down.padded_lora_width)
         values += (hidden + 1) * (expert.gate is not None)
         return values + hidden * (expert.post_norm is not None)
 
@@ -210,8 +211,8 @@ class ExpertLatentCosts:
     def saved_values(self) -> int:
         """Values saved from forward to backward, if nothing is recomputed."""
         in_proj, out_proj = self.projections.fused_linears
-        out_inputs = out_proj.width if out_proj.n_lora else 0
-        return in_proj.out_features + in_proj.padded_lora + out_inputs
+        out_inputs = out_proj.width if out_proj.lora_width else 0
+        return in_proj.out_features + in_proj.padded_lora_width + out_inputs
 
     @property
     def live_values(self) -> int:

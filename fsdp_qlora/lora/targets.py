@@ -48,7 +48,7 @@ def resolve_adapter(
 ) -> tuple[LoraConfig, list[str]]:
     """Return PEFT's LoraConfig, and the names, within a layer, of the linears that get an adapter.
     `token_ids`: the tokens whose rows are trained. Raises ValueError."""
-    if config.trainable_tokens and (arch.per_layer or arch.embedding_norm):
+    if config.trainable_tokens and (arch.per_layer_inputs or arch.embedding_norm):
         raise ValueError("--trainable_tokens: this model's embedding does more than PEFT computes"
                          f" with trained rows ({arch.family}): drop the flag")
     if config.trainable_tokens and arch.lm_head_bias:
@@ -58,7 +58,7 @@ def resolve_adapter(
     log(f"adapter: {ADAPTER_NAMES[config.adapter]}, rank {config.lora_rank}, alpha"
         f" {config.lora_alpha}, on {' '.join(requested)}")
     adapted = adapted_linears(arch, config.target_modules)
-    check_rank(arch, config.lora_rank, adapted)
+    check_lora_rank(arch, config.lora_rank, adapted)
     lora_config = make_lora_config(
         arch, config.adapter_settings, adapted,
         target_modules=peft_targets(arch, config, requested),
@@ -67,7 +67,7 @@ def resolve_adapter(
     return lora_config, adapted
 
 
-def check_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
+def check_lora_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
     """Raise ValueError for a rank that no adapted linear can use, and log the linears that cannot
     use all of it. PEFT accepts any rank, but no change of a linear has a higher rank than its
     smaller side."""

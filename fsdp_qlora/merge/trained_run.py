@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.files import ADAPTER_FILES, digest, read_json, text_digest
+from fsdp_qlora.files import ADAPTER_FILES, digest, read_json, json_digest
 from fsdp_qlora.run.directory import MERGE_CHECK_FILE, QUANTIZATION, RESULTS
 from fsdp_qlora.run.metrics import read_losses
 
@@ -93,13 +93,13 @@ def check_digests(directory: Path, path: Path, run: dict[str, Any]) -> float:
     changed = "has another SHA-256 than when it was written"
     # removed before the digest: they were added after it, when the run ended
     files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
-    if run.pop("sha256", None) != text_digest(run):
+    if run.pop("sha256", None) != json_digest(run):
         raise ValueError(f"{path}: {changed}")
     last_step = math.inf
     if (checkpoint := directory / "checkpoint.json").exists():
         state = read_json(checkpoint)
         written, listed = state.pop("sha256", None), state.get("files")
-        if text_digest(state) != written or not isinstance(listed, dict):
+        if json_digest(state) != written or not isinstance(listed, dict):
             raise ValueError(f"{checkpoint}: {changed}")
         files = {directory / name: listed.get(name) for name in (*ADAPTER_FILES, MERGE_CHECK_FILE)}
         last_step = state["step"]

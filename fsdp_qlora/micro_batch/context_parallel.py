@@ -114,7 +114,7 @@ class ContextShard:
         the group must call this, and its backward."""
         exchange = self.exchange(window)
         rows = torch.cat([key.flatten(1), value.flatten(1)], 1)
-        rows = ExchangeKV.apply(rows, exchange)
+        rows = GatherKV.apply(rows, exchange)
         parts = rows.split([key[0].numel(), value[0].numel()], 1)
         key, value = (part.unflatten(1, x.shape[1:]) for part, x in zip(parts, (key, value)))
         return key, value, exchange.segments
@@ -214,7 +214,7 @@ def first_key(piece: DocumentPiece, window: int | None) -> int:
     return max(piece.document_start, piece.start - window + 1) if window else piece.document_start
 
 
-class ExchangeKV(torch.autograd.Function):
+class GatherKV(torch.autograd.Function):
     """KVExchange.gather(), for autograd."""
 
     @staticmethod

@@ -43,7 +43,7 @@ class MicroBatch:
     preference: PreferenceInputs | None  # answers of all ranks in this micro-step; None: --loss sft
     lengths: tuple[int, ...]  # lengths of the documents, in tokens
     longest: int  # upper bound of `lengths`
-    is_fixed_len: bool  # True: Kernels.fixed_len compute its attention; False: Kernels.varlen do
+    is_varlen: bool  # True: Kernels.varlen compute its attention; False: Kernels.fixed_len do
     recurrence_chunks: torch.Tensor | None = None  # see chunk_table(); None: no recurrence
     context_shard: ContextShard | None = None  # this rank's part; None: it has all
 

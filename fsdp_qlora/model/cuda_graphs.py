@@ -47,7 +47,7 @@ class CUDAGraphs:
         chosen outside of a capture.
         """
         tensors = batch_tensors(batch)
-        lengths = batch.lengths if batch.is_fixed_len else ()  # attention is another kernel
+        lengths = () if batch.is_varlen else batch.lengths  # attention is another kernel
         shape = lengths, batch.longest, *(tensor.shape for tensor in tensors)
         captured = self.captured.get(shape)
         if captured is None:

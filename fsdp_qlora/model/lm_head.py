@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.kernels.compiled import elementwise
-from fsdp_qlora.kernels.norms import norm_backward, normalize
+from fsdp_qlora.kernels.compiled import fused_kernel
+from fsdp_qlora.kernels.norms import fused_norm_backward, fused_norm
 from fsdp_qlora.layer.lora_matmul import fp32_matmul
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.parameters import CHUNK_BYTES, ModelParameters
@@ -46,7 +46,7 @@ def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -
     """Return the final norm of the last layer's outputs x [n, hidden]."""
     out = torch.empty_like(x)
     arch = model.arch
-    normalize(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
+    fused_norm(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
               is_evaluation=is_evaluation, dynamic=not is_evaluation)
     return out
 
@@ -57,7 +57,7 @@ def eager_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, reduction="none")
 
 
-@elementwise
+@fused_kernel
 def logits_statistics(
     logits: Tensor, targets: Tensor, multiplier: float, cap: float | None
 ) -> Tensor:
@@ -70,7 +70,7 @@ def logits_statistics(
     return torch.stack([max_logit, exp_sum, target_logit * (targets >= 0)])
 
 
-@elementwise
+@fused_kernel
 def logits_gradient(
     logits: Tensor, lse: Tensor, targets: Tensor, ignored: Tensor, multiplier: float,
     cap: float | None
@@ -152,8 +152,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 whole[:, trained.own] = grad[:, trained.table_rows]
                 ctx.grad_logits[chunk] = reduce_scatter(whole)
             grad = reduce_scatter(fp32_matmul(grad, weight))
-            grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
-                                 dynamic=True)
+            grad = fused_norm_backward(part, grad, None, model.norm, arch.final_norm_kind,
+                                       arch.norm_eps, dynamic=True)
             grad_x.index_add_(0, batch.target_positions[chunk], grad)  # padding: adds 0 to token 0
         ctx.grad_x, ctx.batch, ctx.model, ctx.chunk_size = grad_x, batch, model, size
         ctx.x = x.detach() if trained else None

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.layer.layer import DecoderLayer
+from fsdp_qlora.layer.offload import pinned_copy
 from fsdp_qlora.log import log, log_debug_each_rank
 from fsdp_qlora.memory import host_memory, log_debug_memory
-from fsdp_qlora.micro_batch.offload import pinned_copy
 from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import LocalBlocks, local_blocks, weight_requests
@@ -37,7 +37,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip, swap_nibbles
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
-from fsdp_qlora.quant.nf4 import dynamic_map
+from fsdp_qlora.quant.nf4 import scale_codebook
 from fsdp_qlora.ranks import is_rank_0, raise_on_all_ranks
 
 # read(name) returns this rank's rows of a tensor of the files, flat
@@ -133,14 +133,15 @@ def fill_model(
 
     arch, hidden = model.arch, model.arch.hidden_size
     model.embedding = table(names.embedding, hidden, plan.embedding_on_host and not arch.tied)
-    if arch.per_layer:
-        linear = arch.per_layer.projection_linear(hidden, arch.n_layers)
+    if arch.per_layer_inputs:
+        linear = arch.per_layer_inputs.projection_linear(hidden, arch.n_layers)
         model.per_layer_table = table(
-            names.of_model(arch.per_layer.table), linear.out_features, plan.embedding_on_host)
+            names.of_model(arch.per_layer_inputs.table), linear.out_features,
+            plan.embedding_on_host)
         model.per_layer_projection = quantized_values(
             read, names, names.of_model(linear.name), linear, nf4_states, dtype, device)
         model.per_layer_norm = read(
-            names.of_model(arch.per_layer.projection_norm)).to(device, dtype)
+            names.of_model(arch.per_layer_inputs.projection_norm)).to(device, dtype)
     # Allocate the 4-bit weights before anything temporary, else gaps between them would stay.
     shards = [None if plan.offload_params else zero_shard(model, i, device)
               for i in range(len(model.layers))]
@@ -205,7 +206,7 @@ def quantize(
     absmax, 4 bytes per 64 weights, and compute the same second level.
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
-    nested, codebook = {}, dynamic_map(shard.device)  # {name: its (absmax, offset, values)}
+    nested, codebook = {}, scale_codebook(shard.device)  # {name: its (absmax, offset, values)}
     for own, name in local_linears:
         if name in nf4_states:
             nested[name] = copy_nf4(own, name, shard, read, nf4_states[name])
@@ -230,7 +231,7 @@ def quantize(
     return NestedScales(
         absmax=torch.cat([absmax for absmax, _, _ in parts]),
         offsets=torch.stack([offset for _, offset, _ in parts]),
-        code_values=torch.stack([values for _, _, values in parts]))
+        scale_codebooks=torch.stack([values for _, _, values in parts]))
 
 
 def copy_mxfp4(

@@ -15,9 +15,9 @@ from fsdp_qlora.kernels.dropout import EMBEDDING_SITE, drop
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.layer.call import LayerInputs
 from fsdp_qlora.layer.dequantize import dequantize
+from fsdp_qlora.layer.offload import DeviceActivations
 from fsdp_qlora.log import log_debug_each_rank
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
-from fsdp_qlora.micro_batch.offload import DeviceActivations
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model.embedding import embed
 from fsdp_qlora.model.fsdp import gathered, local_part
@@ -59,15 +59,15 @@ class Model(ModelParameters):
         return LayerInputs(
             batch,
             attention_kernels=(
-                self.kernels.fixed_len if batch.is_fixed_len else self.kernels.varlen),
+                self.kernels.varlen if batch.is_varlen else self.kernels.fixed_len),
             recurrence=self.kernels.recurrence,
             store=self.store if torch.is_grad_enabled() else DeviceActivations(),
-            ropes={index: rope_tables(self.arch, self.frequencies, batch, index)
+            rope_tables={index: rope_tables(self.arch, self.frequencies, batch, index)
                    for index in (None, *range(len(self.arch.ropes)))},
             segments=None if batch.context_shard else document_segments(
                 batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_seeds),
             per_layer_inputs=(per_layer_inputs(self, batch.input_ids, embedded)
-                              if self.arch.per_layer else None))
+                              if self.arch.per_layer_inputs else None))
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def measure_weight_norms(model: Model) -> None:
         with gathered(layer):
             no_adapter = layer.vectors.new_zeros(layer.spec.n_adapter)
             for fused in layer.spec.fused_linears:
-                if fused.n_lora:
+                if fused.lora_width:
                     weight = dequantize(layer, fused, no_adapter)[:, : fused.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     for linear in fused.adapted:

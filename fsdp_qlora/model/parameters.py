@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.layer.layer import DecoderLayer
+from fsdp_qlora.layer.offload import make_store
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS, ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import BatchFormat
-from fsdp_qlora.micro_batch.offload import make_store
 from fsdp_qlora.model.token_rows import TokenRows
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture

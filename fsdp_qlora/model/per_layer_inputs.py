@@ -1,12 +1,12 @@
-"""Per-layer inputs of Gemma 4 E2B and E4B, computed before the first layer. layer/per_layer.py uses
-them."""
+"""Per-layer inputs of Gemma 4 E2B and E4B, computed before the first layer.
+layer/per_layer_gate.py uses them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.compiled import elementwise
+from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.norms import norm_of
 from fsdp_qlora.model.embedding import look_up_sharded
 from fsdp_qlora.model.parameters import ModelParameters
@@ -16,7 +16,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 def per_layer_inputs(model: ModelParameters, ids: Tensor, embeddings: Tensor) -> Tensor:
     """Return the inputs of all layers [n, layers, size] for tokens `ids` [n] with these embeddings.
     All ranks of the shard group must call this, with the same n."""
-    arch, record = model.arch, model.arch.per_layer
+    arch, record = model.arch, model.arch.per_layer_inputs
     assert record, "the family has them"
     shape = arch.n_layers, record.size
     looked_up = look_up_sharded(model, ids, model.per_layer_table)
@@ -27,7 +27,7 @@ def per_layer_inputs(model: ModelParameters, ids: Tensor, embeddings: Tensor) ->
                       model.per_layer_norm, arch, is_evaluation=not torch.is_grad_enabled())
 
 
-@elementwise
+@fused_kernel
 def add_inputs(projected: Tensor, looked_up: Tensor, weight: Tensor, arch: Architecture) -> Tensor:
     """Combine the two parts of per_layer_inputs()'s result."""
     projected = norm_of(projected * arch.hidden_size**-0.5, weight, arch.norm_kind, arch.norm_eps)

@@ -70,15 +70,15 @@ def weight_requests(
     rows = model.local_rows
     stored_rows = range(min(rows.start, table[0]), min(rows.stop, table[0]))
     requests = [ReadRequest(names.embedding, table, stored_rows)]
-    if arch.per_layer:
-        linear = arch.per_layer.projection_linear(arch.hidden_size, arch.n_layers)
+    if arch.per_layer_inputs:
+        linear = arch.per_layer_inputs.projection_linear(arch.hidden_size, arch.n_layers)
         name = names.of_model(linear.name)
         shape = (linear.out_features, linear.in_features)
-        requests.append(ReadRequest(names.of_model(arch.per_layer.table),
+        requests.append(ReadRequest(names.of_model(arch.per_layer_inputs.table),
                                     (arch.vocab_size, linear.out_features), model.local_rows))
         requests += whole_requests(name, shape, name in nf4_states)
         requests += whole_requests(
-            names.of_model(arch.per_layer.projection_norm), (arch.per_layer.size,))
+            names.of_model(arch.per_layer_inputs.projection_norm), (arch.per_layer_inputs.size,))
     for i, layer in enumerate(model.layers):
         for own in local_blocks(layer, model.shard_rank):
             name = names.of_layer(i, f"{own.linear.name}.weight")

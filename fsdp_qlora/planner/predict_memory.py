@@ -31,7 +31,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     # bytes of this rank's rows of the lm_head; the embedding has as many
     table_bytes = arch.vocab_size * arch.hidden_size * itemsize / n_shards
     # values of all layers' own inputs for a token, see PerLayerInputsRecord
-    n_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
+    n_inputs = arch.n_layers * arch.per_layer_inputs.size if arch.per_layer_inputs else 0
     # of the tables that no matmul reads, which can be in host memory
     looked_up_bytes = (
         table_bytes * (not arch.tied) + arch.vocab_size * n_inputs * itemsize / n_shards)
@@ -59,7 +59,8 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         "keys and values of other ranks": exchanged_bytes(plan, arch, specs, value_bytes),
         # the norms of rows of weights, in fp32
         "DoRA": 4 * specs[0].dora * sum(
-            fused.out_features for spec in specs for fused in spec.fused_linears if fused.n_lora)}
+            fused.out_features for spec in specs for fused in spec.fused_linears
+            if fused.lora_width)}
     if plan.uses_cuda_graphs:  # besides the memory above, which evaluations need
         of_micro_batch = by_recomputed + by_others + live
         memory["CUDA graphs' own"] = plan.cuda_graph_room * of_micro_batch + live

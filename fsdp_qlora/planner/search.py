@@ -274,7 +274,7 @@ def affordable_plans(search: SearchInputs, context_parallel_size: int) -> list[P
                          " --shard_group_size")
     fits = any(plan.fits(usable_bytes, MIN_FREE) for plan in plans)
     can_move_table = search.device.type == "cuda" and not machine.why_no_triton
-    if not fits and can_move_table and (arch.per_layer or not arch.tied):
+    if not fits and can_move_table and (arch.per_layer_inputs or not arch.tied):
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
         plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]

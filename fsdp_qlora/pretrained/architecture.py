@@ -168,8 +168,8 @@ class Architecture(ArchitectureFields):
                             for x in self.gate_up],
                 "down": [dataclasses.replace(x, in_features=2 * x.in_features)
                          for x in self.down]}
-        if self.per_layer:
-            gate, out = self.per_layer.linears(self.hidden_size)
+        if self.per_layer_inputs:
+            gate, out = self.per_layer_inputs.linears(self.hidden_size)
             groups |= {"per_layer_gate": gate, "per_layer_out": out}
         return groups
 
@@ -198,8 +198,8 @@ class Architecture(ArchitectureFields):
         parts = ("weight",) * self.norm_weight + ("bias",) * self.norm_bias
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
-        if self.per_layer:
-            shapes[f"{self.per_layer.norm}.weight"] = (self.hidden_size,)
+        if self.per_layer_inputs:
+            shapes[f"{self.per_layer_inputs.norm}.weight"] = (self.hidden_size,)
         if kind.routed and self.moe and (own := self.moe.norms):
             shapes |= {f"{name}.weight": (self.hidden_size,)
                        for name in (own.before, own.after, own.after_shared)}

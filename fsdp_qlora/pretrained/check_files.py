@@ -21,7 +21,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import (
     INT4_PACKED, INT4_SHAPE, MX_SUFFIXES, NF4_STATE)
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
-from fsdp_qlora.quant.nf4 import dynamic_map, nf4_code
+from fsdp_qlora.quant.nf4 import scale_codebook, nf4_codebook
 
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have
 ExpectedTensors = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
@@ -187,7 +187,8 @@ def _read_state(
         raise ValueError(f"{stored.path}: {name} has {n_bytes} bytes, but {list(shape)} weights of"
                          " 4 bits are asked for")
     cpu = torch.device("cpu")
-    for part, table in {"quant_map": nf4_code(cpu), "nested_quant_map": dynamic_map(cpu)}.items():
+    tables = {"quant_map": nf4_codebook(cpu), "nested_quant_map": scale_codebook(cpu)}
+    for part, table in tables.items():
         # the last bits may differ between versions of bitsandbytes
         if not torch.allclose(read(f"{name}.{part}"), table):
             raise ValueError(f"{stored.path}: {name}.{part} is not the code of bitsandbytes' NF4")

@@ -38,7 +38,7 @@ GEMMA4: dict[str, Any] = GEMMA2 | dict(
     keys_are_values="config.attention_k_eq_v", ropes_by_layer_type=True,
     logits_softcap="config.final_logit_softcapping", layer_scalar="layer_scalar",
     n_kv_shared_layers="config.num_kv_shared_layers", double_wide_mlp="config.use_double_wide_mlp",
-    per_layer=PerLayerInputsRecord(),
+    per_layer_inputs=PerLayerInputsRecord(),
     # with "vision" only pixels see later tokens; with "all", is_causal is False
     unused=("use_bidirectional_attention",))
 COHERE: dict[str, Any] = dict(

@@ -122,7 +122,7 @@ def make_architecture(model_config: PreTrainedConfig) -> Architecture:
     values = {field.name: getattr(family, field.name)
               for field in dataclasses.fields(ArchitectureFields)}
     values |= make_factors(c, family, heads.dim, ropes) | dict(
-        keys_are_values=heads.keys_are_values, per_layer=make_per_layer(c, family),
+        keys_are_values=heads.keys_are_values, per_layer_inputs=make_per_layer_inputs(c, family),
         final_norm_kind=family.final_norm_kind or family.norm_kind,
         post_norm_eps=family.norm_eps if family.post_norm_eps is None else family.post_norm_eps,
         attention_dropout=family.attention_dropout or 0.0)
@@ -155,9 +155,9 @@ def make_names(model_config: PreTrainedConfig, family: Family) -> dict[str, Any]
         module_prefix=prefixes[0], checkpoint_prefixes=prefixes, lm_head_names=lm_head_names)
 
 
-def make_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputsRecord | None:
-    """Return Architecture.per_layer."""
-    record = family.per_layer
+def make_per_layer_inputs(c: PreTrainedConfig, family: Family) -> PerLayerInputsRecord | None:
+    """Return Architecture.per_layer_inputs."""
+    record = family.per_layer_inputs
     if not record or not record.size:
         return None
     if family.moe:

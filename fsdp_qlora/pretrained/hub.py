@@ -30,7 +30,8 @@ SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's files other
 NOT_COPIED = "config.json", ADAPTER_CONFIG  # the second makes transformers load an adapter
 NO_GGUF = ("is a GGUF file, which is for llama.cpp. Use the model that it was made from, a Hub id"
            " or a directory of safetensors")
-SAMPLES, SAMPLE = 16, 256  # places per tensor, and bytes at each, that base_digest() hashes
+# places per tensor, and bytes at each, that base_digest() hashes
+N_SAMPLED_PLACES, SAMPLED_BYTES = 16, 256
 
 
 def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
@@ -163,6 +164,7 @@ def base_digest(directory: Path) -> str:
         with path.open("rb") as file:
             for name, (_, dtype, shape, start, stop) in file_tensors:
                 sha.update(f"{name} {dtype} {shape}".encode())
-                for at in np.linspace(start, max(start, stop - SAMPLE), SAMPLES, dtype=np.int64):
-                    sha.update(os.pread(file.fileno(), min(SAMPLE, stop - start), int(at)))
+                last = max(start, stop - SAMPLED_BYTES)
+                for at in np.linspace(start, last, N_SAMPLED_PLACES, dtype=np.int64):
+                    sha.update(os.pread(file.fileno(), min(SAMPLED_BYTES, stop - start), int(at)))
     return sha.hexdigest()

@@ -410,7 +410,7 @@ class ArchitectureFields:
     # layers with one of other_mixers also have softmax attention, and both outputs are added
     parallel_other_mixers: bool = False
     moe: MoERecord | None = None  # experts, instead of the MLP
-    per_layer: PerLayerInputsRecord | None = None
+    per_layer_inputs: PerLayerInputsRecord | None = None
 
     # ---- embedding and lm_head
     embedding: str = "embed_tokens"  # its name in the model

@@ -14,7 +14,7 @@ from fsdp_qlora.pretrained.architecture import Architecture, rotary_dim
 from fsdp_qlora.pretrained.from_config import text_config
 
 
-def longest_text(c: PreTrainedConfig) -> int | None:
+def max_context_length(c: PreTrainedConfig) -> int | None:
     """Return the number of tokens that the model with this text config was made for, None if
     unknown: its max_position_embeddings, or more if its rope is scaled."""
     longest = c.max_position_embeddings

@@ -92,7 +92,7 @@ def shrinking_changes(
         ("if declared", {"head_dim": 16}),
         *heads_changes([arch.layer_heads[kv_sources.get(i, i)] for i in layers], record),
         ("if used", {"num_kv_shared_layers": len({*kv_sources.values()})}),
-        ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer else 0,
+        ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer_inputs else 0,
                          "vocab_size_per_layer_input": 128}),
         *mla_changes(arch, c),
         ("if used", {"sliding_window": 5}),  # shorter than the checked documents

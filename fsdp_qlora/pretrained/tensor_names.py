@@ -96,7 +96,7 @@ def tensor_names(arch: Architecture, stored: Mapping[str, HasShape]) -> TensorNa
         norm_bias=bias if arch.norm_bias else None, lm_head=head,
         lm_head_bias=head.removesuffix("weight") + "bias" if arch.lm_head_bias else None,
         prefix=prefix, layer_prefix=layer_prefix, renames=renames)
-    if arch.per_layer:
+    if arch.per_layer_inputs:
         add_per_layer(names, arch)
     for i in range(arch.n_layers):
         add_layer(names, arch, i, stored)
@@ -193,7 +193,7 @@ def add_int4(names: TensorNames, name: str, linear: LinearShape) -> None:
 
 def add_per_layer(names: TensorNames, arch: Architecture) -> None:
     """Add the tensors of PerLayerInputsRecord that are outside of the layers."""
-    record = arch.per_layer
+    record = arch.per_layer_inputs
     assert record, "the family has them"
     linear = record.projection_linear(arch.hidden_size, arch.n_layers)
     name = names.of_model(linear.name)

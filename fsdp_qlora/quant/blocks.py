@@ -125,10 +125,10 @@ class FourBitBlocks(torch.Tensor):
 class NestedScales:
     """The second level of quantization of a layer's linears, which turns 8-bit codes into absmax.
 
-    Block i of a linear has absmax[i // 256] * code_values[its 8-bit code] + offset as its absmax.
+    Block i of a linear has absmax[i // 256] * codebook[its 8-bit code] + offset as its absmax.
     This needs 4 bytes per 16,384 weights, so every rank has all of it.
     """
 
     absmax: torch.Tensor  # fp32 [blocks / 256], one linear after the other
     offsets: torch.Tensor  # fp32 [linears], the mean absmax of each
-    code_values: torch.Tensor  # fp32 [linears, 256], values of the 8-bit codes
+    scale_codebooks: torch.Tensor  # fp32 [linears, 256], values of the 8-bit codes

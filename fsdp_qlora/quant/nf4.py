@@ -7,7 +7,7 @@ linears_table() in layer/dequantize.py makes. The seven columns of a linear's ro
     FIRST_BLOCK    its first block, in `packed` and `scales`
     FIRST_OUTPUT   its first output, a row of `out`
     FIRST_NESTED   its first second-level absmax, in `nested_absmax`; unused in MXFP4
-    INDEX          its row of `offsets` and `code_values`; unused in MXFP4
+    INDEX          its row of `offsets` and `scale_codebooks`; unused in MXFP4
     FIRST_B        the first value of its B, in `adapter`
     FIRST_COLUMN   the first of its columns among LoRA's; -1: it has no adapter
     END_OUTPUT     the output after its last
@@ -29,19 +29,19 @@ LORA_ALIGNMENT = 64  # LoRA's columns of a matmul are padded to a multiple, whol
 
 
 @functools.lru_cache(None)
-def dynamic_map(device: torch.device) -> torch.Tensor:
+def scale_codebook(device: torch.device) -> torch.Tensor:
     """Return the 256 values of bitsandbytes' 8-bit code, fp32."""
     return bnb.functional.create_dynamic_map().to(device)
 
 
 @functools.lru_cache(None)
-def nf4_code(device: torch.device) -> torch.Tensor:
+def nf4_codebook(device: torch.device) -> torch.Tensor:
     """Return the 16 values of NF4, fp32."""
     return bnb.functional.get_4bit_type("nf4", device=device)
 
 
 @functools.lru_cache(None)
-def mxfp4_code(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def mxfp4_codebooks(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 16 values of MXFP4's codes, and the 256 values of its scales, fp32."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     powers = 2.0 ** torch.arange(-127, 129)  # on the CPU, where they are exact
@@ -50,9 +50,9 @@ def mxfp4_code(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the weights fp32 [n, 2, 32] of n blocks in MXFP4, as FourBitBlocks stores them."""
-    code, scale_values = mxfp4_code(packed.device)
-    values = code[torch.stack([packed >> 4, packed & 15], -1).int()]
-    return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * scale_values[scales.int()][..., None]
+    codebook, scale_codebook = mxfp4_codebooks(packed.device)
+    values = codebook[torch.stack([packed >> 4, packed & 15], -1).int()]
+    return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * scale_codebook[scales.int()][..., None]
 
 
 TILE_BLOCKS = 64  # blocks that one program of dequantize_kernel writes
@@ -61,21 +61,22 @@ TILE_ROWS = 64  # rows of B that one program writes, LORA_ALIGNMENT columns of t
 
 def launch_dequantize(
     packed: torch.Tensor, scales: torch.Tensor, nested_absmax: torch.Tensor, offsets: torch.Tensor,
-    code_values: torch.Tensor, code: torch.Tensor, adapter: torch.Tensor, table: torch.Tensor,
-    out: torch.Tensor, n_in: int, rank: int, *, n_linears: int, equal: int, in_mxfp4: bool,
+    scale_codebooks: torch.Tensor, codebook: torch.Tensor, adapter: torch.Tensor,
+    table: torch.Tensor, out: torch.Tensor, n_in: int, rank: int, *, n_linears: int, equal: int,
+    in_mxfp4: bool,
 ) -> None:
     """Launch dequantize_kernel(), which fills `out` [rows, n_in + padded adapter columns].
 
     `packed`, `scales`: see FourBitBlocks; `nested_absmax`, `offsets`: see NestedScales;
-    `code_values`: the values of the 8-bit scales, [linears, 256], in MXFP4 [256]; `code`: those of
-    the 4-bit codes, [16]; `table`: see the top of this file; `equal`: see equal_blocks().
+    `scale_codebooks`: the values of the 8-bit scales, [linears, 256], in MXFP4 [256]; `codebook`:
+    those of the 4-bit codes, [16]; `table`: see the top of this file; `equal`: see equal_blocks().
     """
-    n_rows, padded_lora = len(out), out.shape[1] - n_in
+    n_rows, padded_lora_width = len(out), out.shape[1] - n_in
     n_tiles = math.ceil(len(packed) / TILE_BLOCKS)
-    column_tiles = math.ceil(n_rows / TILE_ROWS) * (padded_lora // LORA_ALIGNMENT)
+    column_tiles = math.ceil(n_rows / TILE_ROWS) * (padded_lora_width // LORA_ALIGNMENT)
     dequantize_kernel[(n_tiles + column_tiles,)](
-        packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
-        len(packed), n_tiles, n_rows, n_in, padded_lora, rank,
+        packed, scales, nested_absmax, offsets, scale_codebooks, codebook, adapter, table, out,
+        len(packed), n_tiles, n_rows, n_in, padded_lora_width, rank,
         LINEARS=n_linears, EQUAL=equal, MXFP4=in_mxfp4, N_SCALES=scales.shape[1],
         BLOCKS=TILE_BLOCKS, BLOCK=BLOCK, NESTED_BLOCK=NESTED_BLOCK, ROWS=TILE_ROWS,
         COLUMNS=LORA_ALIGNMENT, num_warps=4,
@@ -90,15 +91,15 @@ if triton:
 
     @triton.jit
     def dequantize_kernel(
-        packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
-        n_blocks, n_tiles, n_rows, n_in, padded_lora, rank, LINEARS: tl.constexpr,
+        packed, scales, nested_absmax, offsets, scale_codebooks, codebook, adapter, table, out,
+        n_blocks, n_tiles, n_rows, n_in, padded_lora_width, rank, LINEARS: tl.constexpr,
         EQUAL: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr, BLOCKS: tl.constexpr,
         BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):
         """Kernel of dequantize(), see launch_dequantize(). The first n_tiles programs write BLOCKS
         blocks of W each, the others ROWS rows and COLUMNS columns of B each."""
         tile = tl.program_id(0)
-        stride = n_in + padded_lora
+        stride = n_in + padded_lora_width
         if tile < n_tiles:
             block = tile.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
             inside = block < n_blocks
@@ -118,36 +119,36 @@ if triton:
             if MXFP4:
                 scale_of = block[:, None] * N_SCALES + byte_of // (BLOCK // 2 // N_SCALES)
                 scale = tl.load(scales + scale_of, inside[:, None], 0).to(tl.int32)
-                factor = tl.load(code_values + scale)
+                factor = tl.load(scale_codebooks + scale)
             else:
                 nested = tl.load(fields + FIRST_NESTED) + block_of // NESTED_BLOCK
                 index = tl.load(fields + INDEX)
                 scale = tl.load(scales + block * N_SCALES, inside, 0).to(tl.int32)
-                absmax = tl.load(code_values + index * SCALE_CODES + scale)
+                absmax = tl.load(scale_codebooks + index * SCALE_CODES + scale)
                 absmax = absmax * tl.load(nested_absmax + nested, inside, 0.0)
                 factor = (absmax + tl.load(offsets + index))[:, None]
-            high = tl.load(code + (codes >> 4)) * factor
-            low = tl.load(code + (codes & 15)) * factor
+            high = tl.load(codebook + (codes >> 4)) * factor
+            low = tl.load(codebook + (codes & 15)) * factor
             values = tl.interleave(high, low).to(out.dtype.element_ty)
             weight = block_of[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             row = weight // n_in  # row of the linear
             if n_in % BLOCK == 0:  # a block is in one row: fewer divisions
                 row = (block_of * BLOCK // n_in)[:, None] + tl.zeros([1, BLOCK], tl.int32)
-            target = first_output.to(tl.int64)[:, None] * stride + weight + row * padded_lora
+            target = first_output.to(tl.int64)[:, None] * stride + weight + row * padded_lora_width
             inside = inside[:, None] & (first_output[:, None] + row < end_output[:, None])
             tl.store(out + target, values, inside)
         else:
-            write_lora_b(adapter, table, out, tile - n_tiles, n_rows, n_in, padded_lora, rank,
+            write_lora_b(adapter, table, out, tile - n_tiles, n_rows, n_in, padded_lora_width, rank,
                          LINEARS, EQUAL, ROWS, COLUMNS)
 
     @triton.jit
     def write_lora_b(
-        adapter, table, out, tile, n_rows, n_in, padded_lora, rank, LINEARS: tl.constexpr,
+        adapter, table, out, tile, n_rows, n_in, padded_lora_width, rank, LINEARS: tl.constexpr,
         EQUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):
         """Write ROWS rows and COLUMNS columns of B, see dequantize_kernel()."""
-        row = tile // (padded_lora // COLUMNS) * ROWS + tl.arange(0, ROWS)
-        column = tile % (padded_lora // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+        row = tile // (padded_lora_width // COLUMNS) * ROWS + tl.arange(0, ROWS)
+        column = tile % (padded_lora_width // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
         linear = tl.zeros([ROWS], tl.int32)
         if EQUAL:  # then the linears also have equally many outputs
             linear = tl.minimum(row // (n_rows // LINEARS), LINEARS - 1).to(tl.int32)
@@ -161,5 +162,5 @@ if triton:
         own_row = row - tl.load(fields + FIRST_OUTPUT)  # row of the linear
         first = start.to(tl.int64) + own_row.to(tl.int64) * rank
         values = tl.load(adapter + first[:, None] + r, there, 0.0)
-        target = row.to(tl.int64)[:, None] * (n_in + padded_lora) + n_in + column[None, :]
+        target = row.to(tl.int64)[:, None] * (n_in + padded_lora_width) + n_in + column[None, :]
         tl.store(out + target, values, (row < n_rows)[:, None] & (column >= 0)[None, :])

@@ -8,7 +8,7 @@ import bitsandbytes as bnb
 import torch
 
 from fsdp_qlora.quant.blocks import BLOCK
-from fsdp_qlora.quant.nf4 import launch_dequantize, mxfp4_code, mxfp4_values, nf4_code
+from fsdp_qlora.quant.nf4 import launch_dequantize, mxfp4_codebooks, mxfp4_values, nf4_codebook
 from fsdp_qlora.triton_support import triton
 
 
@@ -27,17 +27,18 @@ def why_no_triton() -> str:
     # one linear of 256 outputs, without an adapter
     table = torch.tensor([[0, 0, 0, 0, 0, -1, 256]], dtype=torch.int32, device="cuda")
     mx_scales = (torch.arange(2048, device="cuda") % 128 + 64).to(torch.uint8).view(-1, 2)
-    mx_code, mx_powers = mxfp4_code(cuda)
+    mx_codebook, mx_scale_codebook = mxfp4_codebooks(cuda)
     same = []
-    for is_mx, scales, scale_values, code, want in (
-        (False, state.absmax.view(-1, 1), nested.code, nf4_code(cuda),
+    for is_mx, scales, scale_codebook, codebook, want in (
+        (False, state.absmax.view(-1, 1), nested.code, nf4_codebook(cuda),
          bnb.functional.dequantize_4bit(packed.view(-1, 1), state)),
-        (True, mx_scales, mx_powers, mx_code, mxfp4_values(packed, mx_scales).to(weight.dtype))):
+        (True, mx_scales, mx_scale_codebook, mx_codebook,
+         mxfp4_values(packed, mx_scales).to(weight.dtype))):
         out = torch.empty_like(weight)
         try:
             launch_dequantize(
-                packed, scales, nested.absmax, state.offset, scale_values, code, weight, table, out,
-                256, 16, n_linears=1, equal=0, in_mxfp4=is_mx)
+                packed, scales, nested.absmax, state.offset, scale_codebook, codebook, weight,
+                table, out, 256, 16, n_linears=1, equal=0, in_mxfp4=is_mx)
         except Exception as e:
             return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
         same.append(torch.equal(out, want.view(256, 256)))

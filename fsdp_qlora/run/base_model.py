@@ -1,4 +1,4 @@
-"""BaseModel: config, architecture and tokenizer of the model to train, before its weights are read.
+"""BaseModelInfo: config, architecture and tokenizer of the model to train, without its weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import transformers
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.load_tokenizer import load_tokenizer
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
-from fsdp_qlora.files import text_digest
+from fsdp_qlora.files import json_digest
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
 from fsdp_qlora.ranks import raise_on_all_ranks
@@ -19,7 +19,7 @@ from fsdp_qlora.run.resolve import resolve_max_seq_len
 
 
 @dataclasses.dataclass(frozen=True)
-class BaseModel:
+class BaseModelInfo:
     """A base model without its weights, which may not be downloaded yet."""
 
     directory: Path
@@ -38,7 +38,7 @@ class BaseModel:
         return any(token.old_ids is not None for token in self.trainable_tokens)
 
 
-def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
+def read_model_info(config: Config, name: str) -> tuple[Config, BaseModelInfo]:
     """Read all but the weights of a model, a directory or a Hub id. Returns the flags with
     --max_seq_len filled in, and the model. All ranks must call this."""
     needs = "tokenizer" if config.dataset or not config.random_weights else "config"
@@ -56,14 +56,14 @@ def open_model(config: Config, name: str) -> tuple[Config, BaseModel]:
                                  " a --dataset")
             tokens = add_trainable_tokens(tokenizer, config.trainable_tokens)
             arch = arch.with_token(tokens[-1].id)
-    return config, BaseModel(directory, model_config, arch, tokenizer, tokens)
+    return config, BaseModelInfo(directory, model_config, arch, tokenizer, tokens)
 
 
 def fetch_weights(config: Config, directory: Path, name: str, is_dry_run: bool) -> tuple[Path, str]:
     """Return the directory of the model's weights, downloaded if necessary, and the digest by which
     a resumed run recognizes them. The digest is "" in a dry run without weights."""
     if config.random_weights:
-        return directory, text_digest(str(directory))
+        return directory, json_digest(str(directory))
     if is_dry_run and not any(directory.glob("*.safetensors")):
         return directory, ""
     directory = model_directory(name, "weights")

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.files import (
-    ADAPTER_FILES, ADAPTER_WEIGHTS, digest, read_json, remove, sync_file, text_digest, write_atomic)
+    ADAPTER_FILES, ADAPTER_WEIGHTS, digest, read_json, remove, sync_file, json_digest, write_atomic)
 from fsdp_qlora.log import log
 from fsdp_qlora.lora.adapter import (
     TOKEN_ROWS, Adapter, MakeOptimizer, probe_optimizer, sharded_state)
@@ -73,7 +73,7 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
             "progress": dataclasses.asdict(run.progress),
             "config": dataclasses.asdict(run.config),
             "files": {name: digest(hidden / name) for name in names}}
-        state["sha256"] = text_digest(state)
+        state["sha256"] = json_digest(state)
         write_atomic(hidden / "checkpoint.json", json.dumps(state, indent=2))
         move_aside_and_remove(final)  # anything else with that name
         os.replace(hidden, final)
@@ -167,7 +167,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     now."""
     try:
         state = read_json(path / "checkpoint.json")
-        if state.pop("sha256") != text_digest(state):
+        if state.pop("sha256") != json_digest(state):
             raise ValueError("checkpoint.json has another SHA-256 than when it was written")
         if checkpoint_path(path.parent, state["step"]) != path:
             raise ValueError(f"it is a copy of that of step {state['step']}")
@@ -200,20 +200,20 @@ def latest_checkpoint(
     return None, None
 
 
-def save_adapter(run: Run, weights: dict[str, torch.Tensor],
+def write_final_adapter(run: Run, weights: dict[str, torch.Tensor],
                  merge_check: dict[str, torch.Tensor]) -> None:
     """Write the trained adapter in PEFT's format and the result of MergeCheck.tensors(), and their
     SHA-256 into train_config.json. If --output_dir is lost or cannot be written, write the adapter
     elsewhere, and raise OSError that names the place. Rank 0 only."""
     try:
-        write_results(run, weights, merge_check)
+        write_into_run_directory(run, weights, merge_check)
     except DISK_ERRORS as e:
         errors = [f"{run.directory}: {e}"]
         where = save_elsewhere(run, weights, errors)
         raise OSError(f"the adapter could not be saved in {'; nor in '.join(errors)}; {where}")
 
 
-def write_results(run: Run, weights: dict[str, torch.Tensor],
+def write_into_run_directory(run: Run, weights: dict[str, torch.Tensor],
                   merge_check: dict[str, torch.Tensor]) -> None:
     """Write the adapter and the merge check into the run's directory, and their SHA-256 into its
     train_config.json. Raises DISK_ERRORS, also if the directory is lost. Rank 0 only."""

@@ -45,7 +45,7 @@ def write_demo(directory: Path, loss: str = "sft") -> None:
         prompt, completion = f"What is {a} {word} {b}?\n", f"The answer is {answer}."
         examples.append({"prompt": prompt, "completion": completion})
     lines = examples if loss == "sft" else [
-        unpaired(example, loss, i) for i, example in enumerate(examples)]
+        preference_example(example, loss, i) for i, example in enumerate(examples)]
     (directory / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     bpe, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
@@ -72,7 +72,7 @@ def write_demo(directory: Path, loss: str = "sft") -> None:
     model.save_pretrained(directory / "model")
 
 
-def unpaired(example: dict[str, str], loss: str, i: int) -> dict[str, Any]:
+def preference_example(example: dict[str, str], loss: str, i: int) -> dict[str, Any]:
     """Return the demo's i-th example for a preference loss: a pair of its answer and a wrong one
     or, for an unpaired loss, one of the two in turn."""
     right = example["completion"]

@@ -20,12 +20,12 @@ from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.data.tokenizer_files import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
     ADAPTER_FILES, ADAPTER_WEIGHTS, as_json, digest, put_in_place, read_json, remove,
-    text_digest, write_atomic)
+    json_digest, write_atomic)
 from fsdp_qlora.log import log
 from fsdp_qlora.model.load import LoadResult
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks
-from fsdp_qlora.run.base_model import BaseModel
+from fsdp_qlora.run.base_model import BaseModelInfo
 from fsdp_qlora.run.state import Run
 from fsdp_qlora.run.status import Status
 
@@ -189,12 +189,12 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
         "versions": versions,
         **kept,
         "probe_input_ids": run.merge_check.input_ids}
-    train_config["sha256"] = text_digest(train_config)
+    train_config["sha256"] = json_digest(train_config)
     train_config |= {key: saved_run[key] for key in RESULTS if key in saved_run}
     write_atomic(path, json.dumps(train_config, indent=2))
 
 
-def save_tokenizer(directory: Path, weights_dir: Path, base: BaseModel) -> None:
+def save_tokenizer(directory: Path, weights_dir: Path, base: BaseModelInfo) -> None:
     """Write the tokenizer, if there is one, and generation_config.json, which makes generation stop
     where a turn ended in training. Rank 0 only."""
     if not (tokenizer := base.tokenizer):

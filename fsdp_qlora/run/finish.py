@@ -14,7 +14,7 @@ from fsdp_qlora.exit_codes import EXITS, EXIT_RESUMABLE
 from fsdp_qlora.log import log
 from fsdp_qlora.memory import log_debug_memory
 from fsdp_qlora.ranks import RunEnd, all_gather_objects, on_rank_0
-from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, save_adapter
+from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, write_final_adapter
 from fsdp_qlora.run.divergence import why_worse
 from fsdp_qlora.run.metrics import read_losses
 from fsdp_qlora.run.state import Run
@@ -31,7 +31,7 @@ def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
                      " and the next start would end there, too. Use more minutes, or evaluate"
                      " fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
-        on_rank_0(save_adapter, run, run.adapter.gather_weights(),
+        on_rank_0(write_final_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.tensors(run.model), causes=DISK_ERRORS)
     raise RunEnd(f"{why}, after step {step}; {what_is_saved(run, step)}", EXIT_RESUMABLE)
 

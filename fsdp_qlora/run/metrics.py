@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fsdp_qlora.files import open_own, put_in_place, read_records, text_digest, write_atomic
+from fsdp_qlora.files import open_own, put_in_place, read_records, json_digest, write_atomic
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.log import log
 from fsdp_qlora.quant.triton_trial import why_no_triton
@@ -253,7 +253,7 @@ def wandb_run(
     path = run.directory.resolve()
     try:
         tracker = wandb.init(
-            project="fsdp-qlora", id=f"{path.name}-{text_digest(str(path))[:8]}", name=path.name,
+            project="fsdp-qlora", id=f"{path.name}-{json_digest(str(path))[:8]}", name=path.name,
             resume="allow", dir=path, config=dataclasses.asdict(run.config))
     except Exception as e:
         raise ValueError(f"--report_to wandb: {e}")

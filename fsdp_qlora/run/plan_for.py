@@ -22,7 +22,7 @@ from fsdp_qlora.planner.search import (
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
-from fsdp_qlora.run.base_model import open_model
+from fsdp_qlora.run.base_model import read_model_info
 from fsdp_qlora.run.startup_log import log_plan_elsewhere
 from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len, resolve_steps
 from fsdp_qlora.run.status import Status
@@ -36,7 +36,7 @@ def print_plan_for(user_config: Config, optimizer_bytes_per_weight: float, statu
     status.enter("model")
     rows, eval_rows = None, None
     if config.dataset:
-        config, base = open_model(config, config.model or "")
+        config, base = read_model_info(config, config.model or "")
         status.enter("data")
         template_date = on_rank_0(time.strftime, "%Y-%m-%d")
         rows, eval_rows = prepare_data(

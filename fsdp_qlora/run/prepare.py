@@ -13,7 +13,7 @@ from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.init_adapter import check_init_adapter_base, read_adapter
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
-from fsdp_qlora.run.base_model import fetch_weights, open_model
+from fsdp_qlora.run.base_model import fetch_weights, read_model_info
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.resolve import resolve_steps
 from fsdp_qlora.run.resume import agree_on_digests
@@ -33,7 +33,7 @@ def prepare(config: Config, directory: Path, status: Status, is_dry_run: bool) -
         make_demo(config, directory)
     model_name = config.model or str(directory / "demo" / "model")
     status.enter("model")
-    config, base = open_model(config, model_name)  # fills in --max_seq_len
+    config, base = read_model_info(config, model_name)  # fills in --max_seq_len
     arch, tokenizer, token_ids = base.arch, base.tokenizer, base.trainable_ids
 
     # the rows

@@ -18,7 +18,7 @@ from fsdp_qlora.model.preference_loss import LOSSES
 from fsdp_qlora.planner.gpu_specs import parse_gpus
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import text_config
-from fsdp_qlora.pretrained.rope import longest_text
+from fsdp_qlora.pretrained.rope import max_context_length
 from fsdp_qlora.run.flags import parse_value
 
 
@@ -142,7 +142,7 @@ def resolve_max_seq_len(
         config: Config, model_config: PreTrainedConfig, arch: Architecture) -> Config:
     """Return the Config with --max_seq_len filled in, by what the model supports. Raises ValueError
     if the one that was given is longer."""
-    longest = longest_text(text_config(model_config))
+    longest = max_context_length(text_config(model_config))
     if longest and (config.max_seq_len or 0) > longest and config.dataset:
         raise ValueError(f"--max_seq_len {config.max_seq_len}: the model supports up to {longest};"
                          " more needs a rope_scaling in its config.json")

@@ -20,7 +20,7 @@ from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.cuda_graphs import CUDAGraphs
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.run.base_model import BaseModel
+from fsdp_qlora.run.base_model import BaseModelInfo
 from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.run.status import Status
 
@@ -31,7 +31,7 @@ class Job:
     """
 
     config: Config  # the flags, all filled in
-    base: BaseModel
+    base: BaseModelInfo
     weights_dir: Path  # the directory of the base model's weights, which a dry run may lack
     rows: Rows
     eval_rows: Rows | None  # None: no evaluation

@@ -5,13 +5,13 @@
 
 What all ranks know of is a RunEnd, with which main() ends them together. What happens to one rank
 alone goes to Status.end_alone(), and torchrun ends the others. The watching thread, see watch.py,
-cannot wait for the main thread: it calls Status.leave(). Whichever thread takes end_lock first
+cannot wait for the main thread: it calls Status.exit_now(). Whichever thread takes end_lock first
 reports the reason.
 
     main thread        a RunEnd, on all ranks           end_together()      its code, or the phase's
                        any other error, of this rank    end_alone()         8, 70, or 75: LOST
-    watching thread    a signal, another process ends   leave()             75
-                       the deadline is over             leave_on_timeout()  9
+    watching thread    a signal, another process ends   exit_now()             75
+                       the deadline is over             exit_on_timeout()  9
 """
 
 from __future__ import annotations
@@ -161,14 +161,14 @@ class Status:
                 print_error(line)
             self.has_logged_end = True
 
-    def leave(self, code: int, message: str) -> NoReturn:
+    def exit_now(self, code: int, message: str) -> NoReturn:
         """End this process now, whatever its main thread is doing."""
         self.is_ending = True
         end_soon(code)
         self.log_end(code, message)
         os._exit(code)
 
-    def leave_on_timeout(self) -> NoReturn:
+    def exit_on_timeout(self) -> NoReturn:
         """Write the stacks of all threads to a file and end, because some rank has stopped making
         progress."""
         end_soon(EXIT_STEP_TIMEOUT)
@@ -176,7 +176,7 @@ class Status:
         with contextlib.suppress(OSError), path.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         time.sleep(2)  # let all ranks write their stacks before torchrun ends them
-        self.leave(EXIT_STEP_TIMEOUT,
+        self.exit_now(EXIT_STEP_TIMEOUT,
                    f"{this_rank()} has waited too long {self.where}: is another process"
                    f" frozen, or its node? See {self.directory}/stacks-*.txt, and"
                    " --step_timeout_minutes")
@@ -188,7 +188,7 @@ class Status:
             return  # the same signal: torchrun passes on what a terminal has sent to all
         if self.signal_time > 0 or self.phase not in ("training", "saving"):
             when = "again" if self.signal_time > 0 else "before training began"
-            self.leave(EXIT_RESUMABLE, f"{name} {when}; {self.how_to_resume}")
+            self.exit_now(EXIT_RESUMABLE, f"{name} {when}; {self.how_to_resume}")
         self.stop_reason, self.signal_time = self.stop_reason or name, time.monotonic()
         if is_rank_0():
             print_error(f"{name}: finishing this step and saving;"

@@ -1,10 +1,10 @@
 """The watching thread: what ends a run from outside, whatever the main thread waits for.
 
     a signal, or torchrun ends: Status.on_signal()
-        before training, or a second one    Status.leave(), exit code 75
+        before training, or a second one    Status.exit_now(), exit code 75
         the first one in training           Status.stop_reason, a RunEnd after the step
-    another process of the run ends         Status.leave(), exit code 75
-    the deadline of a step is over          Status.leave_on_timeout(), exit code 9
+    another process of the run ends         Status.exit_now(), exit code 75
+    the deadline of a step is over          Status.exit_on_timeout(), exit code 9
 
 Signal handlers do nothing; the signal's number comes to the thread through a socket.
 """
@@ -80,9 +80,9 @@ def watch(receive: socket.socket, status: Status) -> None:
             n_missing = n_missing + 1 if is_lost else 0
             if n_missing > 1:  # seen twice, because torchrun may just be ending
                 # NCCL would wait for the missing process
-                status.leave(EXIT_RESUMABLE, f"{LOST}; {status.how_to_resume}")
+                status.exit_now(EXIT_RESUMABLE, f"{LOST}; {status.how_to_resume}")
         if time.monotonic() > status.deadline:
-            status.leave_on_timeout()
+            status.exit_on_timeout()
 
 
 def count_siblings() -> int:
