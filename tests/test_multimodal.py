@@ -57,7 +57,8 @@ def write_multimodal(directory, name, how, vocab_size):
 @torch.no_grad()
 def logits_of(model, rows):
     model.eval()
-    return torch.cat([model(input_ids=ids[None]).logits[0].float() for ids, _ in rows])
+    return torch.cat([model(input_ids=ids[None].to(model.device)).logits[0].float().cpu()
+                      for ids, _ in rows])
 
 
 @pytest.mark.parametrize("name, how", [
