@@ -21,7 +21,7 @@ with --offload, a GPU of 24 GB is enough for a 70B. Without a GPU the file runs 
     to change                                     edit
     flags                                         parse_args(), check_args()
     which linears have LoRA, dropout              build_model()
-    a model class of your own                     build_model(); find_model() downloads no *.py
+    a model class of your own                     build_model()
     attention, activation checkpointing           choose_attention(), build_model()
     quantization                                  NF4_KWARGS, and nf4 in save_adapter()
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
@@ -31,7 +31,7 @@ with --offload, a GPU of 24 GB is enough for a 70B. Without a GPU the file runs 
     optimizer, schedule                           train(), lr_factor()
     initial adapter                               init_lora()
     evaluation                                    evaluate(), and where train() calls it
-    metrics to wandb or a file                    log_step(); for eval_loss where train() logs it
+    metrics to wandb or a file                    log_step(); eval_loss: twice in train()
     what is saved; to use or merge the adapter    save_adapter()
     columns of the data set                       encode()
     options of the chat template                  render()
@@ -239,7 +239,17 @@ def find_model(args: Namespace) -> Path:
 
 def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftModel:
     """Build the model on meta, which needs almost no memory. The linears of its decoder layers
-    become 4-bit linears with LoRA. The embedding, the norms and the lm_head stay in bf16."""
+    become 4-bit linears with LoRA. The embedding, the norms and the lm_head stay in bf16.
+
+    A model class of your own: write MyConfig.from_pretrained(model_dir) and
+    MyForCausalLM._from_config(config, dtype=DTYPE) in place of the Auto classes' calls. It needs
+
+        the base classes PreTrainedModel and GenerationMixin, and config_class = MyConfig
+        supports_gradient_checkpointing = True
+        get_input_embeddings(), and get_decoder(), whose .layers are GradientCheckpointingLayers
+        forward(input_ids, **kwargs), which is causal without a mask, and returns .logits
+        parameters that have the names in the files, but for what bare_name() removes
+    """
     config = AutoConfig.from_pretrained(model_dir)
     if getattr(config, "quantization_config", None):
         fail(f"--model {args.model}: is already quantized; pass the original model")
@@ -381,8 +391,9 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
 def bare_name(name: str) -> str:
     """Return a tensor's name without PEFT's ".base_layer", and without leading "model." and
     "language_model.", which a model's class may have and its files lack, or the other way round:
-    language_model.model.layers.0 and model.language_model.layers.0 both become layers.0."""
-    return re.sub(r"^((model|language_model)\.)+", "", name.replace(".base_layer", ""))
+    language_model.model.layers.0 and model.language_model.layers.0 both become layers.0. The name
+    of a tensor of the outermost module begins with a dot, which is removed, too."""
+    return re.sub(r"^\.?((model|language_model)\.)*", "", name.replace(".base_layer", ""))
 
 
 def load_module(
@@ -575,10 +586,11 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
         del batch[-n_rows * world_size :]
 
 
-def count_loss_tokens(rows: list[Row]) -> int:
-    """Return the divisor of the loss of these rows. read_rows() leaves out a row where it is 0."""
+def count_loss_tokens(rows: list[Row]) -> float:
+    """Return the divisor of the loss of these rows; with weights, their sum. read_rows() leaves out
+    a row where it is 0."""
     # from 1: nothing predicts the first token
-    return sum(int((row.labels[1:] != IGNORE_INDEX).sum()) for row in rows)
+    return sum((row.labels[1:] != IGNORE_INDEX).sum().item() for row in rows)
 
 
 def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor:
@@ -665,7 +677,7 @@ def stop_if_diverged(step: int, loss: Tensor, norm: Tensor) -> None:
     learned. Loss and norm are sums over all ranks, so all ranks fail together."""
     if torch.isfinite(loss + norm) and norm > 0:
         return
-    advice = "the run has diverged: use a lower --learning_rate"
+    advice = "the run has diverged (use a lower --learning_rate), or a loss of your own is 0"
     if step == 1:
         advice = "nothing is trained yet: are the model's weights, and your edits, right?"
     fail(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}: {advice}")
@@ -683,8 +695,18 @@ def lr_factor(step: int, n_steps: int) -> float:
 def log_step(
     step: int, n_steps: int, loss: Tensor, lr: float, norm: Tensor, speed: float
 ) -> None:
-    """Print a step's metrics. `speed`: tokens per second per rank. For wandb, if dist.get_rank()
-    is 0: wandb.init() in main(), and here wandb.log({"loss": loss.item()}, step=step)"""
+    """Print a step's metrics. `speed`: tokens per second per rank.
+
+    For wandb: in main(), after init_distributed(),
+
+        if dist.get_rank() == 0:
+            wandb.init()
+
+    and here
+
+        if dist.get_rank() == 0:
+            wandb.log({"loss": loss.item()}, step=step)
+    """
     worker, memory = "process", ""
     if loss.is_cuda:
         worker, memory = "GPU", f" | peak {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"

@@ -7,6 +7,7 @@ import contextlib
 import io
 import shutil
 import sys
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,10 @@ import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from torch import nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutput
 
 import minimal_fsdp_qlora as script
 
@@ -229,12 +234,12 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
          '            file.get_tensor(f"base_model.model.{name}.{part}.weight"))')],
     "gaussian": [("target_modules=list(linears),",
                   'target_modules=list(linears), init_lora_weights="gaussian",')],
-    "weights": [  # of 2 for all tokens, which change nothing
+    "weights": [  # of 0.25 for all tokens, which change nothing
         ("    labels: Tensor", "    weights: Tensor\n    labels: Tensor"),
         ("    return Row(torch.tensor(ids),",
-         "    return Row(torch.tensor(ids), torch.full([len(ids)], 2.0),"),
-        ("    return sum(int((row.labels[1:] != IGNORE_INDEX).sum())",
-         "    return sum(int(row.weights[1:][row.labels[1:] != IGNORE_INDEX].sum())"),
+         "    return Row(torch.tensor(ids), torch.full([len(ids)], 0.25),"),
+        ("    return sum((row.labels[1:] != IGNORE_INDEX).sum().item()",
+         "    return sum(row.weights[1:][row.labels[1:] != IGNORE_INDEX].sum().item()"),
         ("    return cross_entropy(logits.flatten(0, 1), targets.flatten())",
          "    weights = pad_sequence([row.weights for row in rows], batch_first=True)\n"
          "    weights = F.pad(weights[:, 1:], (0, 1)).flatten().to(device)\n"
@@ -294,7 +299,73 @@ def rank_1_has_other_rows():
     return [(script, "parse_args", parse)]
 
 
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
+
+    def __init__(self, vocab_size=300, hidden_size=64, num_hidden_layers=2, **others):
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        super().__init__(**others)
+
+
+class OwnLayer(GradientCheckpointingLayer):
+    """In place of attention the mean of all tokens so far."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.norm = nn.RMSNorm(size)
+        self.up = nn.Linear(size, 2 * size, bias=False)
+        self.down = nn.Linear(2 * size, size, bias=False)
+
+    def forward(self, x):
+        counts = torch.arange(1, 1 + x.shape[1], device=x.device)[:, None]
+        return x + self.down(self.up(self.norm(x).cumsum(1) / counts).relu()).to(x.dtype)
+
+
+class OwnDecoder(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            OwnLayer(config.hidden_size) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size)
+
+    def forward(self, input_ids):
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class OwnForCausalLM(PreTrainedModel, GenerationMixin):
+    """What the script asks of a model class, and nothing more."""
+
+    config_class = OwnConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = OwnDecoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.model.embed_tokens
+
+    def get_decoder(self):
+        return self.model
+
+    def forward(self, input_ids, **others):
+        return CausalLMOutput(logits=self.lm_head(self.model(input_ids)) * self.scale)
+
+
+def own_class():
+    auto_class = types.SimpleNamespace(from_config=OwnForCausalLM._from_config)
+    return [(script, "AutoConfig", OwnConfig), (script, "AutoModelForCausalLM", auto_class)]
+
+
 PATCHES = {patch.__name__: patch for patch in (
     in_fp32, one_by_one, lora_in_bf16, copies_as_on_cuda, norm_is_trained, lm_head_is_unfrozen,
-    norm_is_not_read, rank_1_has_other_rows,
+    norm_is_not_read, own_class, rank_1_has_other_rows,
     evaluated_first, killed_while_saving)}

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import DEVICE, ROOT, do_here, needs_ranks, one_process, selected_params
-from minimal_runs import EDITS, PROBE
+from minimal_runs import EDITS, PROBE, OwnConfig, OwnForCausalLM
 from peft import (
     LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict)
 from peft.tuners.lora import LoraLayer
@@ -131,6 +131,10 @@ def base(tmp_path_factory, demo_directory, wanted):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_directory / "model")
     for model_type in *wanted, "mixtral":
         write_model(directory / model_type, model_type, tokenizer)
+    torch.manual_seed(1)
+    OwnForCausalLM(OwnConfig(vocab_size=len(tokenizer))).bfloat16().save_pretrained(
+        directory / "own")
+    tokenizer.save_pretrained(directory / "own")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES["gemma4_text"], "hidden_size_per_layer_input", 64)
         write_model(directory / "gemma4_e", "gemma4_text", tokenizer)
@@ -250,6 +254,7 @@ RUNS = {  # name: (processes, what the job has)
            ("columns", "answers.jsonl"),
            ("generation", "text.jsonl", "--eval_dataset", "talks.jsonl"),
            ("attention only", "text.jsonl"), ("AdamW", "text.jsonl"))},
+    "own class": (2, {"argv": flags("own", "own-adapter"), "with": ["own_class"]}),
     "copies as on CUDA": (2, {"argv": flags("llama", "x"), "with": ["copies_as_on_cuda"]}),
     "LoRA in bf16": (2, {"argv": flags("llama", "x"), "with": ["lora_in_bf16"]}),
     "the lm_head is unfrozen": (2, {"argv": flags("qwen3", "x"), "with": ["lm_head_is_unfrozen"]}),
@@ -572,7 +577,7 @@ def test_check_loaded_finds(run, words, runs):
     ("other rows", "text.jsonl: not the same file on all machines"),
     ("no directory", "--output_dir taken: already has an adapter"),
     ("no rows", "text.jsonl: no token to train on"),
-    ("too fast", "the run has diverged: use a lower --learning_rate"),
+    ("too fast", "the run has diverged (use a lower --learning_rate)"),
     ("no gradient", "gradient norm 0.0000: nothing is trained yet: are the model's weights, and"),
 ])  # fmt: skip
 def test_one_line_says_what_is_wrong(run, words, runs):
@@ -651,6 +656,17 @@ def test_edits_that_the_file_describes(edit, base, runs):
         assert found["loss"][0] == want["loss"][0] and found["loss"][2] < want["loss"][0] - 0.1
     else:
         assert len(found["loss"]) == 3 and found["loss"][2] < found["loss"][0]
+
+
+def test_model_class_of_ones_own_is_trained(base, runs):
+    """One that transformers does not know, with all that the file says it needs, and a parameter of
+    the outermost module."""
+    needs_ranks(2)
+    text, _ = runs("own class")
+    found = losses(text)
+    assert len(found) == 3 and found[2] < found[0], text
+    adapter = load_file(base / "own-adapter" / "adapter_model.safetensors")
+    assert len(adapter) == 8 and any(x.any() for name, x in adapter.items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize("run", [pytest.param("saved each step", marks=pytest.mark.slow)])
