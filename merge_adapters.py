@@ -32,10 +32,10 @@ training rows. The last line says how much of the adapter's own effect they diff
                   --output_dir empties
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
-PEFT. It assumes, and cannot check, that they were trained on this base quantized from bf16 to NF4
-with double quantization, which are not transformers' defaults. All linears that load_in_4bit
-quantizes become W (in a multimodal model those outside the text model only if one of them has an
-adapter), all other tensors are rounded to bf16, and nothing is compared.
+PEFT. It assumes, and cannot check, that they were trained on this base, quantized from bf16 to NF4
+with double quantization; neither is transformers' default. All linears that load_in_4bit quantizes
+become W (in a multimodal model those outside the text model only if one of them has an adapter),
+all other tensors are rounded to bf16, and nothing is compared.
 
     merge
         open_run                the run, its base model and its adapter, which belong together
@@ -43,7 +43,7 @@ adapter), all other tensors are rounded to bf16, and nothing is compared.
             copy_other_files        config.json, the index, the tokenizer and its template
             write_tensors           file by file, each tensor as soon as it is made
                 merged_tensor           for each tensor of the merged model, one of three:
-                    merged_linears          a linear, or all that are in it (experts; q, k and v):
+                    merged_linears          its linears: one, or several (experts; q, k and v):
                         base.weight             read it, in any format
                         frozen_weight           W: round it to NF4
                         add_adapter             W + scaling * B @ A, in fp32; then round to bf16

@@ -94,16 +94,18 @@ def put_in_place(part: Path, path: Path) -> None:
     sync_file(path.parent)
 
 
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
+
+
 def write_tensors(path: Path, shapes: TensorShapes,
                   tensor_of: Callable[[str], torch.Tensor]) -> None:
-    """Write tensors in bf16 or fp32, one at a time, as `tensor_of` makes them of their names, on
-    the CPU; safetensors' own writer needs all tensors of a file at once. Not synced."""
+    """Write tensors in bf16, fp32 or int64, one at a time, as `tensor_of` makes them of their
+    names, on the CPU; safetensors' own writer needs all tensors of a file at once. Not synced."""
     header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in shapes.items():
         start, end = end, end + dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype],
-                        "shape": shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

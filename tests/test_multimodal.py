@@ -18,6 +18,7 @@ from test_layouts import BAR, first_step, make_reference, write_layout
 from test_step import FLAGS, LARGE, read_rows, rows_of_step, write_uneven_rows
 
 import merge_adapters
+from fsdp_qlora.files import write_tensors
 from fsdp_qlora.merge.merge_base import linears_by_tensor
 from fsdp_qlora.merge.open_run import read_base
 from fsdp_qlora.pretrained import families
@@ -151,3 +152,18 @@ def test_fp8_outside_the_text_model_is_multiplied_by_its_scales(change, words, t
     assert base.unused == []
     merged = merge_adapters.merged_tensor("mtp.fc.weight", base, {}, "cpu")
     assert torch.equal(merged, from_fp8(codes, scales).bfloat16())
+
+
+def test_integers_outside_the_text_model_stay(tmp_path):
+    """Such as the count of a BatchNorm in an audio tower, which bf16 would round."""
+    write_model(tmp_path, TINY["qwen3_5_vl"](320))
+    path, count = tmp_path / "model.safetensors", torch.tensor(70_001)
+    save_file(load_file(path) | {"mtp.count": count}, path, {"format": "pt"})
+    base, _ = read_base(
+        str(tmp_path), {"prequantized": False, "quantized_from_dtype": "bfloat16"}, {}, [])
+    (tmp_path / "out").mkdir()
+    shapes = {"mtp.count": base.merged_shapes["mtp.count"]}
+    write_tensors(tmp_path / "out" / "a.safetensors", shapes, lambda name: (
+        merge_adapters.merged_tensor(name, base, {}, "cpu")))
+    (found,) = load_file(tmp_path / "out" / "a.safetensors").values()
+    assert found.dtype == torch.int64 and torch.equal(found, count)

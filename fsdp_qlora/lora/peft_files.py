@@ -35,7 +35,7 @@ PLAIN_INITS = True, False, None, "gaussian", "eva", "orthogonal"
 def with_adapter_form(arch: Architecture, directory: Path) -> Architecture:
     """Return `arch` with the MoERecord.adapters form in which the adapter in this directory was
     saved; that may be an older form."""
-    # before the next line: they raise if there is no adapter
+    # for dense models, too: these two raise if there is no adapter
     settings = read_json(directory / ADAPTER_CONFIG)
     stored = read_header(directory / ADAPTER_WEIGHTS)
     if not arch.moe:

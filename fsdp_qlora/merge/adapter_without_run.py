@@ -21,7 +21,7 @@ from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
 from fsdp_qlora.lora.peft_names import AdapterSlice, linear_adapter_shapes
 from fsdp_qlora.merge.merge_base import MergeBase
-from fsdp_qlora.merge.merged_model import auto_class, in_order
+from fsdp_qlora.merge.merged_model import auto_class, in_order, merged_dtype
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
@@ -63,8 +63,8 @@ def open_adapter_without_run(
     adapter_type = "rslora" if lora.use_rslora else "lora"  # for the scaling: DoRA's is LoRA's
     scaling = AdapterSettings(lora.r, lora.lora_alpha, adapter_type).scaling
     adapters = stored_adapters(adapter_dir, adapter, scaling, slices)
-    merged_shapes = {name: (tensor.shape, torch.bfloat16)
-                     for name, tensor in in_order(stored) if tensor.dtype in FLOATS}
+    merged_shapes = {name: (tensor.shape, merged_dtype(tensor))
+                     for name, tensor in in_order(stored) if tensor.dtype in (*FLOATS, "I64")}
     names = TensorNames(
         linears={name: LinearShape(name, stored[name].shape[0], stored[name].shape[1], bias=False)
                  for name in linears})

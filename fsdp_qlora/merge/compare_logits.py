@@ -61,7 +61,7 @@ def compare_logits(base: MergeBase, arch: Architecture, merge_check_file: Path,
     why = ("the adapter's effect is small beside the rounding of weights to bf16"
            if effect < SMALL_EFFECT else
            "the base, the device or a version may differ from those in training")
-    if not arch.moe:  # PEFT cannot: transformers does not load experts in 4 bits
+    if not arch.moe:  # transformers 5 does not load experts in 4 bits, so PEFT cannot use those
         why += "; to use the adapter without merging it, see docs/serving.md"
     if not error <= FAILED_ERROR:  # or NaN
         raise ValueError("the merged model does not match the trained one, it differs by"

@@ -42,8 +42,10 @@ class MergeBase:
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
 
-    def __post_init__(self) -> None:
-        self.linears_by_tensor = linears_by_tensor(self.names)
+    @functools.cached_property
+    def linears_by_tensor(self) -> dict[str, dict[str, StackedSlice]]:
+        """{tensor of the merged model: {linear in it: its place there}}"""
+        return linears_by_tensor(self.names)
 
     @property
     def merged_bytes(self) -> int:

@@ -78,9 +78,15 @@ def merged_shapes_and_paths(
         # fp32, such as a router's correction, and rounds the others itself
         is_exact = (name in names.small_tensors and name not in nf4_states
                     and tensor.dtype == "F32")
-        tensors[name] = shape, torch.float32 if is_exact else torch.bfloat16
+        tensors[name] = shape, torch.float32 if is_exact else merged_dtype(tensor)
         paths[name] = tensor.path
     return tensors, paths
+
+
+def merged_dtype(tensor: StoredTensor) -> torch.dtype:
+    """Return the dtype of most tensors of a merged model: int64, such as the count of a BatchNorm
+    in an audio tower, stays; all others become bf16."""
+    return torch.int64 if tensor.dtype == "I64" else torch.bfloat16
 
 
 def replace_rows(

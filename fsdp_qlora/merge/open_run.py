@@ -80,7 +80,8 @@ def check_base(base: MergeBase, arch: Architecture, run: TrainedRun, allow_other
     """Raise ValueError unless the base is the one that the run was trained on."""
     if allow_other:
         print("warning: --allow_other_base: the base may be another one: nothing will be compared")
-    elif base_digest(base.directory) != run.base_sha256:
+        return
+    if base_digest(base.directory) != run.base_sha256:
         raise ValueError(f"{base.directory}: its config.json or its weights {OTHER_BASE}")
     if max(map(max, run.merge_check_ids)) >= arch.vocab_size:
         raise ValueError("train_config.json has probe_input_ids outside the base's vocabulary of"

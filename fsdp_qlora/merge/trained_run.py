@@ -64,7 +64,7 @@ def read_run(directory: Path) -> TrainedRun:
                             " LoRA adapter that PEFT has saved is merged, unchecked, with"
                             " --base_model"))
     run = read_json(path)
-    last_step = check_digests(directory, path, run)
+    check_digests(directory, path, run)
     refuse_unmergeable(run, path)
 
     def found(*names: str) -> list[Path]:
@@ -83,30 +83,33 @@ def read_run(directory: Path) -> TrainedRun:
         # with --trainable_tokens the tokenizer may have more tokens than the base's
         replacing_files=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
         template_file=path.with_name("chat_template.jinja") if is_given else None,
-        losses=read_losses(path.parent, last_step))
+        losses=read_losses(path.parent, saved_step(directory)))
 
 
-def check_digests(directory: Path, path: Path, run: dict[str, Any]) -> float:
+def check_digests(directory: Path, path: Path, run: dict[str, Any]) -> None:
     """Raise ValueError if `run`, read from train_config.json at `path`, or a file of the adapter in
-    `directory` has another SHA-256 than when it was written. Removes the digests from `run`, and
-    returns the step at which the adapter was saved; infinity: the run's last."""
+    `directory` has another SHA-256 than when it was written."""
     changed = "has another SHA-256 than when it was written"
+    run = {**run}
     # removed before the digest: they were added after it, when the run ended
     files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
     if run.pop("sha256", None) != json_digest(run):
         raise ValueError(f"{path}: {changed}")
-    last_step = math.inf
     if (checkpoint := directory / "checkpoint.json").exists():
         state = read_json(checkpoint)
         written, listed = state.pop("sha256", None), state.get("files")
         if json_digest(state) != written or not isinstance(listed, dict):
             raise ValueError(f"{checkpoint}: {changed}")
         files = {directory / name: listed.get(name) for name in (*ADAPTER_FILES, MERGE_CHECK_FILE)}
-        last_step = state["step"]
     for file, sha in files.items():
         if digest(file) != sha:
             raise ValueError(f"{file}: {changed}")
-    return last_step
+
+
+def saved_step(directory: Path) -> float:
+    """Return the step at which the adapter was saved; infinity: the run's last."""
+    checkpoint = directory / "checkpoint.json"
+    return read_json(checkpoint)["step"] if checkpoint.exists() else math.inf
 
 
 def refuse_unmergeable(run: dict[str, Any], path: Path) -> None:

@@ -34,7 +34,7 @@ class TensorNames:
     sources: dict[str, StackedSlice] = field(default_factory=dict)
     # {name of a linear in FP8 or INT4: name of its scales}
     scaled: dict[str, str] = field(default_factory=dict)
-    # the names in `shapes` of Architecture.small_tensors()
+    # the names of Architecture.small_tensors(); parts of a fused convolution are in `sources`
     small_tensors: set[str] = field(default_factory=set)
     # the names of those that these files lack, and that are then 0
     zeros: set[str] = field(default_factory=set)
