@@ -74,7 +74,8 @@ class MixerSublayerCosts:
         values = hidden + sublayer.in_proj.padded_lora_width
         values += sum(out_proj.padded_lora_width for out_proj, _ in sublayer.paths)
         values += sum(mixer.saved_values for mixer in self.mixers)
-        if self._saves_projected:  # in the same tensor: dequantized_linears whole
+        # all parts of `projected` are views of one tensor, which then stays whole
+        if self._saves_projected:
             values += sum(mixer.projected_width for (_, mixer), costs in zip(
                 sublayer.paths, self.mixers) if not costs.saves_projected)
         return values + hidden * (sublayer.arch.attention_post_norm is not None)
