@@ -516,7 +516,7 @@ def parts_of_adapter(model, arch, what):
     ("qwen3_moe", {"lora_rank": 4}, "multiple of"), ("qwen3_moe", {"adapter": "dora"}, "DoRA"),
     ("qwen3_moe", {"lora_dropout": 0.1}, "dropout"),
     ("granitemoe", {"adapter": "rslora"}, "would count gate and up 1.41 times"),
-    ("qwen3_moe", {"target_modules": ("gate_proj",)}, "which are experts here"),
+    ("qwen3_moe", {"target_modules": ("gate_proj",)}, "which --target_modules experts adapts"),
     ("qwen2_moe", {"target_modules": ("shared_expert",)},
      "choose from .*v_proj, .*, mlp.shared_expert.up_proj, .*, experts, all-linear"),
     ("llama", {}, "no such linear")])  # fmt: skip

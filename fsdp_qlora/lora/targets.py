@@ -99,7 +99,7 @@ def requested_targets(arch: Architecture, config: Config) -> list[str]:
         found = [name for name in names if f".{name}".endswith(f".{word}")]
         if word in expert_names:
             raise ValueError(f"--target_modules {word}: PEFT uses this name for all experts, which"
-                             f" are experts here; choose from {choices}")
+                             f" --target_modules experts adapts; choose from {choices}")
         if not found:
             raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
                              f" choose from {choices}")
