@@ -59,7 +59,7 @@ from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import ReadRequest, WeightReader, rows_in_memory, stored_tensors
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
-from fsdp_qlora.pretrained.stored_values import stored_values
+from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 from fsdp_qlora.pretrained.weight_formats import scaled_weight
 
@@ -701,7 +701,7 @@ def test_rows_of_an_fp8_weight_have_their_scales(rows):
     names = TensorNames(scaled={"w": "s"}, shapes={"w": codes.shape, "s": scales.shape})
     its_scales = scales[rows.start // 128 : -(-rows.stop // 128)]
     files = {"w": codes[rows.start : rows.stop].flatten(), "s": its_scales.flatten()}
-    got = stored_values("w", files.get, names, (), torch.bfloat16, rows.start)
+    got = StoredWeights(files.get, names, {}, torch.bfloat16).values("w", rows.start)
     assert torch.equal(got, from_fp8(codes, scales)[rows.start : rows.stop])
 
 

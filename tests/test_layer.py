@@ -59,6 +59,7 @@ from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import Heads
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
+from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.records import AttentionGateRecord, GatedDeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
@@ -130,7 +131,8 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
         arch, make_layer_specs(arch, adapted, config.adapter_settings), plan, kernels,
         torch.device("cpu"))
     names = tensor_names(arch, tensors)  # the only process reads all rows
-    fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
+    read = functools.partial(rows_in_memory, tensors, names.sources)
+    fill_model(model, StoredWeights(read, names, {}, plan.dtype))
     model.set_frequencies(model_config, max(LENGTHS))
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
@@ -974,16 +976,16 @@ def scan_recurrence(b, c, x, decay, step, lengths):
     return torch.stack(outs)
 
 
-def swap_gate_and_up(model, names, read, *rest):
+def swap_gate_and_up(model, files):
     def swapped(name):
         parts = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
-        return read(".".join(parts.get(part, part) for part in name.split(".")))
+        return files.read(".".join(parts.get(part, part) for part in name.split(".")))
 
-    fill_model(model, names, swapped, *rest)
+    fill_model(model, dataclasses.replace(files, read=swapped))
 
 
-def drop_offsets(model, *rest):
-    fill_model(model, *rest)
+def drop_offsets(model, files):
+    fill_model(model, files)
     for layer in model.layers:
         layer.nested.offsets.zero_()
 

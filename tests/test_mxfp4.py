@@ -25,7 +25,8 @@ from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
-from fsdp_qlora.pretrained.tensor_names import tensor_names
+from fsdp_qlora.pretrained.stored_weights import StoredWeights
+from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, FourBitBlocks
 from fsdp_qlora.quant.nf4 import mxfp4_values
 from fsdp_qlora.ranks import RunEnd
@@ -91,7 +92,8 @@ def test_a_rank_may_have_a_part_of_a_row():
         packed, scales = (t[blocks].flatten() for t in whole)
         return (packed << 4 | packed >> 4) if name.endswith("_blocks") else scales
 
-    assert copy_mxfp4([(own, "down")], shard, read) == []
+    files = StoredWeights(read, TensorNames(), {}, torch.bfloat16)
+    assert copy_mxfp4([(own, "down")], shard, files) == []
     for got, want in zip((shard.packed, shard.scales), whole):
         assert torch.equal(got[1:], want[2:7]) and not got[0].any()
 

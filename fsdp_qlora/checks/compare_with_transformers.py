@@ -34,6 +34,7 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.reader import rows_in_memory
+from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 
@@ -187,7 +188,8 @@ def plain_model(
     specs = make_layer_specs(arch, adapted if adapter_type else (), settings)
     model = Model(arch, specs, plan, eager_kernels(arch), torch.device("cpu"))
     names = tensor_names(arch, tensors)
-    fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
+    read = functools.partial(rows_in_memory, tensors, names.sources)
+    fill_model(model, StoredWeights(read, names, {}, plan.dtype))
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
     model.set_frequencies(model_config, max_seq_len)

@@ -15,7 +15,7 @@ from fsdp_qlora.files import TensorShapes
 from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import StackedSlice, StoredTensor, read_tensor
-from fsdp_qlora.pretrained.stored_values import stored_values
+from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import INT4_PACKED, NF4_SUFFIXES
 
@@ -93,7 +93,8 @@ class MergeBase:
         becomes `training_dtype`; FP8 is multiplied by its scales, as INT4 is; MXFP4 becomes fp32.
         Raises ValueError as read() does."""
         read = functools.partial(self.read, device=device)
-        return stored_values(name, read, self.names, self.nf4_states, self.training_dtype)
+        files = StoredWeights(read, self.names, self.nf4_states, self.training_dtype)
+        return files.values(name)
 
 
 def linears_by_tensor(names: TensorNames) -> dict[str, dict[str, StackedSlice]]:

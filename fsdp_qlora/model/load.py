@@ -1,6 +1,6 @@
 """Load the base model: read each weight, quantize it to NF4 or copy it, into this rank's shard.
 
-load_model() opens and checks the files; fill_model() and below read them by a ReadTensor.
+load_model() opens and checks the files; fill_model() and below read them as StoredWeights.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,14 @@ from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
 from fsdp_qlora.pretrained.records import LinearShape
-from fsdp_qlora.pretrained.stored_values import stored_values
-from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
+from fsdp_qlora.pretrained.stored_weights import StoredWeights
+from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip, swap_nibbles
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
 from fsdp_qlora.quant.nf4 import scale_codebook
 from fsdp_qlora.ranks import is_rank_0, raise_on_all_ranks
 
-# read(name) returns this rank's rows of a tensor of the files, flat
-ReadTensor = Callable[[str], torch.Tensor]
-# {name of a tensor that is in NF4 in the files: the JSON object that bitsandbytes stored with it}
-NF4States = dict[str, dict[str, Any]]
 # this rank's part of each linear, and its name in files
 LocalLinears = list[tuple[LocalBlocks, str]]
 
@@ -65,7 +60,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     arch = model.arch
     device = model.device
-    nf4_states: NF4States = {}  # check_files()'s result
+    nf4_states: dict[str, dict[str, Any]] = {}  # check_files()'s result
     dtype = model.plan.dtype
     if config.random_weights:
         names = tensor_names(arch, {})
@@ -94,7 +89,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
             finite[name] = all_finite(value, name)
         return value
 
-    fill_model(model, names, read_checked, nf4_states)
+    fill_model(model, StoredWeights(read_checked, names, nf4_states, dtype))
     with raise_on_all_ranks():
         reader.close()  # raises the reader's error; until here all ranks continue
         are_finite = torch.stack(list(finite.values())).tolist()
@@ -117,13 +112,12 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
                       names.n_parameters)
 
 
-def fill_model(
-    model: Model, names: TensorNames, read: ReadTensor, nf4_states: NF4States,
-) -> None:
+def fill_model(model: Model, files: StoredWeights) -> None:
     """Set the model's embedding, layers, norm and lm_head. Each tensor is read once, in the order
     of weight_requests(), except that MXFP4 comes first in a layer. All ranks of the shard group
     must call this."""
-    plan, device, dtype = model.plan, model.device, model.plan.dtype
+    plan, device = model.plan, model.device
+    read, names, dtype = files.read, files.names, files.dtype
 
     def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
         rows = read(name).view(-1, width).to(device, dtype)
@@ -139,7 +133,7 @@ def fill_model(
             names.of_model(arch.per_layer_inputs.table), linear.out_features,
             plan.embedding_on_host)
         model.per_layer_projection = quantized_values(
-            read, names, names.of_model(linear.name), linear, nf4_states, dtype, device)
+            files, names.of_model(linear.name), linear, device)
         model.per_layer_norm = read(
             names.of_model(arch.per_layer_inputs.projection_norm)).to(device, dtype)
     # Allocate the 4-bit weights before anything temporary, else gaps between them would stay.
@@ -150,7 +144,7 @@ def fill_model(
     for i, shard in enumerate(bar):
         if shard is None:
             shard = zero_shard(model, i, device)
-        fill_layer(model, i, shard, names, read, nf4_states)
+        fill_layer(model, i, shard, files)
     model.norm, model.norm_bias = (name and read(name).to(device, dtype)
                                    for name in (names.norm, names.norm_bias))
     model.lm_head = model.embedding if arch.tied else table(names.lm_head, hidden)
@@ -164,62 +158,58 @@ def zero_shard(model: Model, i: int, device: torch.device) -> FourBitBlocks:
     return own.zeros_on(device, QUANT_STORAGE)
 
 
-def fill_layer(
-    model: Model, i: int, shard: FourBitBlocks, names: TensorNames, read: ReadTensor,
-    nf4_states: NF4States,
-) -> None:
+def fill_layer(model: Model, i: int, shard: FourBitBlocks, files: StoredWeights) -> None:
     """Set layer i's 4-bit weights, written into `shard`, FourBitBlocks of zeros on the device; its
     norms and biases; and its small tensors, such as the experts' router. All ranks of the shard
     group must call this."""
-    device, dtype = shard.device, model.plan.dtype
+    device = shard.device
+    names = files.names
     layer: DecoderLayer = model.layers[i]
     local_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
                      for own in local_blocks(layer, model.shard_rank)]
-    local_linears = copy_mxfp4(local_linears, shard, read)
-    layer.nested = quantize(local_linears, shard, read, names, nf4_states, dtype, model)
+    local_linears = copy_mxfp4(local_linears, shard, files)
+    layer.nested = quantize(local_linears, shard, files, model)
     if model.plan.offload_params:
         shard = FourBitBlocks(pinned_copy(shard.packed), pinned_copy(shard.scales), device)
     set_local(layer, "packed_weights", shard)
     own_size = len(local_part(layer.vectors))
-    vectors = torch.zeros(model.shard_group_size, own_size, dtype=dtype, device=device)
+    vectors = torch.zeros(model.shard_group_size, own_size, dtype=files.dtype, device=device)
     for name, (where, _) in layer.spec.vectors.items():
-        vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
+        vectors.view(-1)[where] = files.read(names.of_layer(i, name)).to(device, files.dtype)
     set_local(layer, "vectors", vectors[model.shard_rank].clone())
     for name, shape in layer.spec.small_tensors.items():  # whole on every rank, not quantized
         if names.of_layer(i, name) in names.zeros:
             layer.small_tensors[name] = torch.zeros(shape, device=device)
             continue
-        tensor = stored_values(names.of_layer(i, name), read, names, nf4_states, dtype)
-        layer.small_tensors[name] = tensor.to(device).view(shape)
+        layer.small_tensors[name] = files.values(names.of_layer(i, name)).to(device).view(shape)
 
 
 def quantize(
-    local_linears: LocalLinears, shard: FourBitBlocks, read: ReadTensor, names: TensorNames,
-    nf4_states: NF4States, dtype: torch.dtype, model: Model,
+    local_linears: LocalLinears, shard: FourBitBlocks, files: StoredWeights, model: Model,
 ) -> NestedScales:
     """Quantize this rank's blocks of a layer to NF4 with double quantization, into `shard`,
-    FourBitBlocks of zeros. Linears that are in NF4 in the files (in `nf4_states`) keep their bytes.
-    Returns the layer's NestedScales. All ranks of the shard group must call this.
+    FourBitBlocks of zeros. Linears that are in NF4 in the files keep their bytes. Returns the
+    layer's NestedScales. All ranks of the shard group must call this.
 
     Blocks of 64 weights are quantized independently, so they get the same bytes as in the whole
     tensor. The second level subtracts the mean absmax of the whole linear: all ranks gather the
     absmax, 4 bytes per 64 weights, and compute the same second level.
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
-    nested, codebook = {}, scale_codebook(shard.device)  # {name: its (absmax, offset, values)}
+    nested, codebook = {}, scale_codebook(shard.device)  # {name: its (absmax, offset, codebook)}
     for own, name in local_linears:
-        if name in nf4_states:
-            nested[name] = copy_nf4(own, name, shard, read, nf4_states[name])
+        if name in files.nf4_states:
+            nested[name] = copy_nf4(own, name, shard, files)
             continue
-        rows = stored_values(name, read, names, nf4_states, dtype, own.rows.start).flatten()
-        weights = rows.to(shard.device, dtype)[own.weights]
+        rows = files.values(name, own.rows.start).flatten()
+        weights = rows.to(shard.device, files.dtype)[own.weights]
         if len(weights):
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
             shard.packed[own.in_shard].view(-1)[: codes.numel()] = codes.view(-1)
             absmax[own.in_shard] = state.absmax
     all_absmax = model.all_gather(absmax).view(-1)
     for own, name in local_linears:
-        if name not in nf4_states:
+        if name not in files.nf4_states:
             # a tensor of its own, because the rounding of a sum depends on where a tensor begins
             whole = all_absmax[own.linear.blocks].clone()
             whole -= (offset := whole.mean())
@@ -231,11 +221,11 @@ def quantize(
     return NestedScales(
         absmax=torch.cat([absmax for absmax, _, _ in parts]),
         offsets=torch.stack([offset for _, offset, _ in parts]),
-        scale_codebooks=torch.stack([values for _, _, values in parts]))
+        scale_codebooks=torch.stack([codebook for _, _, codebook in parts]))
 
 
 def copy_mxfp4(
-    local_linears: LocalLinears, shard: FourBitBlocks, read: ReadTensor,
+    local_linears: LocalLinears, shard: FourBitBlocks, files: StoredWeights,
 ) -> LocalLinears:
     """Copy this rank's blocks of the linears that are in MXFP4 in the files into `shard`. Returns
     the other linears."""
@@ -243,18 +233,20 @@ def copy_mxfp4(
         if own.linear.mxfp4:
             first = own.weights.start // BLOCK  # read() returns whole rows
             blocks = slice(first, first + own.in_linear.stop - own.in_linear.start)
-            packed = read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
+            packed = files.read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
             shard.packed[own.in_shard] = swap_nibbles(packed)
-            shard.scales[own.in_shard] = read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
+            scales = files.read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
+            shard.scales[own.in_shard] = scales
     return [(own, name) for own, name in local_linears if not own.linear.mxfp4]
 
 
 def copy_nf4(
-    own: LocalBlocks, name: str, shard: FourBitBlocks, read: ReadTensor,
-    state: dict[str, Any],
+    own: LocalBlocks, name: str, shard: FourBitBlocks, files: StoredWeights,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. `state`: of
-    NF4States. Returns the linear's (absmax, offset, code values) for NestedScales."""
+    """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. Returns the
+    linear's (absmax, offset, codebook) for NestedScales."""
+    read = files.read
+    state = files.nf4_states[name]
     codes = read(name)
     shard.packed[own.in_shard].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
     shard.scales[own.in_shard, 0] = read(f"{name}.absmax")
@@ -263,12 +255,11 @@ def copy_nf4(
 
 
 def quantized_values(
-    read: ReadTensor, names: TensorNames, name: str, linear: LinearShape, nf4_states: NF4States,
-    dtype: torch.dtype, device: torch.device,
+    files: StoredWeights, name: str, linear: LinearShape, device: torch.device,
 ) -> torch.Tensor:
     """Return a whole linear outside of the layers, [out, in], with the values that its NF4 has."""
     shape = linear.out_features, linear.in_features
-    weight = stored_values(name, read, names, nf4_states, dtype).to(device, dtype).view(shape)
-    if name in nf4_states:
+    weight = files.values(name).to(device, files.dtype).view(shape)
+    if name in files.nf4_states:
         return weight
     return nf4_round_trip(weight)

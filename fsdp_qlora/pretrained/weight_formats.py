@@ -1,7 +1,7 @@
 """Weight formats in checkpoint files (NF4, MXFP4, FP8, INT4): the names of their parts, and their
 values.
 
-stored_values.py applies them, for loading and for merging.
+stored_weights.py applies them, for loading and for merging.
 """
 
 from __future__ import annotations
