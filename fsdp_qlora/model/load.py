@@ -55,8 +55,8 @@ class LoadResult:
 
 def load_model(model: Model, weights_dir: Path, model_config: transformers.PretrainedConfig,
                config: Config) -> LoadResult:
-    """Load this rank's part of all frozen weights from the files in weights_dir. Raises ValueError
-    if one is not finite. All ranks must call this."""
+    """Load this rank's part of all frozen weights from the files in weights_dir. Raises RunEnd if
+    the files are not the model's, or if a value is not finite. All ranks must call this."""
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     arch = model.arch
     device = model.device
