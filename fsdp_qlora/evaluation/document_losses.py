@@ -1,4 +1,8 @@
-"""Losses without gradients or dropout: of an evaluation's rows, of a reference."""
+"""Forwards without gradients or dropout: rows a few at a time, and the losses of whole documents.
+
+train_fsdp_qlora.py evaluates rows a few at a time; the losses of documents are for reference
+log-probabilities and for KTO's estimate of the KL divergence.
+"""
 
 from __future__ import annotations
 
