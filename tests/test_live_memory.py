@@ -266,8 +266,8 @@ def fake_inputs(arch, plan, lengths, context_shard=None):
         (torch.empty(rotary_dim(rope, rope["head_dim"]) // 2), 1.0) for rope in arch.ropes]
     return LayerInputs(
         micro_batch, store=DeviceActivations(), **counted_kernels(arch, plan),
-        ropes={i: rope_tables(arch, frequencies, micro_batch, i)
-               for i in (None, *range(len(arch.ropes)))},
+        rope_tables={i: rope_tables(arch, frequencies, micro_batch, i)
+                     for i in (None, *range(len(arch.ropes)))},
         segments=document_segments(micro_batch.cu_seqlens, lengths, max(lengths), keys),
         per_layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
 
