@@ -31,7 +31,7 @@ class LayerTotals:
     n_nested: int  # fp32 values of the second level of 4-bit scales, which every rank has whole
     n_vectors: int  # values of norms and biases
     largest_vectors: int  # of one layer, at most
-    n_adapter: int  # values of one layer's adapter, the same for all layers
+    layer_adapter: int  # values of ONE layer's adapter, the same for all layers
     n_weights: int  # 4-bit weights
     # weights that one token is multiplied by; those of slow matmuls count more, see LayerCosts
     active_weights: float
@@ -74,7 +74,7 @@ def sum_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
                     for shape in spec.small_tensors.values()),
         n_nested=sum(spec.n_nested for spec in specs),
         n_vectors=sum(vectors_each), largest_vectors=max(vectors_each),
-        n_adapter=specs[0].n_adapter,
+        layer_adapter=specs[0].n_adapter,
         n_weights=sum(spec.n_weights for spec in specs),
         active_weights=sum(layer.active_weights(by_time=True) for layer in costs),
         recomputed_weights={

@@ -27,7 +27,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     layers = sum_layers(specs)
     value_bytes = plan.micro_batch_tokens * itemsize  # of one value for each token
     packed_bytes = layers.packed_bytes / n_shards
-    adapter_bytes = 4 * layers.n_adapter  # of one layer, in fp32
+    adapter_bytes = 4 * layers.layer_adapter  # of one layer, in fp32
     # bytes of this rank's rows of the lm_head; the embedding has as many
     table_bytes = arch.vocab_size * arch.hidden_size * itemsize / n_shards
     # values of all layers' own inputs for a token, see PerLayerInputsRecord
@@ -46,7 +46,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         "adapter and gradients":
             2 * plan.n_layers * adapter_bytes / n_shards + 8 * n_token_row_weights,
         "optimizer's state": plan.optimizer_bytes_per_weight * (
-            plan.n_layers * layers.n_adapter / n_shards + n_token_row_weights),
+            plan.n_layers * layers.layer_adapter / n_shards + n_token_row_weights),
         "saved by recomputed layers": by_recomputed,
         "saved by other layers": by_others,
         # plus the shared keys and values, their gradients, and one layer's gradients of them
@@ -159,7 +159,7 @@ def exchanged_bytes(
 
 def gathered_bytes(plan: Plan, layers: LayerTotals, itemsize: int) -> int:
     """Return the bytes of weights that FSDP2 has gathered, and of adapters in the compute dtype."""
-    layer_bytes = layers.n_adapter * itemsize
+    layer_bytes = layers.layer_adapter * itemsize
     all_bytes = plan.n_layers * layer_bytes
     if plan.uses_fsdp:
         layer_bytes += layers.largest_packed + layers.largest_vectors * itemsize

@@ -67,7 +67,7 @@ def layer_seconds(
     forward = compute * active_weights / (
         2 * active_weights + weights_multiplied_again(plan, layers))
     n_shards = plan.shard_group_size
-    gathered = layers.packed_bytes / n_layers + layers.n_adapter * plan.dtype.itemsize
+    gathered = layers.packed_bytes / n_layers + layers.layer_adapter * plan.dtype.itemsize
     gathers = gathered * (n_shards - 1) / n_shards / machine.link_bandwidth
     # each way: activations go to the host in forward and come back in backward; weights come twice
     copies = plan.offload_params * gathered / n_shards
