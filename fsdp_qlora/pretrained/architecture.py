@@ -54,7 +54,8 @@ class Architecture(ArchitectureFields):
     family: str  # model_type of the text model
     n_layers: int
     hidden_size: int
-    n_heads: int
+    # after of_kind() these three are those of the kind's layers
+    n_heads: int  # num_attention_heads of config.json
     n_kv_heads: int  # this and head_dim are those of the first layer, see layer_heads
     head_dim: int  # width of queries and keys
     vocab_size: int
