@@ -77,18 +77,22 @@ class MoESublayer:
         return 0.5 if self.moe.combination == "average" and self.shared else 1.0
 
     @property
-    def fused_linears(self) -> tuple[FusedLinear, ...]:
-        """In this order: first_linear is the first, and MoECosts takes the last two for the
-        experts' own."""
+    def dense_linears(self) -> tuple[FusedLinear, ...]:
+        """Those that all tokens use: of the shared expert, and around the experts' latent space."""
         shared = self.shared.fused_linears if self.shared else ()
         latent = self.expert_latent.fused_linears if self.expert_latent else ()
-        return *shared, *latent, self.expert_gate_up, self.expert_down
+        return *shared, *latent
+
+    @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        return *self.dense_linears, self.expert_gate_up, self.expert_down
 
     @property
     def first_linear(self) -> FusedLinear:
-        """The FusedLinear that reads the normed inputs: the shared expert's, ExpertLatent.in_proj,
-        or the experts' own."""
-        return self.fused_linears[0]
+        """The FusedLinear that reads the normed inputs; if several do, the shared expert's."""
+        if self.shared:
+            return self.shared.gate_up
+        return self.expert_latent.in_proj if self.expert_latent else self.expert_gate_up
 
     def forward(
         self, call: LayerCall, mid_residual: Tensor, mlp_input: Tensor

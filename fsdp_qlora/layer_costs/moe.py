@@ -56,7 +56,7 @@ class MoECosts:
     @property
     def _dense_weights(self) -> int:
         """Weights that all tokens use: all but the routed experts'."""
-        return sum(fused.n_weights for fused in self.sublayer.fused_linears[:-2])
+        return sum(fused.n_weights for fused in self.sublayer.dense_linears)
 
     @property
     def choice_values(self) -> int:
@@ -104,7 +104,7 @@ class MoECosts:
         router = 5 * n * moe.top_k + 3 * n * moe.n_experts + 2 * moe.n_experts
         itemsize = plan.dtype.itemsize
         dora = max((dora_bytes(fused, n, itemsize, fused.in_features)
-                    for fused in self.sublayer.fused_linears[:-2]), default=0)
+                    for fused in self.sublayer.dense_linears), default=0)
         return values * itemsize + 4 * router + dora
 
     def _values_in_experts(self, n: int, plan: Plan, recomputed: bool) -> int:
