@@ -34,8 +34,7 @@ from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip, swap_nibbles
-from fsdp_qlora.quant.blocks import (
-    BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, FourBitBlocks, NestedScales)
+from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK, FourBitBlocks, NestedScales
 from fsdp_qlora.quant.nf4 import scale_codebook
 from fsdp_qlora.ranks import is_rank_0, raise_on_all_ranks
 
@@ -155,7 +154,7 @@ def zero_shard(model: Model, i: int, device: torch.device) -> FourBitBlocks:
     """Return zeros for this rank's blocks of layer i."""
     layer: DecoderLayer = model.layers[i]
     own: FourBitBlocks = local_part(layer.packed_weights)
-    return own.zeros_on(device, QUANT_STORAGE)
+    return own.zeros_on(device)
 
 
 def fill_layer(model: Model, i: int, shard: FourBitBlocks, files: StoredWeights) -> None:

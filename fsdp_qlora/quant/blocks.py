@@ -38,29 +38,26 @@ class FourBitBlocks(torch.Tensor):
     @staticmethod
     def __new__(
         cls, packed: torch.Tensor, scales: torch.Tensor, device: torch.device | None = None,
-        dtype: torch.dtype = QUANT_STORAGE,
     ) -> FourBitBlocks:
         return torch.Tensor._make_wrapper_subclass(
-            cls, (packed.shape[0],), dtype=dtype, device=device or packed.device)
+            cls, (packed.shape[0],), dtype=QUANT_STORAGE, device=device or packed.device)
 
     def __init__(
         self, packed: torch.Tensor, scales: torch.Tensor, device: torch.device | None = None,
-        dtype: torch.dtype = QUANT_STORAGE,
     ) -> None:
         self.packed, self.scales = packed, scales
 
     @classmethod
     def zeros(
         cls, n_blocks: int, device: torch.device | str, n_scales: int = 1,
-        quant_storage: torch.dtype = QUANT_STORAGE,
     ) -> FourBitBlocks:
         packed = torch.zeros(n_blocks, BLOCK // 2, dtype=torch.uint8, device=device)
         scales = torch.zeros(n_blocks, n_scales, dtype=torch.uint8, device=device)
-        return cls(packed, scales, dtype=quant_storage)
+        return cls(packed, scales)
 
-    def zeros_on(self, device: torch.device, quant_storage: torch.dtype) -> FourBitBlocks:
+    def zeros_on(self, device: torch.device) -> FourBitBlocks:
         """Return the same number of blocks on `device`, all zeros."""
-        return FourBitBlocks.zeros(len(self), device, self.scales.shape[1], quant_storage)
+        return FourBitBlocks.zeros(len(self), device, self.scales.shape[1])
 
     def __repr__(self) -> str:
         return f"FourBitBlocks({self.shape[0]} blocks, {self.device})"
