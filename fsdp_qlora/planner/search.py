@@ -143,6 +143,7 @@ def agree_on_plan(
     facts = KernelFacts(
         attention_is_eager=attention_is_eager, recurrence_is_eager=recurrence_is_eager,
         why_no_capture=why_no_capture(arch, machine, attention_is_eager, recurrence_is_eager),
+        # no trial for short documents, for which can_save_attention() returns False in any case
         can_reuse_attention_results=workload.mean_document_tokens >= LONG_DOCUMENT
         and attention.can_reuse_attention_results(kernels, arch, device))
     search = SearchInputs(config, arch, specs, workload, limit, machine, device, facts,
