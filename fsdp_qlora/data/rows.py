@@ -112,10 +112,11 @@ class Rows:
         return dataclasses.replace(self, loss="sft")
 
     def mismatch(self, seed: int, max_tokens: int) -> Rows:
-        """Return the prompts of these rows, each with the answer, perhaps truncated already, of
-        the row before it in a random order, truncated to `max_tokens`. `n_loss_tokens` is an upper
-        bound, because some rows are truncated here, and the first token of an answer without a
-        prompt is in the loss only after another row's prompt."""
+        """Return the prompts of these rows, each with another row's answer: that of the row before
+        it in a random order, perhaps truncated already. Such a document is truncated to
+        `max_tokens`. `n_loss_tokens` is an upper bound, because documents are truncated here, and
+        the first token of an answer without a prompt is in the loss only after another row's
+        prompt."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         other = torch.empty_like(order).scatter_(0, order, order.roll(1))
         lengths = self.prompt_lengths + (self.lengths - self.prompt_lengths)[other]
