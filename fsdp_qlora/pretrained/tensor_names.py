@@ -185,7 +185,9 @@ def add_fused(
 def add_int4(names: TensorNames, name: str, linear: LinearShape) -> None:
     """Add the tensors of a linear in INT4 whose weight would be called `name` in 16 bits."""
     packed, scales, n_out = name + INT4_PACKED, name + INT4_SCALE, linear.out_features
-    names.linears[packed], names.aliases[name], names.scaled[packed] = linear, packed, scales
+    names.linears[packed] = linear
+    names.aliases[name] = packed
+    names.scaled[packed] = scales
     names.shapes[packed] = n_out, linear.in_features // PER_INT32
     names.shapes[scales] = n_out, linear.in_features // INT4_GROUP
     names.shapes[name + INT4_SHAPE] = (2,)
@@ -259,7 +261,8 @@ def stacked_experts(
             first = 0  # the linear's first output, counted over all experts
             for linear in linears:
                 stop = first + linear.out_features
-                rows, columns, expert = range(first, stop), None, first // n_out
+                rows, columns = range(first, stop), None
+                expert = first // n_out
                 if transposed:
                     columns = range(first - expert * n_out, stop - expert * n_out)
                     rows = range(expert * n_in, (expert + 1) * n_in)

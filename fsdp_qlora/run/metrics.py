@@ -63,7 +63,9 @@ class MetricsWriter:
                     written += os.pwrite(file, self.unwritten[written:], self.size + written)
             finally:
                 os.close(file)  # NFS may report only here that the disk is full
-            self.size, self.unwritten, self.is_failing = self.size + written, b"", False
+            self.size += written
+            self.unwritten = b""
+            self.is_failing = False
         except OSError as e:
             self.why = e.strerror or str(e)
             if not self.is_failing:

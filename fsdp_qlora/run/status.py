@@ -118,7 +118,8 @@ class Status:
 
     def end_together(self, end: RunEnd) -> int:
         """Print and record why all ranks end. Returns the exit code."""
-        code, self.is_ending = EXITS[self.phase] if end.code is None else end.code, True
+        self.is_ending = True
+        code = EXITS[self.phase] if end.code is None else end.code
         if is_rank_0():
             self.log_end(code, str(end))
         else:
