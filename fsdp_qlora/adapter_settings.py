@@ -1,4 +1,4 @@
-"""AdapterSettings: what all adapters of a run have in common."""
+"""AdapterSettings: rank, alpha, type and dropout of a run's adapter."""
 
 from __future__ import annotations
 

@@ -136,6 +136,7 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     one example, or that are equal token for token, stay together."""
     groups = rows.duplicate_groups()
     ids = groups.unique()
+    # other numbers, nan and inf too, are refused below, unrounded
     n = round(fraction * len(ids)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()
     if not 0 < n < len(ids) or len(values) > 1:

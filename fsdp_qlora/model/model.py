@@ -1,4 +1,4 @@
-"""The forward of the whole model, and the check of what was loaded.
+"""The forward of the whole model, the check of what was loaded, and DoRA's norms of weights.
 
 parameters.py has what it holds, lm_head.py the loss.
 """
@@ -63,7 +63,7 @@ class Model(ModelParameters):
             recurrence=self.kernels.recurrence,
             store=self.store if torch.is_grad_enabled() else DeviceActivations(),
             rope_tables={index: rope_tables(self.arch, self.frequencies, batch, index)
-                   for index in (None, *range(len(self.arch.ropes)))},
+                         for index in (None, *range(len(self.arch.ropes)))},
             segments=None if batch.context_shard else document_segments(
                 batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_seeds),
             per_layer_inputs=(per_layer_inputs(self, batch.input_ids, embedded)

@@ -164,6 +164,7 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
         log(f"changed on resume: {', '.join(changed)} (from step {run.saved_step})")
         kept["earlier_versions"] = [*kept.get("earlier_versions", []),
                                     {"until_step": run.saved_step, **before}]
+    # state_bytes: the name in the files of earlier runs
     plan = {"state_bytes" if name == "optimizer_bytes_per_weight" else name: value
             for name, value in dataclasses.asdict(run.plan).items()}
     train_config = {
