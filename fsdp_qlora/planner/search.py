@@ -119,10 +119,10 @@ class SearchInputs:
         """Bytes that a plan may need of the memory that it computes in; 0: any number."""
         return self.machine.free_host_bytes if self.only_host_limits else self.limit
 
-    def predict_memory(self, plan: Plan) -> Plan:
+    def with_memory(self, plan: Plan) -> Plan:
         return predict_memory(plan, self.arch, self.specs)
 
-    def predict_time(self, plan: Plan) -> Plan:
+    def with_time(self, plan: Plan) -> Plan:
         return predict_time(
             plan, self.arch, self.specs, self.machine, self.workload.mean_document_tokens)
 
@@ -277,7 +277,7 @@ def affordable_plans(search: SearchInputs, context_parallel_size: int) -> list[P
     can_move_table = search.device.type == "cuda" and not machine.why_no_triton
     if not fits and can_move_table and (arch.per_layer_inputs or not arch.tied):
         # same results, at the cost of a copy of the tokens' rows for each micro-batch
-        plans = [search.predict_memory(dataclasses.replace(plan, embedding_on_host=True))
+        plans = [search.with_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]
     runnable = [plan for plan in plans if plan.fits_both(usable_bytes, machine.free_host_bytes)]
     with_margin = [plan for plan in runnable if plan.fits(usable_bytes, MIN_FREE)]
@@ -313,7 +313,7 @@ def possible_plans(search: SearchInputs, context_parallel_size: int) -> Iterator
                 shard_group_size=n_shards, reshard_after_forward=reshard,
                 micro_batch_tokens=n_tokens, n_recomputed=n_recomputed, n_expert_ranges=n_ranges,
                 **way._asdict())
-            yield search.predict_memory(plan)
+            yield search.with_memory(plan)
 
 
 def shard_group_sizes(search: SearchInputs) -> list[int]:
@@ -407,7 +407,7 @@ def fastest_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     """
     smallest = min(plans, key=lambda plan: plan.bytes)
     fitting = [p for p in plans if p.fits(search.usable_bytes, MIN_FREE)]
-    fitting = [search.predict_time(p) for p in fitting or [smallest]]
+    fitting = [search.with_time(p) for p in fitting or [smallest]]
     fastest = min(p.token_seconds for p in fitting)
     near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
     with_margin = [p for p in near if p.fits(search.usable_bytes, GOOD_FREE)]
@@ -499,7 +499,7 @@ def with_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: boo
     """
     graphed = dataclasses.replace(
         plan, uses_cuda_graphs=True, cuda_graph_room=2 if uneven_micro_batches else 0)
-    graphed = search.predict_time(search.predict_memory(graphed))
+    graphed = search.with_time(search.with_memory(graphed))
     why_no_capture = search.kernels.why_no_capture
     reasons = (
         (plan.uses_fsdp, "FSDP2 gathers the weights"),
