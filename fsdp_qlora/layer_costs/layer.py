@@ -1,6 +1,6 @@
 """LayerCosts: what a layer costs, for the planner.
 
-The files of this folder have the names of those of layer/ whose sublayers they count:
+The files of this folder have the names of those of layer/ whose work they count:
 
     LayerCosts
       MixerSublayerCosts    mixer_sublayer.py
@@ -9,6 +9,7 @@ The files of this folder have the names of those of layer/ whose sublayers they 
         AutogradCosts       autograd_mixers.py
       DenseMLPCosts         mlp.py, with the gate of per_layer_gate.py
       MoECosts              moe.py, with the shared expert and LatentMoE
+    what each matmul needs  lora_matmul.py
 
 Counts are values per token, unless a name says bytes or weights; tests/test_live_memory.py compares
 them with the storages that are alive while a real layer runs. MLPSublayerCosts is the interface

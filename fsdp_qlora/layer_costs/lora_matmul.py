@@ -1,8 +1,14 @@
-"""What DoRA adds to the memory of a matmul's backward."""
+"""What a matmul with adapters needs: dequantized weights, and in backward what DoRA adds."""
 
 from __future__ import annotations
 
 from fsdp_qlora.layer.linears import FusedLinear
+
+
+def weight_bytes(fused: FusedLinear, itemsize: int, reuse_dequantized: bool) -> int:
+    """Return the bytes of a FusedLinear's dequantized weights that are alive at once."""
+    sizes = [split.out_features for split in fused.splits]
+    return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * itemsize
 
 
 def dora_bytes(fused: FusedLinear, n: int, itemsize: int, made_inputs: int = 0) -> int:

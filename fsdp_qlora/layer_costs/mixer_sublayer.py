@@ -14,8 +14,7 @@ from fsdp_qlora.layer.mixer_sublayer import MixerSublayer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer_costs.attention_mixer import AttentionCosts
 from fsdp_qlora.layer_costs.autograd_mixers import AutogradCosts
-from fsdp_qlora.layer_costs.dequantize import weight_bytes
-from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
+from fsdp_qlora.layer_costs.lora_matmul import dora_bytes, weight_bytes
 from fsdp_qlora.layer_costs.mla import MLACosts
 from fsdp_qlora.plan import Plan
 

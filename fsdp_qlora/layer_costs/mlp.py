@@ -7,8 +7,7 @@ import functools
 
 from fsdp_qlora.layer.mlp import DenseMLPSublayer, token_slices
 from fsdp_qlora.layer.per_layer_gate import PerLayerGate
-from fsdp_qlora.layer_costs.dequantize import weight_bytes
-from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
+from fsdp_qlora.layer_costs.lora_matmul import dora_bytes, weight_bytes
 from fsdp_qlora.plan import Plan
 
 
