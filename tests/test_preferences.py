@@ -832,7 +832,7 @@ JUDGED = {  # name: (row, (question, answer))
 WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "rows of SFT": ("dpo", {"prompt": "a", "completion": "b"}, FatalExample, "with --loss sft"),
     "unpaired rows": ("dpo", {"prompt": "a", "completion": "b", "label": True}, FatalExample,
-                    "with --loss kto"),
+                      "with --loss kto"),
     "no label": ("kto", {"prompt": "a", "completion": "b"}, FatalExample, "needs label"),
     "no rejected": ("dpo", {"prompt": "a", "chosen": "b"}, FatalExample,
                     "chosen, but no rejected"),
@@ -851,7 +851,7 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "no list": ("dpo", {"conversations": ASKED, "chosen": GOOD, "rejected": BAD}, ValueError,
                 "conversations must be a list of messages"),
     "no list, unpaired": ("kto", {"messages": QUESTION, "label": True}, ValueError,
-                        "messages must be a list of messages"),
+                          "messages must be a list of messages"),
     "a label": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True},
                 FatalExample,
                 "--loss kto"),

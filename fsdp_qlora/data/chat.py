@@ -64,7 +64,7 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
     """
     if not tokenizer.chat_template:
         raise FatalExample("is a conversation, but the tokenizer has no chat template. Pass one"
-                             " with --chat_template, or use prompt and completion")
+                           " with --chat_template, or use prompt and completion")
     traits = template_traits(tokenizer, str(tokenizer.chat_template))
     # before the first message there is no generation prompt
     trained = [i for i, message in enumerate(messages) if message["train"] and i > 0]
@@ -208,9 +208,9 @@ def marked_answer(text: str, prompt: str, marks: Spans, traits: TemplateTraits) 
     spans = [(max(start, len(prompt)), end) for start, end in marks if end > len(prompt)]
     if not spans or (between := text[len(prompt) : spans[0][0]]):
         raise FatalExample("the chat template's {% generation %} marks leave out"
-                             f" {(between[:60] if spans else 'the answer')!r}, which follows the"
-                             " generation prompt, so the model would never learn to write it. Use"
-                             " another template with --chat_template")
+                           f" {(between[:60] if spans else 'the answer')!r}, which follows the"
+                           " generation prompt, so the model would never learn to write it. Use"
+                           " another template with --chat_template")
     answer = RenderedAnswer(text, text[: spans[-1][1]], len(prompt), spans, "", [])
     if not answer.document.rstrip().endswith(traits.special):
         answer.notes.append("no token that closes an answer is trained, because the template's {%"
@@ -286,7 +286,7 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
     if n_same > len(prompt) - n_before and has_text(text[at:], content_of(messages[-1])):
         return at
     raise FatalExample(f"the chat template mixes message {len(messages)} with those before it, so"
-                         " its tokens cannot be separated")
+                       " its tokens cannot be separated")
 
 
 def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], template: str,
@@ -306,7 +306,7 @@ def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], templa
         new_blocks = new_blocks if new_blocks == blocks[len(old_blocks) :] else []
     if not new_blocks:
         raise FatalExample("the chat template has {% generation %} marks, but none for message"
-                             f" {len(messages)} alone")
+                           f" {len(messages)} alone")
     return new_blocks
 
 
@@ -327,7 +327,7 @@ def clean_message(message: dict[str, Any], traits: TemplateTraits) -> dict[str, 
         for part in content:
             if isinstance(part, dict) and part.get("type", "text") != "text":
                 raise FatalExample(f"has {part['type']!r} in the content of a message: only text"
-                                     " is trained; leave it out")
+                                   " is trained; leave it out")
         texts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("the content of a message is not text")
@@ -372,8 +372,8 @@ def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
             way_out = ("--columns tools=unused trains without them" if what == "tools" else
                        "leave it out of the example")
             raise FatalExample(f"the chat template leaves out {what}; the roles are"
-                                 f" {', '.join(message['role'] for message in messages)}:"
-                                 f" {way_out}, or name another template by --chat_template")
+                               f" {', '.join(message['role'] for message in messages)}:"
+                               f" {way_out}, or name another template by --chat_template")
 
 
 def has_text(rendered: str, text: str) -> bool:

@@ -150,7 +150,7 @@ def check_tokens(document: dict[str, Any], max_seq_len: int, vocab_size: int) ->
     largest = max(document[key].max(initial=0) for key in ("input_ids", "labels"))
     if largest >= vocab_size:
         return FatalExample(f"has token {largest}, but the model's vocabulary ends at"
-                              f" {vocab_size - 1}")
+                            f" {vocab_size - 1}")
     if not document["n_loss_tokens"]:
         within = f" within its first {max_seq_len} tokens" if document["truncated"] else ""
         return ValueError(f"nothing to train on{within}")

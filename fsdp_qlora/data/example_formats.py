@@ -280,11 +280,11 @@ def take_keys(example: dict[str, Any], format: tuple[str, ...]) -> tuple[dict[st
         if is_own or name in EXAMPLE_FORMATS[format]:
             if not is_empty(taken.get(name)):
                 raise FatalExample(f"has {key} and another key that means {name}: keep one of"
-                                     " them")
+                                   " them")
             taken[name] = value
         elif name in OPTIONAL:
             raise FatalExample(f"has {key}, which has no meaning with {' and '.join(format)}."
-                                 f" Leave it out, or ignore it: --columns {key}=unused")
+                               f" Leave it out, or ignore it: --columns {key}=unused")
         else:
             ignored.append(key)
     return taken, ignored
@@ -350,7 +350,7 @@ def as_prompt(example: dict[str, Any], format: tuple[str, ...]) -> tuple[str, st
     taken = () if format == COMPLETION else ("input", "system")
     for key in example.keys() - {*format, *taken}:
         raise FatalExample(f"has {key}, which a plain-text prompt cannot use. Write it as"
-                             " messages, with a --chat_template if the model has none")
+                           " messages, with a --chat_template if the model has none")
     if format == COMPLETION:
         return text_of(example, "prompt"), text_of(example, "completion")
     asked = question_of(example, format)
@@ -438,7 +438,7 @@ def read_message(message: Any) -> dict[str, Any]:
     role = re.sub(r"[ -]", "_", message["role"].strip().lower())  # also Human, function-call
     if role not in ROLES:
         raise FatalExample(f"has a message with role {message['role']!r}; supported are"
-                             f" {', '.join(ROLES)}. Rename the role in the example")
+                           f" {', '.join(ROLES)}. Rename the role in the example")
     refuse_keys(message, " of the messages")
     flags = {key: message.pop(key) for key in TRAINED if key in message}
     for key, flag in flags.items():
@@ -446,8 +446,8 @@ def read_message(message: Any) -> dict[str, Any]:
             raise ValueError(f"a message has {key} {flag}, expected 0 or 1")
         if flag and ROLES[role] != "assistant":
             raise FatalExample(f"has {key} {flag} in a {role} message, but only assistant"
-                                 " messages are trained. Leave it out, or write the example as"
-                                 " segments")
+                               " messages are trained. Leave it out, or write the example as"
+                               " segments")
     if role in CALLS and is_empty(message.get("tool_calls")):
         message["tool_calls"] = message.pop("content", None)
     is_trained = ROLES[role] == "assistant" and all(flags.values())

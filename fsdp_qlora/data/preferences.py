@@ -35,16 +35,16 @@ def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: 
     found = found or [keys for keys in kinds if example.keys() & {*keys}][:1]
     if len(found) > 1:
         raise FatalExample(f"has {found[0][0]} and {found[1][0]}: keep one of them, or ignore"
-                             f" one: --columns {found[1][0]}=unused")
+                           f" one: --columns {found[1][0]}=unused")
     if found and found[0] in PAIRS:
         return parse_pair(example, *found[0], tokenizer)
     if found:
         return parse_unpaired(example, found[0][0], tokenizer)
     wanted = "label (true or false)" if is_unpaired else "chosen and rejected"
     raise FatalExample(f"has {', '.join(example) or 'no keys'}; --loss {loss} needs {wanted} as"
-                         " well as a prompt. Rename keys with --columns OLD=NEW, or train on such"
-                         " examples with --loss "
-                         + ("kto" if example.keys() & {*LABELS} else "sft"))
+                       " well as a prompt. Rename keys with --columns OLD=NEW, or train on such"
+                       " examples with --loss "
+                       + ("kto" if example.keys() & {*LABELS} else "sft"))
 
 
 def parse_pair(example: dict[str, Any], chosen_key: str, rejected_key: str,
@@ -80,7 +80,7 @@ def parse_pair(example: dict[str, Any], chosen_key: str, rejected_key: str,
 
 
 def parse_unpaired(example: dict[str, Any], label: str,
-                  tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
+                   tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
     """parse_preference() of an example with one answer, whose key `label` says whether it is good.
     """
     is_good = example[label]
@@ -140,7 +140,7 @@ def examples_of_answers(
     n = shared_question(answers, is_whole)
     if not n:
         raise FatalExample(f"has answers, but no prompt, only {', '.join(example) or 'them'}."
-                             " Name its key with --columns OLD=prompt, or write an empty prompt")
+                           " Name its key with --columns OLD=prompt, or write an empty prompt")
     examples = [{**example, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
     return examples, COMPLETION, isinstance(answers[0], str)
 
@@ -236,7 +236,7 @@ def check_prompt(prompt: Any, conversation: list[Any]) -> None:
     texts = ["", *map(text_of_message, messages)]
     if any(text_of_message(read_message(message)) not in texts for message in asked):
         raise FatalExample("has a prompt that is not in the conversation of its answer: leave it"
-                             " out, --columns prompt=unused")
+                           " out, --columns prompt=unused")
 
 
 def text_of_message(message: dict[str, Any]) -> str:

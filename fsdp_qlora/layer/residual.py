@@ -27,8 +27,8 @@ def norm_padded(
         return widen(x, fused)
     inputs = x.new_empty(len(x), fused.width)
     fused_norm(inputs[:, : fused.in_features], x, call.vector(name), call.vector(name, "bias"),
-              call.arch.norm_kind, call.arch.norm_eps if eps is None else eps,
-              is_evaluation=call.is_evaluation)
+               call.arch.norm_kind, call.arch.norm_eps if eps is None else eps,
+               is_evaluation=call.is_evaluation)
     return inputs
 
 
@@ -37,7 +37,7 @@ def apply_norm(call: LayerCall, name: str, x: Tensor) -> Tensor:
     arch = call.arch
     out = torch.empty_like(x)
     fused_norm(out, x, call.vector(name), call.vector(name, "bias"), arch.norm_kind, arch.norm_eps,
-              is_evaluation=call.is_evaluation)
+               is_evaluation=call.is_evaluation)
     return out
 
 
@@ -95,8 +95,8 @@ class ResidualSum(NamedTuple):
         if self.post_norm:
             added = torch.empty_like(branch)
             fused_norm(added, branch, call.vector(self.post_norm),
-                      call.vector(self.post_norm, "bias"), arch.norm_kind, arch.post_norm_eps,
-                      is_evaluation=call.is_evaluation)
+                       call.vector(self.post_norm, "bias"), arch.norm_kind, arch.post_norm_eps,
+                       is_evaluation=call.is_evaluation)
         out = torch.add(x, added, alpha=arch.residual_multiplier)
         return out, branch if self.post_norm else None
 

@@ -165,6 +165,6 @@ def _make_mlp(
     if arch.per_layer_inputs:
         # uses the MLP's dropout site: no family with this gate has dropout of its own
         per_layer_gate = PerLayerGate(arch, fused["per_layer_gate"], fused["per_layer_out"],
-                                 ResidualSum(arch.per_layer_inputs.norm, MLP_BRANCH_SITE))
+                                      ResidualSum(arch.per_layer_inputs.norm, MLP_BRANCH_SITE))
     return DenseMLPSublayer(
         arch, fused["gate_up"], fused["down"], residual_sum, per_layer_gate, kind.limits.mlp)

@@ -47,7 +47,7 @@ def final_norm(model: ModelParameters, x: Tensor, is_evaluation: bool = False) -
     out = torch.empty_like(x)
     arch = model.arch
     fused_norm(out, x, model.norm, model.norm_bias, arch.final_norm_kind, arch.norm_eps,
-              is_evaluation=is_evaluation, dynamic=not is_evaluation)
+               is_evaluation=is_evaluation, dynamic=not is_evaluation)
     return out
 
 

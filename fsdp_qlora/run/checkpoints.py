@@ -201,7 +201,7 @@ def latest_checkpoint(
 
 
 def write_final_adapter(run: Run, weights: dict[str, torch.Tensor],
-                 merge_check: dict[str, torch.Tensor]) -> None:
+                        merge_check: dict[str, torch.Tensor]) -> None:
     """Write the trained adapter in PEFT's format and the result of MergeCheck.tensors(), and their
     SHA-256 into train_config.json. If --output_dir is lost or cannot be written, write the adapter
     elsewhere, and raise OSError that names the place. Rank 0 only."""
@@ -214,7 +214,7 @@ def write_final_adapter(run: Run, weights: dict[str, torch.Tensor],
 
 
 def write_into_run_directory(run: Run, weights: dict[str, torch.Tensor],
-                  merge_check: dict[str, torch.Tensor]) -> None:
+                             merge_check: dict[str, torch.Tensor]) -> None:
     """Write the adapter and the merge check into the run's directory, and their SHA-256 into its
     train_config.json. Raises DISK_ERRORS, also if the directory is lost. Rank 0 only."""
     run.status.check_lock()

@@ -178,9 +178,9 @@ class Status:
             faulthandler.dump_traceback(file, all_threads=True)
         time.sleep(2)  # let all ranks write their stacks before torchrun ends them
         self.exit_now(EXIT_STEP_TIMEOUT,
-                   f"{this_rank()} has waited too long {self.where}: is another process"
-                   f" frozen, or its node? See {self.directory}/stacks-*.txt, and"
-                   " --step_timeout_minutes")
+                      f"{this_rank()} has waited too long {self.where}: is another process"
+                      f" frozen, or its node? See {self.directory}/stacks-*.txt, and"
+                      " --step_timeout_minutes")
 
     def on_signal(self, name: str) -> None:
         """Let the run save after this step and end. Before training begins, or at a second signal,
