@@ -34,6 +34,7 @@ with --offload, a GPU of 24 GB is enough for a 70B. Without a GPU the file runs 
     metrics to wandb or a file                    log_step(); eval_loss: twice in train()
     what is saved; to use or merge the adapter    save_adapter()
     columns of the data set                       encode()
+    rows of your own reader or DataLoader         read_rows(), rows_of_all_steps(), train()
     options of the chat template                  render()
     a data set of the Hub                         nothing: save it as JSONL with Dataset.to_json
     weight of an answer or a token                check_example(), encode_answer(), Row, make_row(),
@@ -113,7 +114,7 @@ class Row(NamedTuple):
     """The tokens of a text, or of an answer and all messages before it.
 
     Every field must be a tensor with one value per token, because read_rows() truncates fields at
-    --max_seq_len. To weight the loss, add a field of fp32 [tokens], also if all tokens of an answer
+    --max_seq_len. To weight the loss, add a field of fp32 [tokens], even if all tokens of an answer
     have the same weight.
     """
 
@@ -248,7 +249,7 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
         supports_gradient_checkpointing = True
         get_input_embeddings(), and get_decoder(), whose .layers are GradientCheckpointingLayers
         forward(input_ids, **kwargs), which is causal without a mask, and returns .logits
-        parameters that have the names in the files, but for what bare_name() removes
+        parameters named as in the files; only the prefixes that bare_name() removes may differ
     """
     config = AutoConfig.from_pretrained(model_dir)
     if getattr(config, "quantization_config", None):
@@ -305,7 +306,7 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_decoder(decoder: nn.Module, model_name: str) -> None:
-    """Refuse models that this file would train wrongly, or quantize otherwise than load_in_4bit.
+    """Refuse models that this file would train wrongly, or quantize differently from transformers.
 
     In an MoE model, an expert that gets no token has no gradient, so the reduce-scatters of
     the ranks would not match. Experts are found by name, or by weights with three dimensions that
@@ -424,9 +425,9 @@ def init_lora(
     "gaussian"; PEFT's other choices do not work here.
 
     To begin with an existing adapter, do not load it by PeftModel.from_pretrained(), because this
-    function would overwrite it. Keep get_peft_model(), give LoraConfig the adapter's r, lora_alpha,
-    use_rslora and target_modules (another scale, or linears of the adapter that are left out, would
-    be silently wrong), and copy its values at the end of this function:
+    function would overwrite it. Keep get_peft_model(), and give LoraConfig the adapter's r,
+    lora_alpha, use_rslora and target_modules: nothing checks that the scale is the same and that no
+    linear of the adapter is left out. Copy the adapter's values at the end of this function:
 
         file = safe_open("adapter/adapter_model.safetensors", "pt")
         for part in ("lora_A", "lora_B"):
@@ -570,7 +571,7 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     """Yield this rank's part of `batch`, as many rows at once as fit, the longest first.
 
     Rows of similar length go together, because they are padded to the longest. All ranks must yield
-    equally often, because each forward is a collective, so rows without a loss are added until the
+    equally often, because each forward is a collective. So rows without a loss are added until the
     ranks have equally many.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -587,8 +588,9 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
 
 
 def count_loss_tokens(rows: list[Row]) -> float:
-    """Return the divisor of the loss of these rows; with weights, their sum. read_rows() leaves out
-    a row where it is 0."""
+    """Return the number of tokens in the loss of these rows, which is the loss's divisor. If you
+    add weights, return the sum of these tokens' weights. read_rows() leaves out a row where it is
+    0."""
     # from 1: nothing predicts the first token
     return sum((row.labels[1:] != IGNORE_INDEX).sum().item() for row in rows)
 
@@ -599,7 +601,8 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
 
     A loss of your own must be a sum, too, and count_loss_tokens() its divisor. For a row without a
     token in the loss, such as micro_batches() adds, it must be 0, not NaN, and still call the
-    model, because forward and backward are collectives.
+    model, because forward and backward are collectives. It must not compare rows with each other,
+    as a loss of preference pairs does: micro_batches() sorts them, and deals them to the ranks.
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
     the loss ignores the padding. Do not pack several texts into a row: they would see each other.
@@ -661,8 +664,7 @@ def evaluate(
 
 
 def clip_gradient(shards: list[nn.Parameter]) -> Tensor:
-    """Scale the gradient down to MAX_GRAD_NORM. Returns its norm before clipping, over all ranks.
-    """
+    """Scale the gradient down to MAX_GRAD_NORM. Returns its norm over all ranks, before clipping."""
     norm = nn.utils.get_total_norm([shard.grad for shard in shards]).square()
     # shards are disjoint, so their squared norms add up. With HSDP each machine adds all of them:
     # divide the sum by the number of machines
