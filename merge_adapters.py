@@ -33,9 +33,9 @@ training rows. The last line says how much of the adapter's own effect they diff
 
 The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
 PEFT. It assumes, and cannot check, that they were trained on this base, quantized from bf16 to NF4
-with double quantization; neither is transformers' default. All linears that load_in_4bit quantizes
-become W (in a multimodal model those outside the text model only if one of them has an adapter),
-all other tensors are rounded to bf16, and nothing is compared.
+with double quantization; transformers' defaults are FP4, without it. All linears that load_in_4bit
+quantizes become W (in a multimodal model those outside the text model only if one of them has an
+adapter), all other tensors are rounded to bf16, and nothing is compared.
 
     merge
         open_run                the run, its base model and its adapter, which belong together
@@ -79,7 +79,8 @@ from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import StoredAdapter
 from fsdp_qlora.merge.compare_logits import Verdict, compare_logits
 from fsdp_qlora.merge.merge_base import MergeBase
-from fsdp_qlora.merge.merged_model import copy_other_files, replace_rows
+from fsdp_qlora.merge.merged_model import copy_other_files
+from fsdp_qlora.merge.merged_tensors import replace_rows
 from fsdp_qlora.merge.new_directory import new_directory
 from fsdp_qlora.merge.open_run import open_run
 from fsdp_qlora.merge.trained_run import TrainedRun
@@ -184,8 +185,9 @@ def log_base(base: MergeBase, n_adapted: int) -> None:
 
 def write_merged(directory: Path, output: Path, base: MergeBase, adapters: dict[str, StoredAdapter],
                  run: TrainedRun, device: str) -> None:
-    """Write the merged model into `directory`, which will be renamed to `output`: one tensor after
-    the other, in files like the base's. Raises ValueError if the disk has no room."""
+    """Write the merged model into `directory`, one tensor after the other, in files like the
+    base's. Raises ValueError if the disk has no room. `output`: what the user calls the directory.
+    """
     gib, free = base.merged_bytes / 2**30, shutil.disk_usage(directory).free / 2**30
     require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, but {free:.1f} are free")
     copy_other_files(directory, base, run)
@@ -244,7 +246,8 @@ def add_adapter(
     weight: torch.Tensor, scaling: float, lora_a: torch.Tensor, lora_b: torch.Tensor,
     magnitude: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return W + scaling * B @ A in fp32, with DoRA's magnitude [out]."""
+    """Return `weight` + scaling * B @ A, fp32 [out, in], from A [rank, in] and B [out, rank]. With
+    DoRA each row is then rescaled, so that its norm is its `magnitude` [out]."""
     total = (lora_b.float() @ lora_a.float()).mul_(scaling).add_(weight)
     if magnitude is not None:
         total *= (magnitude.float() / torch.linalg.norm(total, dim=1))[:, None]

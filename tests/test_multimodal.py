@@ -19,7 +19,7 @@ from test_step import FLAGS, LARGE, read_rows, rows_of_step, write_uneven_rows
 
 import merge_adapters
 from fsdp_qlora.files import write_tensors
-from fsdp_qlora.merge.merge_base import linears_by_tensor
+from fsdp_qlora.merge.merged_tensors import linears_by_tensor
 from fsdp_qlora.merge.open_run import read_base
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.pretrained.check_files import check_files

@@ -104,10 +104,10 @@ def check_settings(path: Path, settings: Mapping[str, Any], wanted: Mapping[str,
         here = wanted.get(key)
         value, here = (sorted(x, key=str) if isinstance(x, (list, set)) else x
                        for x in (value, here))
-        if key == "init_lora_weights" and any(value is plain or value == plain
-                                              for plain in PLAIN_INITS):
+        if key == "init_lora_weights" and value in PLAIN_INITS:
             continue
-        if key in IGNORED or value == here or not (value or here or key in wanted):
+        is_unknown_and_off = key not in wanted and not value  # of another version of PEFT
+        if key in IGNORED or value == here or is_unknown_and_off:
             continue
         advice = f". Use the same {flags[key]}" if key in flags else ""
         raise ValueError(f"{path}: {key} is {value!r:.80}, by {source} {here!r:.80}{advice}")
@@ -130,8 +130,8 @@ def stored_adapters(
     directory: Path, stored: Mapping[str, StoredTensor], scaling: float,
     slices: Mapping[str, list[AdapterSlice]]
 ) -> dict[str, StoredAdapter]:
-    """Return {name of a weight: its StoredAdapter} for a merge, from the AdapterSlices of each
-    weight and open_adapter()'s result. Raises ValueError for an untrained adapter."""
+    """Return {name of a weight: its StoredAdapter} for a merge, from each weight's list of
+    AdapterSlice and open_adapter()'s result. Raises ValueError for an untrained adapter."""
     if not any(read_tensor(x, name).any() for name, x in stored.items() if "lora_B" in name):
         raise ValueError(f"{directory / ADAPTER_WEIGHTS}: is empty or untrained: lora_B is all 0")
     # 4: experts' A and B, of gate_up and of down; each tensor may contain those of all experts

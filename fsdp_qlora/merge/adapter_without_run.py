@@ -21,7 +21,8 @@ from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
 from fsdp_qlora.lora.peft_names import AdapterSlice, linear_adapter_shapes
 from fsdp_qlora.merge.merge_base import MergeBase
-from fsdp_qlora.merge.merged_model import auto_class, in_order, merged_dtype
+from fsdp_qlora.merge.merged_model import auto_class
+from fsdp_qlora.merge.merged_tensors import in_order, merged_dtype
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.hub import model_directory
@@ -80,8 +81,9 @@ def slices_by_linear(
     adapter_tensors: Iterable[str], settings: dict[str, Any], directory: Path,
     linears: dict[str, str], stored: dict[str, StoredTensor]
 ) -> dict[str, list[AdapterSlice]]:
-    """Return {linear: the AdapterSlices of its adapter}. `linears`: {bare_name(): name in the files
-    of the base in `directory`}. Raises ValueError if the adapter has another linear."""
+    """Return {linear: the AdapterSlice of each tensor of its adapter}. `linears`: {bare_name():
+    name in the files of the base in `directory`}. Raises ValueError if the adapter has another
+    linear."""
     slices = {}
     for stem in sorted({name.rpartition(".lora_")[0] or name for name in adapter_tensors}):
         name = linears.get(bare_name(stem), "")
@@ -131,6 +133,7 @@ def linears_in_4bit(
     by_name = {bare_name(name).removesuffix(".weight"): name for name in stored}
     in_text, outside = dict[str, str](), dict[str, str]()
     for name, module in model.named_modules():
+        # a weight with three dimensions is that of experts, if it is not a convolution's
         if module in text_modules and not isinstance(module, nn.Conv1d):
             for key, weight in module.named_parameters(name, recurse=False):
                 if weight.dim() == 3:
@@ -139,7 +142,7 @@ def linears_in_4bit(
                         " depending on the version of transformers, which the adapter does not"
                         " tell: use it unmerged, or train with train_fsdp_qlora.py")
         if isinstance(module, bnb.nn.Linear4bit):
-            if module.source_cls is not nn.Linear:  # Conv1D: quantized from its transpose
+            if module.source_cls is not nn.Linear:  # GPT-2's Conv1D, a linear
                 raise ValueError(f"--base_model {directory}: {name} is a Conv1D, which the files"
                                  " have as [in, out]: use the adapter unmerged")
             bare = bare_name(name)

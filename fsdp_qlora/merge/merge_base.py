@@ -13,11 +13,12 @@ import torch
 
 from fsdp_qlora.files import TensorShapes
 from fsdp_qlora.hashing import as_hex, tensor_checksum
+from fsdp_qlora.merge.merged_tensors import linears_by_tensor
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import StackedSlice, StoredTensor, read_tensor
 from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import TensorNames
-from fsdp_qlora.pretrained.weight_formats import INT4_PACKED, NF4_SUFFIXES
+from fsdp_qlora.pretrained.weight_formats import NF4_SUFFIXES
 
 OTHER_BASE = ("are not those of the base model in training. Use that one with --base_model;"
               " --allow_other_base merges into this one")
@@ -29,15 +30,14 @@ class MergeBase:
 
     directory: Path
     stored: dict[str, StoredTensor]  # {name: tensor in the base's files}
-    names: TensorNames  # the tensors that are read
+    names: TensorNames  # of the base; without train_config.json only its `linears` are filled in
     merged_shapes: TensorShapes  # of the merged model, file by file
     paths: dict[str, Path]  # {name: the base's file; the merged one has the same file name}
     auto_class: Any  # transformers' class that loads it
     training_dtype: torch.dtype  # dtype in which training computed
     # for weights that are in NF4 in the files, see check_files()
     nf4_states: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # None: the adapter has no train_config.json; read_base() returns it too, never None
-    arch: Architecture | None = None
+    arch: Architecture | None = None  # of the text model; None: there is no train_config.json
     # {tensor: tensor_checksum()}, to tell one base from another
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
@@ -95,23 +95,3 @@ class MergeBase:
         read = functools.partial(self.read, device=device)
         files = StoredWeights(read, self.names, self.nf4_states, self.training_dtype)
         return files.values(name)
-
-
-def linears_by_tensor(names: TensorNames) -> dict[str, dict[str, StackedSlice]]:
-    """Return {tensor of the merged model: {linear in it: its place there}} for all linears. A
-    tensor is one linear, or stacks several (experts) or fuses them (q, k and v). Names and shapes
-    are those of merged_shapes_and_paths(): experts in MXFP4 become [experts, in, out]."""
-    tensors: dict[str, dict[str, StackedSlice]] = {}
-    for name, linear in names.linears.items():
-        n_out, n_in = linear.out_features, linear.in_features
-        if linear.mxfp4:
-            source = names.sources[f"{name}_blocks"]
-            assert names.shapes[source.name][1] == n_out, "gate and up are one linear"
-            expert, n_experts = source.rows.start // n_out, source.n_rows // n_out
-            place = StackedSlice(source.name.removesuffix("_blocks"), n_experts * n_in,
-                                 range(expert * n_in, (expert + 1) * n_in), range(n_out))
-        else:
-            alone = StackedSlice(name.removesuffix(INT4_PACKED), n_out, range(n_out))
-            place = names.sources.get(name, alone)
-        tensors.setdefault(place.name, {})[name] = place
-    return tensors

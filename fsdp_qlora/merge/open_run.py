@@ -17,8 +17,8 @@ from fsdp_qlora.lora.peft_names import adapter_shapes, token_row_names
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.adapter_without_run import open_adapter_without_run
 from fsdp_qlora.merge.merge_base import OTHER_BASE, MergeBase
-from fsdp_qlora.merge.merged_model import (
-    add_other_parts, auto_class, is_multimodal, merged_shapes_and_paths)
+from fsdp_qlora.merge.merged_model import auto_class, is_multimodal
+from fsdp_qlora.merge.merged_tensors import add_other_parts, merged_shapes_and_paths
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check_files import check_files
@@ -46,7 +46,7 @@ def open_run(
 
 def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str],
               token_ids: Sequence[int]) -> tuple[MergeBase, Architecture]:
-    """Return the base model and its `arch`, after the same checks of its files as in training.
+    """Return the base model and its arch, after the same checks of its files as in training.
     `checksums`: those that its tensors must have; `token_ids`: the tokens whose rows were trained;
     see MergeBase."""
     directory = model_directory(name, "weights", "--base_model")
@@ -58,8 +58,8 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
         names = tensor_names(arch, stored)
         nf4_states = check_files(stored, names, model_config, dtype)
         if in_4bit != bool(nf4_states):
-            raise ValueError(f"is {'' if nf4_states else 'not '}quantized already. With"
-                             " --base_model name the one in training")
+            raise ValueError(f"is {'' if nf4_states else 'not '}quantized already. Name the one in"
+                             " training with --base_model")
         if is_multimodal(model_config):
             add_other_parts(names, stored)
         merged_shapes, paths = merged_shapes_and_paths(stored, names, nf4_states)

@@ -45,7 +45,7 @@ class TrainedRun:
 
     @property
     def device(self) -> str | None:
-        """"cuda" or "cpu", on which training quantized; None: not known."""
+        """The device on which training quantized, "cuda" or "cpu"; None: not known."""
         return self.quantization.get("device")
 
 

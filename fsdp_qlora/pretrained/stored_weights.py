@@ -26,9 +26,9 @@ class StoredWeights:
     dtype: torch.dtype  # in which training computes; NF4 becomes it
 
     def values(self, name: str, first_row: int = 0) -> torch.Tensor:
-        """Return the values of a tensor, or of those of its rows that read() returns, the first of
-        which is `first_row`: flat if read()'s result is flat and the tensor is not quantized. NF4
-        becomes `dtype`, MXFP4 fp32; FP8 and INT4 are multiplied by their scales.
+        """Return the values of a tensor: NF4 as `dtype`, MXFP4 as fp32, FP8 and INT4 multiplied by
+        their scales, all others as they are stored. When loading, read() returns this rank's rows
+        alone, flat: the first of them is `first_row`, and what was not quantized stays flat.
 
         Loading does not ask for linears of layers that are in NF4 or MXFP4: copy_nf4() and
         copy_mxfp4() keep their bytes. Nor does it for tables and norms, which are never quantized.

@@ -1,0 +1,109 @@
+"""The tensors of a merged model: names, shapes, dtypes and files; where its linears are in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_qlora.files import TensorShapes
+from fsdp_qlora.pretrained.reader import StackedSlice, StoredTensor
+from fsdp_qlora.pretrained.tensor_names import TensorNames
+from fsdp_qlora.pretrained.weight_formats import INT4_PACKED, INT4_SHAPE, NF4_SUFFIXES
+from fsdp_qlora.quant.blocks import MX_BLOCK
+
+
+def add_other_parts(names: TensorNames, stored: dict[str, StoredTensor]) -> None:
+    """Add the tensors of the parts that a multimodal model has besides its text model, which a
+    merge copies, and the scales of those in FP8. Raises ValueError for what it cannot copy."""
+    for name, tensor in stored.items():
+        if name in names.shapes or name.startswith(names.prefix):
+            continue
+        if name.endswith((*NF4_SUFFIXES, INT4_PACKED)):
+            raise ValueError(f"{tensor.path}: {name} is of a weight in 4-bit outside the text"
+                             " model's layers, which is not merged")
+        names.shapes[name] = tensor.shape
+        if (scales := f"{name}_scale_inv") in stored:  # as of Qwen 3.5's mtp.*
+            names.scaled[name] = scales
+        elif tensor.dtype.startswith("F8"):
+            raise ValueError(f"{tensor.path}: {name} is {tensor.dtype} without {scales}, which is"
+                             " not merged")
+
+
+def merged_shapes_and_paths(
+    stored: dict[str, StoredTensor], names: TensorNames, nf4_states: dict[str, Any],
+) -> tuple[TensorShapes, dict[str, Path]]:
+    """Return the TensorShapes of the merged model, file by file, and {name: the base's file with
+    the tensor, after which the merged file is named}. Experts in MXFP4 become [experts, in, out],
+    the form of gpt-oss, the only family with MXFP4. linears_by_tensor() says where the linears are
+    in these tensors."""
+    tensors, paths = {}, {}
+    # files may have a tied lm_head, which is not in `shapes`; scales are multiplied into weights
+    used = {*names.shapes, names.lm_head} - {*names.scaled.values()}
+    for name, tensor in in_order(stored):
+        if name not in used:
+            continue
+        shape = names.shapes.get(name, tensor.shape)
+        if name.startswith(names.layer_prefix):  # it may be a part of a weight in INT4 or MXFP4
+            if name.endswith(("_scales", INT4_SHAPE)):
+                continue
+            if name.endswith(INT4_PACKED):
+                linear = names.linears[name]
+                shape = linear.out_features, linear.in_features
+                name = name.removesuffix(INT4_PACKED)
+            elif name.endswith("_blocks"):
+                shape = shape[0], shape[2] * MX_BLOCK, shape[1]
+                name = name.removesuffix("_blocks")
+        # training used these in fp32, so they stay in fp32; transformers also keeps some of them in
+        # fp32, such as a router's correction, and rounds the others itself
+        is_exact = (name in names.small_tensors and name not in nf4_states
+                    and tensor.dtype == "F32")
+        tensors[name] = shape, torch.float32 if is_exact else merged_dtype(tensor)
+        paths[name] = tensor.path
+    return tensors, paths
+
+
+def linears_by_tensor(names: TensorNames) -> dict[str, dict[str, StackedSlice]]:
+    """Return {tensor of the merged model: {linear in it: its place there}} for all linears. A
+    tensor is one linear, or stacks several (experts) or fuses them (q, k and v). Names and shapes
+    are those of merged_shapes_and_paths(), above: experts in MXFP4 become [experts, in, out]."""
+    tensors: dict[str, dict[str, StackedSlice]] = {}
+    for name, linear in names.linears.items():
+        n_out, n_in = linear.out_features, linear.in_features
+        if linear.mxfp4:
+            source = names.sources[f"{name}_blocks"]
+            assert names.shapes[source.name][1] == n_out, "gate and up are one linear"
+            expert, n_experts = source.rows.start // n_out, source.n_rows // n_out
+            place = StackedSlice(source.name.removesuffix("_blocks"), n_experts * n_in,
+                                 range(expert * n_in, (expert + 1) * n_in), range(n_out))
+        else:
+            alone = StackedSlice(name.removesuffix(INT4_PACKED), n_out, range(n_out))
+            place = names.sources.get(name, alone)
+        tensors.setdefault(place.name, {})[name] = place
+    return tensors
+
+
+def merged_dtype(tensor: StoredTensor) -> torch.dtype:
+    """Return the dtype of most tensors of a merged model: int64, such as the count of a BatchNorm
+    in an audio tower, stays; all others become bf16."""
+    return torch.int64 if tensor.dtype == "I64" else torch.bfloat16
+
+
+def in_order(stored: dict[str, StoredTensor]) -> list[tuple[str, StoredTensor]]:
+    """Return all (name, StoredTensor), file by file, in the order in which they are stored."""
+    return sorted(stored.items(), key=lambda item: (item[1].path, item[1].start))
+
+
+def replace_rows(
+    table: torch.Tensor, vocab_size: int, ids: Sequence[int], rows: torch.Tensor,
+) -> torch.Tensor:
+    """Return a copy of `table` with `rows` as those of the tokens `ids`. If it has fewer than
+    `vocab_size` rows, rows are added first, each the mean of the table's own rows, as in training,
+    see fill_added_rows()."""
+    mean = torch.stack([part.double().sum(0) for part in table.split(2**14)]).sum(0) / len(table)
+    added = mean.to(table.dtype).expand(vocab_size - len(table), -1)
+    table = torch.cat([table, added])
+    table[torch.tensor(ids, device=table.device)] = rows.to(table)
+    return table
