@@ -274,8 +274,9 @@ def make_plan(job: Job, sampler: RowSampler, limit: int,
 
 
 def make_adapter(model: Model, job: Job) -> Adapter:
-    """Return the adapter of all layers and of --trainable_tokens, without its initial values. All
-    ranks must call this."""
+    """Return the adapter of all layers and of --trainable_tokens: one flat vector, of which each
+    layer's (sharded) parameter becomes a view. start_adapter() sets its values. All ranks must call
+    this."""
     base = job.base
     untrained = check_untrained_tokens(model, job.rows, base)
     token_rows = initial_token_rows(model, base.trainable_tokens, untrained)
@@ -685,7 +686,7 @@ def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> t
     """Run forward, and backward of `loss_weight` times the loss, of one micro-batch. Gradients
     accumulate in adapter.grad, one vector, of which each layer's gradients are views. Returns the
     sums of compute_loss(). All ranks must call this."""
-    # None: without a CUDA graph for micro-batches of this size
+    # None: there is no CUDA graph for micro-batches of this shape yet
     if run.cuda_graphs and (sums := run.cuda_graphs.replay(micro_batch, loss_weight)) is not None:
         return sums
     loss, sums = compute_loss(run.model, micro_batch, run.config)
