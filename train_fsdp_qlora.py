@@ -116,9 +116,9 @@ from fsdp_qlora.run.prepare import prepare
 from fsdp_qlora.run.process import end_process
 from fsdp_qlora.run.resolve import resolve_config, save_interval
 from fsdp_qlora.run.resume import check_resumable, set_aside_newer, step_to_resume
+from fsdp_qlora.run.run import Job, Run
 from fsdp_qlora.run.startup_log import (
     describe_steps, log_extension, log_parameters, log_startup, log_steps)
-from fsdp_qlora.run.state import Job, Run
 from fsdp_qlora.run.status import ACTIONS, Status
 from fsdp_qlora.run.step_stats import gather_step_stats, mean_metrics
 from fsdp_qlora.run.watch import watch_process

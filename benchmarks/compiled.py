@@ -29,7 +29,7 @@ from fsdp_qlora.kernels import activations, heads, norms
 from fsdp_qlora.layer import grouped_mm
 from fsdp_qlora.model import lm_head as vocabulary
 from fsdp_qlora.pretrained import families
-from fsdp_qlora.pretrained.hub import read_model_config
+from fsdp_qlora.pretrained.model_directory import read_model_config
 
 TOKENS, CHUNK, CLAMP = 4096, 512, (7.0, 1.702)  # of gpt-oss
 

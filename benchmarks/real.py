@@ -48,10 +48,10 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(ROOT))
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.example_formats import parse_example
+from fsdp_qlora.data.load_tokenizer import load_tokenizer
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import step_indices
 from fsdp_qlora.data.tokenize_documents import both_tokenizers, tokenize
-from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.data.load_tokenizer import load_tokenizer
 from train_fsdp_qlora import learning_rate
 
 METHODS, MEASURED = ("ours", "nf4", "bf16"), ("before", "after", "seconds")

@@ -44,7 +44,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def open_own(path: Path, flags: int) -> int:
+def open_no_follow(path: Path, flags: int) -> int:
     """Open a file of the run for writing, by os.open()'s `flags`. Raises OSError if it is a link: a
     run writes only into its directory, and a link may lead to a file of someone else."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
@@ -72,7 +72,7 @@ def write_atomic(path: Path, content: str | dict[str, torch.Tensor],
     """Replace a file by a text, or by {name: tensor} with `metadata` {name: text}. A reader sees
     either the old file or the new one."""
     part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)  # may be a link, see open_own()
+    part.unlink(missing_ok=True)  # may be a link, see open_no_follow()
     try:
         part.touch()
         mode = part.stat().st_mode  # as the umask has it

@@ -32,7 +32,7 @@ def is_rank_0() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def this_rank() -> str:
+def rank_name() -> str:
     """Return this process's name for errors."""
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
@@ -107,7 +107,7 @@ def check_ranks_agree(config: Config, script: Path, versions: dict[str, str]) ->
         facts.append((f"has {library} {version}", "install the same on all nodes"))
     for name, value in vars(config).items():
         facts.append((f"runs --{name} {value}", "start all nodes with the same command"))
-    (first, first_facts), *others = all_gather_objects((this_rank(), facts))
+    (first, first_facts), *others = all_gather_objects((rank_name(), facts))
     for other, other_facts in others:
         for (fact, remedy), (other_fact, _) in zip(first_facts, other_facts):
             if other_fact != fact:

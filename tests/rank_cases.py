@@ -24,8 +24,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import patching
 import train_fsdp_qlora
-from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation.generation import generate, generate_samples
 from fsdp_qlora.layer.dequantize import dequantize

@@ -12,8 +12,8 @@ import pytest
 from conftest import encode_file, one_process
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from fsdp_qlora.data.dataset import prepare_rows
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
+from fsdp_qlora.data.prepare_data import prepare_rows
 from fsdp_qlora.ranks import RunEnd
 
 SPECIAL = ("<|im_start|> <|im_end|> <|start|> <|channel|> <|message|> <|end|> <|return|> <|call|>"

@@ -14,7 +14,7 @@ from patching import parse_config
 
 from fsdp_qlora.data.load_tokenizer import load_tokenizer
 from fsdp_qlora.layer import layer
-from fsdp_qlora.pretrained.hub import model_directory, read_model_config
+from fsdp_qlora.pretrained.model_directory import model_directory, read_model_config
 from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as where run.py is started

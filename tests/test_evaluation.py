@@ -24,8 +24,8 @@ from test_step import load_reference
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
+from fsdp_qlora.data.prepare_data import prepare_data
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.evaluation.generation import choose_prompts
 from fsdp_qlora.files import json_digest
@@ -33,7 +33,7 @@ from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import metrics
 from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, verify_checkpoint
 from fsdp_qlora.run.metrics import describe_time
-from fsdp_qlora.run.state import Progress
+from fsdp_qlora.run.run import Progress
 
 # (processes, name): flags of a run that is made with evaluation and without
 PAIRS = {

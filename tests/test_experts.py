@@ -39,7 +39,7 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.checks import compare_with_transformers as check
 from fsdp_qlora.checks.compare_with_transformers import (
-    CheckPlan, plain_model, random_adapter, random_hf_model, dequantized_weights)
+    CheckPlan, cpu_model, random_adapter, random_hf_model, dequantized_weights)
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
@@ -83,7 +83,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     tensors = reference.state_dict()
     if edit:
         edit(tensors)
-    model = plain_model(small, arch, tensors, 24, "lora", again)
+    model = cpu_model(small, arch, tensors, 24, "lora", again)
     names = tensor_names(arch, tensors)
     weights = dequantized_weights(model, names)
     random_adapter(model, seed(1))
@@ -388,7 +388,7 @@ def test_slices_of_tokens_give_what_all_tokens_give(name, kind, grouped, monkeyp
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
     arch, reference = make_architecture(small), random_hf_model(small, seed())
-    model = plain_model(
+    model = cpu_model(
         small, dataclasses.replace(arch, residual_dropout=0.3), reference.state_dict(), 64, kind,
         recompute=True)
     with torch.no_grad():
@@ -464,7 +464,7 @@ def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     assert (ours["logits"] - theirs).norm() < BAR * theirs.norm()
     assert abs(ours["loss"] - loss) < BAR * loss
     # as PEFT has it all experts' adapters are fused, whatever the file has
-    moe = dataclasses.replace(arch.moe, adapters="stacked", renames=())
+    moe = dataclasses.replace(arch.moe, adapter_form="stacked", renames=())
     memory = dataclasses.replace(arch, moe=moe)
     their = {name.replace(".default", ""): p.grad for name, p in peft.named_parameters()
              if p.requires_grad}  # fmt: skip
@@ -642,7 +642,7 @@ def test_an_experts_bytes_are_bitsandbytes_own(width):
     small.moe_intermediate_size = width
     arch, reference = make_architecture(small), random_hf_model(small, seed())
     tensors = dict(reference.state_dict())
-    model = plain_model(small, arch, tensors, 24)
+    model = cpu_model(small, arch, tensors, 24)
     names, layer = tensor_names(arch, tensors), model.layers[0]
     for linear in layer.spec.linears:
         name = names.of_layer(0, f"{linear.name}.weight")
@@ -662,7 +662,7 @@ def test_router_is_as_exact_as_in_the_files(monkeypatch):
         check, "CheckPlan", lambda **s: CheckPlan(**s | {"compute_dtype": "bfloat16"}))
     small = shrunk_config(TINY["glm4_moe"](320))
     arch, tensors = make_architecture(small), random_hf_model(small, seed()).state_dict()
-    model = plain_model(small, arch, tensors, 24)
+    model = cpu_model(small, arch, tensors, 24)
     assert model.layers[1].vectors.dtype == torch.bfloat16
     assert len(model.layers[1].small_tensors) == 2
     for name, tensor in model.layers[1].small_tensors.items():
@@ -858,7 +858,7 @@ def test_balance_of_experts_counts_no_padding(name):
     """A row alone in a micro-batch, beside a longer one of another process, and before padding."""
     small = shrunk_config(TINY[name](320))
     arch, reference = make_architecture(small), random_hf_model(small, seed())
-    model = plain_model(small, arch, reference.state_dict(), 64, "lora")
+    model = cpu_model(small, arch, reference.state_dict(), 64, "lora")
     ids = torch.randint(3, 128, (45,), generator=seed(1))
     rows = make_rows([(x, x) for x in ids.split([9, 36])])
     found = []

@@ -17,7 +17,7 @@ from rows import (
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache, sources
-from fsdp_qlora.data.dataset import prepare_data
+from fsdp_qlora.data.prepare_data import prepare_data
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import example_formats as formats, tokenize_documents
-from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
+from fsdp_qlora.data.prepare_data import prepare_data
 from fsdp_qlora.data.tool_calls import openai_calls
 from fsdp_qlora.errors import FatalExample
 from fsdp_qlora.ranks import RunEnd
@@ -817,7 +817,7 @@ def test_two_values_for_one_thing_end_the_run_in_any_order(row, columns, words, 
 
 
 def test_an_answer_is_trained_if_all_its_flags_say_so(tokenizer):
-    flags = [key for key in formats.TRAINED if key != "weight"]
+    flags = [key for key in formats.TRAIN_KEYS if key != "weight"]
     for key in flags:
         for pair in {key: True, "weight": 1}, {"weight": 1, key: True}:
             assert formats.read_message({**ASKED[1], **pair})["train"] is True

@@ -59,10 +59,10 @@ from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import Heads
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
-from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.records import AttentionGateRecord, GatedDeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
+from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.merge_check import MergeCheck

@@ -28,8 +28,8 @@ from fsdp_qlora.checks.compare_with_transformers import compare_with_transformer
 from fsdp_qlora.checks.untrained_tokens import ZERO_ROW, untrained_rows
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache
-from fsdp_qlora.data.dataset import cache_key, prepare_rows
 from fsdp_qlora.data.encode_examples import check_tokens
+from fsdp_qlora.data.prepare_data import cache_key, prepare_rows
 from fsdp_qlora.data.rows import encode_document
 from fsdp_qlora.errors import FatalExample
 from fsdp_qlora.files import digest
@@ -39,12 +39,12 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner import search as planner
 from fsdp_qlora.planner.search import (
     DoesNotFit, SearchInputs, Workload, check_host, fastest_plan, with_cuda_graphs)
-from fsdp_qlora.pretrained.hub import base_digest
+from fsdp_qlora.pretrained.model_directory import base_digest
 from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
+from fsdp_qlora.run.run import Progress
 from fsdp_qlora.run.startup_log import log_startup
-from fsdp_qlora.run.state import Progress
 
 NAN = math.nan
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 import merge_adapters
 from fsdp_qlora.hashing import tensor_checksum
 from fsdp_qlora.merge import open_run
-from fsdp_qlora.pretrained.hub import base_digest
+from fsdp_qlora.pretrained.model_directory import base_digest
 from fsdp_qlora.pretrained.reader import (
     DTYPES, RandomWeights, ReadRequest, WeightReader, read_header, stored_tensors)
 from fsdp_qlora.pretrained.weight_formats import NF4_STATE

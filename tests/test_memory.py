@@ -15,7 +15,7 @@ from families import TINY
 from test_benchmarks import bench
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.checks.compare_with_transformers import plain_model
+from fsdp_qlora.checks.compare_with_transformers import cpu_model
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
@@ -41,7 +41,7 @@ from fsdp_qlora.planner.search import (
 from fsdp_qlora.planner.time_constants import CONSTANTS
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.hub import read_model_config
+from fsdp_qlora.pretrained.model_directory import read_model_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.run.resolve import resolve_max_seq_len
 
@@ -290,7 +290,7 @@ def tiny_plain_model(family):
     model_config = TINY[family](128)
     tensors = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).state_dict()
     arch = make_architecture(model_config)
-    return arch, plain_model(model_config, arch, tensors, 64)
+    return arch, cpu_model(model_config, arch, tensors, 64)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,14 +15,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fsdp_qlora.checks import compare_with_transformers as check
 from fsdp_qlora.checks.compare_with_transformers import (
-    plain_model, random_adapter, random_hf_model, dequantized_weights)
+    cpu_model, random_adapter, random_hf_model, dequantized_weights)
 from fsdp_qlora.config import Config
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.model.shards import LocalBlocks
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.hub import read_model_config
+from fsdp_qlora.pretrained.model_directory import read_model_config
 from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.pretrained.stored_weights import StoredWeights
@@ -63,7 +63,7 @@ def small_model(kind=None, again=False, inner=None):
         tensors.pop(name).copy_(values)
     plain, small.quantization_config = make_architecture(small), IN_MXFP4
     arch = make_architecture(small)
-    model = plain_model(small, arch, tensors | packed, 24, kind, again)
+    model = cpu_model(small, arch, tensors | packed, 24, kind, again)
     return model, reference, tensor_names(plain, reference.state_dict())
 
 

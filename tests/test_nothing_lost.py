@@ -47,7 +47,7 @@ from fsdp_qlora.run.checkpoints import checkpoint_path, verify_checkpoint
 from fsdp_qlora.run.divergence import why_diverged
 from fsdp_qlora.run.metrics import MetricsWriter
 from fsdp_qlora.run.resume import MUST_MATCH
-from fsdp_qlora.run.state import Progress
+from fsdp_qlora.run.run import Progress
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text
 from fsdp_qlora.run.watch import watch_process
 

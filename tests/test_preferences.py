@@ -28,11 +28,11 @@ from transformers import PreTrainedTokenizerFast
 
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.dataset import prepare_data, prepare_rows
 from fsdp_qlora.data.encode_examples import encode_fragments
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.preferences import parse_preference
+from fsdp_qlora.data.prepare_data import prepare_data, prepare_rows
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.data.sources import find_fragments

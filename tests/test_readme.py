@@ -25,8 +25,8 @@ import merge_adapters
 from fsdp_qlora import exit_codes
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.encode_examples import try_example
-from fsdp_qlora.data.example_formats import EXAMPLE_FORMATS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
-from fsdp_qlora.data.preferences import LABELS, PAIRS
+from fsdp_qlora.data.example_formats import EXAMPLE_FORMATS, OPTIONAL, REFUSED, SYNONYMS, TRAIN_KEYS
+from fsdp_qlora.data.preferences import LABEL_KEYS, PAIRS
 from fsdp_qlora.layer.router import BALANCE_METRICS
 from fsdp_qlora.model.preference_loss import LOSSES, METRICS
 from fsdp_qlora.pretrained import records
@@ -350,7 +350,7 @@ def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
     (table,) = tables("| keys of an example or a message | what to do |")
     refused = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
     assert sorted(refused) == sorted(REFUSED)
-    keys = {*TRAINED, *OPTIONAL, *SYNONYMS, *LABELS,
+    keys = {*TRAIN_KEYS, *OPTIONAL, *SYNONYMS, *LABEL_KEYS,
             *(key for form in EXAMPLE_FORMATS for key in form),
             *(key for pair in PAIRS for key in pair)}  # fmt: skip
     assert [key for key in sorted(keys) if f"`{key}`" not in PAGES["data.md"]] == []
@@ -371,7 +371,7 @@ def example_rows():
 def test_example_rows_are_trained(name, row, is_preference, demo_directory):
     tokenizer = chat_tokenizer(demo_directory, CHATML)
     losses = [loss for loss, kind in LOSSES.items() if kind.function] if is_preference else ["sft"]
-    is_unpaired = bool(row.keys() & {*LABELS})
+    is_unpaired = bool(row.keys() & {*LABEL_KEYS})
     for loss in losses:
         error, form, documents, _ = try_example(row, tokenizer, (), loss)
         if is_unpaired and loss != "kto":
@@ -385,7 +385,7 @@ def test_each_form_and_each_way_to_give_preferences_has_an_example():
     rows = [(row, is_preference) for _, row, is_preference in example_rows()]
     for form in EXAMPLE_FORMATS:
         assert any(row.keys() >= {*form} for row, is_preference in rows if not is_preference), form
-    for keys in (*PAIRS, *((label,) for label in LABELS)):
+    for keys in (*PAIRS, *((label,) for label in LABEL_KEYS)):
         assert any(row.keys() >= {*keys} for row, is_preference in rows if is_preference), keys
 
 

@@ -14,7 +14,7 @@ from families import TINY
 from fsdp_qlora.checks.compare_with_transformers import compare_with_transformers
 from fsdp_qlora.config import Config
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.hub import read_model_config
+from fsdp_qlora.pretrained.model_directory import read_model_config
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.run.resolve import resolve_max_seq_len
 

@@ -24,10 +24,10 @@ from transformers.models.auto import tokenization_auto
 
 import merge_adapters
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.load_tokenizer import check_tokenizer, load_tokenizer, read_sentencepiece
+from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.data.tokenizer_files import complete_tokenizer, name_class, write_tokenizer
-from fsdp_qlora.pretrained.hub import copy_small_files
+from fsdp_qlora.pretrained.model_directory import copy_small_files
 
 LINES = ["It is sunny and warm in Paris, isn't it? I'LL see; 2024, 1000, 12345 degrees.\n\n\n",
          "def f(x):\n    return x  # two  spaces\n\n\tnaïve café Straße 日本語 日本"]  # fmt: skip

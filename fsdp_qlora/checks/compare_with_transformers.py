@@ -34,8 +34,8 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.reader import rows_in_memory
-from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
+from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 
 KERNEL_PACKAGES = "fla", "causal_conv1d"
@@ -67,7 +67,7 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
         tensors = dict(reference.state_dict())
         names = tensor_names(arch, tensors)
         for adapter_type, recompute in CHECKED:
-            model = plain_model(small, arch, tensors, max(LENGTHS), adapter_type, recompute)
+            model = cpu_model(small, arch, tensors, max(LENGTHS), adapter_type, recompute)
             weights = dequantized_weights(model, names)
             random_adapter(model, generator)
             ours = results(model, ids)
@@ -166,7 +166,7 @@ class TextModel(nn.Module):
         return types.SimpleNamespace(logits=logits)
 
 
-def plain_model(
+def cpu_model(
     model_config: PreTrainedConfig, arch: Architecture, tensors: Mapping[str, torch.Tensor],
     max_seq_len: int, adapter_type: str | None = None, recompute: bool = False,
 ) -> Model:

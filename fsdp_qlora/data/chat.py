@@ -21,7 +21,7 @@ from fsdp_qlora.data.tool_calls import openai_calls
 from fsdp_qlora.errors import FatalExample
 
 Spans = list[tuple[int, int]]  # parts of a text, in characters: [(start, end)]
-REASONING = "reasoning_content", "reasoning", "thinking"  # message keys with the same meaning
+REASONING_KEYS = "reasoning_content", "reasoning", "thinking"  # message keys with the same meaning
 
 
 class AnswerStart(NamedTuple):
@@ -156,7 +156,7 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
         notes.append("answers continue the reasoning that the generation prompt opens; where an"
                      " example has none, it is empty")
     if at is None:
-        raise FatalExample(why_otherwise(prompt, text))
+        raise FatalExample(why_prompt_differs(prompt, text))
     text, shift = prompt + text[at:], len(prompt) - at
     if marks:
         answer = marked_answer(text, prompt, [(a + shift, b + shift) for a, b in marks], traits)
@@ -249,12 +249,12 @@ def close_reasoning(message: dict[str, Any], prompt: str, text: str, template: s
     if close not in template:
         return ""
     within = content_of(message).rpartition(close)[0].removeprefix(tag)
-    raw_reasoning = next((message[key] for key in REASONING if message.get(key)), within)
+    raw_reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), within)
     reasoning = checked_text(raw_reasoning, "reasoning").strip()
     return f"{reasoning}{gap}{close}{2 * gap}{answer.lstrip()}"
 
 
-def why_otherwise(prompt: str, text: str) -> str:
+def why_prompt_differs(prompt: str, text: str) -> str:
     """Return why an answer cannot be trained after the prompt that the model gets."""
     at = shared_length(prompt, text)
     at = max(prompt.rfind("\n", 0, at), prompt.rfind(">", 0, at)) + 1  # not within a tag
@@ -362,7 +362,7 @@ def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
                         for string in [function["name"], *strings_in(function["arguments"])]]
         if i == len(messages):
             strings += [(f"{key} of message {i}", message.get(key))
-                        for key in REASONING]
+                        for key in REASONING_KEYS]
             wanted += [(what, string, answer) for what, string in strings]
         else:  # templates may drop the reasoning of earlier answers
             wanted += [(what, str(string or "").rpartition("</think>")[2], text)

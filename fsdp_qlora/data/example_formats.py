@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.chat import REASONING, AnswerStart, Spans, checked_text, parse_chat
+from fsdp_qlora.data.chat import REASONING_KEYS, AnswerStart, Spans, checked_text, parse_chat
 from fsdp_qlora.data.tool_calls import openai_tools, read_value
 from fsdp_qlora.errors import FatalExample
 
@@ -68,13 +68,14 @@ MEANINGS = {  # {meaning: words in keys that no format has}; "none": not a text 
                  "user", "human", "task"),
     "answer": ("reply", "answer", "response", "completion", "output", "solution", "assistant",
                "target", "gpt", "bot", "summary")}
-TRAINED = ("train", "training", "train_on_turn", "weight", "loss")  # keys: is it in the loss?
-CALLS = ("function_call", "tool_call")  # roles of the assistant's messages whose content is a call
+TRAIN_KEYS = ("train", "training", "train_on_turn", "weight", "loss")  # keys: is it in the loss?
+# roles of the assistant's messages whose content is a call
+CALL_ROLES = ("function_call", "tool_call")
 ROLES = {  # {role of a message in lower case: the name that templates use}
     "system": "system", "developer": "developer",
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "model", "ai", "bot", "chatbot", "chatgpt", "bing", "bard",
-                     *CALLS), "assistant"),
+                     *CALL_ROLES), "assistant"),
     **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
     "ipython": "ipython", "document": "document", "control": "control"}
 
@@ -295,9 +296,10 @@ def unread_keys(messages: list[dict[str, Any]], template: str) -> list[str]:
     answer in the loss counts as read, see close_reasoning() in chat.py."""
     keys = dict.fromkeys(key for message in messages for key, value in message.items()
                          if key != "train" and not is_empty(value)
-                         and not (message["train"] and key in REASONING))
+                         and not (message["train"] and key in REASONING_KEYS))
+    names = {key: REASONING_KEYS if key in REASONING_KEYS else [key] for key in keys}
     return [key for key in keys if not any(re.search(rf"\b{re.escape(name)}\b", template)
-                                           for name in (REASONING if key in REASONING else [key]))]
+                                           for name in names[key])]
 
 
 def is_empty(value: Any) -> bool:
@@ -440,7 +442,7 @@ def read_message(message: Any) -> dict[str, Any]:
         raise FatalExample(f"has a message with role {message['role']!r}; supported are"
                            f" {', '.join(ROLES)}. Rename the role in the example")
     refuse_keys(message, " of the messages")
-    flags = {key: message.pop(key) for key in TRAINED if key in message}
+    flags = {key: message.pop(key) for key in TRAIN_KEYS if key in message}
     for key, flag in flags.items():
         if flag not in (0, 1):
             raise ValueError(f"a message has {key} {flag}, expected 0 or 1")
@@ -448,7 +450,7 @@ def read_message(message: Any) -> dict[str, Any]:
             raise FatalExample(f"has {key} {flag} in a {role} message, but only assistant"
                                " messages are trained. Leave it out, or write the example as"
                                " segments")
-    if role in CALLS and is_empty(message.get("tool_calls")):
+    if role in CALL_ROLES and is_empty(message.get("tool_calls")):
         message["tool_calls"] = message.pop("content", None)
     is_trained = ROLES[role] == "assistant" and all(flags.values())
     return message | {"role": ROLES[role], "train": is_trained}

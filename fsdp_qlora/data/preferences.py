@@ -18,7 +18,7 @@ from fsdp_qlora.model.preference_loss import LOSSES
 
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
          ("preferred_output", "non_preferred_output"))  # keys of the chosen and the rejected answer
-LABELS = ("label", "kto_tag")
+LABEL_KEYS = ("label", "kto_tag")
 CONVERSATIONS = ("messages", "conversations")
 
 
@@ -28,7 +28,7 @@ def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: 
     a desirable answer. Of two answers the chosen one comes first."""
     example = as_object(example, renames)
     is_unpaired = LOSSES[loss].is_unpaired
-    kinds = [*PAIRS, *((key,) for key in LABELS)] if is_unpaired else PAIRS
+    kinds = [*PAIRS, *((key,) for key in LABEL_KEYS)] if is_unpaired else PAIRS
     given = {key for key, value in example.items() if value is not None}
     found = [keys for keys in kinds if given & {*keys}]
     # or keys with null values
@@ -44,7 +44,7 @@ def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: 
     raise FatalExample(f"has {', '.join(example) or 'no keys'}; --loss {loss} needs {wanted} as"
                        " well as a prompt. Rename keys with --columns OLD=NEW, or train on such"
                        " examples with --loss "
-                       + ("kto" if example.keys() & {*LABELS} else "sft"))
+                       + ("kto" if example.keys() & {*LABEL_KEYS} else "sft"))
 
 
 def parse_pair(example: dict[str, Any], chosen_key: str, rejected_key: str,

@@ -17,7 +17,7 @@ from fsdp_qlora.data.load_tokenizer import PROBES, tokens, trial_texts
 from fsdp_qlora.data.template import read_template, set_template
 from fsdp_qlora.files import read_json, remove
 from fsdp_qlora.log import log
-from fsdp_qlora.pretrained.hub import copy_small_files
+from fsdp_qlora.pretrained.model_directory import copy_small_files
 
 TOKENIZER_FILES = ["*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.*"]
 # files that may have a chat template in the key chat_template

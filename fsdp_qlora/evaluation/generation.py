@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.collate import make_micro_batch
+from fsdp_qlora.data.example_formats import IGNORE_INDEX
 from fsdp_qlora.data.packing import micro_steps_of
 from fsdp_qlora.data.rows import Rows, make_rows
 from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS
@@ -22,7 +22,7 @@ from fsdp_qlora.model.lm_head import greedy_tokens
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.ranks import all_gather_objects
 from fsdp_qlora.run.metrics import beginning, ending
-from fsdp_qlora.run.state import Run
+from fsdp_qlora.run.run import Run
 from fsdp_qlora.run.status import Status
 
 

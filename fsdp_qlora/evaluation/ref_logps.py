@@ -25,7 +25,7 @@ from fsdp_qlora.files import ADAPTER_WEIGHTS, digest, json_digest, write_atomic
 from fsdp_qlora.log import log
 from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.ranks import RunEnd, all_gather_objects, is_rank_0, on_rank_0
-from fsdp_qlora.run.state import Run
+from fsdp_qlora.run.run import Run
 
 
 REF_LOGPS_FILE = "reference.safetensors"

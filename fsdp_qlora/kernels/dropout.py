@@ -10,7 +10,7 @@ from fsdp_qlora.kernels.compiled import fused_kernel
 
 
 # Numbers of the dropout sites in a layer. The first ones are the inputs of its fused linears; these
-# are attention's branch, the MLP's branch, attention's weights and, in the first layer, the
+# are the mixer's branch, the MLP's branch, attention's weights and, in the first layer, the
 # embedding's output. A layer has N_SITES numbers.
 MIXER_BRANCH_SITE, MLP_BRANCH_SITE, ATTENTION_WEIGHTS_SITE, EMBEDDING_SITE = 8, 9, 10, 11
 N_SITES = 12

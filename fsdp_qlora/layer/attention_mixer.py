@@ -43,14 +43,14 @@ class AttentionMixer:
             saved.projected, *self._qk_norm_rope_arguments(call), is_evaluation=call.is_evaluation)
         if not self.saves_projected:
             saved.projected = None
-        heads = split_heads(self.arch, rotated)
+        qkv = split_heads(self.arch, rotated)
         del rotated
         if call.kv_in:
-            heads = [heads[0], *call.kv_in]
+            qkv = [qkv[0], *call.kv_in]
         elif call.layer.is_kv_source and not call.is_backward:
             # cloned, because a view would keep the queries alive
-            call.kv_out = tuple(part.clone() for part in heads[1:])
-        saved.groups = attend_by_groups(call, self.arch, self.window, heads)
+            call.kv_out = tuple(part.clone() for part in qkv[1:])
+        saved.groups = attend_by_groups(call, self.arch, self.window, qkv)
         return self.recompute_output(call, saved)
 
     @property
@@ -120,15 +120,15 @@ def n_head_groups(arch: Architecture, value_bytes: int) -> int:
 
 
 def attend_by_groups(
-    call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
+    call: LayerCall, arch: Architecture, window: int | None, qkv: Sequence[Tensor],
     make_kv: MakeKV | None = None
 ) -> list[HeadGroup]:
     """Run attend() on query, key and value [n, heads, head_dim], a group of heads at a time. With
     `make_kv` they are the query, and two tensors of which it makes key and value."""
-    query = heads[0]
+    query = qkv[0]
     groups = []
     n_groups = n_head_groups(arch, query[:, 0, 0].numel() * query.itemsize)
-    for i, group in enumerate(zip(*(part.chunk(n_groups, 1) for part in heads))):
+    for i, group in enumerate(zip(*(part.chunk(n_groups, 1) for part in qkv))):
         saved = call.saved_attention_results
         saved_results = saved.pop(0) if saved else ()
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
@@ -147,11 +147,11 @@ def groups_backward(groups: list[HeadGroup], grad: Tensor) -> list[Tensor]:
 
 
 def group_gradients(groups: list[HeadGroup], grad: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the gradients of each group's `heads`, from that of the output of all heads. Empties
+    """Yield the gradients of each group's `leaves`, from that of the output of all heads. Empties
     `groups`, so that each group's memory is free before the next one runs."""
     for part in grad.chunk(len(groups), 1):
         group = groups.pop(0)
-        grads = torch.autograd.grad(group.attended, group.heads, part)
+        grads = torch.autograd.grad(group.attended, group.leaves, part)
         del group
         yield grads
         del grads
@@ -163,15 +163,15 @@ def all_heads(parts: Sequence[Tensor]) -> Tensor:
 
 
 def attend(
-    call: LayerCall, arch: Architecture, window: int | None, heads: Sequence[Tensor],
+    call: LayerCall, arch: Architecture, window: int | None, qkv: Sequence[Tensor],
     group: tuple[int, int], saved_results: Sequence[Tensor] = (), make_kv: MakeKV | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return causal attention within each document of the micro-batch, [n, heads, width of a
     value]; and its logsumexps, if the layer saves them. `window`: number of keys that a query sees;
-    None: all. `heads`: query, key and value of the i-th of n groups, with `group` = (i, n).
+    None: all. `qkv`: query, key and value of the i-th of n groups, with `group` = (i, n).
     `saved_results`: these results, if the layer has saved them. `make_kv`: see attend_by_groups();
     None: ranks that share the micro-batch exchange keys and values."""
-    query, key, value = heads
+    query, key, value = qkv
     batch = call.batch
     attention_type = "window" if window else "full"
     if window is not None and window >= batch.longest:

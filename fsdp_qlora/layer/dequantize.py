@@ -33,11 +33,11 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: Tensor) -> T
     nested: NestedScales = layer.nested
     in_mxfp4 = fused.linears[0].mxfp4
     if weight.is_cuda and not why_no_triton():
-        code, scale_values = mxfp4_codebooks(weight.device)
+        codebook, scale_codebooks = mxfp4_codebooks(weight.device)
         if not in_mxfp4:
-            code, scale_values = nf4_codebook(weight.device), nested.scale_codebooks
+            codebook, scale_codebooks = nf4_codebook(weight.device), nested.scale_codebooks
         launch_dequantize(
-            packed, scales, nested.absmax, nested.offsets, scale_values, code, adapter,
+            packed, scales, nested.absmax, nested.offsets, scale_codebooks, codebook, adapter,
             linears_table(fused, weight.device), weight, fused.in_features, fused.lora_rank,
             n_linears=len(fused.linears), equal=equal_blocks(fused), in_mxfp4=in_mxfp4)
         return weight

@@ -79,10 +79,10 @@ class MLAMixer:
             saved.groups = attend_to_visible_keys(
                 call, self.arch, self.rope_index, query, saved.key_value, k_pe, value_width)
         else:
-            heads = latent_heads(query, key_value, k_pe, *ropes, self.arch, value_width,
-                                 is_evaluation=call.is_evaluation)
+            qkv = latent_heads(query, key_value, k_pe, *ropes, self.arch, value_width,
+                               is_evaluation=call.is_evaluation)
             del query, key_value, kv_latent, k_pe
-            saved.groups = attend_by_groups(call, self.arch, None, heads)
+            saved.groups = attend_by_groups(call, self.arch, None, qkv)
         return self.recompute_output(call, saved)
 
     def recompute_output(self, call: LayerCall, saved: SavedMLA) -> Tensor:

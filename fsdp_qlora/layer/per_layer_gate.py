@@ -12,7 +12,7 @@ from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import ResidualSum
-from fsdp_qlora.layer.saved import SavedPerLayer
+from fsdp_qlora.layer.saved import SavedPerLayerGate
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
@@ -43,7 +43,7 @@ class PerLayerGate:
         return self.gate, self.out_proj
 
     def forward(
-        self, call: LayerCall, x: Tensor, saved: SavedPerLayer, wants_sum: bool
+        self, call: LayerCall, x: Tensor, saved: SavedPerLayerGate, wants_sum: bool
     ) -> Tensor | None:
         """Return the sum, None without wants_sum. Adds to `saved` what backward() needs."""
         inputs = widen(x, self.gate)
@@ -56,7 +56,7 @@ class PerLayerGate:
             self.residual_sum.matmul_and_add(call, x, self.out_proj, activated, wants_sum))
         return out
 
-    def backward(self, call: LayerCall, saved: SavedPerLayer, grad: Tensor) -> Tensor:
+    def backward(self, call: LayerCall, saved: SavedPerLayerGate, grad: Tensor) -> Tensor:
         """Return the gradient of x from the gradient of the sum."""
         upstream = self.residual_sum.backward(call, saved.per_layer_branch, grad)
         saved.per_layer_branch = None
@@ -71,6 +71,6 @@ class PerLayerGate:
             call, self.gate, saved.per_layer_gate_lora_hidden, grad_gates, saved.per_layer_x)
         return grad + grad_x
 
-    def _activate(self, call: LayerCall, saved: SavedPerLayer, out: Tensor) -> None:
+    def _activate(self, call: LayerCall, saved: SavedPerLayerGate, out: Tensor) -> None:
         gate_inputs(out, saved.per_layer_gates, call.per_layer_input, self.arch.activation,
                     is_evaluation=call.is_evaluation)

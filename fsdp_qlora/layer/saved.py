@@ -28,7 +28,7 @@ class HeadGroup(NamedTuple):
 
     # query, key and value, or what the MakeKV makes key and value of; leaves of autograd's graph of
     # the kernel
-    heads: list[Tensor]
+    leaves: list[Tensor]
     attended: Tensor  # [n, query heads, width of a value], the kernel's output
 
 
@@ -70,7 +70,7 @@ class SavedMixerSublayer:
 
 
 @dataclasses.dataclass
-class SavedPerLayer:
+class SavedPerLayerGate:
     """The tensors that a PerLayerGate saves."""
 
     per_layer_x: Tensor = None
@@ -100,7 +100,7 @@ class SavedGatedMLP:
 
 
 @dataclasses.dataclass
-class SavedMLP(SavedMLPInput, SavedGatedMLP, SavedPerLayer):
+class SavedMLP(SavedMLPInput, SavedGatedMLP, SavedPerLayerGate):
     """The tensors that a dense MLP saves. Flat, because put_saved() offloads all tensors of the
     dataclass in one put()."""
 

@@ -21,8 +21,8 @@ class DenseMLPCosts:
     matmul_speed = 1
 
     @functools.cached_property
-    def per_layer_gate(self) -> PerLayerCosts | None:
-        return PerLayerCosts(self.mlp.per_layer_gate) if self.mlp.per_layer_gate else None
+    def per_layer_gate(self) -> PerLayerGateCosts | None:
+        return PerLayerGateCosts(self.mlp.per_layer_gate) if self.mlp.per_layer_gate else None
 
     @property
     def saved_values(self) -> int:
@@ -77,7 +77,7 @@ class DenseMLPCosts:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PerLayerCosts:
+class PerLayerGateCosts:
     """The costs of a PerLayerGate, in the terms of MLPSublayerCosts."""
 
     per_layer_gate: PerLayerGate

@@ -33,7 +33,7 @@ PLAIN_INITS = True, False, None, "gaussian", "eva", "orthogonal"
 
 
 def with_adapter_form(arch: Architecture, directory: Path) -> Architecture:
-    """Return `arch` with the MoERecord.adapters form in which the adapter in this directory was
+    """Return `arch` with the MoERecord.adapter_form form in which the adapter in this directory was
     saved; that may be an older form."""
     # for dense models, too: these two raise if there is no adapter
     settings = read_json(directory / ADAPTER_CONFIG)
@@ -43,7 +43,7 @@ def with_adapter_form(arch: Architecture, directory: Path) -> Architecture:
     form: AdapterForm = "modules"
     if settings.get("target_parameters"):
         form = "parameters" if any(".experts.0." in name for name in stored) else "stacked"
-    return dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, adapters=form))
+    return dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, adapter_form=form))
 
 
 def open_own_adapter(

@@ -92,7 +92,7 @@ def expert_settings(arch: Architecture, settings: AdapterSettings,
     adapts one parameter of all experts. The adapter of gate and up together has the ranks of both
     and twice alpha, so that the scale is unchanged."""
     experts = {*adapted} & {*arch.expert_linear_names()}
-    if not arch.moe or arch.moe.adapters == "modules" or not experts:
+    if not arch.moe or arch.moe.adapter_form == "modules" or not experts:
         return {}
     stem, n = arch.moe.experts_prefix, arch.moe.n_experts
     first = f"{stem}.gate_up_proj" if arch.gated else f"{stem}.up_proj"
@@ -118,7 +118,7 @@ def expert_slices(arch: Architecture, rank: int) -> AdapterSlices:
     """
     slices: AdapterSlices = {}
     for layer, routed in enumerate(arch.layer_routed):
-        if not (routed and arch.moe) or arch.moe.adapters != "stacked":
+        if not (routed and arch.moe) or arch.moe.adapter_form != "stacked":
             continue
         # PEFT wraps the experts' module once for down_proj, and inside that for gate and up
         for end, linears in (".base_layer", arch.expert_gate_up), ("", arch.expert_down):

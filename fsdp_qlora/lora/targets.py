@@ -104,7 +104,7 @@ def requested_targets(arch: Architecture, config: Config) -> list[str]:
             raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
                              f" choose from {choices}")
         ends = {name.rsplit(".", 1)[-1] for name in found}
-        if ends & expert_names and arch.moe and arch.moe.adapters == "modules":
+        if ends & expert_names and arch.moe and arch.moe.adapter_form == "modules":
             log(f"warning: --target_modules {word}: PEFT 0.21 cannot load adapters on {found[0]};"
                 " vLLM reads them by their names")
     return requested

@@ -25,7 +25,7 @@ from fsdp_qlora.merge.merged_model import auto_class
 from fsdp_qlora.merge.merged_tensors import in_order, merged_dtype
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
-from fsdp_qlora.pretrained.hub import model_directory
+from fsdp_qlora.pretrained.model_directory import model_directory
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, stored_tensors
 from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames

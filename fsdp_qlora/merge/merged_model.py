@@ -14,7 +14,7 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import read_json
 from fsdp_qlora.merge.merge_base import MergeBase
 from fsdp_qlora.merge.trained_run import TrainedRun
-from fsdp_qlora.pretrained.hub import copy_small_files
+from fsdp_qlora.pretrained.model_directory import copy_small_files
 
 
 def is_multimodal(model_config: transformers.PreTrainedConfig) -> bool:

@@ -67,7 +67,7 @@ def merged_shapes_and_paths(
 
 def linears_by_tensor(names: TensorNames) -> dict[str, dict[str, StackedSlice]]:
     """Return {tensor of the merged model: {linear in it: its place there}} for all linears. A
-    tensor is one linear, or stacks several (experts) or fuses them (q, k and v). Names and shapes
+    tensor is one linear, or stacks several (experts; q, k and v). Names and shapes
     are those of merged_shapes_and_paths(), above: experts in MXFP4 become [experts, in, out]."""
     tensors: dict[str, dict[str, StackedSlice]] = {}
     for name, linear in names.linears.items():

@@ -21,7 +21,7 @@ def open_partial(output: Path) -> tuple[Path, DirectoryLock]:
         raise ValueError(f"--output_dir {output}: is a mount point. Use a new directory inside it")
     partial, lock = target.with_name(f".{target.name}.partial"), DirectoryLock()
     while lock.fd is None:
-        if partial.is_symlink():  # see open_own()
+        if partial.is_symlink():  # see open_no_follow()
             partial.unlink()
         with contextlib.suppress(FileExistsError):
             partial.mkdir(parents=True)

@@ -23,7 +23,7 @@ from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.hub import base_digest, model_directory
+from fsdp_qlora.pretrained.model_directory import base_digest, model_directory
 from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.files import ADAPTER_FILES, digest, read_json, json_digest
-from fsdp_qlora.run.directory import MERGE_CHECK_FILE, QUANTIZATION, RESULTS
+from fsdp_qlora.run.directory import MERGE_CHECK_FILE, QUANTIZATION, DIGESTED_FILES
 from fsdp_qlora.run.metrics import read_losses
 
 
@@ -92,7 +92,7 @@ def check_digests(directory: Path, path: Path, run: dict[str, Any]) -> None:
     changed = "has another SHA-256 than when it was written"
     run = {**run}
     # removed before the digest: they were added after it, when the run ended
-    files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
+    files = {directory / name: run.pop(key, None) for key, name in DIGESTED_FILES.items()}
     if run.pop("sha256", None) != json_digest(run):
         raise ValueError(f"{path}: {changed}")
     if (checkpoint := directory / "checkpoint.json").exists():

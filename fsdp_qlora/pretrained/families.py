@@ -68,7 +68,8 @@ GRANITE_SHARED: dict[str, Any] = dict(
     intermediate_size="config.shared_intermediate_size")
 GRANITE_EXPERTS: dict[str, Any] = dict(
     n_experts="config.num_local_experts", expert_size="config.intermediate_size",
-    experts_prefix="block_sparse_moe.experts", router="block_sparse_moe.router", adapters="stacked",
+    experts_prefix="block_sparse_moe.experts", router="block_sparse_moe.router",
+    adapter_form="stacked",
     renames=(("moe.experts.gate_up_proj", "moe.input_linear.weight"),
              ("moe.experts.down_proj", "moe.output_linear.weight"),
              ("router.weight", "router.layer.weight")))
@@ -77,7 +78,7 @@ MIXTRAL: dict[str, Any] = dict(
     renames=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"),
              ("down_proj", "w2")))
 DEEPSEEK: dict[str, Any] = dict(
-    n_experts="config.n_routed_experts", first_dense="config.first_k_dense_replace",
+    n_experts="config.n_routed_experts", n_first_dense="config.first_k_dense_replace",
     shared_size="config.moe_intermediate_size", n_shared="config.n_shared_experts",
     shared_prefix="mlp.shared_experts", fp32_router=True, scores="sigmoid",
     correction_bias="mlp.gate.e_score_correction_bias", n_expert_groups="config.n_group",
@@ -147,7 +148,7 @@ FAMILIES: dict[str, Family] = {
         experts_if="config.enable_moe_block", top_k="config.top_k_experts",
         experts_prefix="experts",
         router="router.proj", shared_mlp=True, rounded_weights=False, norms=ExpertNormsRecord(),
-        expert_scale="router.per_expert_scale", adapters="stacked")),
+        expert_scale="router.per_expert_scale", adapter_form="stacked")),
     "gemma4_unified_text": Family(**GEMMA4),
     "muse_glimmer_text": Family(
         **POST_NORMS | dict(attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
@@ -225,8 +226,8 @@ FAMILIES: dict[str, Family] = {
     "youtu": Family(**MLA, unused=("embedding_initializer_range",)),
     "minicpm3": Family(
         **MLA | dict(rotary_interleaved=False), embedding_multiplier="config.scale_emb",
-        rounded_multiplier=True, residual_scale="config.scale_depth",
-        logits_width="config.dim_model_base"),
+        rounded_multiplier=True, depth_scale="config.scale_depth",
+        base_hidden_size="config.dim_model_base"),
     # AutoModelForCausalLM loads the text model of a multimodal one, and saves it with the names
     # that it has there
     "qwen3_5_text": Family(
@@ -249,7 +250,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(qkv_bias="config.qkv_bias", windowed_layers="layer_types", moe=MoERecord(
         shared_size="config.shared_expert_intermediate_size",
         shared_gate="mlp.shared_expert_gate", norm_topk_prob="config.norm_topk_prob",
-        adapters="parameters")),
+        adapter_form="parameters")),
     "mixtral": Family(windowed_layers="all", moe=MoERecord(**MIXTRAL, rounded_weights=False)),
     "minimax_m2": Family(qk_norm="full", partial_rotary=True, moe=MoERecord(
         **MIXTRAL, scores="sigmoid", correction_bias="mlp.e_score_correction_bias",
@@ -279,7 +280,7 @@ FAMILIES: dict[str, Family] = {
         sinks=True, renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoERecord(
             shared_size="config.shared_expert_intermediate_size", fp32_router=True,
             scores="sigmoid", norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
-            adapters="parameters")),
+            adapter_form="parameters")),
     "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoERecord(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared_prefix="mlp.shared_mlp",
@@ -289,7 +290,8 @@ FAMILIES: dict[str, Family] = {
                        qk_norm_if="config.use_qk_norm", moe=MoERecord(**DEEPSEEK)),
     "sarvam_moe": Family(
         out_bias=False, partial_rotary=True, qk_norm="head", qk_norm_if="config.use_qk_norm",
-        qkv_in_files="self_attn.query_key_value", moe=MoERecord(**DEEPSEEK, adapters="parameters"),
+        qkv_in_files="self_attn.query_key_value",
+        moe=MoERecord(**DEEPSEEK, adapter_form="parameters"),
         renames=(("model.embed_tokens.", "model.word_embeddings."),
                  (".self_attn.o_proj.", ".attention.dense."),
                  (".self_attn.q_norm.", ".attention.query_layernorm."),
@@ -303,7 +305,7 @@ FAMILIES: dict[str, Family] = {
     "axk1": Family(
         **MLA, mlp_post_norm="mlp.post_mlp_layernorm", post_norm_of_experts=True,
         renames=(("mlp.post_mlp_layernorm", "post_mlp_layernorm"),),
-        moe=MoERecord(**DEEPSEEK, correction_bias_or_zeros=True, adapters="parameters")),
+        moe=MoERecord(**DEEPSEEK, correction_bias_or_zeros=True, adapter_form="parameters")),
     "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoERecord(**DEEPSEEK | dict(
         scores="softmax", correction_bias=None, norm_topk_prob=False, group_best=1,
         groups_if="config.topk_method"))),
@@ -311,7 +313,7 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": Family(**INDEXED, moe=MoERecord(**DEEPSEEK)),
     "mistral4": Family(**MLA, query_temperature=True, moe=MoERecord(**DEEPSEEK | dict(
         fp32_router=False, scores="softmax", rounded_scores=True, correction_bias=None,
-        rounded_weights=True, adapters="stacked"))),
+        rounded_weights=True, adapter_form="stacked"))),
     "dots1": Family(qk_norm="head", windowed_layers="layer_types", moe=MoERecord(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
                          moe=MoERecord(**DEEPSEEK)),
@@ -327,7 +329,7 @@ FAMILIES: dict[str, Family] = {
             shared_prefix="mlp.shared_experts",
             fp32_router=True, scores="sigmoid", correction_bias="mlp.gate.e_score_correction_bias",
             ranks_logits=True, norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
-            adapters="parameters")),
+            adapter_form="parameters")),
     "exaone_moe": Family(
         qk_norm="head", windowed_layers="layer_types", no_rotary="full_if_window", moe=MoERecord(
             **DEEPSEEK | dict(n_experts="config.num_experts", n_shared="config.num_shared_experts"),
@@ -337,7 +339,7 @@ FAMILIES: dict[str, Family] = {
         shared_prefix="mlp.shared_experts", fp32_router=True, scores="sigmoid",
         correction_bias="mlp.e_score_correction_bias", sum_eps=1e-20,
         routed_scaling_factor="config.router_scaling_factor", rounded_weights=False,
-        adapters="parameters",
+        adapter_form="parameters",
         renames=(("mlp.gate.weight", "mlp.router.gate.weight"),
                  ("mlp.e_score_correction_bias", "mlp.expert_bias"),
                  ("mlp.shared_experts.", "mlp.shared_mlp.")))),
@@ -348,22 +350,22 @@ FAMILIES: dict[str, Family] = {
         **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
         prefixes=("model.", "model.language_model."),
         other_mixers={"linear_attention": GatedDeltaNetRecord()},
-        moe=MoERecord(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
+        moe=MoERecord(**QWEN3_NEXT_EXPERTS, adapter_form="parameters")),
     "qwen3_next": Family(
         **QWEN3_NEXT, other_mixers={"linear_attention": GatedDeltaNetRecord(
             in_projs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
         moe=MoERecord(**QWEN3_NEXT_EXPERTS, norm_topk_prob="config.norm_topk_prob")),
     "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoERecord(
-        first_dense="config.num_dense_layers", experts_prefix="feed_forward.experts",
+        n_first_dense="config.num_dense_layers", experts_prefix="feed_forward.experts",
         router="feed_forward.gate", scores="sigmoid", rounded_scores=True,
         correction_bias="feed_forward.expert_bias",
         norm_topk_prob="config.norm_topk_prob", sum_eps=1e-6,
         routed_scaling_factor="config.routed_scaling_factor",
-        adapters="parameters",
+        adapter_form="parameters",
         # renames for experts only, whose names have a number before: layers without experts have w1
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
                       in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
-    "qwen3_vl_moe_text": Family(qk_norm="head", moe=MoERecord(adapters="stacked")),
+    "qwen3_vl_moe_text": Family(qk_norm="head", moe=MoERecord(adapter_form="stacked")),
     "nemotron_h": Family(
         peft_refuses=("out_proj",), norm_kind="rms_fp32", norm_eps="config.layer_norm_epsilon",
         one_sublayer=True, embedding="embeddings", final_norm="norm_f",
@@ -381,8 +383,8 @@ FAMILIES: dict[str, Family] = {
         moe=MoERecord(**DEEPSEEK | dict(
             experts_prefix="mixer.experts", router="mixer.gate",
             shared_prefix="mixer.shared_experts",
-            adapters="stacked",
-            correction_bias="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
+            adapter_form="stacked",
+            correction_bias="mixer.gate.e_score_correction_bias", n_first_dense=0, n_shared=1,
             latent_size="config.moe_latent_size",
             latent_linears=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
             shared_size="config.moe_shared_expert_intermediate_size")),
@@ -400,7 +402,7 @@ FAMILIES: dict[str, Family] = {
             shared_size="config.shared_expert_intermediate_size",
             shared_prefix="mlp.shared_experts",
             scores="sigmoid", correction_bias="mlp.gate.e_score_correction_bias",
-            routed_scaling_factor="config.moe_routed_scaling_factor", adapters="parameters",
+            routed_scaling_factor="config.moe_routed_scaling_factor", adapter_form="parameters",
             renames=(("mlp.shared_experts.", "mlp.shared_expert."),
                      ("mlp.gate.e_score", "mlp.experts.e_score")))),
     "step3p5": Family(
@@ -415,7 +417,7 @@ FAMILIES: dict[str, Family] = {
             n_experts="config.n_routed_experts", shared_size="config.share_expert_dim",
             shared_prefix="mlp.shared_experts", scores="sigmoid", rounded_weights=False,
             correction_bias="mlp.gate.e_score_correction_bias", limits="config.swiglu_limits",
-            routed_scaling_factor="config.moe_router_scaling_factor", adapters="stacked",
+            routed_scaling_factor="config.moe_router_scaling_factor", adapter_form="stacked",
             renames=(("mlp.gate.weight", "moe.gate.weight"),
                      ("mlp.gate.e_score_correction_bias", "moe.router_bias"),
                      ("mlp.shared_experts.", "share_expert."),
@@ -430,14 +432,14 @@ FAMILIES: dict[str, Family] = {
         mlp_post_norm="post_mlp_layernorm", unused=("global_attn_every_n_layers",),
         moe=MoERecord(
             shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
-            shared_prefix="mlp.shared_experts", first_dense="config.num_dense_layers",
+            shared_prefix="mlp.shared_experts", n_first_dense="config.num_dense_layers",
             router="mlp.router.gate", scores="sigmoid", correction_bias="mlp.expert_bias",
             sum_eps=1e-20, routed_scaling_factor="config.route_scale", rounded_weights=False)),
     # use_bias in a config is refused, because it would also give the lm_head a bias
     "ernie4_5_moe": Family(rotary_interleaved=True, moe=MoERecord(
         n_experts="config.moe_num_experts", top_k="config.moe_k",
         shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
-        first_dense="config.moe_layer_start_index", shared_prefix="mlp.shared_experts",
+        n_first_dense="config.moe_layer_start_index", shared_prefix="mlp.shared_experts",
         fp32_router=True, correction_bias="mlp.gate.moe_statics.e_score_correction_bias",
         correction_bias_is_row=True, renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
     # another swiglu_limit or swiglu_alpha than these in a config is refused
@@ -445,7 +447,7 @@ FAMILIES: dict[str, Family] = {
         norm_kind="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoERecord(
             n_experts="config.num_local_experts", expert_size="config.intermediate_size",
             router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True,
-            transposed=True, adapters="stacked"))}
+            transposed=True, adapter_form="stacked"))}
 # {outer model type: types of its text models}; the outer model changes no logits
 MULTIMODAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",),
@@ -470,8 +472,8 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     # audio
     "voxtral": ("llama",), "glmasr": ("llama",), "omniasr": ("llama",), "qwen2_audio": ("qwen2",),
     "qwen3_asr": ("qwen3",), "vibevoice_asr": ("qwen2",)}
-# {outer model type: MoERecord.adapters inside it}, if it differs from that of the text model alone
-ADAPTERS_INSIDE: dict[str, AdapterForm] = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
+# {outer model type: MoERecord.adapter_form inside it}, if the text model alone has another
+ADAPTER_FORMS_INSIDE: dict[str, AdapterForm] = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 # {outer model type: the text model's module inside it}, if it is not model.language_model
 TEXT_MODULES = {"nemotron_h_omni": "language_model.model"} | dict.fromkeys(
     ("idefics2", "idefics3", "smolvlm"), "model.text_model")

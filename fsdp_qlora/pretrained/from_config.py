@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
+from fsdp_qlora.pretrained.families import ADAPTER_FORMS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.pretrained.layer_kinds import Rope, kv_sources, make_layer_kinds, routed_layers
 from fsdp_qlora.pretrained.records import (
     ACTIVATIONS, LAYER_TYPES, ArchitectureFields, Family, LinearShape, MoERecord,
@@ -182,10 +182,10 @@ def make_factors(
         "attention_scale": scale * yarn_factor(ropes[0]) if family.mla else scale}
     if family.sqrt_embedding:
         factors["embedding_multiplier"] = c.hidden_size**0.5
-    if family.residual_scale is not None:
-        factors["residual_multiplier"] = family.residual_scale / c.num_hidden_layers**0.5
-    if family.logits_width:
-        divisor = c.hidden_size / family.logits_width
+    if family.depth_scale is not None:
+        factors["residual_multiplier"] = family.depth_scale / c.num_hidden_layers**0.5
+    if family.base_hidden_size:
+        divisor = c.hidden_size / family.base_hidden_size
     if family.query_temperature:
         factors["query_temperature"] = (
             ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
@@ -252,7 +252,8 @@ def make_moe(c: PreTrainedConfig, family: Family, outer_type: str) -> MoERecord 
     if moe.scores not in ("softmax", "sigmoid") or moe.combination not in ("sum", "average"):
         raise ValueError(f"experts with {moe.scores} scores and the {moe.combination} with shared"
                          " experts are not supported")
-    return dataclasses.replace(moe, adapters=ADAPTERS_INSIDE.get(outer_type, moe.adapters))
+    adapter_form = ADAPTER_FORMS_INSIDE.get(outer_type, moe.adapter_form)
+    return dataclasses.replace(moe, adapter_form=adapter_form)
 
 
 def make_linears(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dict[str, Any]:

@@ -179,10 +179,10 @@ def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
             raise ValueError(f"mlp_layer_types {types} is not supported for {n_layers} layers,"
                              " only dense and sparse are, one for each")
         return [layer_type == "sparse" for layer_type in types]
-    dense, first_dense = getattr(c, "mlp_only_layers", None) or (), family.moe.first_dense or 0
+    dense, n_first_dense = getattr(c, "mlp_only_layers", None) or (), family.moe.n_first_dense or 0
     every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
     last = getattr(c, "moe_layer_end_index", n_layers - 1)
-    return [first_dense <= i <= last and i not in dense and (i + 1) % every == 0
+    return [n_first_dense <= i <= last and i not in dense and (i + 1) % every == 0
             for i in range(n_layers)]
 
 

@@ -65,7 +65,7 @@ class MoERecord:
     shared_size: int | FromConfig = 0  # inner width of the expert that gets all tokens; 0: none
     combination: ExpertSum | FromConfig = "sum"
     n_shared: int | FromConfig = 1  # shared experts, computed as one that is n_shared times as wide
-    first_dense: int | FromConfig = 0  # number of first layers that have an MLP without experts
+    n_first_dense: int | FromConfig = 0  # number of first layers that have an MLP without experts
     experts_prefix: str = "mlp.experts"  # prefix of the experts' names in a layer
     shared_prefix: str = "mlp.shared_expert"  # prefix of the shared expert's names in a layer
     # the linears that are the MLP of a layer without experts are the shared expert of one with them
@@ -98,7 +98,7 @@ class MoERecord:
     limits: FromConfig = None  # the config's list of limits by layer, see LimitedActivation
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # a tensor of all experts is [experts, in, out], also if in = out
-    adapters: AdapterForm = "modules"
+    adapter_form: AdapterForm = "modules"
     # pairs: a part of a tensor's name here, and the part that files may have instead
     renames: tuple[tuple[str, str], ...] = ()
 
@@ -468,9 +468,9 @@ class Family(ArchitectureFields):
     query_factor: float | FromConfig = 1.0  # also multiplies it, unless attention_scale is given
     key_multiplier: float | FromConfig = 1.0  # factor of k's output, also in attention_scale
     sqrt_embedding: bool | FromConfig = False  # embedding_multiplier = hidden_size ** 0.5
-    residual_scale: float | FromConfig | None = None  # residual_multiplier = this / layers ** 0.5
+    depth_scale: float | FromConfig | None = None  # residual_multiplier = this / layers ** 0.5
     logits_divisor: float | FromConfig = 1.0
-    logits_width: int | FromConfig | None = None  # logits_divisor = hidden_size / this
+    base_hidden_size: int | FromConfig | None = None  # logits_divisor = hidden_size / this
 
     # ---- other mixers, experts, per-layer inputs
     # a layer has one sublayer with one norm: attention, one of other_mixers or, if its layer type

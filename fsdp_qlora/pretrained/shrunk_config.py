@@ -153,7 +153,7 @@ def expert_changes(
         "n_experts": max(8, 2 * arch.moe.n_expert_groups),
         "top_k": min(3, arch.moe.top_k), "shared_size": 128,
         "expert_size": hidden if arch.moe.expert_size == arch.hidden_size else 64,
-        "latent_size": 192, "first_dense": 1}
+        "latent_size": 192, "n_first_dense": 1}
     record = FAMILIES[arch.family].moe
     fields = {str(getattr(record, key)).removeprefix("config."): size
               for key, size in sizes.items()}  # if two sizes are one field, the last one wins

@@ -97,7 +97,7 @@ def tensor_names(arch: Architecture, stored: Mapping[str, HasShape]) -> TensorNa
         lm_head_bias=head.removesuffix("weight") + "bias" if arch.lm_head_bias else None,
         prefix=prefix, layer_prefix=layer_prefix, renames=renames)
     if arch.per_layer_inputs:
-        add_per_layer(names, arch)
+        add_per_layer_inputs(names, arch)
     for i in range(arch.n_layers):
         add_layer(names, arch, i, stored)
     n_routed = sum(arch.layer_routed)
@@ -130,7 +130,7 @@ def add_layer(
             name = names.of_layer(i, key)
             if (other := name_in_files(name, arch, stored)) != name:
                 names.aliases[name] = other
-    parts = add_fused(names, arch, i, stored)
+    parts = add_stacked(names, arch, i, stored)
     for linear in linears:
         name = names.of_layer(i, f"{linear.name}.weight")
         if name + INT4_PACKED in stored:
@@ -159,27 +159,27 @@ def add_layer(
     names.small_tensors.update({names.of_layer(i, key) for key in small} - names.zeros)
 
 
-def add_fused(
+def add_stacked(
     names: TensorNames, arch: Architecture, i: int, stored: Mapping[str, HasShape]
 ) -> set[str]:
     """Add the larger tensors in which the files have some tensors of layer i. Returns the names, in
     the layer, of these tensors."""
     kind = arch.layer_kinds[i]
-    stacked = stacked_experts(arch, names, i, stored) if kind.routed else {}
+    experts = stacked_experts(arch, names, i, stored) if kind.routed else {}
     conv_rows = {key: shape[0] for key, shape in arch.small_tensors(kind).items()
                  if key.endswith("_conv1d.weight")}  # transformers has them in one tensor in memory
-    fused = fused_rows(conv_rows, names.of_layer(i, "linear_attn.conv1d.weight"), stored)
+    others = stacked_rows(conv_rows, names.of_layer(i, "linear_attn.conv1d.weight"), stored)
     if arch.qkv_in_files and arch.has_attention(kind):
         in_proj, _ = arch.of_kind(kind).attention_linears()
         for part in "weight", "bias":
             whole = names.of_layer(i, f"{arch.qkv_in_files}.{part}")
             rows = {f"{linear.name}.{part}": linear.out_features for linear in in_proj}
-            fused |= fused_rows(rows, name_in_files(whole, arch, stored), stored)
-    shapes = {key: (source, tuple(stored[source.name].shape)) for key, source in fused.items()}
-    for key, (source, shape) in (stacked | shapes).items():
+            others |= stacked_rows(rows, name_in_files(whole, arch, stored), stored)
+    shapes = {key: (source, tuple(stored[source.name].shape)) for key, source in others.items()}
+    for key, (source, shape) in (experts | shapes).items():
         names.sources[names.of_layer(i, key)] = source
         names.shapes[source.name] = shape
-    return {*stacked, *fused}
+    return {*experts, *others}
 
 
 def add_int4(names: TensorNames, name: str, linear: LinearShape) -> None:
@@ -193,7 +193,7 @@ def add_int4(names: TensorNames, name: str, linear: LinearShape) -> None:
     names.shapes[name + INT4_SHAPE] = (2,)
 
 
-def add_per_layer(names: TensorNames, arch: Architecture) -> None:
+def add_per_layer_inputs(names: TensorNames, arch: Architecture) -> None:
     """Add the tensors of PerLayerInputsRecord that are outside of the layers."""
     record = arch.per_layer_inputs
     assert record, "the family has them"
@@ -214,7 +214,7 @@ def add_unread(names: TensorNames, prefix: str, stored: Mapping[str, HasShape]) 
             names.scaled[name] = scales
 
 
-def fused_rows(
+def stacked_rows(
     rows: Mapping[str, int], whole: str, stored: Mapping[str, HasShape],
 ) -> dict[str, StackedSlice]:
     """Return {name: its StackedSlice} of the tensors in `rows`, {name: number of rows}, if the

@@ -13,7 +13,7 @@ from fsdp_qlora.data.load_tokenizer import load_tokenizer
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
 from fsdp_qlora.files import json_digest
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
+from fsdp_qlora.pretrained.model_directory import base_digest, model_directory, read_model_config
 from fsdp_qlora.ranks import raise_on_all_ranks
 from fsdp_qlora.run.resolve import resolve_max_seq_len
 

@@ -30,8 +30,8 @@ from fsdp_qlora.lora.adapter import (
     TOKEN_ROWS, Adapter, MakeOptimizer, probe_optimizer, sharded_state)
 from fsdp_qlora.lora.peft_files import write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
-from fsdp_qlora.run.directory import MERGE_CHECK_FILE, RESULTS
-from fsdp_qlora.run.state import Progress, Run
+from fsdp_qlora.run.directory import MERGE_CHECK_FILE, DIGESTED_FILES
+from fsdp_qlora.run.run import Progress, Run
 
 
 # errors of a disk that is full, damaged, gone or another run's by now; any other error is a bug
@@ -222,7 +222,7 @@ def write_into_run_directory(run: Run, weights: dict[str, torch.Tensor],
     write_atomic(run.directory / MERGE_CHECK_FILE, merge_check)
     path = run.directory / "train_config.json"
     if train_config := read_json(path, {}):
-        train_config |= {key: digest(run.directory / name) for key, name in RESULTS.items()}
+        train_config |= {key: digest(run.directory / name) for key, name in DIGESTED_FILES.items()}
         write_atomic(path, json.dumps(train_config, indent=2))
 
 

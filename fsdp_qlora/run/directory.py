@@ -26,13 +26,13 @@ from fsdp_qlora.model.load import LoadResult
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import BaseModelInfo
-from fsdp_qlora.run.state import Run
+from fsdp_qlora.run.run import Run
 from fsdp_qlora.run.status import Status
 
 
 MERGE_CHECK_FILE = "probe.safetensors"  # inputs of the lm_head for a few rows, see MergeCheck
 # {name of the SHA-256 in train_config.json: a file that a run writes when it ends}
-RESULTS = {"adapter_sha256": ADAPTER_WEIGHTS, "probe_sha256": MERGE_CHECK_FILE}
+DIGESTED_FILES = {"adapter_sha256": ADAPTER_WEIGHTS, "probe_sha256": MERGE_CHECK_FILE}
 # how training quantizes, in train_config.json
 QUANTIZATION = {"quant_type": "nf4", "blocksize": BLOCK, "double_quant": True,
                 "nested_blocksize": NESTED_BLOCK}
@@ -191,7 +191,7 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
         **kept,
         "probe_input_ids": run.merge_check.input_ids}
     train_config["sha256"] = json_digest(train_config)
-    train_config |= {key: saved_run[key] for key in RESULTS if key in saved_run}
+    train_config |= {key: saved_run[key] for key in DIGESTED_FILES if key in saved_run}
     write_atomic(path, json.dumps(train_config, indent=2))
 
 
@@ -200,7 +200,7 @@ def save_tokenizer(directory: Path, weights_dir: Path, base: BaseModelInfo) -> N
     where a turn ended in training. Rank 0 only."""
     if not (tokenizer := base.tokenizer):
         return
-    # not directly into the run's directory, where files may be links, see open_own()
+    # not directly into the run's directory, where files may be links, see open_no_follow()
     remove(hidden := directory / ".tokenizer.part")
     hidden.mkdir()
     write_tokenizer(hidden, weights_dir, tokenizer, base.has_new_tokens)

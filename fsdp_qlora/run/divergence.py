@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fsdp_qlora.config import warmup_steps
 from fsdp_qlora.exit_codes import EXIT_DIVERGED
 from fsdp_qlora.ranks import RunEnd
-from fsdp_qlora.run.state import Progress, Run
+from fsdp_qlora.run.run import Progress, Run
 
 PATIENCE = 50  # steps after the warm-up in which the loss must fall below the first step's loss
 MAX_ADAPTER_WEIGHT = 1000  # if the loss has not, an adapter with a larger weight has diverged

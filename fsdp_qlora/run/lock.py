@@ -9,9 +9,9 @@ import socket
 import time
 from pathlib import Path
 
-from fsdp_qlora.files import open_own
+from fsdp_qlora.files import open_no_follow
 from fsdp_qlora.log import log
-from fsdp_qlora.ranks import this_rank
+from fsdp_qlora.ranks import rank_name
 
 
 class DirectoryLock:
@@ -27,7 +27,7 @@ class DirectoryLock:
         Returns that text. Raises ValueError if another process uses the directory. `output_dir`:
         what the user calls it. flock works between nodes on NFS 4 and on Lustre with -o flock."""
         path = directory / ".lock"
-        fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        fd = open_no_follow(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -53,7 +53,7 @@ class DirectoryLock:
         in which take() wrote `holder`."""
         path = directory / ".lock"
         if not path.is_file() or path.read_text() != holder:
-            raise ValueError(f"--output_dir {directory}: {this_rank()} does not see the {path} that"
+            raise ValueError(f"--output_dir {directory}: {rank_name()} does not see the {path} that"
                              " rank 0 wrote. Use a directory that all nodes share")
         self.path, self.stat = path, os.lstat(path)
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fsdp_qlora.files import open_own, put_in_place, read_records, json_digest, write_atomic
+from fsdp_qlora.files import open_no_follow, put_in_place, read_records, json_digest, write_atomic
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.log import log
 from fsdp_qlora.quant.triton_trial import why_no_triton
-from fsdp_qlora.run.state import Run
+from fsdp_qlora.run.run import Run
 
 
 LOG_SECONDS = 2  # between lines of steps in the log
@@ -57,7 +57,7 @@ class MetricsWriter:
         written again next time, over the part that it accepted."""
         try:
             self.status.check_lock()
-            file, written = open_own(self.path, os.O_WRONLY | os.O_CREAT), 0
+            file, written = open_no_follow(self.path, os.O_WRONLY | os.O_CREAT), 0
             try:
                 while written < len(self.unwritten):
                     written += os.pwrite(file, self.unwritten[written:], self.size + written)
@@ -284,7 +284,7 @@ def draw_losses(directory: Path) -> None:
         losses.legend()
         rates.set_xlabel("optimizer step")
         part = directory / ".loss.png.part"
-        part.unlink(missing_ok=True)  # may be a link, see open_own()
+        part.unlink(missing_ok=True)  # may be a link, see open_no_follow()
         figure.savefig(part, format="png", dpi=120)
         put_in_place(part, directory / "loss.png")
     except Exception as e:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.dataset import prepare_data
+from fsdp_qlora.data.prepare_data import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
 from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.kernels.attention import architectures_by_attention_type
@@ -20,11 +20,11 @@ from fsdp_qlora.planner.gpu_specs import HOST_GIB, GPUSpec, gpu_machine, parse_g
 from fsdp_qlora.planner.search import (
     KernelFacts, SearchInputs, choose_plan, make_workload, why_no_capture)
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.hub import model_directory, read_model_config
+from fsdp_qlora.pretrained.model_directory import model_directory, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import read_model_info
-from fsdp_qlora.run.startup_log import log_plan_elsewhere
 from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len, resolve_steps
+from fsdp_qlora.run.startup_log import log_plan_elsewhere
 from fsdp_qlora.run.status import Status
 
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.dataset import prepare_data
 from fsdp_qlora.data.load_tokenizer import check_tokenizer
+from fsdp_qlora.data.prepare_data import prepare_data
 from fsdp_qlora.files import read_json
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.init_adapter import check_init_adapter_base, read_adapter
@@ -17,8 +17,8 @@ from fsdp_qlora.run.base_model import fetch_weights, read_model_info
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.resolve import resolve_steps
 from fsdp_qlora.run.resume import agree_on_digests
+from fsdp_qlora.run.run import Job
 from fsdp_qlora.run.startup_log import log_rows
-from fsdp_qlora.run.state import Job
 from fsdp_qlora.run.status import Status
 
 

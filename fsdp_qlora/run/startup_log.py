@@ -24,7 +24,7 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, parse_gpus
 from fsdp_qlora.quant.triton_trial import why_no_triton
 from fsdp_qlora.run.metrics import compiles_kernels, unit_of
-from fsdp_qlora.run.state import Run
+from fsdp_qlora.run.run import Run
 
 
 HIGH_RATE = 0.02  # --learning_rate above it gets a line

@@ -35,11 +35,11 @@ import torch.distributed as dist
 from fsdp_qlora.config import Config
 from fsdp_qlora.exit_codes import (
     EXITS, EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT)
-from fsdp_qlora.files import open_own, read_json
+from fsdp_qlora.files import open_no_follow, read_json
 from fsdp_qlora.log import print_error, tell_torchrun
 from fsdp_qlora.memory import memory_gib
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.ranks import RunEnd, is_rank_0, this_rank
+from fsdp_qlora.ranks import RunEnd, is_rank_0, rank_name
 from fsdp_qlora.run.lock import DirectoryLock
 
 
@@ -142,7 +142,7 @@ class Status:
             code = EXIT_BUG
             text = (f"hit an unexpected error, a bug in this script: {type(error).__name__}:"
                     f" {error}. Please report it with the traceback above")
-        self.log_end(code, text if code == EXIT_RESUMABLE else f"{this_rank()} {text}")
+        self.log_end(code, text if code == EXIT_RESUMABLE else f"{rank_name()} {text}")
         return code
 
     def log_end(self, code: int, message: str) -> None:
@@ -178,7 +178,7 @@ class Status:
             faulthandler.dump_traceback(file, all_threads=True)
         time.sleep(2)  # let all ranks write their stacks before torchrun ends them
         self.exit_now(EXIT_STEP_TIMEOUT,
-                      f"{this_rank()} has waited too long {self.where}: is another process"
+                      f"{rank_name()} has waited too long {self.where}: is another process"
                       f" frozen, or its node? See {self.directory}/stacks-*.txt, and"
                       " --step_timeout_minutes")
 
@@ -239,7 +239,7 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)
-        with open(open_own(path, os.O_WRONLY), "w") as file:
+        with open(open_no_follow(path, os.O_WRONLY), "w") as file:
             file.write(text)
             file.flush()
             file.truncate()
