@@ -19,7 +19,7 @@ import train_fsdp_qlora
 from fsdp_qlora.config import Config
 from fsdp_qlora.files import digest, read_json, json_digest
 from fsdp_qlora.kernels import norms
-from fsdp_qlora.micro_batch import offload
+from fsdp_qlora.layer import offload
 from fsdp_qlora.pretrained.model_directory import read_model_config
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import base_model
