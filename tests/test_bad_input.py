@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp_qlora
 from fsdp_qlora.config import Config
-from fsdp_qlora.files import digest, read_json, json_digest
+from fsdp_qlora.files import digest, json_digest, read_json
 from fsdp_qlora.kernels import norms
 from fsdp_qlora.layer import offload
 from fsdp_qlora.pretrained.model_directory import read_model_config

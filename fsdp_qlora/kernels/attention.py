@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.kernels.dropout import N_SITES, ATTENTION_WEIGHTS_SITE, drop_eager
+from fsdp_qlora.kernels.dropout import ATTENTION_WEIGHTS_SITE, N_SITES, drop_eager
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention
 from fsdp_qlora.kernels.segment_attention import attention_with_lse, segment_attention
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention

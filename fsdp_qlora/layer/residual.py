@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_qlora.kernels.norms import fused_norm_backward, fused_norm
+from fsdp_qlora.kernels.norms import fused_norm, fused_norm_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import lora_matmul, widen

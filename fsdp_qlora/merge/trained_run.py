@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.files import ADAPTER_FILES, digest, read_json, json_digest
-from fsdp_qlora.run.directory import MERGE_CHECK_FILE, QUANTIZATION, DIGESTED_FILES
+from fsdp_qlora.files import ADAPTER_FILES, digest, json_digest, read_json
+from fsdp_qlora.run.directory import DIGESTED_FILES, MERGE_CHECK_FILE, QUANTIZATION
 from fsdp_qlora.run.metrics import read_losses
 
 

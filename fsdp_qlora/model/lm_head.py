@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.compiled import fused_kernel
-from fsdp_qlora.kernels.norms import fused_norm_backward, fused_norm
+from fsdp_qlora.kernels.norms import fused_norm, fused_norm_backward
 from fsdp_qlora.layer.lora_matmul import fp32_matmul
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.parameters import CHUNK_BYTES, ModelParameters

@@ -21,7 +21,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import (
     INT4_PACKED, INT4_SHAPE, MX_SUFFIXES, NF4_STATE)
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
-from fsdp_qlora.quant.nf4 import scale_codebook, nf4_codebook
+from fsdp_qlora.quant.nf4 import nf4_codebook, scale_codebook
 
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have
 ExpectedTensors = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]

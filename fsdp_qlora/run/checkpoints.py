@@ -30,7 +30,7 @@ from fsdp_qlora.lora.adapter import (
     TOKEN_ROWS, Adapter, MakeOptimizer, probe_optimizer, sharded_state)
 from fsdp_qlora.lora.peft_files import write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
-from fsdp_qlora.run.directory import MERGE_CHECK_FILE, DIGESTED_FILES
+from fsdp_qlora.run.directory import DIGESTED_FILES, MERGE_CHECK_FILE
 from fsdp_qlora.run.run import Progress, Run
 
 

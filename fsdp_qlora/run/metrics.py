@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fsdp_qlora.files import open_no_follow, put_in_place, read_records, json_digest, write_atomic
+from fsdp_qlora.files import json_digest, open_no_follow, put_in_place, read_records, write_atomic
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.log import log
 from fsdp_qlora.quant.triton_trial import why_no_triton
