@@ -45,7 +45,8 @@ from fsdp_qlora.layer.attention_mixer import AttentionMixer, attend
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.mla import MLAMixer
 from fsdp_qlora.layer.moe import MoESublayer
-from fsdp_qlora.layer.offload import OffloadedActivations, make_store, put_saved
+from fsdp_qlora.layer.offload import (
+    DeviceActivations, OffloadedActivations, make_store, put_saved)
 from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
@@ -373,13 +374,27 @@ def test_what_is_offloaded_is_not_held():
     saved = SavedMLP(mlp_input=torch.arange(8.0), gate_up=torch.ones(8, 2))
     want, first = saved.gate_up.clone(), weakref.ref(saved.gate_up)
     take = put_saved(store, saved)
-    store.put(torch.ones(8)), store.put(torch.ones(8))  # frees earlier ones
+    later = [store.put(torch.ones(8)) for _ in range(2)]  # frees earlier ones
     del saved
     gc.collect()
     assert first() is None
-    store.take(2), store.take(1)
+    for take_later in reversed(later):
+        take_later()
     back = take()
     assert torch.equal(back.gate_up, want) and back.branch is None
+
+
+def test_what_is_taken_is_not_held():
+    """By the function that takes it, which a layer has until its backward ends."""
+    saved = SavedMLP(mlp_input=torch.arange(8.0), gate_up=torch.ones(8, 2))
+    first = weakref.ref(saved.gate_up)
+    take = put_saved(DeviceActivations(), saved)
+    del saved
+    back = take()
+    assert first() is back.gate_up
+    del back
+    gc.collect()
+    assert first() is None and take
 
 
 @pytest.mark.parametrize("n_at_once", [1, 2])
@@ -430,10 +445,10 @@ def test_what_is_offloaded_may_become_more():
     """As where an earlier micro-batch's attention kernel could not reuse its results."""
     store = OffloadedActivations(2, 1, 8, torch.device("cpu"))
     x, more = torch.arange(8.0), torch.ones(8, 2)
-    store.put(x), store.put(x), store.take(1), store.take(0)
-    for tensors in ([x, more], [x, more]):
-        store.put(*tensors)
-    assert torch.equal(store.take(1)[1], more) and torch.equal(store.take(0)[1], more)
+    for tensors in ([x], [x, more]):
+        first, last = store.put(*tensors), store.put(*tensors)
+        taken = [last(), first()]
+    assert all(torch.equal(got, more) for _, got in taken)
 
 
 DOCUMENTS = (9,), (5, 3), (4, 4, 4), LENGTHS  # lengths in micro-batches of two kernels

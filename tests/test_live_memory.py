@@ -405,7 +405,7 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("llama-2-70b", 0, "input", DORA, 0.924),
     ("llama-3-8b", 0, "all", DORA_DOWN, 0.752),
     # experts in slices of at most 65,536 tokens
-    ("qwen3-30b-a3b", 0, "mid_residual", SLICES | EXPERTS, 0.986),
+    ("qwen3-30b-a3b", 0, "mid_residual", SLICES | EXPERTS, 0.984),
     # by `make test-slow`
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("llama-3-8b", 0, "attention", {"micro_batch_tokens": 32768}, 0.983),  # two groups of heads
@@ -427,7 +427,7 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
         ("nemotron-3-super", 1, "all", NARROW | EXPERTS, 0.946),
         ("glm-4.5-air", 1, "all", NARROW | SHARED, 0.891),
         ("llama-3-8b", 0, "input", DORA | {"micro_batch_tokens": 65536}, 0.943),
-        ("qwen3-30b-a3b", 0, "mid_residual", DORA | NARROW | {"micro_batch_tokens": 16384}, 0.967),
+        ("qwen3-30b-a3b", 0, "mid_residual", DORA | NARROW | {"micro_batch_tokens": 16384}, 0.932),
         ("glm-4.7-flash", 1, "all", DORA | NARROW, 0.646),
         ("glm-4.5-air", 1, "input", DORA | NARROW | SHARED, 0.897),
         ("nemotron-3-super", 1, "input", DORA | NARROW | AROUND, 0.750),
@@ -455,7 +455,7 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
         ("nemotron-3-super", 1, "input", NARROW | AROUND, 0.893),
         ("gpt-oss-20b", 0, "input", SLICES | RANGES, 1.0),
         ("gpt-oss-20b", 0, "mid_residual", SLICES, 1.0),
-        ("gemma-4-26b-a4b", 0, "mid_residual", SLICES, 0.997),
+        ("gemma-4-26b-a4b", 0, "mid_residual", SLICES, 0.940),
     )),
 ])  # fmt: skip
 def test_plan_is_no_less_than_a_layers_peak(

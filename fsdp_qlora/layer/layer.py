@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.layer.call import LayerCall, LayerInputs
-from fsdp_qlora.layer.offload import put_saved
+from fsdp_qlora.layer.offload import Take, put_saved
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.layer.router import RoutingChoice
 from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedMLP, SavedMoE
@@ -40,12 +40,12 @@ class DecoderLayer(LayerParameters):
 class SavedLayer:
     """What a layer saves for backward, see LayerFunction; the rest is None."""
 
-    # keys of the store, see its put(); SAVE_ATTENTION: x_key is also that of attention's results
-    x_key: Any = None
-    mid_residual_key: Any = None
+    # each takes from the store, once; SAVE_ATTENTION: take_x() also takes attention's results
+    take_x: Take | None = None
+    take_mid_residual: Take | None = None
+    take_mlp: Callable[[], SavedMLP] | None = None
     mixer_sublayer: SavedMixerSublayer | None = None
     mlp_sublayer: SavedMLP | SavedMoE | None = None
-    take_mlp: Callable[[], SavedMLP] | None = None  # takes the MLP's SavedMLP from the store, once
     routing_choices: list[RoutingChoice] | None = None  # one per slice of tokens
 
 
@@ -69,7 +69,7 @@ class LayerFunction(torch.autograd.Function):
         is_evaluation: bool, *kv_in: Tensor
     ) -> tuple[Tensor, ...]:
         # ctx.saved, not save_for_backward(): backward must be able to free each tensor as soon as
-        # it has used it, and offloaded tensors are keys of the store here
+        # it has used it, and offloaded tensors are in the store
         ctx.layer = layer
         ctx.inputs = inputs
         x = x.detach()
@@ -83,20 +83,20 @@ class LayerFunction(torch.autograd.Function):
             out, mlp_saved = mlp.forward(call, mid_residual, x if parallel else mid_residual)
             ctx.saved = SavedLayer(mixer_sublayer=mixer_saved, mlp_sublayer=mlp_saved)
             return call.times_layer_scalar(out), *call.kv_out
-        # put() returns a key for take(); they move activations to the host and back, if offloaded
+        # put() and the Take that it returns move activations to the host and back, if offloaded
         ctx.saved = saved = SavedLayer()
         if not policy.attention:
-            saved.x_key = put(x)  # copied while the mixer runs
+            saved.take_x = put(x)  # copied while the mixer runs
         mid_residual = mixer.forward(call, x)[0]
         if policy.attention:  # in one put(), because backward needs both at once
-            saved.x_key = put(x, *itertools.chain(*call.attention_results))
+            saved.take_x = put(x, *itertools.chain(*call.attention_results))
             call.attention_results.clear()  # the store frees them
         if policy.mlp:
             out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
             saved.take_mlp = put_saved(inputs.store, mlp_saved)
             return call.times_layer_scalar(out), *call.kv_out
         if policy.mid_residual:
-            saved.mid_residual_key = put(mid_residual)
+            saved.take_mid_residual = put(mid_residual)
         out, saved.routing_choices = mlp.forward_in_slices(
             call, mid_residual, x if parallel else mid_residual)
         return call.times_layer_scalar(out), *call.kv_out
@@ -105,7 +105,7 @@ class LayerFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *grad_kv_out: Tensor) -> tuple[Tensor | None, ...]:
         layer, inputs, saved = ctx.layer, ctx.inputs, ctx.saved
         call = LayerCall(layer, inputs, ctx.kv_in, is_backward=True)
-        take, policy = inputs.store.take, layer.save_policy
+        policy = layer.save_policy
         ctx.saved = None
         ctx.kv_in = ()
         call.grad_kv_out = grad_kv_out
@@ -119,19 +119,16 @@ class LayerFunction(torch.autograd.Function):
             if policy.mlp:
                 grad_mid_residual = mlp.backward(call, saved.take_mlp(), grad)
             else:
-                (mid_residual,) = take(saved.mid_residual_key)
+                (mid_residual,) = saved.take_mid_residual()
                 grad_mid_residual = mlp.backward_in_slices(
                     call, mid_residual, grad, saved.routing_choices)
                 del mid_residual
-            (x,) = take(saved.x_key)  # copied back while the MLP ran
+            (x,) = saved.take_x()  # copied back while the MLP ran
             mixer_saved = mixer.forward(call, x, wants_sum=False)[1]
         else:
-            x, *results = take(saved.x_key)
+            x, *results = saved.take_x()
             call.saved_attention_results = list(zip(results[::2], results[1::2]))
-            del results
-            # in DeviceActivations the key is the tensors; mixer.backward() frees them group by
-            # group of heads
-            saved.x_key = None
+            del results  # mixer.backward() frees attention's results group by group of heads
             mid_residual, mixer_saved = mixer.forward(call, x, wants_sum=not parallel)
             call.dequantized.clear()  # room for the MLP's weights
             grad_mid_residual = mlp.backward_in_slices(

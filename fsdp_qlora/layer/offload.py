@@ -5,6 +5,7 @@ layer/layer.py puts and takes them; the Plan says of which layers.
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,20 +43,19 @@ def pinned_copy(tensor: Tensor) -> Tensor:
     return host.copy_(tensor)
 
 
+Take = Callable[[], Sequence[Tensor]]  # takes the tensors of a put() from the store, once
+
+
 class DeviceActivations:
-    """Store of the tensors that layers save for backward: they stay on the GPU. put() returns a
-    key, for which take() returns the tensors."""
+    """Store of the tensors that layers save for backward: they stay on the GPU."""
 
-    def put(self, *tensors: Tensor) -> Any:
-        return tensors
-
-    def take(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return tensors
+    def put(self, *tensors: Tensor) -> Take:
+        return [tensors].pop  # does not keep them alive once they are taken
 
 
 class OffloadedActivations:
-    """Store of the tensors that layers save for backward, in pinned host memory. take() is called
-    in the reverse order of put().
+    """Store of the tensors that layers save for backward, in pinned host memory. They are taken in
+    the reverse order of put().
 
     Copies run on a stream of its own. At most `n_at_once` puts are on their way to the host: before
     one more, put() frees the GPU memory of the oldest. take() starts the way back of the
@@ -104,14 +104,14 @@ class OffloadedActivations:
         parts = self.buffers[i][: sum(sizes)].split(sizes)
         return [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
 
-    def put(self, *tensors: Tensor) -> Any:
-        """Save tensors of all tokens of a micro-batch, the first one [tokens, ..]. Returns the key
-        for take()."""
+    def put(self, *tensors: Tensor) -> Take:
+        """Save tensors of all tokens of a micro-batch, the first one [tokens, ..]."""
         self.release(self.n_at_once - 1)
         i, self.next_put = self.next_put, (self.next_put + 1) % self.n_puts
+        take = functools.partial(self.take, i)
         if i == self.n_puts - 1:
             self.on_device[i] = tensors, None
-            return i
+            return take
         self.shapes[i] = [(t.shape, t.dtype, t.nbytes) for t in tensors]
         token_bytes = sum(t.nbytes for t in tensors) // len(tensors[0])
         n_bytes = token_bytes * self.micro_batch_tokens  # for the longest micro-batch
@@ -119,7 +119,7 @@ class OffloadedActivations:
         if i not in self.buffers or len(self.buffers[i]) < n_bytes:
             self.buffers[i] = pinned_empty(n_bytes, self.device)
         self.offloading.append((tensors, self.copy(self.views(i), tensors)))
-        return i
+        return take
 
     def fetch(self, i: int) -> None:
         """Start to copy the tensors of the i-th put() back to the GPU."""
@@ -147,8 +147,8 @@ def put_saved(store: ActivationStore, saved: Any) -> Callable[[], Any]:
     """Put the tensors of a dataclass of tensors and None into a store. Returns a function that
     takes them from the store, as such a dataclass."""
     kind, names = type(saved), [name for name, value in vars(saved).items() if value is not None]
-    key = store.put(*(getattr(saved, name) for name in names))
-    return lambda: kind(**dict(zip(names, store.take(key))))  # must not keep the tensors alive
+    take = store.put(*(getattr(saved, name) for name in names))
+    return lambda: kind(**dict(zip(names, take())))  # must not keep the tensors alive
 
 
 def make_store(plan: Plan, device: torch.device) -> ActivationStore:
