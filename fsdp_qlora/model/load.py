@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -71,44 +72,63 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.Pretr
     requests = weight_requests(model, names, nf4_states)
     n_before = rows_before(requests)
     shares = {r.name: (r.rows, n_before[r.name]) for r in requests}
-    n_bytes = 0
-    resident_before = host_memory().now
-    started = time.monotonic()
-    finite = {}
-    checksums = {}
-    reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
-              else WeightReader(stored, requests, device))
-
-    def read_checked(name: str) -> torch.Tensor:
-        nonlocal n_bytes
-        value = reader.read(name)
-        n_bytes += value.nbytes
-        checksums[name] = tensor_checksum(value, *shares[name])
-        if name not in nf4_states:
-            finite[name] = all_finite(value, name)
-        return value
-
-    fill_model(model, StoredWeights(read_checked, names, nf4_states, dtype))
+    resident_before, started = host_memory().now, time.monotonic()
+    reader = CheckedReader(
+        RandomWeights(requests, config.seed, dtype, device) if config.random_weights
+        else WeightReader(stored, requests, device), shares, nf4_states)
+    fill_model(model, StoredWeights(reader.read, names, nf4_states, dtype))
     with raise_on_all_ranks():
-        reader.close()  # raises the reader's error; until here all ranks continue
-        are_finite = torch.stack(list(finite.values())).tolist()
-        if not all(are_finite):
-            damaged = list(finite)[are_finite.index(False)]
-            raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
-                             " damaged? Fetch it again")
-    dist.all_reduce(totals := torch.stack(list(checksums.values())))
+        reader.close()  # until here all ranks continue, whatever is wrong
+    dist.all_reduce(totals := torch.stack(list(reader.checksums.values())))
     model.set_frequencies(model_config, config.max_seq_len)
     torch.cuda.empty_cache()  # training needs blocks of other sizes than loading
-    seconds = time.monotonic() - started
-    grown = (host_memory().peak - resident_before) / 2**30
+    log_loaded(reader.n_bytes, time.monotonic() - started, host_memory().peak - resident_before)
+    log_debug_memory("after loading", device)
+    return LoadResult(dict(zip(reader.checksums, map(as_hex, totals.tolist()))), bool(nf4_states),
+                      names.n_parameters)
+
+
+class CheckedReader:
+    """Reads tensors for StoredWeights, and records what is checked of them."""
+
+    def __init__(
+        self, reader: RandomWeights | WeightReader, shares: dict[str, tuple[range, int]],
+        nf4_states: Collection[str],
+    ) -> None:
+        self.reader = reader
+        # {name: (its rows that are read, how many first rows other ranks count)}
+        self.shares = shares
+        self.nf4_states = nf4_states  # names of the weights that are in NF4 in the files
+        self.checksums: dict[str, torch.Tensor] = {}  # of this rank's share
+        self.finite: dict[str, torch.Tensor] = {}  # {name: whether all values are finite}
+        self.n_bytes = 0
+
+    def read(self, name: str) -> torch.Tensor:
+        value = self.reader.read(name)
+        self.n_bytes += value.nbytes
+        self.checksums[name] = tensor_checksum(value, *self.shares[name])
+        if name not in self.nf4_states:
+            self.finite[name] = all_finite(value, name)
+        return value
+
+    def close(self) -> None:
+        """Stop reading. Raises the first error of a read, or ValueError if a value is not finite.
+        """
+        self.reader.close()
+        are_finite = torch.stack(list(self.finite.values())).tolist()
+        if not all(are_finite):
+            damaged = list(self.finite)[are_finite.index(False)]
+            raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
+                             " damaged? Fetch it again")
+
+
+def log_loaded(n_bytes: int, seconds: float, grown: float) -> None:
+    """Log how fast the weights were read. `grown`: the most bytes that host memory grew by."""
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
     log(f"base model loaded in {seconds:.1f} s")
     log_debug_each_rank(
         "base model", f"{n_bytes / size:.2f} {unit} at {n_bytes / size / seconds:.2f} {unit}/s"
-                      f" with at most {grown:.2f} GiB more host memory")
-    log_debug_memory("after loading", device)
-    return LoadResult(dict(zip(checksums, map(as_hex, totals.tolist()))), bool(nf4_states),
-                      names.n_parameters)
+                      f" with at most {grown / 2**30:.2f} GiB more host memory")
 
 
 def fill_model(model: Model, files: StoredWeights) -> None:
