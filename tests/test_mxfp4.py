@@ -84,16 +84,16 @@ def test_a_rank_may_have_a_part_of_a_row():
     fused = layer.spec.mlp_sublayer.fused_linears[1]
     linear = fused.linears[2]
     assert fused.in_features == 3 * BLOCK
-    own, shard = LocalBlocks(linear, slice(2, 7), slice(1, 6)), FourBitBlocks.zeros(6, "cpu", 2)
+    local, shard = LocalBlocks(linear, slice(2, 7), slice(1, 6)), FourBitBlocks.zeros(6, "cpu", 2)
     whole = layer.packed_weights.packed[linear.blocks], layer.packed_weights.scales[linear.blocks]
 
     def read(name):
-        blocks = slice(own.rows.start * 3, own.rows.stop * 3)
+        blocks = slice(local.rows.start * 3, local.rows.stop * 3)
         packed, scales = (t[blocks].flatten() for t in whole)
         return (packed << 4 | packed >> 4) if name.endswith("_blocks") else scales
 
     files = StoredWeights(read, TensorNames(), {}, torch.bfloat16)
-    assert copy_mxfp4([(own, "down")], shard, files) == []
+    assert copy_mxfp4([(local, "down")], shard, files) == []
     for got, want in zip((shard.packed, shard.scales), whole):
         assert torch.equal(got[1:], want[2:7]) and not got[0].any()
 

@@ -2,12 +2,12 @@
 matmul, belong to each linear.
 
 pretrained/architecture.py says which linears a model has, model/load.py fills them, lora_matmul.py
-computes with them. For k_proj, with `own` its LocalBlocks on rank 0:
+computes with them. For k_proj, with `local` its LocalBlocks on rank 0:
 
   packed_weights   |  q  |  k  |  v  |  o  | gate ..   linear.blocks: from the layer's first block
     ranks' shards  |   0    |   1    |   2    | ..
-    k on rank 0          [==]                          own.in_linear: from k's first block
-                         [==]                          own.in_shard: from the shard's first block
+    k on rank 0          [==]                          local.in_linear: from k's first block
+                         [==]                          local.in_shard: from the shard's first block
     one matmul     |  q  |  k  |  v  |                 linear.outputs: from the matmul's first row
 """
 

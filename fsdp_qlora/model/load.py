@@ -173,8 +173,8 @@ def fill_model(model: Model, files: StoredWeights) -> None:
 def zero_shard(model: Model, i: int, device: torch.device) -> FourBitBlocks:
     """Return zeros for this rank's blocks of layer i."""
     layer: DecoderLayer = model.layers[i]
-    own: FourBitBlocks = local_part(layer.packed_weights)
-    return own.zeros_on(device)
+    local: FourBitBlocks = local_part(layer.packed_weights)
+    return local.zeros_on(device)
 
 
 def fill_layer(model: Model, i: int, shard: FourBitBlocks, files: StoredWeights) -> None:
@@ -184,15 +184,15 @@ def fill_layer(model: Model, i: int, shard: FourBitBlocks, files: StoredWeights)
     device = shard.device
     names = files.names
     layer: DecoderLayer = model.layers[i]
-    local_linears = [(own, names.of_layer(i, f"{own.linear.name}.weight"))
-                     for own in local_blocks(layer, model.shard_rank)]
+    local_linears = [(local, names.of_layer(i, f"{local.linear.name}.weight"))
+                     for local in local_blocks(layer, model.shard_rank)]
     local_linears = copy_mxfp4(local_linears, shard, files)
     layer.nested = quantize(local_linears, shard, files, model)
     if model.plan.offload_params:
         shard = FourBitBlocks(pinned_copy(shard.packed), pinned_copy(shard.scales), device)
     set_local(layer, "packed_weights", shard)
-    own_size = len(local_part(layer.vectors))
-    vectors = torch.zeros(model.shard_group_size, own_size, dtype=files.dtype, device=device)
+    local_size = len(local_part(layer.vectors))
+    vectors = torch.zeros(model.shard_group_size, local_size, dtype=files.dtype, device=device)
     for name, (where, _) in layer.spec.vectors.items():
         vectors.view(-1)[where] = files.read(names.of_layer(i, name)).to(device, files.dtype)
     set_local(layer, "vectors", vectors[model.shard_rank].clone())
@@ -216,25 +216,25 @@ def quantize(
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
     nested, codebook = {}, scale_codebook(shard.device)  # {name: its (absmax, offset, codebook)}
-    for own, name in local_linears:
+    for local, name in local_linears:
         if name in files.nf4_states:
-            nested[name] = copy_nf4(own, name, shard, files)
+            nested[name] = copy_nf4(local, name, shard, files)
             continue
-        rows = files.values(name, own.rows.start).flatten()
-        weights = rows.to(shard.device, files.dtype)[own.weights]
+        rows = files.values(name, local.rows.start).flatten()
+        weights = rows.to(shard.device, files.dtype)[local.weights]
         if len(weights):
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
-            shard.packed[own.in_shard].view(-1)[: codes.numel()] = codes.view(-1)
-            absmax[own.in_shard] = state.absmax
+            shard.packed[local.in_shard].view(-1)[: codes.numel()] = codes.view(-1)
+            absmax[local.in_shard] = state.absmax
     all_absmax = model.all_gather(absmax).view(-1)
-    for own, name in local_linears:
+    for local, name in local_linears:
         if name not in files.nf4_states:
             # a tensor of its own, because the rounding of a sum depends on where a tensor begins
-            whole = all_absmax[own.linear.blocks].clone()
+            whole = all_absmax[local.linear.blocks].clone()
             whole -= (offset := whole.mean())
             codes, state = bnb.functional.quantize_blockwise(
                 whole, codebook, blocksize=NESTED_BLOCK)
-            shard.scales[own.in_shard, 0] = codes[own.in_linear]
+            shard.scales[local.in_shard, 0] = codes[local.in_linear]
             nested[name] = state.absmax, offset, codebook
     parts = [nested[name] for _, name in local_linears]
     return NestedScales(
@@ -248,27 +248,27 @@ def copy_mxfp4(
 ) -> LocalLinears:
     """Copy this rank's blocks of the linears that are in MXFP4 in the files into `shard`. Returns
     the other linears."""
-    for own, name in local_linears:
-        if own.linear.mxfp4:
-            first = own.weights.start // BLOCK  # read() returns whole rows
-            blocks = slice(first, first + own.in_linear.stop - own.in_linear.start)
+    for local, name in local_linears:
+        if local.linear.mxfp4:
+            first = local.weights.start // BLOCK  # read() returns whole rows
+            blocks = slice(first, first + local.in_linear.stop - local.in_linear.start)
             packed = files.read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
-            shard.packed[own.in_shard] = swap_nibbles(packed)
+            shard.packed[local.in_shard] = swap_nibbles(packed)
             scales = files.read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
-            shard.scales[own.in_shard] = scales
-    return [(own, name) for own, name in local_linears if not own.linear.mxfp4]
+            shard.scales[local.in_shard] = scales
+    return [(local, name) for local, name in local_linears if not local.linear.mxfp4]
 
 
 def copy_nf4(
-    own: LocalBlocks, name: str, shard: FourBitBlocks, files: StoredWeights,
+    local: LocalBlocks, name: str, shard: FourBitBlocks, files: StoredWeights,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. Returns the
     linear's (absmax, offset, codebook) for NestedScales."""
     read = files.read
     state = files.nf4_states[name]
     codes = read(name)
-    shard.packed[own.in_shard].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
-    shard.scales[own.in_shard, 0] = read(f"{name}.absmax")
+    shard.packed[local.in_shard].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
+    shard.scales[local.in_shard, 0] = read(f"{name}.absmax")
     offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=shard.device)
     return read(f"{name}.nested_absmax"), offset, read(f"{name}.nested_quant_map")
 

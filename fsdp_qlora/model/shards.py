@@ -41,8 +41,8 @@ class LocalBlocks:
         return slice(start, start + (self.in_linear.stop - self.in_linear.start) * BLOCK)
 
 
-def local_blocks(layer: DecoderLayer, shard: int) -> list[LocalBlocks]:
-    """Return the LocalBlocks of each linear of a layer, for the rank with this shard.
+def local_blocks(layer: DecoderLayer, shard_rank: int) -> list[LocalBlocks]:
+    """Return the LocalBlocks of each linear of a layer, for this rank of a shard group.
 
     The linears lie end to end, and the whole is cut into equal shards. In a Llama-3-8B shared by
     two ranks, rank 0 has q, k, v, o, gate and a seventh of up, rank 1 the rest of up and down. The
@@ -50,14 +50,14 @@ def local_blocks(layer: DecoderLayer, shard: int) -> list[LocalBlocks]:
     because LayerParameters pads its parameters to shards of one size.
     """
     n = len(local_part(layer.packed_weights))
-    first = shard * n
-    own = []
+    first = shard_rank * n
+    blocks = []
     for linear in layer.spec.linears:
         whole = linear.blocks
         start, stop = (min(max(i, whole.start), whole.stop) for i in (first, first + n))
         in_linear = slice(start - whole.start, stop - whole.start)
-        own.append(LocalBlocks(linear, in_linear, slice(start - first, stop - first)))
-    return own
+        blocks.append(LocalBlocks(linear, in_linear, slice(start - first, stop - first)))
+    return blocks
 
 
 def weight_requests(
@@ -80,9 +80,9 @@ def weight_requests(
         requests += whole_requests(
             names.of_model(arch.per_layer_inputs.projection_norm), (arch.per_layer_inputs.size,))
     for i, layer in enumerate(model.layers):
-        for own in local_blocks(layer, model.shard_rank):
-            name = names.of_layer(i, f"{own.linear.name}.weight")
-            requests += linear_requests(own, name, names, name in nf4_states)
+        for local in local_blocks(layer, model.shard_rank):
+            name = names.of_layer(i, f"{local.linear.name}.weight")
+            requests += linear_requests(local, name, names, name in nf4_states)
         shapes = {name: shape for name, (_, shape) in layer.spec.vectors.items()}
         for name, shape in (shapes | layer.spec.small_tensors).items():
             name = names.of_layer(i, name)
@@ -99,31 +99,31 @@ def weight_requests(
 
 
 def linear_requests(
-    own: LocalBlocks, name: str, names: TensorNames, in_nf4: bool
+    local: LocalBlocks, name: str, names: TensorNames, in_nf4: bool
 ) -> list[ReadRequest]:
     """Return the ReadRequests for this rank's blocks of a linear: whole rows, in FP8, INT4 and
     MXFP4 with their scales; in NF4 the packed codes, their scales, and the whole second level of
     these scales."""
-    linear, blocks = own.linear, own.in_linear
+    linear, blocks = local.linear, local.in_linear
     n_out, n_in = linear.out_features, linear.in_features
     if linear.mxfp4:
         widths = {f"{name}_blocks": n_in // 2, f"{name}_scales": n_in // MX_BLOCK}  # bytes
-        return [ReadRequest(key, (n_out, width), own.rows, names.sources.get(key))
+        return [ReadRequest(key, (n_out, width), local.rows, names.sources.get(key))
                 for key, width in widths.items()]
     if in_nf4:
         n_bytes = n_out * n_in // 2
         half = BLOCK // 2
         packed = range(blocks.start * half, min(blocks.stop * half, n_bytes))
-        n_blocks = own.linear.blocks.stop - own.linear.blocks.start
+        n_blocks = local.linear.blocks.stop - local.linear.blocks.start
         return [
             ReadRequest(name, (n_bytes,), packed),
             ReadRequest(f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
             *(ReadRequest(f"{name}.{part}", (1,), range(1))
               for part in ("nested_absmax", "nested_quant_map"))]
-    requests = [ReadRequest(name, (n_out, n_in), own.rows, names.sources.get(name))]
+    requests = [ReadRequest(name, (n_out, n_in), local.rows, names.sources.get(name))]
     if scales := names.scaled.get(name):
         n, _ = scale_block(name)
-        rows = range(own.rows.start // n, math.ceil(own.rows.stop / n))
+        rows = range(local.rows.start // n, math.ceil(local.rows.stop / n))
         requests.append(ReadRequest(scales, names.shapes[scales], rows))
     return requests
 
