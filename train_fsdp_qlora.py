@@ -96,8 +96,8 @@ from fsdp_qlora.micro_batch.context_parallel import ContextGroup
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.model.cuda_graphs import CUDAGraphs
 from fsdp_qlora.model.fsdp import reshard_all
-from fsdp_qlora.model.load import load_model
-from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
+from fsdp_qlora.model.load import load_model, verify_model
+from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.model.preference_loss import preference_loss
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.search import agree_on_plan
@@ -214,7 +214,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         status.enter("saving")
         on_rank_0(write_train_config, run, user_config, loaded, VERSIONS)
         on_rank_0(save_tokenizer, directory, job.weights_dir, base)
-        verify_model(model, plan)
+        verify_model(model)
         log_parameters(adapter.n_trainable, loaded.n_parameters)
 
         # 7. Loop, save, and say what to do next

@@ -1,10 +1,12 @@
 """Load the base model: read each weight, quantize it to NF4 or copy it, into this rank's shard.
 
-load_model() opens and checks the files; fill_model() and below read them as StoredWeights.
+load_model() opens and checks the files; fill_model() and what it calls read them as StoredWeights.
+verify_model() checks what was loaded and sharded.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import sys
 import time
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from fsdp_qlora.config import Config
@@ -282,3 +285,30 @@ def quantized_values(
     if name in files.nf4_states:
         return weight
     return nf4_round_trip(weight)
+
+
+def verify_model(model: Model) -> None:
+    """Assert that loading and sharding were complete, and log the bytes per rank. All ranks must
+    call this."""
+    uses_fsdp, n_bytes = model.plan.uses_fsdp, collections.Counter()
+    for i, layer in enumerate(model.layers):
+        for name, p in layer.named_parameters():
+            local = local_part(p)
+            assert isinstance(p, DTensor) == uses_fsdp, (
+                f"layer {i}: {name} is{' not' * uses_fsdp} FSDP2's")
+            assert not local.is_meta, f"layer {i}: {name} was not loaded"
+            assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
+            n_shards = p.device_mesh["shard"].size() if isinstance(p, DTensor) else 1
+            assert len(local) * n_shards == len(p), f"layer {i}: {name} is not sharded evenly"
+            parts = [local.packed, local.scales] if isinstance(local, FourBitBlocks) else [local]
+            kind = {"packed_weights": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
+            n_bytes[kind] += sum(part.nbytes for part in parts)
+            if parts[0].is_cpu and torch.cuda.is_available():
+                n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
+        n_bytes["other frozen"] += sum(t.nbytes for t in layer.small_tensors.values())
+    tables = {id(t): t.nbytes for t in (
+        model.embedding, model.lm_head, model.lm_head_bias, model.norm, model.norm_bias,
+        model.per_layer_table, model.per_layer_projection, model.per_layer_norm) if t is not None}
+    n_bytes["other frozen"] += sum(tables.values())
+    log_debug_each_rank(
+        "weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))

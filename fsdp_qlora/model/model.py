@@ -1,31 +1,25 @@
-"""The forward of the whole model, the check of what was loaded, and DoRA's norms of weights.
+"""The forward of the whole model, and DoRA's norms of weights.
 
 parameters.py has what it holds, lm_head.py the loss.
 """
 
 from __future__ import annotations
 
-import collections
-
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.kernels.dropout import EMBEDDING_SITE, drop
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.layer.call import LayerInputs
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.offload import DeviceActivations
-from fsdp_qlora.log import log_debug_each_rank
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.micro_batch.segments import document_segments
 from fsdp_qlora.model.embedding import embed
-from fsdp_qlora.model.fsdp import gathered, local_part
+from fsdp_qlora.model.fsdp import gathered
 from fsdp_qlora.model.lm_head import LinearCrossEntropy, final_norm
 from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
-from fsdp_qlora.plan import Plan
-from fsdp_qlora.quant.blocks import FourBitBlocks
 from fsdp_qlora.ranks import RunEnd
 
 
@@ -90,30 +84,3 @@ def measure_weight_norms(model: Model) -> None:
                                 f" layer {layer.index} is all 0, and DoRA divides by its norm: use"
                                 " --adapter lora, or leave this linear out of --target_modules")
                         layer.weight_norms[name] = row_norms
-
-
-def verify_model(model: Model, plan: Plan) -> None:
-    """Assert that loading and sharding were complete, and log the bytes per rank. All ranks must
-    call this."""
-    n_bytes = collections.Counter()
-    for i, layer in enumerate(model.layers):
-        for name, p in layer.named_parameters():
-            local = local_part(p)
-            assert isinstance(p, DTensor) == plan.uses_fsdp, (
-                f"layer {i}: {name} is{' not' * plan.uses_fsdp} FSDP2's")
-            assert not local.is_meta, f"layer {i}: {name} was not loaded"
-            assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
-            n_shards = p.device_mesh["shard"].size() if isinstance(p, DTensor) else 1
-            assert len(local) * n_shards == len(p), f"layer {i}: {name} is not sharded evenly"
-            parts = [local.packed, local.scales] if isinstance(local, FourBitBlocks) else [local]
-            kind = {"packed_weights": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
-            n_bytes[kind] += sum(part.nbytes for part in parts)
-            if parts[0].is_cpu and torch.cuda.is_available():
-                n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
-        n_bytes["other frozen"] += sum(t.nbytes for t in layer.small_tensors.values())
-    tables = {id(t): t.nbytes for t in (
-        model.embedding, model.lm_head, model.lm_head_bias, model.norm, model.norm_bias,
-        model.per_layer_table, model.per_layer_projection, model.per_layer_norm) if t is not None}
-    n_bytes["other frozen"] += sum(tables.values())
-    log_debug_each_rank(
-        "weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))
