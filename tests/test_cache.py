@@ -85,7 +85,7 @@ def test_other_content_or_settings_are_encoded_anew(change, parsed, tokenizer, t
     assert n >= 6 and after != before
 
 
-@pytest.mark.parametrize("module", [chat, encode_examples, files, formats, encoded_rows],
+@pytest.mark.parametrize("module", [cache, chat, encode_examples, files, formats, encoded_rows],
                          ids=lambda m: m.__name__)  # fmt: skip
 def test_rows_are_encoded_anew_by_other_code(module, parsed, monkeypatch, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "It is 7."}])

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import json
 import os
 from collections.abc import Sequence
@@ -37,15 +36,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.cache import MANIFEST, has_table, open_cache, read_table, write_table
-from fsdp_qlora.data.chat import parse_chat
-from fsdp_qlora.data.encode_examples import encode_batches, encode_fragments
-from fsdp_qlora.data.example_formats import parse_example
-from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.data.rows import NUMBER_COLUMNS, Rows, encode_document, random_rows
+from fsdp_qlora.data.encode_examples import encode_batches
+from fsdp_qlora.data.rows import NUMBER_COLUMNS, Rows, random_rows
 from fsdp_qlora.data.sources import Fragment, find_fragments
 from fsdp_qlora.data.template import how_to_prompt, with_template_date
-from fsdp_qlora.data.tokenize_documents import tokenize
-from fsdp_qlora.data.tool_calls import openai_calls
 from fsdp_qlora.files import digest, json_digest, write_atomic
 from fsdp_qlora.log import log
 from fsdp_qlora.model.preference_loss import LOSSES
@@ -254,18 +248,17 @@ def cache_key(
     sources: Sequence[str], source_digests: list[list[str]], tokenizer: PreTrainedTokenizerFast,
     max_seq_len: int, vocab_size: int, renames: Sequence[str], loss: str
 ) -> str:
-    """Return a digest of everything that determines the encoded data, including this code and the
-    version of transformers."""
-    code = {str(inspect.getsourcefile(f)) for f in
-            (find_fragments, parse_example, parse_preference, parse_chat, with_template_date,
-             openai_calls, encode_fragments, tokenize, encode_document)}
+    """Return a digest of everything that determines the encoded data, including this folder's code
+    and the version of transformers."""
+    # all files, so that none that shapes the data is forgotten; any edit tokenizes again
+    code = sorted(map(digest, Path(__file__).parent.glob("*.py")))
     loss_record = LOSSES[loss]
     formats = ("pairs" if loss_record.documents_per_row == 2 else
                "unpaired" if loss_record.is_unpaired else "text")
     return json_digest([
-        sorted(map(digest, code)), transformers.__version__, sources, source_digests, max_seq_len,
-        vocab_size, renames, formats, str(tokenizer.chat_template or ""),
-        tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map])
+        code, transformers.__version__, sources, source_digests, max_seq_len, vocab_size, renames,
+        formats, str(tokenizer.chat_template or ""), tokenizer.backend_tokenizer.to_str(),
+        tokenizer.special_tokens_map])
 
 
 def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
