@@ -36,9 +36,9 @@ from fsdp_qlora.files import digest
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.merge import compare_logits
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.planner import search as planner
-from fsdp_qlora.planner.search import (
-    DoesNotFit, SearchInputs, Workload, check_host, fastest_plan, with_cuda_graphs)
+from fsdp_qlora.planner import search as planner, search_inputs
+from fsdp_qlora.planner.search import DoesNotFit, check_host, fastest_plan, with_cuda_graphs
+from fsdp_qlora.planner.search_inputs import SearchInputs, Workload
 from fsdp_qlora.pretrained.model_directory import base_digest
 from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
 from fsdp_qlora.run.resolve import resolve_config
@@ -114,7 +114,7 @@ def plan_of(size, seconds=1.0, **settings):
 
 def picked(plans, limit, monkeypatch):
     """The one that is run of plans whose time is known."""
-    monkeypatch.setattr(planner, "predict_time", lambda plan, *_: plan)
+    monkeypatch.setattr(search_inputs, "predict_time", lambda plan, *_: plan)
     workload = Workload(1, 1, 1, 1.0, False, 1)
     return fastest_plan(
         plans, SearchInputs(None, None, (), workload, limit, H200, torch.device("cuda")))
@@ -152,8 +152,8 @@ def test_plans_within_a_percent_are_as_fast(seconds, chosen, monkeypatch):
 
 @pytest.mark.parametrize("seconds, is_graphed", [(0.94, True), (0.96, False)])
 def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypatch):
-    monkeypatch.setattr(planner, "predict_memory", lambda plan, *_: plan)
-    monkeypatch.setattr(planner, "predict_time", lambda plan, *_: dataclasses.replace(
+    monkeypatch.setattr(search_inputs, "predict_memory", lambda plan, *_: plan)
+    monkeypatch.setattr(search_inputs, "predict_time", lambda plan, *_: dataclasses.replace(
         plan, token_seconds=seconds))  # fmt: skip
     workload = Workload(1, 1, 1, 1.0, False, 1)
     search = SearchInputs(None, None, (), workload, 10_000, H200, torch.device("cuda"))

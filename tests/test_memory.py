@@ -33,11 +33,12 @@ from fsdp_qlora.plan import FRAGMENTATION, SAVE_POLICIES, Plan
 from fsdp_qlora.planner import search
 from fsdp_qlora.planner.layer_totals import saved_bytes, sum_layers
 from fsdp_qlora.planner.machine import Machine
+from fsdp_qlora.planner.possible_plans import can_save_attention, possible_plans
 from fsdp_qlora.planner.predict_memory import predict_memory
 from fsdp_qlora.planner.predict_time import layer_seconds, predict_time
-from fsdp_qlora.planner.search import (
-    DoesNotFit, KernelFacts, SearchInputs, Workload, agree_on_plan, can_save_attention, choose_plan,
-    possible_plans, why_no_capture, with_cuda_graphs)
+from fsdp_qlora.planner.search import DoesNotFit, agree_on_plan, choose_plan, with_cuda_graphs
+from fsdp_qlora.planner.search_inputs import (
+    KernelFacts, SearchInputs, Workload, make_workload, why_no_capture)
 from fsdp_qlora.planner.time_constants import CONSTANTS
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.from_config import make_architecture
@@ -406,7 +407,7 @@ def test_mean_document_is_that_of_a_token():
     config, _, _ = shapes_of("llama-3-8b", 1, max_steps=1, batch_size=2)
     rows = make_rows([(list(range(n)),) * 2 for n in (10, 30)])
     with one_process():
-        workload = search.make_workload(config, ShuffledSampler(rows, config), None, 1)
+        workload = make_workload(config, ShuffledSampler(rows, config), None, 1)
     assert workload.mean_document_tokens == (10 * 10 + 30 * 30) / 40
 
 
@@ -419,7 +420,7 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
                       for n, masked in zip(lengths, n_masked)])
     cpu = torch.device("cpu")
     with one_process():
-        workload = search.make_workload(config, ShuffledSampler(rows, config), None, 1)
+        workload = make_workload(config, ShuffledSampler(rows, config), None, 1)
     plan = choose_plan(SearchInputs(config, arch, specs, workload, 0, H200, cpu))
     batch_format = BatchFormat(plan.micro_batch_tokens, cpu, ONLY_PROCESS)
     micro_batch = make_micro_batch(rows, [[0, 1]], batch_format)

@@ -16,7 +16,8 @@ from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.planner.gpu_specs import GPU_SPECS, gpu_machine, parse_gpus
 from fsdp_qlora.planner.machine import rounded
-from fsdp_qlora.planner.search import KernelFacts, SearchInputs, Workload, choose_plan
+from fsdp_qlora.planner.search import choose_plan
+from fsdp_qlora.planner.search_inputs import KernelFacts, SearchInputs, Workload
 from fsdp_qlora.pretrained.model_directory import read_model_config
 from fsdp_qlora.run.plan_for import plan_elsewhere
 

@@ -7,37 +7,32 @@
         check_plan(),        raise if it does not fit; suggest_flags() tries flags and names those
         check_host()         that help; check_host() on a CPU
         with_cuda_graphs()   CUDA graphs, where they make it faster
+
+search_inputs.py holds what all of them read, possible_plans.py lists the plans.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.collate import round_up
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
 from fsdp_qlora.layer.spec import LayerSpec
-from fsdp_qlora.layer_costs.layer import LayerCosts
-from fsdp_qlora.micro_batch.context_parallel import MIN_TOKENS_PER_RANK, has_long_pieces
-from fsdp_qlora.model.parameters import shard_range
+from fsdp_qlora.micro_batch.context_parallel import MIN_TOKENS_PER_RANK
 from fsdp_qlora.plan import FRAGMENTATION, Plan
 from fsdp_qlora.planner.machine import Machine, measure_machine
-from fsdp_qlora.planner.predict_memory import predict_memory
-from fsdp_qlora.planner.predict_time import predict_time
+from fsdp_qlora.planner.possible_plans import LONG_DOCUMENT, possible_plans
+from fsdp_qlora.planner.search_inputs import (
+    KernelFacts, SearchInputs, Workload, make_workload, why_no_capture)
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import Mamba2Record
 from fsdp_qlora.ranks import all_gather_objects, raise_on_all_ranks
 
 
@@ -46,85 +41,8 @@ from fsdp_qlora.ranks import all_gather_objects, raise_on_all_ranks
 # MIN_FREE, the smallest plan runs, unless it leaves less than FRAGMENTATION
 MIN_FREE, GOOD_FREE = 0.07, 0.1
 MUCH_FASTER = 0.8  # fraction of a step's time, for which ranks share micro-batches
-# tokens of a mean document, from which attention's results may be saved: its forward then takes
-# longer than the matmul that saving mid_residual saves. With 8,192 an 8B is 2 % faster, predicted
-LONG_DOCUMENT = 8192
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
 HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """The work of a run that the plan depends on."""
-
-    max_step_tokens: int  # of the first 200 steps, over all processes
-    max_document_tokens: int  # of the longest document
-    max_row_tokens: int  # of the longest row, with both answers of a pair
-    mean_document_tokens: float  # of the document that a token is in: what attention works on
-    uneven_lengths: bool  # True if the documents that are trained differ in length
-    world_size: int
-    uneven_targets: bool = False  # True if they differ in the number of their tokens in the loss
-    min_document_tokens: int = 0  # of the shortest document that is trained
-
-    def is_varlen(self, context_parallel_size: int) -> bool:
-        """Return Plan.is_varlen, as make_micro_batch() decides it."""
-        if context_parallel_size == 1:
-            return self.uneven_lengths
-        return not has_long_pieces(self.min_document_tokens, context_parallel_size)
-
-    def least_tokens(self, context_parallel_size: int) -> int:
-        """Return the fewest tokens that a rank's micro-batch must fit, if so many ranks share a
-        micro-batch. A pair may be split between micro-batches, but not if there is only one."""
-        n = (self.max_row_tokens if context_parallel_size == self.world_size
-             else self.max_document_tokens)
-        return math.ceil(n / context_parallel_size)
-
-    def step_seconds(self, plan: Plan) -> float:
-        """Return the predicted seconds of a step. Micro-batches are as full as its rows allow."""
-        n_tokens = plan.micro_batch_tokens
-        n_micro_steps = math.ceil(self.max_step_tokens / (self.world_size * n_tokens))
-        return n_micro_steps * n_tokens * plan.token_seconds
-
-
-class KernelFacts(NamedTuple):
-    """What the plan depends on of a run's kernels of token mixers."""
-
-    attention_is_eager: bool = False  # see Plan
-    recurrence_is_eager: bool = False
-    why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
-    can_reuse_attention_results: bool = False  # see can_reuse_attention_results()
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchInputs:
-    """The inputs of the search: flags, model, workload, limits, machine, kernels."""
-
-    config: Config
-    arch: Architecture
-    specs: tuple[LayerSpec, ...]
-    workload: Workload
-    limit: int  # bytes per GPU; 0: no limit, or on a CPU the memory of the host
-    machine: Machine
-    device: torch.device
-    kernels: KernelFacts = KernelFacts()
-    optimizer_bytes_per_weight: float = 0.0  # see Plan
-
-    @property
-    def only_host_limits(self) -> bool:
-        """True if host memory is the only limit."""
-        return self.device.type == "cpu" and not self.limit
-
-    @property
-    def usable_bytes(self) -> float:
-        """Bytes that a plan may need of the memory that it computes in; 0: any number."""
-        return self.machine.free_host_bytes if self.only_host_limits else self.limit
-
-    def with_memory(self, plan: Plan) -> Plan:
-        return predict_memory(plan, self.arch, self.specs)
-
-    def with_time(self, plan: Plan) -> Plan:
-        return predict_time(
-            plan, self.arch, self.specs, self.machine, self.workload.mean_document_tokens)
 
 
 def agree_on_plan(
@@ -152,51 +70,6 @@ def agree_on_plan(
         plan = choose_plan(search)
     # free host memory differs between nodes, so all ranks use rank 0's plan
     return Plan(**all_gather_objects(dataclasses.asdict(plan))[0])
-
-
-def make_workload(
-    config: Config, sampler: RowSampler, eval_rows: Rows | None, world_size: int
-) -> Workload:
-    """Return the Workload of a run on the rows of this sampler."""
-    rows = sampler.rows
-    longest, longest_row = (max(map(count, filter(None, (rows, eval_rows))))
-                            for count in (longest_document, longest_of_rows))
-    uneven_lengths, uneven_targets = (
-        bool((numbers != numbers[0]).any()) for numbers in (rows.lengths, rows.n_targets()))
-    steps = range(1, min(config.max_steps or 200, 200) + 1)
-    row_lengths = rows.row_lengths()
-    tokens = max(int(row_lengths[sampler.indices(s)].sum()) for s in steps)
-    lengths = rows.lengths.double()
-    return Workload(
-        max_step_tokens=tokens, max_document_tokens=longest, max_row_tokens=longest_row,
-        min_document_tokens=int(rows.lengths.min()),
-        mean_document_tokens=float(lengths.square().sum() / lengths.sum()),
-        uneven_lengths=uneven_lengths, uneven_targets=uneven_targets, world_size=world_size)
-
-
-def longest_document(rows: Rows) -> int:
-    """Return the tokens of the longest document of these Rows, mismatched answers included."""
-    longest = int(rows.lengths.max())
-    return max(longest, longest_document(rows.mismatched)) if rows.mismatched else longest
-
-
-def longest_of_rows(rows: Rows) -> int:
-    """Return the tokens of the longest of these Rows, with both answers of a pair."""
-    return max(longest_document(rows), int(rows.row_lengths().max()))
-
-
-def why_no_capture(
-    arch: Architecture, machine: Machine, attention_is_eager: bool = False,
-    recurrence_is_eager: bool = False,
-) -> str:
-    """Return why CUDA graphs cannot capture a layer, or ""."""
-    if attention_is_eager:
-        return "attention runs in plain torch"
-    if recurrence_is_eager:
-        return "the recurrence runs in plain torch"
-    if isinstance(recurrent_mixer(arch), Mamba2Record):
-        return "flash-linear-attention waits for the GPU in Mamba-2"
-    return machine.why_no_grouped_mm if arch.moe else ""
 
 
 def choose_plan(search: SearchInputs) -> Plan:
@@ -285,118 +158,6 @@ def affordable_plans(search: SearchInputs, context_parallel_size: int) -> list[P
     # beyond what is needed, host memory is pinned only for speed
     allowed = min(needed + HOST_SPARE, max(needed, machine.free_host_bytes / 2))
     return [plan for plan in plans if plan.host_bytes <= allowed]
-
-
-def possible_plans(search: SearchInputs, context_parallel_size: int) -> Iterator[Plan]:
-    """Yield all plans that the flags allow."""
-    config, arch, workload = search.config, search.arch, search.workload
-    is_varlen = workload.is_varlen(context_parallel_size)
-    plan_with = functools.partial(
-        Plan, compute_dtype=config.compute_dtype, n_layers=arch.n_layers,
-        offload_activations=config.offload_activations, offload_params=config.offload_params,
-        is_varlen=is_varlen, attention_is_eager=search.kernels.attention_is_eager,
-        recurrence_is_eager=search.kernels.recurrence_is_eager,
-        fuses_elementwise=search.device.type == "cuda",
-        context_parallel_size=context_parallel_size,
-        optimizer_bytes_per_weight=search.optimizer_bytes_per_weight,
-        n_token_rows=len(config.trainable_tokens or ()) * arch.n_tables)
-    saves_attention = can_save_attention(search) and not is_varlen
-    n_experts = arch.moe.n_experts if arch.moe else 1
-    ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
-    for n_shards, n_tokens, n_recomputed in itertools.product(
-            shard_group_sizes(search), micro_batch_sizes(search, context_parallel_size),
-            recomputed_counts(config, arch)):
-        reshards = [True] if n_shards == 1 or config.offload_params else [True, False]
-        ways = list(ways_to_recompute(search, n_recomputed, saves_attention))
-        for reshard, way, n_ranges in itertools.product(reshards, ways, ranges):
-            plan = plan_with(
-                shard_group_size=n_shards, reshard_after_forward=reshard,
-                micro_batch_tokens=n_tokens, n_recomputed=n_recomputed, n_expert_ranges=n_ranges,
-                **way._asdict())
-            yield search.with_memory(plan)
-
-
-def shard_group_sizes(search: SearchInputs) -> list[int]:
-    """Return the possible --shard_group_size, ascending, with which each process has rows of the
-    vocabulary."""
-    given, n = search.config.shard_group_size, search.workload.world_size
-    sizes = [given] if given else [size for size in range(1, n + 1) if n % size == 0]
-    return [size for size in sizes if shard_range(search.arch.vocab_size, size - 1, size)]
-
-
-def micro_batch_sizes(search: SearchInputs, context_parallel_size: int) -> list[int]:
-    """Return the possible --micro_batch_tokens, ascending."""
-    if search.config.micro_batch_tokens:
-        return [search.config.micro_batch_tokens]
-    workload = search.workload
-    longest = workload.least_tokens(context_parallel_size)
-    # by factors of 2, up to the tokens of a step per process
-    sizes = [max(longest, math.ceil(workload.max_step_tokens / workload.world_size))]
-    while sizes[-1] > longest:
-        sizes.append(max(longest, math.ceil(sizes[-1] / 2)))
-    return sorted({n if n == longest else round_up(n, search.device) for n in sizes})
-
-
-def recomputed_counts(config: Config, arch: Architecture) -> Sequence[int]:
-    """Return the possible numbers of recomputed layers, ascending."""
-    if config.recompute == "auto":
-        return range(arch.n_layers + 1)
-    if config.recompute == "all":
-        return [arch.n_layers]
-    return [0 if config.recompute == "none" else int(config.recompute)]
-
-
-class WayToRecompute(NamedTuple):
-    """The fields of a Plan that say what its recomputed layers save and reuse."""
-
-    save_mid_residual: bool
-    reuse_dequantized: bool
-    n_mlp_saved: int
-    n_attention_saved: int
-
-
-def ways_to_recompute(
-    search: SearchInputs, n_recomputed: int, saves_attention: bool
-) -> Iterator[WayToRecompute]:
-    """Yield what `n_recomputed` layers may save and reuse. `saves_attention`: they may save the
-    results of attention."""
-    config, arch = search.config, search.arch
-    # if all layers are recomputed, they can also save what their MLP needs, in host memory
-    can_save_mlp = (config.offload_activations and config.recompute == "auto"
-                    and not arch.moe and not arch.parallel_residual
-                    and n_recomputed == arch.n_layers)
-    n_saved = list(saved_counts(
-        n_recomputed, range(n_recomputed + 1) if can_save_mlp else (0,), saves_attention,
-        in_part=n_recomputed == recomputed_counts(config, arch)[-1]))
-    # in a parallel layer the MLP reads x
-    mid_residual = (False,) if arch.parallel_residual else (True, False)
-    options = list(itertools.product(mid_residual, (True, False)))
-    # no layer recomputed: all options are the same plan
-    for (saves_mid, reuses), (n_mlp, n_attention) in itertools.product(
-            options if n_recomputed else options[-1:], n_saved):
-        if not (saves_mid and n_attention):  # attention's results are worth more
-            yield WayToRecompute(saves_mid, reuses, n_mlp, n_attention)
-
-
-def can_save_attention(search: SearchInputs) -> bool:
-    """Return True if recomputed layers may save the results of attention. A parallel layer may not,
-    and no layer that has another one's keys."""
-    arch = search.arch
-    return (search.kernels.can_reuse_attention_results
-            and search.workload.mean_document_tokens >= LONG_DOCUMENT
-            and not arch.parallel_residual and set(arch.kv_sources) == {None}
-            and all(LayerCosts(spec).mixer_sublayer.attention_values for spec in search.specs))
-
-
-def saved_counts(
-    n: int, mlp_counts: Iterable[int], saves_attention: bool, in_part: bool
-) -> Iterator[tuple[int, int]]:
-    """Yield (n_mlp_saved, n_attention_saved) of n recomputed layers. With `saves_attention`, none
-    or all of the layers that do not save their MLP's values save the results of attention; with
-    `in_part`, where no layer saves its MLP's values, also an eighth of them, two eighths, .."""
-    for n_mlp in mlp_counts:
-        eighths = range(0, 9, 1 if in_part and not n_mlp else 8) if saves_attention else (0,)
-        yield from ((n_mlp, (n - n_mlp) * eighth // 8) for eighth in eighths)
 
 
 def fastest_plan(plans: list[Plan], search: SearchInputs) -> Plan:

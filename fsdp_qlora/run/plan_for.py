@@ -17,8 +17,9 @@ from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, GPUSpec, gpu_machine, parse_gpus
-from fsdp_qlora.planner.search import (
-    KernelFacts, SearchInputs, choose_plan, make_workload, why_no_capture)
+from fsdp_qlora.planner.search import choose_plan
+from fsdp_qlora.planner.search_inputs import (
+    KernelFacts, SearchInputs, make_workload, why_no_capture)
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.model_directory import model_directory, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
