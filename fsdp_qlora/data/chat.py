@@ -42,7 +42,9 @@ class ChatDocument(NamedTuple):
 class RenderedAnswer(NamedTuple):
     """One answer of a conversation, as the chat template renders it."""
 
-    text: str  # the conversation up to it; a longer document begins so if it does not rewrite this
+    # the conversation, this answer included; a longer document begins with it, unless the template
+    # rewrites a part of it there
+    text: str
     document: str  # the conversation up to the token that closes the answer, if nothing follows
     start: int  # where the answer begins in both: after its prompt
     spans: Spans  # the parts that are in the loss, in both

@@ -5,9 +5,6 @@ columns, not a pass over y. d [n, lora_width] is `lora_hidden` in the code and h
 all linears side by side; with padding, it is the last columns of the inputs [n, width]. In
 backward, the gradient of y times [W, B] is the gradient of [x, d]. The gradient of d then yields
 the gradient of A, and the part of x's gradient that passes through A.
-
-In signatures of this folder `Tensor | Any` is a Tensor, or None where the caller did not ask for
-it.
 """
 
 from __future__ import annotations
@@ -21,6 +18,10 @@ from torch import Tensor
 from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
+
+
+# a Tensor; None where the caller did not ask for it. Any, so that one who asked needs no assert
+MaybeTensor = Tensor | Any
 
 
 def widen(x: Tensor, fused: FusedLinear) -> Tensor:
@@ -44,7 +45,7 @@ def fill_lora_hidden(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Non
 
 def lora_matmul(
     call: LayerCall, fused: FusedLinear, inputs: Tensor, wants_output: bool = True
-) -> tuple[Tensor | Any, Tensor]:
+) -> tuple[MaybeTensor, Tensor]:
     """Return the outputs [n, out] of linears with their adapters, None without wants_output; and
     LoRA's hidden values, a copy of d and its padding [n, padded_lora_width], for
     lora_matmul_backward(). Fills the last columns of inputs [n, width]."""
@@ -86,7 +87,7 @@ def scale_columns(y: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
 def lora_matmul_backward(
     call: LayerCall, fused: FusedLinear, lora_hidden: Tensor, grad: Tensor, x: Tensor,
     wants_grad_x: bool = True
-) -> Tensor | Any:
+) -> MaybeTensor:
     """Return the gradient of x [n, in], None without wants_grad_x, from `grad`, the gradient of the
     outputs [n, out]. Adds the gradients of A, of B and of DoRA's magnitudes to call.grad_adapter.
     `lora_hidden`: lora_matmul()'s second result."""
@@ -98,7 +99,7 @@ def lora_matmul_backward(
 def input_gradients(
     call: LayerCall, fused: FusedLinear, lora_hidden: Tensor, grad: Tensor, x: Tensor | None,
     wants_grad_x: bool = True
-) -> tuple[Tensor | Any, Tensor]:
+) -> tuple[MaybeTensor, Tensor]:
     """The first half of lora_matmul_backward(), for an x that is recomputed after it; only DoRA
     reads x here. Returns the gradients of x and of d [n, lora_width], and adds those of B and of
     DoRA's magnitudes to call.grad_adapter; the second half is add_a_gradient()."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward, widen
+from fsdp_qlora.layer.lora_matmul import MaybeTensor, lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import ResidualSum, norm_padded, norm_padded_backward
 from fsdp_qlora.layer.saved import SavedMixerSublayer, SavedTokenMixer
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -79,7 +79,7 @@ class MixerSublayer:
 
     def forward(
         self, call: LayerCall, x: Tensor, wants_sum: bool = True
-    ) -> tuple[Tensor | Any, SavedMixerSublayer]:
+    ) -> tuple[MaybeTensor, SavedMixerSublayer]:
         """Return x + the branch [tokens, hidden], None without wants_sum; and what backward()
         needs."""
         arch = self.arch

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from fsdp_qlora.kernels.activations import (
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import lora_matmul, lora_matmul_backward
+from fsdp_qlora.layer.lora_matmul import MaybeTensor, lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.per_layer_gate import PerLayerGate
 from fsdp_qlora.layer.residual import (
     ResidualSum, norm_padded, norm_padded_backward, saved_or_recomputed_inputs)
@@ -47,7 +46,7 @@ class DenseMLPSublayer:
     def forward(
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
         wants_sum: bool = True
-    ) -> tuple[Tensor | Any, SavedMLP]:
+    ) -> tuple[MaybeTensor, SavedMLP]:
         """For the tokens call.tokens. The sum, which is after `per_layer_gate` if there is one, is
         None without wants_sum."""
         arch = self.arch

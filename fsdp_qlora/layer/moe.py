@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +40,7 @@ from fsdp_qlora.layer.grouped_mm import (
     fill_expert_lora_hidden, grouped_matmul, put_rows, split_lora_gradient, why_no_grouped_mm)
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.lora_matmul import widen
+from fsdp_qlora.layer.lora_matmul import MaybeTensor, widen
 from fsdp_qlora.layer.mlp import each_slice, joined
 from fsdp_qlora.layer.residual import (
     ResidualSum, apply_norm, norm_padded, norm_padded_backward, saved_or_recomputed_inputs)
@@ -106,7 +105,7 @@ class MoESublayer:
         self, call: LayerCall, mid_residual: Tensor | None, mlp_input: Tensor,
         wants_sum: bool = True, routing_choice: RoutingChoice | None = None,
         save_gate_ups: bool = True
-    ) -> tuple[Tensor | Any, SavedMoE]:
+    ) -> tuple[MaybeTensor, SavedMoE]:
         """forward() for the tokens call.tokens, without add_balance(). The sum is None without
         wants_sum.
 

@@ -26,7 +26,8 @@ class MicroBatch:
     extra documents, none longer than the longest real one.
 
     With context parallelism the ranks of a group share it: cu_seqlens, lengths and longest are of
-    all its documents, everything else of this rank's own tokens.
+    all its documents, `preference` is of all ranks, and everything else is of this rank's own
+    tokens.
     """
 
     input_ids: torch.Tensor  # int64 [tokens]

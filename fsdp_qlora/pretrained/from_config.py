@@ -3,7 +3,7 @@
     make_architecture()
       check_model()              every field of config.json is known
       fill_record()              "config.x" -> its value
-      make_moe(), make_per_layer()
+      make_moe(), make_per_layer_inputs()
                                  the records of experts and of per-layer inputs, None without them
       make_layer_kinds()         what each layer is (layer_kinds.py)
       make_factors(), make_linears(), make_names()
