@@ -249,7 +249,7 @@ def find_start(job: Job, directory: Path, status: Status, is_dry_run: bool) -> i
         return 0
     start_step = on_rank_0(step_to_resume, config, directory, job.digests)
     on_rank_0(set_aside_newer, directory, start_step)
-    status.begin(config, start_step)
+    status.start_writing(config, start_step)
     if start_step:
         status.checkpoint = checkpoints.checkpoint_path(directory, start_step).name
     return start_step

@@ -72,10 +72,13 @@ class Status:
         self.deadline = math.inf  # time.monotonic() after which the process counts as timed out
         self.stop_reason: str | None = None
         self.signal_time = -math.inf  # time.monotonic() of the last signal
-        self.is_ending, self.has_logged_end, self.end_lock = False, False, threading.Lock()
+        self.is_ending = False  # True: the watching thread ignores signals and lost processes
+        self.end_lock = threading.Lock()
+        self.has_logged_end = False  # guarded by end_lock
 
-    def begin(self, config: Config, start_step: int) -> None:
-        """Record that the run in the directory has these flags, and where it starts."""
+    def start_writing(self, config: Config, start_step: int) -> None:
+        """Let write() write from now on: the run in the directory has these flags. Records where it
+        starts."""
         self.may_write, self.max_steps, self.step = True, config.max_steps, start_step
         self.max_minutes, self.step_timeout_minutes = (
             config.max_minutes, config.step_timeout_minutes)
@@ -198,8 +201,8 @@ class Status:
 
     def extend_deadline(self) -> None:
         """Set the deadline of the step (or other work) that begins now: --step_timeout_minutes; by
-        default 20 times the longest step so far and at least 10 minutes, an hour before the first
-        step has ended."""
+        default an hour until the first step has ended, then 20 times the longest step so far, at
+        least 10 minutes."""
         seconds = max(600, 20 * (self.longest_step or FIRST_STEP_SECONDS))
         if self.step_timeout_minutes:
             seconds = 60 * self.step_timeout_minutes
