@@ -59,7 +59,8 @@ class FusedLinear:
     lora_a: slice  # into the layer's `adapter`: all A, one below the other, [lora_width, in]
     bias: slice | None  # into the layer's `vectors`
     n_experts: int = 0  # number of experts, whose linears follow one another; lora_a is then
-    #                     [experts, lora_width, in], and every expert uses the same columns of d
+    #                     [experts, lora_width, in], and every expert uses the same columns of
+    #                     lora_hidden
 
     @property
     def adapted(self) -> list[LinearSlices]:

@@ -177,7 +177,7 @@ class Adapter:
                 self.token_part(vector).copy_(saved[name + TOKEN_ROWS])
 
     def largest(self) -> float:
-        """Return the largest magnitude of all weights. All ranks must call this."""
+        """Return the largest absolute value of all weights. All ranks must call this."""
         return float(all_gather(self.weights.detach().abs().max()).max())
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from fsdp_qlora.micro_batch.segments import Segments
 
 
-# without --context_parallel_size the planner lets ranks share a row only if each gets at least this
-# many of its tokens: with fewer, exchanging keys takes longer than --offload_activations. Pieces
-# are long from here on
+# a document's pieces are long if each rank gets at least this many of its tokens, see
+# has_long_pieces(). Without --context_parallel_size the planner lets ranks share only rows of which
+# each gets as many: with fewer, exchanging keys takes longer than --offload_activations
 MIN_TOKENS_PER_RANK = 4096
 MIN_PIECE_TOKENS = 64  # tokens; segment_attention() has not been tried with shorter ones on a GPU
 

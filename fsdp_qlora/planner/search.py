@@ -40,7 +40,8 @@ from fsdp_qlora.ranks import all_gather_objects, raise_on_all_ranks
 # MIN_FREE, and of equally fast ones those that leave GOOD_FREE are preferred. If none leaves
 # MIN_FREE, the smallest plan runs, unless it leaves less than FRAGMENTATION
 MIN_FREE, GOOD_FREE = 0.07, 0.1
-MUCH_FASTER = 0.8  # fraction of a step's time, for which ranks share micro-batches
+# ranks share micro-batches if a step then takes less than this fraction of its time
+MUCH_FASTER = 0.8
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
 HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 

@@ -52,7 +52,8 @@ class Workload:
         return math.ceil(n / context_parallel_size)
 
     def step_seconds(self, plan: Plan) -> float:
-        """Return the predicted seconds of a step. Micro-batches are as full as its rows allow."""
+        """Return the predicted seconds of a step, as if all its micro-batches had
+        plan.micro_batch_tokens."""
         n_tokens = plan.micro_batch_tokens
         n_micro_steps = math.ceil(self.max_step_tokens / (self.world_size * n_tokens))
         return n_micro_steps * n_tokens * plan.token_seconds
