@@ -14,8 +14,8 @@ from rows import CHATML, chat_tokenizer, prepare, refusal, write_jsonl
 from test_files import NESTED, write_kind
 
 from fsdp_qlora.data import (
-    cache, chat, dataset, encode_examples, example_formats as formats, rows as encoded_rows,
-    sources as files)
+    cache, chat, encode_examples, example_formats as formats, prepare_data,
+    rows as encoded_rows, sources as files)
 from fsdp_qlora.files import digest
 
 
@@ -90,7 +90,7 @@ def test_other_content_or_settings_are_encoded_anew(change, parsed, tokenizer, t
 def test_rows_are_encoded_anew_by_other_code(module, parsed, monkeypatch, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "It is 7."}])
     assert n_parsed(parsed, [path], tokenizer)[0] == 1
-    monkeypatch.setattr(dataset, "digest", lambda file: (
+    monkeypatch.setattr(prepare_data, "digest", lambda file: (
         digest(file) + "another" * Path(file).samefile(module.__file__)))  # fmt: skip
     assert n_parsed(parsed, [path], tokenizer)[0] == 1
     assert n_parsed(parsed, [path], tokenizer)[0] == 0
@@ -183,7 +183,7 @@ def test_file_rewritten_while_it_is_encoded_is_not_kept(tokenizer, tmp_path, mon
         return encode_batches(*args, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dataset, "encode_batches", rewritten)
+        patch.setattr(prepare_data, "encode_batches", rewritten)
         assert "has changed while it was read" in refusal([path], tokenizer)
     write_jsonl(path, [{"text": "It is 7."}])
     rows, _ = prepare([path], tokenizer)
@@ -206,7 +206,7 @@ def test_end_of_one_encoding_process_ends_the_start(end, tokenizer, tmp_path, mo
         return encode_batches(fragments, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dataset, "encode_batches", ended)
+        patch.setattr(prepare_data, "encode_batches", ended)
         found = refusal(paths, tokenizer)
         assert {"SIGKILL": "killed by SIGKILL", "MemoryError": "no GiB"}[end] in found
     assert len(prepare(paths, tokenizer)[0]) == 3
