@@ -1,6 +1,6 @@
 """Rows: the tokenized data set, from which training steps draw.
 
-dataset.py makes Rows, and defines examples, documents and rows; sampling.py, packing.py and
+prepare_data.py makes Rows, and defines examples, documents and rows; sampling.py, packing.py and
 collate.py make micro-batches of them.
 """
 
