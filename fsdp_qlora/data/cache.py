@@ -1,8 +1,8 @@
 """A table that all cores compute once, cached as Arrow files with digests.
 
 Only what was written whole is found again, and its digests are checked before use.
-encode_examples.py says what the table has, an entry for each document; prepare_data.py what becomes of
-it.
+encode_examples.py says what the table has, an entry for each document; prepare_data.py what becomes
+of it.
 """
 
 from __future__ import annotations
