@@ -77,12 +77,12 @@ from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file, write_tensors
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import StoredAdapter
+from fsdp_qlora.merge.base_for_merge import BaseForMerge
 from fsdp_qlora.merge.compare_logits import Verdict, compare_logits
-from fsdp_qlora.merge.merge_base import MergeBase
-from fsdp_qlora.merge.merged_model import copy_other_files
 from fsdp_qlora.merge.merged_tensors import replace_rows
 from fsdp_qlora.merge.new_directory import new_directory
 from fsdp_qlora.merge.open_run import open_run
+from fsdp_qlora.merge.other_files import copy_other_files
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip
 from fsdp_qlora.run.divergence import why_worse
@@ -165,7 +165,7 @@ def choose_device(requested: str | None, run: TrainedRun) -> str:
     return device
 
 
-def log_base(base: MergeBase, n_adapted: int) -> None:
+def log_base(base: BaseForMerge, n_adapted: int) -> None:
     """Print what is merged."""
     linears = base.names.linears
     unused = base.unused
@@ -183,8 +183,8 @@ def log_base(base: MergeBase, n_adapted: int) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def write_merged(directory: Path, output: Path, base: MergeBase, adapters: dict[str, StoredAdapter],
-                 run: TrainedRun, device: str) -> None:
+def write_merged(directory: Path, output: Path, base: BaseForMerge,
+                 adapters: dict[str, StoredAdapter], run: TrainedRun, device: str) -> None:
     """Write the merged model into `directory`, one tensor after the other, in files like the
     base's. Raises ValueError if the disk has no room. `output`: what the user calls the directory.
     """
@@ -205,7 +205,7 @@ def write_merged(directory: Path, output: Path, base: MergeBase, adapters: dict[
     print(f"wrote {n_tensors} tensors, {gib:.3f} GiB")
 
 
-def merged_tensor(name: str, base: MergeBase, adapters: dict[str, StoredAdapter],
+def merged_tensor(name: str, base: BaseForMerge, adapters: dict[str, StoredAdapter],
                   device: str) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
     if name in base.linears_by_tensor:  # one or several linears that were in 4 bits
@@ -218,7 +218,7 @@ def merged_tensor(name: str, base: MergeBase, adapters: dict[str, StoredAdapter]
     return require_finite(merged.to("cpu", dtype), f"{base.paths[name]}: what {name} becomes")
 
 
-def merged_linears(name: str, base: MergeBase, adapters: dict[str, StoredAdapter],
+def merged_linears(name: str, base: BaseForMerge, adapters: dict[str, StoredAdapter],
                    device: str) -> torch.Tensor:
     """Return a merged tensor of linears, bf16 on the CPU: one linear; or all experts, or q, k and
     v, if the files have these in one tensor."""
@@ -233,7 +233,7 @@ def merged_linears(name: str, base: MergeBase, adapters: dict[str, StoredAdapter
     return merged
 
 
-def frozen_weight(weight: torch.Tensor, linear: str, base: MergeBase) -> torch.Tensor:
+def frozen_weight(weight: torch.Tensor, linear: str, base: BaseForMerge) -> torch.Tensor:
     """Return W, the weight that training computed with, from the one in the base's files."""
     weight = weight.to(base.training_dtype)
     if base.in_training_format(linear):
@@ -254,7 +254,9 @@ def add_adapter(
     return total
 
 
-def merged_table(name: str, base: MergeBase, adapter: StoredAdapter, device: str) -> torch.Tensor:
+def merged_table(
+    name: str, base: BaseForMerge, adapter: StoredAdapter, device: str
+) -> torch.Tensor:
     """Return the embedding or the lm_head with the trained rows of base.token_ids."""
     (n_rows, _), _ = base.merged_shapes[name]
     (rows,) = adapter.tensors(device)
@@ -266,7 +268,7 @@ def merged_table(name: str, base: MergeBase, adapter: StoredAdapter, device: str
 # ------------------------------------------------------------------------------------------------
 
 
-def check_merge(args: argparse.Namespace, run: TrainedRun, base: MergeBase, merged_dir: Path,
+def check_merge(args: argparse.Namespace, run: TrainedRun, base: BaseForMerge, merged_dir: Path,
                 device: str) -> Verdict:
     """Compare the merged model with the trained one, if that is possible and wanted."""
     if not args.check:

@@ -392,7 +392,7 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     sdpa = [attention.SDPA_KERNEL]
     fixed_len = sdpa + flash if sdpa_first else flash + sdpa
     if not whole_documents:
-        fixed_len = [attention.SEGMENT_KERNEL, *flash] if sdpa_first else flash
+        fixed_len = [attention.CUDNN_KERNEL, *flash] if sdpa_first else flash
     varlen = [attention.VARLEN_KERNEL, attention.FLEX_KERNEL]
 
     def first_that_works(

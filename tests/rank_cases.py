@@ -329,7 +329,7 @@ def optimizer(job, process):
         patching.replace("optimizer_step", watched)
         for step in range(1, job["steps"] + 1):
             train_fsdp_qlora.train_step(run, step)
-        out["n_adapter"] = torch.tensor(run.model.layers[0].spec.n_adapter)
+        out["n_adapter"] = torch.tensor(run.model.layers[0].spec.n_adapter_values)
         return out
 
     return training(job, process, job["model"], sharded(*job["flags"]), look)
@@ -343,7 +343,7 @@ def resumed(job, process):
     out = {}
 
     def training_loop(run):
-        adapter, n = run.adapter, run.model.layers[0].spec.n_adapter
+        adapter, n = run.adapter, run.model.layers[0].spec.n_adapter_values
         for key, value in sharded_state(run.optimizer).items():
             whole = all_gather(adapter.by_layer(value).contiguous(), adapter.shard_group)
             whole = whole.transpose(0, 1).flatten(1)  # [layers, all ranks' parts]

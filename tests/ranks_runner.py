@@ -12,7 +12,7 @@ where the attention's backward adds in any order otherwise; "cwd"; "before", a c
 runs first; "draws", for loss.png, which no other run draws; "script", another to run instead: an
 assembled one, one with its package beside it, or one that depends on this tree's package;
 "optimizer", the code of another one; "group_bytes", attention_mixer.GROUP_BYTES; "pieces", whether
-SEGMENT_KERNEL computes what it does on a GPU, where pieces may be short; "peft", the
+CUDNN_KERNEL computes what it does on a GPU, where pieces may be short; "peft", the
 version that this node seems to have; "plan", what the plan is to have whatever would be chosen;
 "cut_off", a file that rank 1 cuts off before the weights are read, and where; "others", what is
 different for the ranks but 0, or from "first_other" on.
@@ -44,7 +44,7 @@ import torch.utils.tensorboard  # noqa: E402, F401
 from torch.distributed.tensor import debug  # noqa: E402
 import patching  # noqa: E402
 import rank_cases  # noqa: E402
-from fsdp_qlora.kernels.attention import SEGMENT_KERNEL  # noqa: E402
+from fsdp_qlora.kernels.attention import CUDNN_KERNEL  # noqa: E402
 
 gc.freeze()
 gc.enable()
@@ -147,7 +147,7 @@ def with_pieces(choose):
     def chosen(config, arch, device, whole_documents=True):
         kernels = choose(config, arch, device, whole_documents)
         if not whole_documents:
-            kernels.fixed_len["full"] = SEGMENT_KERNEL
+            kernels.fixed_len["full"] = CUDNN_KERNEL
         return kernels
 
     return chosen

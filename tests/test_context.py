@@ -17,8 +17,8 @@ from test_numbers import of_setting
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.kernels.attention import eager_attention
+from fsdp_qlora.kernels.cudnn_attention import cudnn_attention
 from fsdp_qlora.kernels.flex import flex_document_attention
-from fsdp_qlora.kernels.segment_attention import segment_attention
 from fsdp_qlora.micro_batch.context_parallel import (
     ContextGroup, KVExchange, cut_documents, make_context_shard)
 from fsdp_qlora.micro_batch.micro_batch import BatchFormat
@@ -106,7 +106,7 @@ def test_pieces_equal_plain_torch(heads, kv_heads, lengths_q, lengths_k):
     inputs = torch.randn(sum(lengths_q), heads, 16), *both.chunk(2, 1)
     grad = torch.randn(heads, sum(lengths_q), 16).transpose(0, 1)
     results = []
-    for kernel in segment_attention, eager_attention:
+    for kernel in cudnn_attention, eager_attention:
         leaves = [t.detach().requires_grad_() for t in inputs]
         out = kernel(*leaves, None, segments, arch, None, 0)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])

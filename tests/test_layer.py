@@ -32,9 +32,9 @@ from fsdp_qlora.checks.compare_with_transformers import (
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
-from fsdp_qlora.kernels import recurrence, segment_attention
+from fsdp_qlora.kernels import recurrence, cudnn_attention
 from fsdp_qlora.kernels.attention import (
-    SDPA_KERNEL, SEGMENT_KERNEL, AttentionKernel, eager_attention)
+    SDPA_KERNEL, CUDNN_KERNEL, AttentionKernel, eager_attention)
 from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.dropout import MIXER_BRANCH_SITE
 from fsdp_qlora.kernels.heads import (
@@ -146,7 +146,7 @@ def lse_kernels(arch):
     if arch.attention_softcap or arch.sinks:
         return plain
     fixed_len, varlen = (plain.varlen | dict.fromkeys(("full", "window_unreached"), kernel)
-                         for kernel in (SDPA_KERNEL, SEGMENT_KERNEL))
+                         for kernel in (SDPA_KERNEL, CUDNN_KERNEL))
     return plain._replace(fixed_len=fixed_len, varlen=varlen)
 
 
@@ -498,9 +498,9 @@ def test_attention_with_saved_results_does_not_run_again(
     name, group_bytes, n_groups, lengths, monkeypatch
 ):
     monkeypatch.setattr(attention_mixer, "GROUP_BYTES", group_bytes)
-    calls, forward = [], segment_attention.attend_forward
+    calls, forward = [], cudnn_attention.attend_forward
     monkeypatch.setattr(
-        segment_attention, "attend_forward", lambda *args: (calls.append(args), forward(*args))[1])
+        cudnn_attention, "attend_forward", lambda *args: (calls.append(args), forward(*args))[1])
     pair = pair_and_expected(name)[0]
     n_layers, one_by_one = pair.arch.n_layers, len({*lengths}) > 1
     for n_saved in n_layers, 0:
@@ -520,7 +520,7 @@ def test_evaluation_saves_no_results_of_attention(monkeypatch):
     """It runs the kernel that it would run without."""
     pair, seen = pair_and_expected("llama")[0], []
     monkeypatch.setattr(attention_mixer, "attention_with_lse", lambda *args: (
-        seen.append(args), segment_attention.attention_with_lse(*args))[1])
+        seen.append(args), cudnn_attention.attention_with_lse(*args))[1])
     model = with_saved_attention(pair, pair.arch.n_layers)
     with torch.no_grad():
         model(micro_batch_of([pair.ids[:9]], model))

@@ -18,12 +18,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_qlora.kernels import activations, segment_attention
+from fsdp_qlora.kernels import activations, cudnn_attention
 from fsdp_qlora.kernels.activations import glu
 from fsdp_qlora.kernels.attention import (
-    ATTENTION_TYPES, EAGER_KERNEL, SEGMENT_KERNEL, SDPA_KERNEL, AttentionKernel)
+    ATTENTION_TYPES, EAGER_KERNEL, CUDNN_KERNEL, SDPA_KERNEL, AttentionKernel)
 from fsdp_qlora.kernels.heads import rope_tables
-from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer
+from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer_record
 from fsdp_qlora.layer import call, grouped_mm, lora_matmul, moe
 from fsdp_qlora.layer.call import LayerInputs
 from fsdp_qlora.layer.layer import DecoderLayer
@@ -107,8 +107,8 @@ def kernels_can_be_resumed(monkeypatch):
         n, heads, _ = query.shape
         return torch.empty_like(query), query.new_empty(1, heads, n, 1, dtype=torch.float32)
 
-    monkeypatch.setattr(segment_attention, "attend_forward", forward)
-    monkeypatch.setattr(segment_attention, "attend_backward", kernel_gradients)
+    monkeypatch.setattr(cudnn_attention, "attend_forward", forward)
+    monkeypatch.setattr(cudnn_attention, "attend_backward", kernel_gradients)
 
 
 class CountedRule(torch.autograd.Function):
@@ -192,8 +192,8 @@ def counted_kernels(arch, plan):
     if plan.n_attention_saved:
         kernel = SDPA_KERNEL
     if plan.context_parallel_size > 1 and not plan.is_varlen:
-        kernel = SEGMENT_KERNEL
-    if mixer := recurrent_mixer(arch):
+        kernel = CUDNN_KERNEL
+    if mixer := recurrent_mixer_record(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         def recurrence(*args):
             return counted.apply(*args[:5])
@@ -244,8 +244,8 @@ def fake_layer(spec, index, plan):
     with torch.device("meta"):
         layer = DecoderLayer(spec, index, plan)
     dtype = plan.dtype
-    layer.vectors = torch.nn.Parameter(torch.empty(spec.n_vectors, dtype=dtype), False)
-    layer.adapter = torch.nn.Parameter(torch.empty(spec.n_adapter))
+    layer.vectors = torch.nn.Parameter(torch.empty(spec.n_vector_values, dtype=dtype), False)
+    layer.adapter = torch.nn.Parameter(torch.empty(spec.n_adapter_values))
     layer.small_tensors = {
         name: torch.empty(shape, dtype=dtype) for name, shape in spec.small_tensors.items()}
     layer.weight_norms = {linear.name: torch.empty(linear.out_features)
@@ -306,7 +306,7 @@ def planned(spec, plan):
     costs = LayerCosts(spec)
     kept = costs.saved_values(saves) * plan.micro_batch_tokens * item
     # the adapter's gradient, and the adapter in the compute dtype
-    return kept, kept + costs.live_bytes(plan, saves) + (4 + item) * spec.n_adapter
+    return kept, kept + costs.live_bytes(plan, saves) + (4 + item) * spec.n_adapter_values
 
 
 def plan_of(arch, saves, **settings):
@@ -554,11 +554,11 @@ def test_plan_counts_what_layers_have_in_common():
         memory["per-layer inputs, shared keys and values"]
         == inputs.per_layer_inputs.nbytes + 3 * kv_to_share > 3 * kv_to_share > 0
     )
-    n_adapter = sum(spec.n_adapter for spec in specs)
+    n_adapter = sum(spec.n_adapter_values for spec in specs)
     assert memory["optimizer's state"] == 2 * n_adapter
     one = "one layer's adapter gradient"
     sharded = predict_memory(dataclasses.replace(plan, shard_group_size=2), arch, specs).memory
-    assert memory[one] == 4 * specs[0].n_adapter and sharded[one] == 3 * memory[one]
+    assert memory[one] == 4 * specs[0].n_adapter_values and sharded[one] == 3 * memory[one]
 
 
 def test_plan_counts_what_fsdp_gathers_to_the_byte():

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.checks.compare_with_transformers import eager_kernels
 from fsdp_qlora.config import Config
-from fsdp_qlora.kernels import attention, segment_attention
+from fsdp_qlora.kernels import attention, cudnn_attention
 from fsdp_qlora.kernels.attention import (
-    EAGER_KERNEL, FLEX_KERNEL, SEGMENT_KERNEL, SDPA_KERNEL, VARLEN_KERNEL, AttentionKernel, Kernels,
+    EAGER_KERNEL, FLEX_KERNEL, CUDNN_KERNEL, SDPA_KERNEL, VARLEN_KERNEL, AttentionKernel, Kernels,
     architectures_by_attention_type, can_reuse_attention_results, eager_attention, kernel_matches,
     sdpa_attention)
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
@@ -251,7 +251,7 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
 
 
 @pytest.mark.parametrize("capability, attn, want", [
-    ((9, 0), None, SEGMENT_KERNEL), ((9, 0), "sdpa", SEGMENT_KERNEL),
+    ((9, 0), None, CUDNN_KERNEL), ((9, 0), "sdpa", CUDNN_KERNEL),
     ((8, 6), None, VARLEN_KERNEL)])  # fmt: skip
 def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
     capability, attn, want, monkeypatch
@@ -270,7 +270,7 @@ def test_pieces_of_documents_have_a_kernel_of_their_own_from_hopper_on(
 def test_pieces_have_no_sinks_and_no_caps(kind, right):
     arch = make_architecture(TINY[kind](320))
     matches = [kernel_matches(kernel, arch, "full", torch.device("cpu"), whole_documents=False)
-               for kernel in (SEGMENT_KERNEL, SDPA_KERNEL)]  # fmt: skip
+               for kernel in (CUDNN_KERNEL, SDPA_KERNEL)]  # fmt: skip
     assert matches == [right, False]  # SDPA_KERNEL needs as many keys as queries
 
 
@@ -278,7 +278,7 @@ def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
     arch = make_architecture(TINY["llama"](320))
     for head_dim, works in (256, True), (512, False):
         wide = dataclasses.replace(arch, head_dim=head_dim)
-        for kernel in SDPA_KERNEL, SEGMENT_KERNEL:
+        for kernel in SDPA_KERNEL, CUDNN_KERNEL:
             assert kernel_matches(kernel, wide, "full", torch.device("cpu")) == works
 
 
@@ -291,14 +291,14 @@ def test_no_results_are_saved_where_attention_cannot_be_resumed(monkeypatch, cap
         by_type = dict.fromkeys(attention.ATTENTION_TYPES, kernel)
         return can_reuse_attention_results(Kernels(by_type, by_type), arch, cpu)
 
-    assert can_be_reused() and can_be_reused(SEGMENT_KERNEL)
+    assert can_be_reused() and can_be_reused(CUDNN_KERNEL)
     assert not can_be_reused(EAGER_KERNEL) and not can_be_reused(arch=windowed)
     assert not capsys.readouterr().out
-    backward = segment_attention.attend_backward
+    backward = cudnn_attention.attend_backward
     for fails in (lambda *_: torch.ops.aten.no_such_kernel(), lambda *_: torch.ops.aten.mm(1),
                   lambda q, *_: torch.empty(2) @ torch.empty(3),
                   lambda *args: [2 * grad for grad in backward(*args)]):  # fmt: skip
-        monkeypatch.setattr(segment_attention, "attend_backward", fails)
+        monkeypatch.setattr(cudnn_attention, "attend_backward", fails)
         assert not can_be_reused()
         assert "warning: slow path, recomputed layers run" in capsys.readouterr().out
 

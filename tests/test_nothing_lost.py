@@ -1452,7 +1452,7 @@ def test_checkpoint_that_cannot_be_read_now_stays(name, again, cut, complete, mo
 
 def test_second_signal_ends_the_run_at_once(monkeypatch, capsys):
     left, status = [], Status()
-    monkeypatch.setattr(status, "leave", lambda code, message: left.append((code, message)))
+    monkeypatch.setattr(status, "exit_now", lambda code, message: left.append((code, message)))
     status.phase = "training"
     status.on_signal("SIGTERM")
     status.on_signal("SIGTERM")  # torchrun's, of the same

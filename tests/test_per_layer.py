@@ -208,8 +208,8 @@ def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, kv_t
     common = "per-layer inputs, shared keys and values"
     assert on_gpu.memory[common] == (width + 3 * kv_to_share) * 1024 * 2
     kind, table = "embedding, head, norms", 262144 * width * 2 // 2  # bf16, on two processes
-    norms = sum(spec.n_vectors for spec in specs) * 2 // 2
-    every_rank = sum(4 * spec.n_nested + 2 * sum(map(math.prod, spec.small_tensors.values()))
+    norms = sum(spec.n_vector_values for spec in specs) * 2 // 2
+    every_rank = sum(4 * spec.n_nested_values + 2 * sum(map(math.prod, spec.small_tensors.values()))
                      for spec in specs)  # scales of scales, small tensors
     whole = table + 262144 * hidden * 2 // 2 + norms + width * hidden * 2 + every_rank
     assert on_gpu.memory[kind] == whole and on_gpu.host_bytes == 0

@@ -240,10 +240,10 @@ class Vector:
         for i in range(arch.n_layers):
             for (linear, key), (where, shape) in spec.adapter_slices().items():
                 name = f"base_model.model.model.layers.{i}.{linear}.{key}"
-                start = i * spec.n_adapter
+                start = i * spec.n_adapter_values
                 self.places[name] = slice(start + where.start, start + where.stop), shape
         assert self.places.keys() == self.params.keys()
-        self.weights = torch.nn.Parameter(torch.zeros(arch.n_layers * spec.n_adapter,
+        self.weights = torch.nn.Parameter(torch.zeros(arch.n_layers * spec.n_adapter_values,
                                                       device=DEVICE))  # fmt: skip
         self.weights.grad = torch.zeros_like(self.weights)
         self.optimizer = make_optimizer(self.weights, config)

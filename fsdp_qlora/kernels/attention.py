@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_qlora.kernels.cudnn_attention import attention_with_lse, cudnn_attention
 from fsdp_qlora.kernels.dropout import ATTENTION_WEIGHTS_SITE, N_SITES, drop_eager
 from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention
-from fsdp_qlora.kernels.segment_attention import attention_with_lse, segment_attention
 from fsdp_qlora.kernels.sinks import flash_sink_attention, torch_sink_attention
 from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.segments import Segments, document_segments
@@ -216,11 +216,11 @@ def masked_eager_attention(
 
 
 # with wider heads, SDPA would have all scores in memory. From Hopper on, SDPA_KERNEL is cuDNN's, as
-# SEGMENT_KERNEL and attention_with_lse() are
+# CUDNN_KERNEL and attention_with_lse() are
 CUDNN_LIMITS: Any = {"has_windows": False, "largest_head": 256, "gives_lse": True}
 
 SDPA_KERNEL = AttentionKernel("SDPA (equal lengths)", sdpa_attention, **CUDNN_LIMITS)
-SEGMENT_KERNEL = AttentionKernel("cuDNN (long pieces)", segment_attention, **CUDNN_LIMITS)
+CUDNN_KERNEL = AttentionKernel("cuDNN (long pieces)", cudnn_attention, **CUDNN_LIMITS)
 FLASH_KERNEL = AttentionKernel("Flash Attention 2", flash_attention, has_softcap=True)
 VARLEN_KERNEL = AttentionKernel("varlen_attn", varlen_attention)
 FLEX_KERNEL = AttentionKernel(

@@ -177,13 +177,13 @@ def fla_delta_rule(
     return out[0]
 
 
-def eager_delta_rule_bytes(mixer: GatedDeltaNetRecord) -> int:
+def eager_delta_rule_bytes(record: GatedDeltaNetRecord) -> int:
     """Return the bytes per token that are alive at once in eager_delta_rule()'s backward: fp32
     values of each value head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice the
     projected values."""
-    key, value = mixer.key_dim, mixer.value_dim
+    key, value = record.key_dim, record.value_dim
     head_values = 13 * key + 11 * value + 8 * RECURRENCE_CHUNK + 2 * key * value // RECURRENCE_CHUNK
-    return 4 * mixer.n_value_heads * head_values + 8 * sum(mixer.widths.values())
+    return 4 * record.n_value_heads * head_values + 8 * sum(record.widths.values())
 
 
 # ---- the scan of Mamba-2 ----
@@ -287,11 +287,11 @@ class FlaScan(torch.autograd.Function):
         return dict(q=by_head[0], k=by_head[1], v=value, g=total, scale=1.0, **where)
 
 
-def eager_scan_bytes(mixer: Mamba2Record) -> int:
+def eager_scan_bytes(record: Mamba2Record) -> int:
     """Return the bytes per token that are alive at once in eager_scan()'s backward: fp32 values
     of each head, measured to 6 % with states of 128 and 256; and twice the projected values."""
-    head_values = 8 * mixer.state_size + 8 * mixer.head_dim + 6 * RECURRENCE_CHUNK
-    return 4 * mixer.n_heads * head_values + 8 * sum(mixer.widths.values())
+    head_values = 8 * record.state_size + 8 * record.head_dim + 6 * RECURRENCE_CHUNK
+    return 4 * record.n_heads * head_values + 8 * sum(record.widths.values())
 
 
 # ---- which of them is used ----
@@ -317,27 +317,27 @@ RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
         "Mamba-2", "Mamba-2 in plain PyTorch", eager_scan, fla_scan, eager_scan_bytes)}
 
 
-def recurrent_mixer(arch: Architecture) -> GatedDeltaNetRecord | Mamba2Record | None:
+def recurrent_mixer_record(arch: Architecture) -> GatedDeltaNetRecord | Mamba2Record | None:
     """Return the mixer of a model's layers that has a state, one of RECURRENCES, or None."""
     records = arch.other_mixers.values()
     return next((x for x in records if isinstance(x, (GatedDeltaNetRecord, Mamba2Record))), None)
 
 
-def why_no_fla(mixer: GatedDeltaNetRecord | Mamba2Record, device: torch.device) -> str:
+def why_no_fla(record: GatedDeltaNetRecord | Mamba2Record, device: torch.device) -> str:
     """Return why flash-linear-attention cannot be used; "" if its results match plain torch's,
     forward and backward, for two documents."""
-    recurrence = RECURRENCES[type(mixer)]
+    recurrence = RECURRENCES[type(record)]
     length = 3 * RECURRENCE_CHUNK // 2
     generator = torch.Generator(device).manual_seed(0)
     n = 2 * length
-    if isinstance(mixer, GatedDeltaNetRecord):
-        shapes = (mixer.n_key_heads, mixer.key_dim), (mixer.n_value_heads, mixer.value_dim)
+    if isinstance(record, GatedDeltaNetRecord):
+        shapes = (record.n_key_heads, record.key_dim), (record.n_value_heads, record.value_dim)
     else:
-        shapes = (mixer.n_groups, mixer.state_size), (mixer.n_heads, mixer.head_dim)
+        shapes = (record.n_groups, record.state_size), (record.n_heads, record.head_dim)
     settings: dict[str, Any] = dict(dtype=torch.bfloat16, device=device, generator=generator)
     first, second, third, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
     decay, factor = (torch.rand(n, shapes[1][0], **settings) for _ in range(2))
-    factor = factor if isinstance(mixer, GatedDeltaNetRecord) else factor.float()
+    factor = factor if isinstance(record, GatedDeltaNetRecord) else factor.float()
     bounds = torch.tensor([0, length, n], dtype=torch.int32)
     trial: Any = types.SimpleNamespace(
         lengths=(length, length), cu_seqlens=bounds.to(device),
@@ -364,13 +364,13 @@ def choose_recurrence(
 ) -> Callable[..., Tensor] | None:
     """Return the function that computes the model's Gated DeltaNet or Mamba-2, None if it has
     neither. On a GPU it is flash-linear-attention's, if its results match plain torch's."""
-    mixer = recurrent_mixer(arch)
-    if mixer is None:
+    record = recurrent_mixer_record(arch)
+    if record is None:
         return None
-    recurrence = RECURRENCES[type(mixer)]
+    recurrence = RECURRENCES[type(record)]
     if device.type != "cuda" or compute_dtype != "bfloat16":
         return recurrence.eager
-    if why := why_no_fla(mixer, device):
+    if why := why_no_fla(record, device):
         log(f"warning: slow path for {recurrence.name}: plain PyTorch instead of"
             f" flash-linear-attention ({why}). Try: pip install fla-core einops")
         return recurrence.eager

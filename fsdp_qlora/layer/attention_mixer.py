@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fsdp_qlora.kernels.cudnn_attention import attention_with_lse
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, qk_norm_rope_backward, qk_norm_rope_forward, split_heads,
     split_projected)
-from fsdp_qlora.kernels.segment_attention import attention_with_lse
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import HeadGroup, SavedAttention
 from fsdp_qlora.micro_batch.segments import Segments

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
-from fsdp_qlora.layer.saved import SavedGraph
+from fsdp_qlora.layer.saved import SavedAutogradMixer
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.records import (
     GatedDeltaNetRecord, Mamba2Record, OtherMixer, ShortConvRecord)
@@ -28,33 +28,33 @@ from fsdp_qlora.pretrained.records import (
 class AutogradMixer:
     """A TokenMixer that runs a function of OTHER_MIXERS, whose backward is autograd's."""
 
-    record: OtherMixer
+    mixer_record: OtherMixer
     arch: Architecture
 
-    saved_type = SavedGraph
+    saved_type = SavedAutogradMixer
     fused_linears = ()
 
-    def forward(self, call: LayerCall, saved: SavedGraph) -> Tensor:
-        function = OTHER_MIXERS[type(self.record)]
+    def forward(self, call: LayerCall, saved: SavedAutogradMixer) -> Tensor:
+        function = OTHER_MIXERS[type(self.mixer_record)]
         projected, saved.projected = saved.projected, None
         with torch.set_grad_enabled(call.saves_graph):
             if call.saves_graph:
                 projected = GraphStart.apply(torch.empty(0, requires_grad=True), projected)
                 saved.start = get_gradient_edge(projected)
-            saved.mixed = function(call, projected, self.record)
+            saved.mixed = function(call, projected, self.mixer_record)
         return self.recompute_output(call, saved)
 
-    def recompute_output(self, call: LayerCall, saved: SavedGraph) -> Tensor:
+    def recompute_output(self, call: LayerCall, saved: SavedAutogradMixer) -> Tensor:
         return saved.mixed.detach()
 
-    def backward(self, call: LayerCall, saved: SavedGraph, grad: Tensor) -> Tensor:
+    def backward(self, call: LayerCall, saved: SavedAutogradMixer, grad: Tensor) -> Tensor:
         (grad,) = torch.autograd.grad(saved.mixed, saved.start, grad)
         saved.mixed = saved.start = None
         return grad
 
     @property
     def projected_width(self) -> int:
-        return sum(x.out_features for x in self.record.linears(self.arch.hidden_size)[0])
+        return sum(x.out_features for x in self.mixer_record.linears(self.arch.hidden_size)[0])
 
 
 class GraphStart(torch.autograd.Function):

@@ -39,7 +39,8 @@ def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: Tensor) -> T
         launch_dequantize(
             packed, scales, nested.absmax, nested.offsets, scale_codebooks, codebook, adapter,
             linears_table(fused, weight.device), weight, fused.in_features, fused.lora_rank,
-            n_linears=len(fused.linears), equal=equal_blocks(fused), in_mxfp4=in_mxfp4)
+            n_linears=len(fused.linears), blocks_per_linear=blocks_per_linear(fused),
+            in_mxfp4=in_mxfp4)
         return weight
     weights, lora_b = weight.split([fused.in_features, fused.padded_lora_width], 1)
     lora_b.zero_()
@@ -88,7 +89,7 @@ def linears_table(fused: FusedLinear, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(None)
-def equal_blocks(fused: FusedLinear) -> int:
+def blocks_per_linear(fused: FusedLinear) -> int:
     """Return the number of blocks of each linear if all have the same size, as experts do; else 0.
     """
     sizes = {(linear.blocks.stop - linear.blocks.start, linear.out_features)

@@ -30,8 +30,8 @@ class ParameterLayout:
     # {name in the layer: shape} of routers, sinks, mixers' convolutions and the like
     small_tensors: dict[str, tuple[int, ...]]
     n_blocks: int  # blocks of `packed_weights`
-    n_vectors: int  # values of `vectors`
-    n_adapter: int  # values of `adapter`, a multiple of OPTIM_BLOCKSIZE
+    n_vector_values: int  # values of `vectors`
+    n_adapter_values: int  # values of `adapter`, a multiple of OPTIM_BLOCKSIZE
     scaling: float  # factor of B @ A
     dropout: float  # probability, for the adapters' inputs
     dora: bool
@@ -47,7 +47,7 @@ class ParameterLayout:
         return 2 if any(linear.mxfp4 for linear in self.linears) else 1
 
     @functools.cached_property
-    def n_nested(self) -> int:
+    def n_nested_values(self) -> int:
         """Number of values of the layer's NestedScales: second-level absmax of all blocks, and an
         offset and a table for each linear."""
         absmax_counts = [linear.nested.stop - linear.nested.start for linear in self.linears]
@@ -98,5 +98,6 @@ class LayerParameters(nn.Module):
         # this rank's shard while the model loads; gathered by FSDP2's hooks while the layer runs
         self.packed_weights = parameter(spec.n_blocks, 1, functools.partial(
             FourBitBlocks.zeros, n_scales=spec.n_scales))
-        self.vectors = parameter(spec.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
-        self.adapter = parameter(spec.n_adapter, OPTIM_BLOCKSIZE, torch.empty, trained=True)
+        self.vectors = parameter(
+            spec.n_vector_values, 1, functools.partial(torch.empty, dtype=dtype))
+        self.adapter = parameter(spec.n_adapter_values, OPTIM_BLOCKSIZE, torch.empty, trained=True)

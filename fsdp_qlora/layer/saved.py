@@ -52,7 +52,7 @@ class SavedMLA(SavedAttention):
 
 
 @dataclasses.dataclass
-class SavedGraph(SavedTokenMixer):
+class SavedAutogradMixer(SavedTokenMixer):
     """The tensors that an AutogradMixer saves."""
 
     start: Any = None  # the graph's edge at which autograd returns the gradient of `projected`

@@ -92,8 +92,8 @@ def make_layer_specs(
     """
     kinds = arch.layer_kinds
     made = {kind: _make_layer_spec(arch, adapted, settings, kind) for kind in dict.fromkeys(kinds)}
-    n_adapter = max(spec.n_adapter for spec in made.values())  # one length, see Adapter
-    made = {kind: dataclasses.replace(spec, n_adapter=n_adapter) for kind, spec in made.items()}
+    n = max(spec.n_adapter_values for spec in made.values())  # one length, see Adapter
+    made = {kind: dataclasses.replace(spec, n_adapter_values=n) for kind, spec in made.items()}
     return tuple(made[kind] for kind in kinds)
 
 
@@ -119,7 +119,8 @@ def _make_layer_spec(
         fused_linears=mixer.fused_linears + mlp.fused_linears, vectors=vectors,
         small_tensors=small_tensors,
         # at least one value, because FSDP2 shards it
-        n_blocks=counts["blocks"], n_vectors=counts.get("vectors", 1), n_adapter=counts["adapter"],
+        n_blocks=counts["blocks"], n_vector_values=counts.get("vectors", 1),
+        n_adapter_values=counts["adapter"],
         scaling=settings.scaling, dropout=settings.dropout, dora=settings.is_dora)
 
 

@@ -22,21 +22,21 @@ class AutogradCosts:
 
     @property
     def _costs(self) -> FunctionCosts:
-        return MIXER_COSTS[type(self.mixer.record)]
+        return MIXER_COSTS[type(self.mixer.mixer_record)]
 
     @property
     def saves_projected(self) -> bool:
-        record = self.mixer.record
+        record = self.mixer.mixer_record
         if isinstance(record, GatedDeltaNetRecord):
             return not record.by_key_head  # else it saves copies of its parts instead
         return not (isinstance(record, Mamba2Record) and record.is_multiplied)
 
     @property
     def saved_values(self) -> int:
-        return self._costs.saved_values(self.mixer.record, self.mixer.arch.hidden_size)
+        return self._costs.saved_values(self.mixer.mixer_record, self.mixer.arch.hidden_size)
 
     def live_bytes(self, plan: Plan) -> int:
-        n, record = plan.micro_batch_tokens, self.mixer.record
+        n, record = plan.micro_batch_tokens, self.mixer.mixer_record
         itemsize = plan.dtype.itemsize
         if plan.recurrence_is_eager and (recurrence := RECURRENCES.get(type(record))):
             return recurrence.eager_bytes_per_token(record) * n
@@ -44,7 +44,7 @@ class AutogradCosts:
 
     @property
     def elementwise_values(self) -> int:
-        return self._costs.elementwise_values(self.mixer.record, self.mixer.arch.hidden_size)
+        return self._costs.elementwise_values(self.mixer.mixer_record, self.mixer.arch.hidden_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,9 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
 from fsdp_qlora.lora.peft_names import AdapterSlice, linear_adapter_shapes
-from fsdp_qlora.merge.merge_base import MergeBase
-from fsdp_qlora.merge.merged_model import auto_class
+from fsdp_qlora.merge.base_for_merge import BaseForMerge
 from fsdp_qlora.merge.merged_tensors import in_order, merged_dtype
+from fsdp_qlora.merge.other_files import auto_class
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.model_directory import model_directory
@@ -33,7 +33,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 def open_adapter_without_run(
     adapter_dir: Path, base_model: str
-) -> tuple[TrainedRun, MergeBase, dict[str, StoredAdapter]]:
+) -> tuple[TrainedRun, BaseForMerge, dict[str, StoredAdapter]]:
     """open_run() for an adapter without train_config.json: return the run, the base and the
     adapters for a merge that cannot be checked. That transformers loaded the base with
     load_in_4bit, from bf16, is taken on trust."""
@@ -69,7 +69,7 @@ def open_adapter_without_run(
     names = TensorNames(
         linears={name: LinearShape(name, stored[name].shape[0], stored[name].shape[1], bias=False)
                  for name in linears})
-    base = MergeBase(
+    base = BaseForMerge(
         directory=directory, stored=stored, names=names, merged_shapes=merged_shapes,
         paths={name: stored[name].path for name in merged_shapes}, auto_class=model_class,
         training_dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.checks.compare_with_transformers import without_kernels
 from fsdp_qlora.errors import errors_about
-from fsdp_qlora.merge.merge_base import MergeBase
+from fsdp_qlora.merge.base_for_merge import BaseForMerge
 from fsdp_qlora.merge.merged_tensors import replace_rows
 from fsdp_qlora.model.lm_head import scaled_logits
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
     text: str
 
 
-def compare_logits(base: MergeBase, arch: Architecture, merge_check_file: Path,
+def compare_logits(base: BaseForMerge, arch: Architecture, merge_check_file: Path,
                    rows: list[list[int]], merged_dir: Path, device: str) -> Verdict:
     """Print how far the merged model's logits are from the trained model's, as a fraction of the
     adapter's effect on them, and return the Verdict. MergeCheck's file has the inputs that the
@@ -74,7 +74,7 @@ def compare_logits(base: MergeBase, arch: Architecture, merge_check_file: Path,
 
 
 def read_lm_head(
-    base: MergeBase, arch: Architecture, device: str
+    base: BaseForMerge, arch: Architecture, device: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the lm_head's weight and its bias, if any."""
     names, dtype = base.names, base.training_dtype

@@ -16,9 +16,9 @@ from fsdp_qlora.lora.peft_files import (
 from fsdp_qlora.lora.peft_names import adapter_shapes, token_row_names
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.adapter_without_run import open_adapter_without_run
-from fsdp_qlora.merge.merge_base import OTHER_BASE, MergeBase
-from fsdp_qlora.merge.merged_model import auto_class, is_multimodal
+from fsdp_qlora.merge.base_for_merge import OTHER_BASE, BaseForMerge
 from fsdp_qlora.merge.merged_tensors import add_other_parts, merged_shapes_and_paths
+from fsdp_qlora.merge.other_files import auto_class, is_multimodal
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check_files import check_files
@@ -30,7 +30,7 @@ from fsdp_qlora.pretrained.tensor_names import tensor_names
 
 def open_run(
     adapter_dir: Path, base_model: str | None, allow_other_base: bool
-) -> tuple[TrainedRun, MergeBase, dict[str, StoredAdapter]]:
+) -> tuple[TrainedRun, BaseForMerge, dict[str, StoredAdapter]]:
     """Return the run that trained the adapter, its base model, and {name of a linear, or of a table
     with trained rows: its adapter}. Raises ValueError unless they belong together. `base_model`:
     None for the run's."""
@@ -45,10 +45,10 @@ def open_run(
 
 
 def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str],
-              token_ids: Sequence[int]) -> tuple[MergeBase, Architecture]:
+              token_ids: Sequence[int]) -> tuple[BaseForMerge, Architecture]:
     """Return the base model and its arch, after the same checks of its files as in training.
     `checksums`: those that its tensors must have; `token_ids`: the tokens whose rows were trained;
-    see MergeBase."""
+    see BaseForMerge."""
     directory = model_directory(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with errors_about(f"base model {directory}"):
@@ -68,7 +68,7 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
         for table in {names.embedding, names.lm_head} & merged_shapes.keys():
             (_, hidden), table_dtype = merged_shapes[table]
             merged_shapes[table] = (arch.vocab_size, hidden), table_dtype
-    base = MergeBase(
+    base = BaseForMerge(
         directory=directory, stored=stored, names=names, nf4_states=nf4_states,
         merged_shapes=merged_shapes, paths=paths, auto_class=auto_class(model_config),
         training_dtype=getattr(torch, dtype), arch=arch, checksums=checksums,
@@ -76,7 +76,7 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
     return base, arch
 
 
-def check_base(base: MergeBase, arch: Architecture, run: TrainedRun, allow_other: bool) -> None:
+def check_base(base: BaseForMerge, arch: Architecture, run: TrainedRun, allow_other: bool) -> None:
     """Raise ValueError unless the base is the one that the run was trained on."""
     if allow_other:
         print("warning: --allow_other_base: the base may be another one: nothing will be compared")
@@ -89,7 +89,7 @@ def check_base(base: MergeBase, arch: Architecture, run: TrainedRun, allow_other
 
 
 def adapters_of_run(
-    adapter_dir: Path, run: TrainedRun, base: MergeBase, arch: Architecture
+    adapter_dir: Path, run: TrainedRun, base: BaseForMerge, arch: Architecture
 ) -> dict[str, StoredAdapter]:
     """Return {name of a linear, or of a table with trained rows: its adapter}. Raises ValueError
     unless the files are those of the run."""
@@ -108,7 +108,7 @@ def adapters_of_run(
         weight: [slices[part] for part in its_parts] for weight, its_parts in parts.items()})
 
 
-def token_row_parts(base: MergeBase, arch: Architecture) -> dict[str, list[str]]:
+def token_row_parts(base: BaseForMerge, arch: Architecture) -> dict[str, list[str]]:
     """Return {embedding or lm_head: the one of token_row_names() that has its trained rows}."""
     names = base.names
     tables = dict(zip((names.embedding, names.lm_head), token_row_names(arch)))

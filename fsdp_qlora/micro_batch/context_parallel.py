@@ -26,7 +26,7 @@ from fsdp_qlora.micro_batch.segments import Segments
 # has_long_pieces(). Without --context_parallel_size the planner lets ranks share only rows of which
 # each gets as many: with fewer, exchanging keys takes longer than --offload_activations
 MIN_TOKENS_PER_RANK = 4096
-MIN_PIECE_TOKENS = 64  # tokens; segment_attention() has not been tried with shorter ones on a GPU
+MIN_PIECE_TOKENS = 64  # tokens; cudnn_attention() has not been tried with shorter ones on a GPU
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ def measure_weight_norms(model: Model) -> None:
     row is 0. All ranks must call this."""
     for layer in model.layers:
         with gathered(layer):
-            no_adapter = layer.vectors.new_zeros(layer.spec.n_adapter)
+            no_adapter = layer.vectors.new_zeros(layer.spec.n_adapter_values)
             for fused in layer.spec.fused_linears:
                 if fused.lora_width:
                     weight = dequantize(layer, fused, no_adapter)[:, : fused.in_features]

@@ -18,7 +18,7 @@ class GPUSpec(NamedTuple):
     tflops: float  # of dense bf16 matmuls with fp32 sums; for GeForce half of fp16's
     bandwidth_gb_s: float  # of its memory
     link_gb_s: float  # received from the other GPUs: by NVLink, else by its bus
-    bus_gb_s: float  # between GPU and host memory, each way: PCIe 4.0 or 5.0, x8 or x16
+    host_gb_s: float  # between GPU and host memory, each way: PCIe 4.0 or 5.0, x8 or x16
     # True if torch has grouped matmuls for it, see why_no_grouped_mm()
     has_grouped_mm: bool = False
     cudnn: bool = False  # True if torch's SDPA is cuDNN's
@@ -40,7 +40,7 @@ GPU_SPECS = {  # among GPUs of one size, the slowest comes first
     "B200": GPUSpec(180, 176, 2250, 7700, 900, 64, has_grouped_mm=True, cudnn=True)}
 # The fractions of these speeds that measure_machine() finds on H100s and H200s. Other GPUs were not
 # available; the same fractions are assumed for them.
-FLOPS_FRACTION, BANDWIDTH_FRACTION, LINK_FRACTION, BUS_FRACTION = 0.81, 0.85, 0.67, 0.78
+FLOPS_FRACTION, BANDWIDTH_FRACTION, LINK_FRACTION, HOST_FRACTION = 0.81, 0.85, 0.67, 0.78
 HOST_GIB = 120  # free host memory per GPU, without --host_memory_gib
 
 
@@ -68,7 +68,7 @@ def gpu_machine(gpu: GPUSpec, host_gib: float = HOST_GIB) -> Machine:
         flops_per_second=rounded(FLOPS_FRACTION * 1e12 * gpu.tflops),
         bandwidth=rounded(BANDWIDTH_FRACTION * 1e9 * gpu.bandwidth_gb_s),
         link_bandwidth=rounded(LINK_FRACTION * 1e9 * gpu.link_gb_s),
-        host_bandwidth=rounded(BUS_FRACTION * 1e9 * gpu.bus_gb_s),
+        host_bandwidth=rounded(HOST_FRACTION * 1e9 * gpu.host_gb_s),
         free_host_bytes=int(host_gib * 2**30),
         why_no_grouped_mm=(
             "" if gpu.has_grouped_mm else "torch multiplies experts one by one on this GPU"))

@@ -27,11 +27,12 @@ class LayerTotals:
     saved_values: dict[SavePolicy, list[int]]
     packed_bytes: int  # of 4-bit weights and their scales
     largest_packed: int  # of one layer, at most
-    n_small: int  # values of the tensors that every rank has whole, see small_tensors()
-    n_nested: int  # fp32 values of the second level of 4-bit scales, which every rank has whole
-    n_vectors: int  # values of norms and biases
+    n_small_values: int  # values of the tensors that every rank has whole, see small_tensors()
+    # fp32 values of the second level of 4-bit scales, which every rank has whole
+    n_nested_values: int
+    n_vector_values: int  # values of norms and biases
     largest_vectors: int  # of one layer, at most
-    layer_adapter: int  # values of ONE layer's adapter, the same for all layers
+    layer_adapter_values: int  # values of ONE layer's adapter, the same for all layers
     n_weights: int  # 4-bit weights
     # weights that one token is multiplied by; those of slow matmuls count more, see LayerCosts
     active_weights: float
@@ -65,16 +66,16 @@ def sum_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
             (i if x is layer_costs else -1 for i, x in enumerate(costs)), max, initial=-1))
 
     bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
-    vectors_each = [spec.n_vectors for spec in specs]
+    vectors_each = [spec.n_vector_values for spec in specs]
     return LayerTotals(
         last_index={layer_costs: last_indices(layer_costs) for layer_costs in by_spec.values()},
         saved_values={policy: running_sum(policy) for policy in SAVE_POLICIES},
         packed_bytes=sum(bytes_each), largest_packed=max(bytes_each),
-        n_small=sum(math.prod(shape) for spec in specs
-                    for shape in spec.small_tensors.values()),
-        n_nested=sum(spec.n_nested for spec in specs),
-        n_vectors=sum(vectors_each), largest_vectors=max(vectors_each),
-        layer_adapter=specs[0].n_adapter,
+        n_small_values=sum(math.prod(shape) for spec in specs
+                           for shape in spec.small_tensors.values()),
+        n_nested_values=sum(spec.n_nested_values for spec in specs),
+        n_vector_values=sum(vectors_each), largest_vectors=max(vectors_each),
+        layer_adapter_values=specs[0].n_adapter_values,
         n_weights=sum(spec.n_weights for spec in specs),
         active_weights=sum(layer.active_weights(by_time=True) for layer in costs),
         recomputed_weights={
@@ -104,14 +105,14 @@ def layer_ranges(plan: Plan) -> list[tuple[int, int]]:
 
 
 def saved_bytes(
-    plan: Plan, layers: LayerTotals, value_bytes: int, first: int | None = None
+    plan: Plan, totals: LayerTotals, value_bytes: int, first: int | None = None
 ) -> tuple[int, int]:
     """Return the bytes that recomputed layers save, and those that the others save: of the `first`
     layers, None for all. `value_bytes`: the bytes of one value for each token of a micro-batch."""
     n_layers = plan.n_layers if first is None else first
     recomputed = others = 0
     for start, stop in layer_ranges(plan):
-        values = layers.saved_values[plan.save_policy(start)]
+        values = totals.saved_values[plan.save_policy(start)]
         n_bytes = (values[min(stop, n_layers)] - values[min(start, n_layers)]) * value_bytes
         if start < plan.n_recomputed:
             recomputed += n_bytes

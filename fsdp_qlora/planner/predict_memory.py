@@ -24,10 +24,10 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     """Return the plan with its `memory` and `host_bytes`."""
     n_shards = plan.shard_group_size
     itemsize = plan.dtype.itemsize
-    layers = sum_layers(specs)
+    totals = sum_layers(specs)
     value_bytes = plan.micro_batch_tokens * itemsize  # of one value for each token
-    packed_bytes = layers.packed_bytes / n_shards
-    adapter_bytes = 4 * layers.layer_adapter  # of one layer, in fp32
+    packed_bytes = totals.packed_bytes / n_shards
+    adapter_bytes = 4 * totals.layer_adapter_values  # of one layer, in fp32
     # bytes of this rank's rows of the lm_head; the embedding has as many
     table_bytes = arch.vocab_size * arch.hidden_size * itemsize / n_shards
     # values of all layers' own inputs for a token, see PerLayerInputsRecord
@@ -35,18 +35,19 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     # of the tables that no matmul reads, which can be in host memory
     looked_up_bytes = (
         table_bytes * (not arch.tied) + arch.vocab_size * n_inputs * itemsize / n_shards)
-    by_recomputed, by_others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
+    by_recomputed, by_others, live = activation_peak(plan, totals, value_bytes, arch.hidden_size)
     head = lm_head_bytes(plan, arch, table_bytes)
     n_token_row_weights = plan.n_token_rows * arch.hidden_size
     memory = {
         "4-bit weights": 0 if plan.offload_params else packed_bytes,
         "embedding, head, norms": table_bytes + looked_up_bytes * (not plan.embedding_on_host)
-        + (layers.n_vectors / n_shards + layers.n_small + n_inputs * arch.hidden_size) * itemsize
-        + 4 * layers.n_nested,
+        + (totals.n_vector_values / n_shards + totals.n_small_values
+           + n_inputs * arch.hidden_size) * itemsize
+        + 4 * totals.n_nested_values,
         "adapter and gradients":
             2 * plan.n_layers * adapter_bytes / n_shards + 8 * n_token_row_weights,
         "optimizer's state": plan.optimizer_bytes_per_weight * (
-            plan.n_layers * layers.layer_adapter / n_shards + n_token_row_weights),
+            plan.n_layers * totals.layer_adapter_values / n_shards + n_token_row_weights),
         "saved by recomputed layers": by_recomputed,
         "saved by other layers": by_others,
         # plus the shared keys and values, their gradients, and one layer's gradients of them
@@ -55,7 +56,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         "live layer or head": head if plan.uses_cuda_graphs else max(live, head),
         # FSDP2 copies it for the sum over ranks
         "one layer's adapter gradient": adapter_bytes * (3 if plan.uses_fsdp else 1),
-        "gathered weights": gathered_bytes(plan, layers, itemsize),
+        "gathered weights": gathered_bytes(plan, totals, itemsize),
         "keys and values of other ranks": exchanged_bytes(plan, arch, specs, value_bytes),
         # the norms of rows of weights, in fp32
         "DoRA": 4 * specs[0].dora * sum(
@@ -66,8 +67,8 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
         memory["CUDA graphs' own"] = plan.cuda_graph_room * of_micro_batch + live
     host = looked_up_bytes * plan.embedding_on_host + packed_bytes * plan.offload_params
     if plan.offload_activations:  # all but the last put(), which stays on the GPU
-        offloaded, _ = saved_bytes(plan, layers, value_bytes)
-        last = last_put_values(plan.save_policy(plan.n_recomputed - 1), layers, arch.hidden_size)
+        offloaded, _ = saved_bytes(plan, totals, value_bytes)
+        last = last_put_values(plan.save_policy(plan.n_recomputed - 1), totals, arch.hidden_size)
         host += max(0, offloaded - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
@@ -94,15 +95,15 @@ def shared_kv_values(arch: Architecture) -> int:
     return sum(2 * heads.n_kv * heads.dim for heads in kv_to_share)
 
 
-def last_put_values(policy: SavePolicy, layers: LayerTotals, hidden: int) -> int:
+def last_put_values(policy: SavePolicy, totals: LayerTotals, hidden: int) -> int:
     """Return the values per token of a layer's last put(), see LayerFunction."""
     if policy == SAVE_MLP:
-        return layers.mlp_values
-    return hidden + layers.attention_values * policy.attention
+        return totals.mlp_values
+    return hidden + totals.attention_values * policy.attention
 
 
 def activation_peak(
-    plan: Plan, layers: LayerTotals, value_bytes: int, hidden: int,
+    plan: Plan, totals: LayerTotals, value_bytes: int, hidden: int,
 ) -> tuple[int, int, int]:
     """Return the bytes on the GPU when activations need most: those saved by recomputed layers,
     those saved by other layers, and those that a layer's backward needs besides. Backward frees
@@ -111,13 +112,13 @@ def activation_peak(
     peaks = []
     for start, stop in layer_ranges(plan):
         policy = plan.save_policy(start)
-        for layer_costs, last_index in layers.last_index.items():
+        for layer_costs, last_index in totals.last_index.items():
             if last_index[stop] < start:
                 continue  # the range has no such layer
-            recomputed, others = saved_bytes(plan, layers, value_bytes, last_index[stop] + 1)
+            recomputed, others = saved_bytes(plan, totals, value_bytes, last_index[stop] + 1)
             on_gpu = recomputed
             if plan.offload_activations:  # the mixer's put, and those that are copied at once
-                put = last_put_values(policy, layers, hidden)
+                put = last_put_values(policy, totals, hidden)
                 of_mixer = hidden if policy == SAVE_MLP else put
                 on_gpu = min(recomputed, value_bytes * (of_mixer + plan.n_copied_at_once * put))
             peaks.append((on_gpu, others, layer_costs.live_bytes(plan, policy)))
@@ -157,13 +158,13 @@ def exchanged_bytes(
     return (saved + kv_values + max(in_kernel, after_kernel) / n_groups) * value_bytes
 
 
-def gathered_bytes(plan: Plan, layers: LayerTotals, itemsize: int) -> int:
+def gathered_bytes(plan: Plan, totals: LayerTotals, itemsize: int) -> int:
     """Return the bytes of weights that FSDP2 has gathered, and of adapters in the compute dtype."""
-    layer_bytes = layers.layer_adapter * itemsize
+    layer_bytes = totals.layer_adapter_values * itemsize
     all_bytes = plan.n_layers * layer_bytes
     if plan.uses_fsdp:
-        layer_bytes += layers.largest_packed + layers.largest_vectors * itemsize
-        all_bytes += layers.packed_bytes + layers.n_vectors * itemsize
+        layer_bytes += totals.largest_packed + totals.largest_vectors * itemsize
+        all_bytes += totals.packed_bytes + totals.n_vector_values * itemsize
         if not plan.reshard_after_forward:
             return all_bytes + layer_bytes  # all layers stay until their backward, and one more
     return 2 * layer_bytes  # a layer and the next one

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdp_qlora.kernels.recurrence import recurrent_mixer
+from fsdp_qlora.kernels.recurrence import recurrent_mixer_record
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.plan import SAVE_MLP, Plan
 from fsdp_qlora.planner.layer_totals import LayerTotals, saved_bytes, sum_layers
@@ -57,28 +57,28 @@ class LayerSeconds:
 
 
 def layer_seconds(
-    plan: Plan, arch: Architecture, layers: LayerTotals, machine: Machine,
+    plan: Plan, arch: Architecture, totals: LayerTotals, machine: Machine,
     mean_document_tokens: float,
 ) -> LayerSeconds:
     """Return the LayerSeconds of the mean of all layers."""
     n_layers = arch.n_layers
-    compute = compute_seconds(plan, arch, layers, machine, mean_document_tokens)
-    active_weights = layers.active_weights / n_layers
+    compute = compute_seconds(plan, arch, totals, machine, mean_document_tokens)
+    active_weights = totals.active_weights / n_layers
     forward = compute * active_weights / (
-        2 * active_weights + weights_multiplied_again(plan, layers))
+        2 * active_weights + weights_multiplied_again(plan, totals))
     n_shards = plan.shard_group_size
-    gathered = layers.packed_bytes / n_layers + layers.layer_adapter * plan.dtype.itemsize
+    gathered = totals.packed_bytes / n_layers + totals.layer_adapter_values * plan.dtype.itemsize
     gathers = gathered * (n_shards - 1) / n_shards / machine.link_bandwidth
     # each way: activations go to the host in forward and come back in backward; weights come twice
     copies = plan.offload_params * gathered / n_shards
     value_bytes = plan.micro_batch_tokens * plan.dtype.itemsize
-    copies += plan.offload_activations * saved_bytes(plan, layers, value_bytes)[0] / n_layers
+    copies += plan.offload_activations * saved_bytes(plan, totals, value_bytes)[0] / n_layers
     return LayerSeconds(
         compute=compute, forward=forward,
         gathers=gathers * (2 if plan.reshard_after_forward else 1),
         copies=copies / machine.host_bandwidth,
         launches=n_launches(plan, arch, machine) * machine.launch_seconds,
-        waits=wait_seconds(plan, arch, layers, machine))
+        waits=wait_seconds(plan, arch, totals, machine))
 
 
 def fraction_recomputed(plan: Plan) -> float:
@@ -86,39 +86,39 @@ def fraction_recomputed(plan: Plan) -> float:
     return (plan.n_recomputed - plan.n_mlp_saved) / plan.n_layers
 
 
-def weights_multiplied_again(plan: Plan, layers: LayerTotals) -> float:
+def weights_multiplied_again(plan: Plan, totals: LayerTotals) -> float:
     """Return the number of a mean layer's weights that backward multiplies by once more."""
-    of_whole = fraction_recomputed(plan) * layers.recomputed_weights[plan.save_policy(0)]
-    of_mixers = plan.n_mlp_saved / plan.n_layers * layers.recomputed_weights[SAVE_MLP]
+    of_whole = fraction_recomputed(plan) * totals.recomputed_weights[plan.save_policy(0)]
+    of_mixers = plan.n_mlp_saved / plan.n_layers * totals.recomputed_weights[SAVE_MLP]
     return (of_whole + of_mixers) / plan.n_layers
 
 
 def compute_seconds(
-    plan: Plan, arch: Architecture, layers: LayerTotals, machine: Machine,
+    plan: Plan, arch: Architecture, totals: LayerTotals, machine: Machine,
     mean_document_tokens: float,
 ) -> float:
     """Return the predicted time of a mean layer's matmuls and memory traffic, in both passes."""
     n, n_layers = plan.micro_batch_tokens, arch.n_layers
-    active_weights = layers.active_weights / n_layers
-    flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, layers))
-    if plan.context_parallel_size > 1 and (mla := layers.mla):
+    active_weights = totals.active_weights / n_layers
+    flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, totals))
+    if plan.context_parallel_size > 1 and (mla := totals.mla):
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
         flops += 2 * n * (plan.visible_keys_per_token - 1) * (2 + again) * mla.kv_b.n_weights
     attended_tokens = min(n * plan.context_parallel_size, mean_document_tokens)
     # a recomputed layer's forward, unless its results are reused
     passes = CONSTANTS.attention_passes + (plan.n_recomputed - plan.n_attention_saved) / n_layers
-    attention_flops = 2 * n * passes * attended_tokens * layers.mean_query_width
+    attention_flops = 2 * n * passes * attended_tokens * totals.mean_query_width
     matmul_speed = CONSTANTS.sustained * machine.flops_per_second
     kernel_speed = (CONSTANTS.varlen_flops_per_second if plan.is_varlen else
                     CONSTANTS.fixed_len_flops_per_second)
-    moved = moved_bytes(plan, arch, layers, attended_tokens)
+    moved = moved_bytes(plan, arch, totals, attended_tokens)
     return (flops / matmul_speed + attention_flops / min(matmul_speed, kernel_speed)
             + moved / machine.bandwidth)
 
 
 def moved_bytes(
-    plan: Plan, arch: Architecture, layers: LayerTotals, attended_tokens: float
+    plan: Plan, arch: Architecture, totals: LayerTotals, attended_tokens: float
 ) -> float:
     """Return the bytes that a mean layer reads and writes, besides those of matmuls.
     `attended_tokens`: tokens of a mean document."""
@@ -127,11 +127,11 @@ def moved_bytes(
     # once more for a fraction of the recomputed layers' weights
     share = (CONSTANTS.reused_dequantized_again if plan.reuse_dequantized
              else CONSTANTS.dequantized_again)
-    uses = 2 * (layers.n_weights / n_layers) + (
-        fraction_recomputed(plan) * share * (layers.active_weights / n_layers))
+    uses = 2 * (totals.n_weights / n_layers) + (
+        fraction_recomputed(plan) * share * (totals.active_weights / n_layers))
     moved = (uses * (0.5 + itemsize) / CONSTANTS.dequantizing
-             + n * layers.elementwise_values / n_layers * itemsize)
-    if plan.context_parallel_size > 1 and (mla := layers.mla):
+             + n * totals.elementwise_values / n_layers * itemsize)
+    if plan.context_parallel_size > 1 and (mla := totals.mla):
         # made in forward, and twice in backward; and their gradients
         moved += n * plan.visible_keys_per_token * 4 * mla.key_values * itemsize
     if plan.attention_is_eager:
@@ -146,7 +146,7 @@ def moved_bytes(
 
 
 def wait_seconds(
-    plan: Plan, arch: Architecture, layers: LayerTotals, machine: Machine
+    plan: Plan, arch: Architecture, totals: LayerTotals, machine: Machine
 ) -> float:
     """Return how long a mean layer waits for the GPU, and for other ranks' keys and values."""
     again, routed = fraction_recomputed(plan), sum(arch.layer_routed) / arch.n_layers
@@ -156,7 +156,7 @@ def wait_seconds(
         waits = routed * (1 + again) * CONSTANTS.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
-    if mla := layers.mla:
+    if mla := totals.mla:
         kv_values = mla.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
     times = (2 + again) * (plan.context_parallel_size - 1)
@@ -170,7 +170,7 @@ def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
     launches = (CONSTANTS.launches + CONSTANTS.recomputed_launches * again
                 + CONSTANTS.fsdp_launches * plan.uses_fsdp
                 + routed * (CONSTANTS.routed_launches + range_launches * plan.n_expert_ranges))
-    if mixer := recurrent_mixer(arch):
+    if mixer := recurrent_mixer_record(arch):
         n_mixers = sum(
             arch.other_mixers.get(kind.other_mixer or "") is mixer for kind in arch.layer_kinds)
         launches += CONSTANTS.recurrence_launches * (n_mixers / arch.n_layers)

@@ -14,7 +14,7 @@ import torch
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler
-from fsdp_qlora.kernels.recurrence import recurrent_mixer
+from fsdp_qlora.kernels.recurrence import recurrent_mixer_record
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.micro_batch.context_parallel import has_long_pieces
 from fsdp_qlora.plan import Plan
@@ -140,6 +140,6 @@ def why_no_capture(
         return "attention runs in plain torch"
     if recurrence_is_eager:
         return "the recurrence runs in plain torch"
-    if isinstance(recurrent_mixer(arch), Mamba2Record):
+    if isinstance(recurrent_mixer_record(arch), Mamba2Record):
         return "flash-linear-attention waits for the GPU in Mamba-2"
     return machine.why_no_grouped_mm if arch.moe else ""

@@ -62,14 +62,15 @@ TILE_ROWS = 64  # rows of B that one program writes, LORA_ALIGNMENT columns of t
 def launch_dequantize(
     packed: torch.Tensor, scales: torch.Tensor, nested_absmax: torch.Tensor, offsets: torch.Tensor,
     scale_codebooks: torch.Tensor, codebook: torch.Tensor, adapter: torch.Tensor,
-    table: torch.Tensor, out: torch.Tensor, n_in: int, rank: int, *, n_linears: int, equal: int,
-    in_mxfp4: bool,
+    table: torch.Tensor, out: torch.Tensor, n_in: int, rank: int, *, n_linears: int,
+    blocks_per_linear: int, in_mxfp4: bool,
 ) -> None:
     """Launch dequantize_kernel(), which fills `out` [rows, n_in + padded adapter columns].
 
     `packed`, `scales`: see FourBitBlocks; `nested_absmax`, `offsets`: see NestedScales;
     `scale_codebooks`: the values of the 8-bit scales, [linears, 256], in MXFP4 [256]; `codebook`:
-    those of the 4-bit codes, [16]; `table`: see the top of this file; `equal`: see equal_blocks().
+    those of the 4-bit codes, [16]; `table`: see the top of this file; `blocks_per_linear`: see
+    blocks_per_linear() in layer/dequantize.py.
     """
     n_rows, padded_lora_width = len(out), out.shape[1] - n_in
     n_tiles = math.ceil(len(packed) / TILE_BLOCKS)
@@ -77,7 +78,8 @@ def launch_dequantize(
     dequantize_kernel[(n_tiles + column_tiles,)](
         packed, scales, nested_absmax, offsets, scale_codebooks, codebook, adapter, table, out,
         len(packed), n_tiles, n_rows, n_in, padded_lora_width, rank,
-        LINEARS=n_linears, EQUAL=equal, MXFP4=in_mxfp4, N_SCALES=scales.shape[1],
+        LINEARS=n_linears, BLOCKS_PER_LINEAR=blocks_per_linear, MXFP4=in_mxfp4,
+        N_SCALES=scales.shape[1],
         BLOCKS=TILE_BLOCKS, BLOCK=BLOCK, NESTED_BLOCK=NESTED_BLOCK, ROWS=TILE_ROWS,
         COLUMNS=LORA_ALIGNMENT, num_warps=4,
         enable_fp_fusion=False)  # bitsandbytes rounds between multiplying a scale and adding offset
@@ -93,7 +95,8 @@ if triton:
     def dequantize_kernel(
         packed, scales, nested_absmax, offsets, scale_codebooks, codebook, adapter, table, out,
         n_blocks, n_tiles, n_rows, n_in, padded_lora_width, rank, LINEARS: tl.constexpr,
-        EQUAL: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr, BLOCKS: tl.constexpr,
+        BLOCKS_PER_LINEAR: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr,
+        BLOCKS: tl.constexpr,
         BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):
         """Kernel of dequantize(), see launch_dequantize(). The first n_tiles programs write BLOCKS
@@ -104,8 +107,8 @@ if triton:
             block = tile.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
             inside = block < n_blocks
             linear = tl.zeros([BLOCKS], tl.int32)
-            if EQUAL:
-                linear = tl.minimum(block // EQUAL, LINEARS - 1).to(tl.int32)
+            if BLOCKS_PER_LINEAR:
+                linear = tl.minimum(block // BLOCKS_PER_LINEAR, LINEARS - 1).to(tl.int32)
             else:
                 for i in tl.static_range(1, LINEARS):
                     linear += (block >= tl.load(table + i * FIELDS + FIRST_BLOCK)).to(tl.int32)
@@ -139,18 +142,18 @@ if triton:
             tl.store(out + target, values, inside)
         else:
             write_lora_b(adapter, table, out, tile - n_tiles, n_rows, n_in, padded_lora_width, rank,
-                         LINEARS, EQUAL, ROWS, COLUMNS)
+                         LINEARS, BLOCKS_PER_LINEAR, ROWS, COLUMNS)
 
     @triton.jit
     def write_lora_b(
         adapter, table, out, tile, n_rows, n_in, padded_lora_width, rank, LINEARS: tl.constexpr,
-        EQUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        BLOCKS_PER_LINEAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):
         """Write ROWS rows and COLUMNS columns of B, see dequantize_kernel()."""
         row = tile // (padded_lora_width // COLUMNS) * ROWS + tl.arange(0, ROWS)
         column = tile % (padded_lora_width // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
         linear = tl.zeros([ROWS], tl.int32)
-        if EQUAL:  # then the linears also have equally many outputs
+        if BLOCKS_PER_LINEAR:  # then the linears also have equally many outputs
             linear = tl.minimum(row // (n_rows // LINEARS), LINEARS - 1).to(tl.int32)
         else:
             for i in tl.static_range(1, LINEARS):

@@ -38,7 +38,7 @@ def why_no_triton() -> str:
         try:
             launch_dequantize(
                 packed, scales, nested.absmax, state.offset, scale_codebook, codebook, weight,
-                table, out, 256, 16, n_linears=1, equal=0, in_mxfp4=is_mx)
+                table, out, 256, 16, n_linears=1, blocks_per_linear=0, in_mxfp4=is_mx)
         except Exception as e:
             return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
         same.append(torch.equal(out, want.view(256, 256)))

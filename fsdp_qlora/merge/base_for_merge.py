@@ -1,4 +1,4 @@
-"""MergeBase: the base model of a merge, and its weights, whatever formats its files have."""
+"""BaseForMerge: the base model of a merge, and its weights, whatever formats its files have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER_BASE = ("are not those of the base model in training. Use that one with --
 
 
 @dataclasses.dataclass
-class MergeBase:
+class BaseForMerge:
     """A base model, and which tensors and files the merged model will have."""
 
     directory: Path

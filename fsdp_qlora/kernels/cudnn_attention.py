@@ -20,7 +20,7 @@ from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
-def segment_attention(
+def cudnn_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
     arch: Architecture, window: int | None, index: int
 ) -> Tensor:
@@ -32,13 +32,13 @@ def attention_with_lse(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None,
     saved_results: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Return segment_attention() [n, heads, head_dim], and the logsumexp of each query's scores.
+    """Return cudnn_attention() [n, heads, head_dim], and the logsumexp of each query's scores.
     `saved_results`: these two results, if they were saved; then a kernel runs in backward alone."""
-    out, lse = SegmentAttention.apply(query, key, value, segments, scale, saved_results)
+    out, lse = CudnnAttention.apply(query, key, value, segments, scale, saved_results)
     return out, lse
 
 
-class SegmentAttention(torch.autograd.Function):
+class CudnnAttention(torch.autograd.Function):
     """Attention of segments that have as many keys as queries, or more."""
 
     @staticmethod

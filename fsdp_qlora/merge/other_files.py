@@ -12,7 +12,7 @@ import transformers
 from fsdp_qlora.data.tokenizer_files import complete_tokenizer
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import read_json
-from fsdp_qlora.merge.merge_base import MergeBase
+from fsdp_qlora.merge.base_for_merge import BaseForMerge
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.model_directory import copy_small_files
 
@@ -28,7 +28,7 @@ def auto_class(model_config: transformers.PreTrainedConfig) -> Any:
             transformers.AutoModelForCausalLM)
 
 
-def copy_other_files(directory: Path, base: MergeBase, run: TrainedRun) -> None:
+def copy_other_files(directory: Path, base: BaseForMerge, run: TrainedRun) -> None:
     """Write all but the weights into `directory`: config.json without quantization, the index of
     tensors, the tokenizer and the like. Each of the three copies replaces files of the one before.
     """
@@ -46,7 +46,7 @@ def copy_other_files(directory: Path, base: MergeBase, run: TrainedRun) -> None:
         complete_tokenizer(directory, run.template_file)
 
 
-def merged_config(base: MergeBase) -> dict[str, Any]:
+def merged_config(base: BaseForMerge) -> dict[str, Any]:
     """Return the merged model's config.json: the base's in bf16, with the trained vocabulary."""
     config = read_json(base.directory / "config.json")
     config["dtype"] = "bfloat16"
