@@ -21,12 +21,14 @@ model that training does not know, such as DeepSeek's layers for multi-token pre
 left out of a run's merge; the line "base model .." counts them.
 
 The merged model is compared with the trained one, by the logits of the first 64 tokens of four
-training rows. The last line says how much of the adapter's own effect they differ by:
+training rows. The last line says how large the difference is, as a fraction of the adapter's own
+effect on the logits:
 
     ok:           at most a fifth
     warning:      more; or the run's loss ended above where it began: the line then ends with what
                   the comparison says
-    not checked:  a flag, too little memory, or an adapter without train_config.json
+    not checked:  --no-check, --allow_other_base, too little memory, or an adapter without
+                  train_config.json
     error:        more than the whole effect, or the check failed: exit code 1. The result stays in
                   a hidden directory, which the error names, and which the next merge into
                   --output_dir empties
@@ -41,7 +43,7 @@ adapter), all other tensors are rounded to bf16, and nothing is compared.
         open_run                the run, its base model and its adapter, which belong together
         write_merged            into a hidden directory
             copy_other_files        config.json, the index, the tokenizer and its template
-            write_tensors           file by file, each tensor as soon as it is made
+            write_tensor            file by file, each tensor as soon as it is made
                 merged_tensor           for each tensor of the merged model, one of three:
                     merged_linears          its linears: one, or several (experts; q, k and v):
                         base.weight             read it, in any format
@@ -49,7 +51,7 @@ adapter), all other tensors are rounded to bf16, and nothing is compared.
                         add_adapter             W + scaling * B @ A, in fp32; then round to bf16
                     merged_table            embedding or lm_head: put in the trained rows of tokens
                     base.weight             any other, as it is
-        check_merge             compare its logits with those of the states that training recorded
+        check_merge             compare its logits with the trained model's
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
 """
@@ -74,12 +76,12 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from fsdp_qlora.data.template import how_to_prompt
-from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file, write_tensors
+from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file, write_header, write_tensor
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import StoredAdapter
 from fsdp_qlora.merge.base_for_merge import BaseForMerge
 from fsdp_qlora.merge.compare_logits import Verdict, compare_logits
-from fsdp_qlora.merge.merged_tensors import replace_rows
+from fsdp_qlora.merge.merged_layout import replace_rows
 from fsdp_qlora.merge.new_directory import new_directory
 from fsdp_qlora.merge.open_run import open_run
 from fsdp_qlora.merge.other_files import copy_other_files
@@ -193,13 +195,12 @@ def write_merged(directory: Path, output: Path, base: BaseForMerge,
     copy_other_files(directory, base, run)
     n_tensors = len(base.merged_shapes)
     with tqdm(desc="merge", total=n_tensors, unit="tensor", disable=None) as bar:  # off in a pipe
-
-        def merged(name: str) -> torch.Tensor:
-            bar.update()
-            return merged_tensor(name, base, adapters, device)
-
-        for file, shapes in base.shapes_by_file().items():
-            write_tensors(directory / file, shapes, merged)
+        for file_name, shapes in base.shapes_by_file().items():
+            with (directory / file_name).open("wb") as file:
+                write_header(file, shapes)
+                for name in shapes:
+                    write_tensor(file, merged_tensor(name, base, adapters, device))
+                    bar.update()
     for path in [*directory.rglob("*"), directory]:
         sync_file(path)
     print(f"wrote {n_tensors} tensors, {gib:.3f} GiB")
@@ -214,7 +215,8 @@ def merged_tensor(name: str, base: BaseForMerge, adapters: dict[str, StoredAdapt
         merged = merged_table(name, base, adapters[name], device)
     else:  # as the base has it, but for the dtype
         merged = base.weight(name, device)
-    _, dtype = base.merged_shapes[name]
+    shape, dtype = base.merged_shapes[name]
+    assert merged.shape == shape, f"{name} is {merged.shape}"
     return require_finite(merged.to("cpu", dtype), f"{base.paths[name]}: what {name} becomes")
 
 

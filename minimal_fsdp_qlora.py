@@ -248,8 +248,10 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
         the base classes PreTrainedModel and GenerationMixin, and config_class = MyConfig
         supports_gradient_checkpointing = True
         get_input_embeddings(), and get_decoder(), whose .layers are GradientCheckpointingLayers
+            (transformers.modeling_layers)
         forward(input_ids, **kwargs), which is causal without a mask, and returns .logits
         parameters named as in the files; only the prefixes that bare_name() removes may differ
+        nn.Linear itself in its layers: a subclass would be replaced, and lose its own forward()
     """
     config = AutoConfig.from_pretrained(model_dir)
     if getattr(config, "quantization_config", None):
@@ -392,8 +394,8 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
 def bare_name(name: str) -> str:
     """Return a tensor's name without PEFT's ".base_layer", and without leading "model." and
     "language_model.", which a model's class may have and its files lack, or the other way round:
-    language_model.model.layers.0 and model.language_model.layers.0 both become layers.0. The name
-    of a tensor of the outermost module begins with a dot, which is removed, too."""
+    language_model.model.layers.0 and model.language_model.layers.0 both become layers.0. A leading
+    dot is removed, too: load_module() makes one for the outermost module, whose own name is ""."""
     return re.sub(r"^\.?((model|language_model)\.)*", "", name.replace(".base_layer", ""))
 
 
@@ -600,9 +602,22 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
     evaluate() divide it by count_loss_tokens() of the rows of all ranks.
 
     A loss of your own must be a sum, too, and count_loss_tokens() its divisor. For a row without a
-    token in the loss, such as micro_batches() adds, it must be 0, not NaN, and still call the
-    model, because forward and backward are collectives. It must not compare rows with each other,
-    as a loss of preference pairs does: micro_batches() sorts them, and deals them to the ranks.
+    token in the loss, such as micro_batches() adds, it must be 0, not NaN, and still be computed
+    from the model's logits: a constant would skip backward, and forward and backward are
+    collectives. It must not compare rows with each other, as a loss of preference pairs does:
+    micro_batches() sorts them, and deals them to the ranks.
+
+    Weights, if Row has them, are shifted as the targets are, and then given to cross_entropy(),
+    which must split them into chunks, too:
+
+        weights = pad_sequence([row.weights for row in rows], batch_first=True)
+        weights = F.pad(weights[:, 1:], (0, 1)).flatten().to(device)
+
+    and in chunk_loss():
+
+        losses = F.cross_entropy(
+            logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
+        return losses @ weights
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
     the loss ignores the padding. Do not pack several texts into a row: they would see each other.
@@ -918,7 +933,8 @@ def encode_answer(
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     # together, because SentencePiece may add a space before an answer that is tokenized alone
     ids = tokenizer(prompt + answer_text, add_special_tokens=False)["input_ids"]
-    if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross into the answer: alone after all
+    if ids[: len(prompt_ids)] != prompt_ids:
+        # a token would span the prompt's end and the answer's start: tokenize them apart
         ids = prompt_ids + tokenizer(answer_text, add_special_tokens=False)["input_ids"]
     return make_row(ids, n_prompt=len(prompt_ids))
 

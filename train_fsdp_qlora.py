@@ -375,7 +375,8 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     Attention 2 on older ones. For rows of different lengths it is Flash Attention 2 or, where that
     is not installed, torch's own varlen kernel; for what that lacks, such as soft caps, torch's
     flex_attention. A kernel is used only if its results match plain torch: a flash-attn built
-    without windows or caps returns wrong results without an error. For context parallelism
+    without windows or caps returns wrong results without an error. Plain torch computes all else:
+    on CPUs and GPUs before Ampere, in fp32, with attention dropout. For context parallelism
     `whole_documents` is False: then Hopper and newer GPUs run cuDNN on one piece of a document
     after the other, if the pieces are long.
     """
@@ -386,7 +387,7 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
         raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU."
                          " `make flash-attn` builds it, or use --attn sdpa")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    has_kernels = capability >= (8, 0) and config.compute_dtype == "bfloat16"
+    may_use_kernels = capability >= (8, 0) and config.compute_dtype == "bfloat16"
     flash = [attention.FLASH_KERNEL] if has_flash and config.attn != "sdpa" else []
     sdpa_first = capability >= (9, 0) and config.attn != "flash_attention_2"
     sdpa = [attention.SDPA_KERNEL]
@@ -398,7 +399,7 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
     def first_that_works(
             kernels: list[AttentionKernel], layer_arch: Architecture, attention_type: str
     ) -> AttentionKernel:
-        if not has_kernels or layer_arch.attention_dropout:
+        if not may_use_kernels or layer_arch.attention_dropout:
             return attention.EAGER_KERNEL
         usable = (kernel for kernel in kernels if attention.kernel_matches(
             kernel, layer_arch, attention_type, device, whole_documents))
@@ -423,9 +424,9 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
 
 
 def make_mesh(shard_group_size: int, device: torch.device) -> DeviceMesh:
-    """Make groups of `shard_group_size` consecutive ranks, each of which shares a copy of the model
-    (HSDP); or one group of all ranks. Within a group weights are gathered and gradients scattered
-    all the time; between groups only the adapter's gradients are summed."""
+    """Make groups of `shard_group_size` consecutive ranks, or one group of all. The ranks of a
+    group share one copy of the model: they gather the weights of each layer and scatter its
+    gradients. Between groups (HSDP) only the adapter's gradients are summed, once per step."""
     ranks = torch.arange(dist.get_world_size()).view(-1, shard_group_size)
     if len(ranks) == 1:
         return init_device_mesh(device.type, (shard_group_size,), mesh_dim_names=("shard",))
@@ -493,8 +494,10 @@ Optimizer = bnb.optim.PagedAdamW8bit
 def make_optimizer(weights: nn.Parameter, config: Config) -> Optimizer:
     """Return bitsandbytes' AdamW over the adapter's flat vector. Its state is in 8 bits and paged:
     the driver moves it to host memory when the GPU runs short of memory."""
-    # 8 bits whatever the size, so that a run resumed on other ranks finds the same kind of state
+    # lr: optimizer_step() sets it. 8 bits whatever the size, so that a run resumed on other ranks
+    # finds the same kind of state
     optimizer = Optimizer([weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
+    # step() would make the state, but optimizer_step() does not call it
     optimizer.init_state(optimizer.param_groups[0], weights, gindex=0, pindex=0)
     return optimizer
 

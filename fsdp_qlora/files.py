@@ -8,9 +8,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import save_file
@@ -97,10 +97,10 @@ def put_in_place(part: Path, path: Path) -> None:
 DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
 
 
-def write_tensors(path: Path, shapes: TensorShapes,
-                  tensor_of: Callable[[str], torch.Tensor]) -> None:
-    """Write tensors in bf16, fp32 or int64, one at a time, as `tensor_of` makes them of their
-    names, on the CPU; safetensors' own writer needs all tensors of a file at once. Not synced."""
+def write_header(file: BinaryIO, shapes: TensorShapes) -> None:
+    """Write the header of a safetensors file of tensors in bf16, fp32 or int64. They follow by
+    write_tensor(), in the order of `shapes`, one at a time; safetensors' own writer needs all
+    tensors of a file at once."""
     header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in shapes.items():
@@ -108,13 +108,12 @@ def write_tensors(path: Path, shapes: TensorShapes,
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, (shape, dtype) in shapes.items():
-            tensor = tensor_of(name)
-            is_right = tensor.dtype == dtype and tensor.shape == shape
-            assert is_right, f"{name} is {tensor.dtype} {tensor.shape}"
-            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
+    """Write the next tensor of a safetensors file, from the CPU."""
+    file.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 def digest(path: Path | str) -> str:

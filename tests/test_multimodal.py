@@ -18,8 +18,8 @@ from test_layouts import BAR, first_step, make_reference, write_layout
 from test_step import FLAGS, LARGE, read_rows, rows_of_step, write_uneven_rows
 
 import merge_adapters
-from fsdp_qlora.files import write_tensors
-from fsdp_qlora.merge.merged_tensors import linears_by_tensor
+from fsdp_qlora.files import write_header, write_tensor
+from fsdp_qlora.merge.merged_layout import linears_by_tensor
 from fsdp_qlora.merge.open_run import read_base
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.pretrained.check_files import check_files
@@ -162,9 +162,8 @@ def test_integers_outside_the_text_model_stay(tmp_path):
     save_file(load_file(path) | {"mtp.count": count}, path, {"format": "pt"})
     base, _ = read_base(
         str(tmp_path), {"prequantized": False, "quantized_from_dtype": "bfloat16"}, {}, [])
-    (tmp_path / "out").mkdir()
-    shapes = {"mtp.count": base.merged_shapes["mtp.count"]}
-    write_tensors(tmp_path / "out" / "a.safetensors", shapes, lambda name: (
-        merge_adapters.merged_tensor(name, base, {}, "cpu")))
-    (found,) = load_file(tmp_path / "out" / "a.safetensors").values()
+    with open(tmp_path / "count.safetensors", "wb") as file:
+        write_header(file, {"mtp.count": base.merged_shapes["mtp.count"]})
+        write_tensor(file, merge_adapters.merged_tensor("mtp.count", base, {}, "cpu"))
+    (found,) = load_file(tmp_path / "count.safetensors").values()
     assert found.dtype == torch.int64 and torch.equal(found, count)

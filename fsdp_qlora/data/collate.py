@@ -181,7 +181,7 @@ def dropout_seeds(step_seed: torch.Tensor, documents: list[int], lengths: list[i
 
 def local_tensors(tensors: dict[str, Any], local_tokens: torch.Tensor) -> dict[str, Any]:
     """Return {name: tensor} of those tensors of a shared micro-batch that differ between its ranks,
-    as the rank has them that computes `local_tokens`."""
+    this rank's part of them. `local_tokens`: the tokens that this rank computes."""
     own_at = torch.full((len(tensors["input_ids"]),), -1)
     own_at[local_tokens] = torch.arange(len(local_tokens))
     target_positions, seeds = tensors["target_positions"], tensors["dropout_seeds"]

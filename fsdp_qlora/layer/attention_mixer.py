@@ -190,6 +190,8 @@ def attend(
         sinks = sinks.chunk(group[1])[group[0]]
     assert segments, "of the micro-batch or of the keys gathered for it"
     if call.saves_attention and kernel.gives_lse:
+        # without sinks, soft cap and window: attention's results are saved only where a trial gave
+        # the same as with them, see can_reuse_attention_results()
         return attention_with_lse(query, key, value, segments, arch.attention_scale, saved_results)
     out = kernel.function(query, key, value, sinks, segments, arch, window, call.layer.index)
     return out, None

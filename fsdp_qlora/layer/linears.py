@@ -149,7 +149,7 @@ def fuse_linears(
     outputs = column = b_row = 0
     for linear in linears:
         n_out = linear.out_features
-        adapter = dict[str, Any]()
+        adapter: dict[str, Any] = {}
         if linear in with_adapter:
             first_column = column % lora_width  # starts at 0 for each expert, see n_experts
             adapter = {"lora_columns": slice(first_column, first_column + rank),

@@ -155,7 +155,7 @@ def _make_mlp(
         if arch.shared_gate_up:
             shared = SharedExpert(
                 arch, fused["shared_gate_up"], fused["shared_down"], arch.moe.shared_gate,
-                arch.moe.norms and arch.moe.norms.after_shared, kind.limits.mlp)
+                arch.moe.norms.after_shared if arch.moe.norms else None, kind.limits.mlp)
         if arch.expert_latent:
             latent = ExpertLatent(fused["latent_in_proj"], fused["latent_out_proj"])
         return MoESublayer(arch, shared, latent, fused["expert_gate_up"], fused["expert_down"],

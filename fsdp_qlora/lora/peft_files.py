@@ -33,8 +33,8 @@ PLAIN_INITS = True, False, None, "gaussian", "eva", "orthogonal"
 
 
 def with_adapter_form(arch: Architecture, directory: Path) -> Architecture:
-    """Return `arch` with the MoERecord.adapter_form form in which the adapter in this directory was
-    saved; that may be an older form."""
+    """Return `arch` with the AdapterForm in which the adapter in this directory was saved, which
+    may be an older one than its family's. Raises ValueError or OSError if there is no adapter."""
     # for dense models, too: these two raise if there is no adapter
     settings = read_json(directory / ADAPTER_CONFIG)
     stored = read_header(directory / ADAPTER_WEIGHTS)
@@ -50,9 +50,9 @@ def open_own_adapter(
     directory: Path, arch: Architecture, settings: AdapterSettings, adapted: Collection[str],
     token_ids: Sequence[int], source: str, flags: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, StoredTensor], AdapterSlices]:
-    """open_adapter() for an adapter with the form of train_fsdp_qlora.py's, with these settings and
-    with rows of these tokens. Returns its result and {peft_name() or one of token_row_names(): its
-    AdapterSlice}. `arch`: the result of with_adapter_form()."""
+    """open_adapter() for an adapter that train_fsdp_qlora.py wrote, or could have written, with
+    these settings and rows of these tokens. Returns its result and {peft_name() or one of
+    token_row_names(): where it is in the file}. `arch`: from with_adapter_form()."""
     wanted = make_lora_config(arch, settings, adapted,
                               trainable_token_indices=token_row_settings(arch, token_ids))
     shapes = dict[str, tuple[int, ...]]()

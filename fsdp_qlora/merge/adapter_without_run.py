@@ -21,7 +21,7 @@ from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
 from fsdp_qlora.lora.peft_names import AdapterSlice, linear_adapter_shapes
 from fsdp_qlora.merge.base_for_merge import BaseForMerge
-from fsdp_qlora.merge.merged_tensors import in_order, merged_dtype
+from fsdp_qlora.merge.merged_layout import in_order, merged_dtype
 from fsdp_qlora.merge.other_files import auto_class
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
@@ -86,11 +86,13 @@ def slices_by_linear(
     linear."""
     slices = {}
     for stem in sorted({name.rpartition(".lora_")[0] or name for name in adapter_tensors}):
-        name = linears.get(bare_name(stem), "")
-        if not name:
+        if (bare := bare_name(stem)) not in linears:
             raise ValueError(f"{stem} is not a linear of the layers of {directory}: another base"
                              " model, or an adapter of more than linears in layers (lm_head,"
                              " embeddings, modules_to_save)?")
+        if not (name := linears[bare]):  # outside the text model, see linears_in_4bit()
+            raise ValueError(f"{stem}: the files of {directory} have another name for this linear"
+                             " than transformers: use the adapter unmerged")
         n_out, n_in = stored[name].shape
         shapes = linear_adapter_shapes(n_out, n_in, settings["r"], settings["use_dora"])
         slices[name] = [AdapterSlice(f"{stem}.{key}", shape) for key, shape in shapes.items()]

@@ -13,7 +13,7 @@ import torch
 
 from fsdp_qlora.files import TensorShapes
 from fsdp_qlora.hashing import as_hex, tensor_checksum
-from fsdp_qlora.merge.merged_tensors import linears_by_tensor
+from fsdp_qlora.merge.merged_layout import linears_by_tensor
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import StackedSlice, StoredTensor, read_tensor
 from fsdp_qlora.pretrained.stored_weights import StoredWeights

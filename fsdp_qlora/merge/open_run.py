@@ -17,7 +17,7 @@ from fsdp_qlora.lora.peft_names import adapter_shapes, token_row_names
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.adapter_without_run import open_adapter_without_run
 from fsdp_qlora.merge.base_for_merge import OTHER_BASE, BaseForMerge
-from fsdp_qlora.merge.merged_tensors import add_other_parts, merged_shapes_and_paths
+from fsdp_qlora.merge.merged_layout import add_other_parts, merged_shapes_and_paths
 from fsdp_qlora.merge.other_files import auto_class, is_multimodal
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture

@@ -30,9 +30,10 @@ class TrainedRun:
     config: dict[str, Any] = field(default_factory=dict)
     quantization: dict[str, Any] = field(default_factory=dict)
     base_sha256: str | None = None
-    template_kwargs: dict[str, int] = field(default_factory=dict)  # see Rows.template_kwargs
+    # {JSON of chat template variables: number of answers that were rendered with them}
+    template_kwargs: dict[str, int] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)  # the tokens of --trainable_tokens
-    merge_check_ids: list[list[int]] = field(default_factory=list)
+    merge_check_ids: list[list[int]] = field(default_factory=list)  # of each row's first tokens
 
     # files
     merge_check_file: Path | None = None  # MERGE_CHECK_FILE; None: nothing to compare with
@@ -113,8 +114,8 @@ def saved_step(directory: Path) -> float:
 
 
 def refuse_unmergeable(run: dict[str, Any], path: Path) -> None:
-    """Raise ValueError if a run, whose train_config.json at `path` is whole, had other weights than
-    a merge would make."""
+    """Raise ValueError if the run of the train_config.json at `path` was trained on weights that a
+    merge cannot make: random ones, or ones that were quantized in another way."""
     config, quantization = run["config"], run["quantization"]
     facts = [("config.random_weights", config["random_weights"], False)]
     facts += [(f"quantization.{key}", quantization.get(key), value)

@@ -31,7 +31,7 @@ MIN_PIECE_TOKENS = 64  # tokens; cudnn_attention() has not been tried with short
 
 @dataclasses.dataclass(frozen=True)
 class ContextGroup:
-    """The consecutive ranks that share each micro-batch; without context parallelism one."""
+    """The consecutive ranks that share each micro-batch; without context parallelism one rank."""
 
     size: int = 1
     rank: int = 0  # this process's rank in its group
@@ -40,7 +40,7 @@ class ContextGroup:
     process_group: dist.ProcessGroup | None = None  # None: all processes
 
 
-# as if there were one process: all ranks that make a micro-batch for it make the same one
+# of a process that shares nothing: all ranks that make a micro-batch with it make the same one
 ONLY_PROCESS = ContextGroup()
 
 

@@ -13,9 +13,10 @@ from fsdp_qlora.micro_batch.context_parallel import ContextGroup, ContextShard
 class BatchFormat(NamedTuple):
     """What is the same for all micro-batches of a run."""
 
-    max_tokens: int  # that one rank computes of a micro-batch
+    max_tokens: int  # of a micro-batch, on one rank
     device: torch.device
-    context_group: ContextGroup  # ONLY_PROCESS: each rank makes the first micro-batch, all of it
+    # ONLY_PROCESS: every rank makes the first micro-batch of a micro-step, whole
+    context_group: ContextGroup
     uses_cuda_graphs: bool = False  # True: sizes are rounded up, so that there are few graphs
     has_recurrence: bool = False  # True: the model has a mixer with a state
 

@@ -56,7 +56,7 @@ class LoadResult:
     n_parameters: int
 
 
-def load_model(model: Model, weights_dir: Path, model_config: transformers.PretrainedConfig,
+def load_model(model: Model, weights_dir: Path, model_config: transformers.PreTrainedConfig,
                config: Config) -> LoadResult:
     """Load this rank's part of all frozen weights from the files in weights_dir. Raises RunEnd if
     the files are not the model's, or if a value is not finite. All ranks must call this."""

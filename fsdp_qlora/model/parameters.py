@@ -84,7 +84,7 @@ class ModelParameters(nn.Module):
                            self.plan.uses_cuda_graphs, self.kernels.recurrence is not None)
 
     def set_frequencies(
-        self, model_config: transformers.PretrainedConfig, max_seq_len: int
+        self, model_config: transformers.PreTrainedConfig, max_seq_len: int
     ) -> None:
         """Set `frequencies`, for texts of at most max_seq_len tokens."""
         self.frequencies = []

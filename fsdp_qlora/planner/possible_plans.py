@@ -36,8 +36,8 @@ def possible_plans(search: SearchInputs, context_parallel_size: int) -> Iterator
     plan_with = functools.partial(
         Plan, compute_dtype=config.compute_dtype, n_layers=arch.n_layers,
         offload_activations=config.offload_activations, offload_params=config.offload_params,
-        is_varlen=is_varlen, attention_is_eager=search.kernels.attention_is_eager,
-        recurrence_is_eager=search.kernels.recurrence_is_eager,
+        is_varlen=is_varlen, attention_is_eager=search.kernel_facts.attention_is_eager,
+        recurrence_is_eager=search.kernel_facts.recurrence_is_eager,
         fuses_elementwise=search.device.type == "cuda",
         context_parallel_size=context_parallel_size,
         optimizer_bytes_per_weight=search.optimizer_bytes_per_weight,
@@ -124,7 +124,7 @@ def can_save_attention(search: SearchInputs) -> bool:
     """Return True if recomputed layers may save the results of attention. A parallel layer may not,
     and no layer that has another one's keys."""
     arch = search.arch
-    return (search.kernels.can_reuse_attention_results
+    return (search.kernel_facts.can_reuse_attention_results
             and search.workload.mean_document_tokens >= LONG_DOCUMENT
             and not arch.parallel_residual and set(arch.kv_sources) == {None}
             and all(LayerCosts(spec).mixer_sublayer.attention_values for spec in search.specs))

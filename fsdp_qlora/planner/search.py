@@ -262,7 +262,7 @@ def with_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: boo
     graphed = dataclasses.replace(
         plan, uses_cuda_graphs=True, cuda_graph_room=2 if uneven_micro_batches else 0)
     graphed = search.with_time(search.with_memory(graphed))
-    why_no_capture = search.kernels.why_no_capture
+    why_no_capture = search.kernel_facts.why_no_capture
     reasons = (
         (plan.uses_fsdp, "FSDP2 gathers the weights"),
         (plan.offload_activations, "activations are offloaded"),

@@ -79,7 +79,7 @@ class SearchInputs:
     limit: int  # bytes per GPU; 0: no limit, or on a CPU the memory of the host
     machine: Machine
     device: torch.device
-    kernels: KernelFacts = KernelFacts()
+    kernel_facts: KernelFacts = KernelFacts()
     optimizer_bytes_per_weight: float = 0.0  # see Plan
 
     @property

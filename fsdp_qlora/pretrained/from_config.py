@@ -263,7 +263,8 @@ def make_linears(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dict[st
     n_out = inner * (1 + family.gated) // len(family.mlp_in)
     gate_up = [LinearShape(name, n_out, hidden, bias) for name in family.mlp_in]
     down = [LinearShape(family.mlp_out, hidden, inner, bias)]
-    linears = {"gate_up": gate_up, "down": down} | dict.fromkeys(EXPERT_FIELDS, list[LinearShape]())
+    linears: dict[str, list[LinearShape]] = {"gate_up": gate_up, "down": down}
+    linears |= {field: [] for field in EXPERT_FIELDS}
     moe = family.moe
     if not moe:
         return linears

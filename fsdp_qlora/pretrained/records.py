@@ -7,7 +7,7 @@ of families.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
@@ -31,7 +31,8 @@ ExpertSum = Literal["sum", "average"]
 AdapterForm = Literal["modules", "stacked", "parameters"]
 
 
-class ExpertNormsRecord(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ExpertNormsRecord:
     """Norms of Gemma 4's experts, which run next to the MLP that other models have: both outputs
     are normed separately and added. Names are those in a layer; the norm before the MLP is
     Family.mlp_norm."""

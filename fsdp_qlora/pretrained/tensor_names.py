@@ -24,7 +24,8 @@ HasShape = StoredTensor | torch.Tensor
 
 @dataclass
 class TensorNames:
-    """The names, in the files, of the tensors that are read; tensor_names() fills it."""
+    """The names, in the files, of the tensors that training reads, and of those that only a merge
+    copies. tensor_names() fills it, and for the merge of a multimodal model add_other_parts()."""
 
     # {name: LinearShape} of the linears that are in 4 bits in training
     linears: dict[str, LinearShape] = field(default_factory=dict)

@@ -46,8 +46,8 @@ def scaled_weight(
 
 
 def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the weight [out, in] of a linear in MXFP4, fp32. `blocks` [out, in / 32, 16], `scales`
-    [out, in / 32]: bytes of its tensors of MX_SUFFIXES."""
+    """Return the weight [out, in] of a linear in MXFP4, fp32. `blocks` [out, in / 2] and `scales`
+    [out, in / 32]: the rows of this linear in the tensors of MX_SUFFIXES, bytes."""
     packed = swap_nibbles(blocks.view(-1, BLOCK // 2))
     return mxfp4_values(packed, scales.view(-1, BLOCK // MX_BLOCK)).view(len(blocks), -1)
 

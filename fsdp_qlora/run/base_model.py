@@ -23,7 +23,7 @@ class BaseModelInfo:
     """A base model without its weights, which may not be downloaded yet."""
 
     directory: Path
-    model_config: transformers.PretrainedConfig
+    model_config: transformers.PreTrainedConfig
     arch: Architecture
     tokenizer: transformers.PreTrainedTokenizerFast | None  # None: there is no text
     trainable_tokens: tuple[TrainableToken, ...]

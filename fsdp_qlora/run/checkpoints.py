@@ -158,7 +158,7 @@ def drop_checkpoints(run: Run, step: int) -> None:
         for path in older:
             move_aside_and_remove(path)
     except (OSError, ValueError) as e:
-        log(f"warning: could not remove older checkpoints: {e}")
+        log(f"warning: older checkpoints were not removed: {e}")
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
                 raise ValueError(f"{name} has another SHA-256 than when it was written")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError,
             TypeError, AttributeError) as e:
-        raise ValueError(f"{path}, which is incomplete: {e}")
+        raise ValueError(f"{path} is incomplete: {e}")
     except OSError as e:  # the checkpoint may be complete
         raise OSError(f"{path} cannot be read now: {e}; it stays as it is. Try the same command"
                       " again")
@@ -194,7 +194,7 @@ def latest_checkpoint(
             return path, verify_checkpoint(path)
         except ValueError as e:
             broken.append(str(e))
-            log(f"warning: skipped {e}")
+            log(f"warning: skipped a checkpoint: {e}")
     if broken:
         raise ValueError("; ".join([f"{flag} {directory} has no complete checkpoint", *broken]))
     return None, None

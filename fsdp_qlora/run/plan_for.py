@@ -74,8 +74,8 @@ def plan_elsewhere(
     specs = make_layer_specs(arch, adapted, config.adapter_settings)
     sampler = ShuffledSampler(rows or random_rows(arch.vocab_size, config), config)
     workload = make_workload(config, sampler, eval_rows, world_size)
-    kernels = KernelFacts(why_no_capture=why_no_capture(arch, machine),
-                          can_reuse_attention_results=expects_attention_reuse(gpu, arch))
+    facts = KernelFacts(why_no_capture=why_no_capture(arch, machine),
+                        can_reuse_attention_results=expects_attention_reuse(gpu, arch))
     search = SearchInputs(config, arch, specs, workload, limit, machine, torch.device("cuda"),
-                          kernels, optimizer_bytes_per_weight)
+                          facts, optimizer_bytes_per_weight)
     return config, choose_plan(search), limit

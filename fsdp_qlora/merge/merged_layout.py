@@ -1,4 +1,5 @@
-"""The tensors of a merged model: names, shapes, dtypes and files; where its linears are in them."""
+"""The layout of a merged model: names, shapes, dtypes and files of its tensors, and where its
+linears are in them."""
 
 from __future__ import annotations
 
