@@ -816,7 +816,7 @@ def test_damaged_checkpoint_is_passed_over(resume, file, damage):
     damage(path)
     code, out, _ = again("--resume", "--max_steps", 1)  # continues the older one, with no step
     assert code == 0
-    assert f"skipped {run / 'checkpoint-000002'}" in out
+    assert f"skipped a checkpoint: {run / 'checkpoint-000002'}" in out
     assert f"resumed from {run / 'checkpoint-000001'}" in out
 
 

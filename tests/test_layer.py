@@ -697,7 +697,8 @@ def test_each_layer_has_the_layout_of_its_kind():
                 elif isinstance(one, MLAMixer):
                     kind[1] = one.rope_index
                 else:
-                    kind[2:3] = [x for x in arch.other_mixers if arch.other_mixers[x] is one.record]
+                    kind[2:3] = [
+                        x for x in arch.other_mixers if arch.other_mixers[x] is one.mixer_record]
             found.append(tuple(kind))
         assert found == kinds, name
         for (one, kind), (other, its_kind) in itertools.combinations(zip(specs, kinds), 2):

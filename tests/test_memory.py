@@ -551,7 +551,7 @@ def test_long_rows_try_whether_attention_can_be_resumed(n, kernel, tried, monkey
     config, arch, specs = shapes_of("llama-3-8b", 1, max_steps=2, batch_size=2)
     rows, found = make_rows([(list(range(n)),) * 2] * 2), []
     monkeypatch.setattr(search, "choose_plan", lambda inputs: (
-        found.append(inputs.kernels), predicted(arch, specs))[1])
+        found.append(inputs.kernel_facts), predicted(arch, specs))[1])
     with one_process():
         agree_on_plan(config, arch, specs, ShuffledSampler(rows, config), None, 0,
                       torch.device("cpu"), Kernels({"full": kernel}, {"full": kernel}))
