@@ -48,6 +48,7 @@ adapter), all other tensors are rounded to bf16, and nothing is compared.
                     merged_linears          its linears: one, or several (experts; q, k and v):
                         base.weight             read it, in any format
                         frozen_weight           W: round it to NF4
+                        adapter.tensors         read A and B, if the linear has an adapter
                         add_adapter             W + scaling * B @ A, in fp32; then round to bf16
                     merged_table            embedding or lm_head: put in the trained rows of tokens
                     base.weight             any other, as it is
@@ -195,7 +196,7 @@ def write_merged(directory: Path, output: Path, base: BaseForMerge,
     copy_other_files(directory, base, run)
     n_tensors = len(base.merged_shapes)
     with tqdm(desc="merge", total=n_tensors, unit="tensor", disable=None) as bar:  # off in a pipe
-        for file_name, shapes in base.shapes_by_file().items():
+        for file_name, shapes in base.merged_shapes_by_file().items():
             with (directory / file_name).open("wb") as file:
                 write_header(file, shapes)
                 for name in shapes:
@@ -228,9 +229,9 @@ def merged_linears(name: str, base: BaseForMerge, adapters: dict[str, StoredAdap
     merged = torch.empty(shape, dtype=dtype)
     for linear, place in base.linears_by_tensor[name].items():
         weight = frozen_weight(base.weight(linear, device), linear, base)  # [out, in]
-        if linear in adapters:
-            scaling, tensors = adapters[linear].scaling, adapters[linear].tensors(device)
-            weight = add_adapter(weight, scaling, *tensors)
+        if adapter := adapters.get(linear):  # read A, B and, with DoRA, the magnitudes
+            weight = add_adapter(weight, adapter.scaling, *adapter.tensors(device))
+        # into the linear's part of `merged`, a view [out, in]
         place.weight_in(merged).copy_(weight.bfloat16())
     return merged
 

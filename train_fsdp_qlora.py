@@ -85,7 +85,7 @@ from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import AttentionKernel, Kernels
-from fsdp_qlora.kernels.compiled import compile_dynamic
+from fsdp_qlora.kernels.compiled import use_dynamic_shapes
 from fsdp_qlora.kernels.recurrence import choose_recurrence
 from fsdp_qlora.layer.router import BALANCE_METRICS
 from fsdp_qlora.log import fail_before_init, log
@@ -538,7 +538,7 @@ def train(run: Run) -> list[Metrics]:
     records: list[Metrics] = []
     log_steps(run)
     if run.rows.lengths.min() != run.rows.lengths.max():
-        compile_dynamic()  # else kernels would be compiled anew for each number of tokens
+        use_dynamic_shapes()  # else kernels would be compiled anew for each number of tokens
     with raise_on_all_ranks():
         writer = MetricsWriter(run, start_step) if is_rank_0() else None
     gc.collect()  # else what is garbage by now would be frozen, too
@@ -560,8 +560,8 @@ def train(run: Run) -> list[Metrics]:
             if writer:
                 writer.write_step(record)
             if step == start_step + 1:
-                # and what compiling has made: garbage collection would scan it again and again,
-                # on one rank at a time while the others wait
+                # freeze also what this step compiled: garbage collection would scan it again
+                # and again, on one rank at a time while the others wait
                 gc.collect()
                 gc.freeze()
             evaluate_and_save(run, writer, step, action)
@@ -689,7 +689,7 @@ def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> t
     """Run forward, and backward of `loss_weight` times the loss, of one micro-batch. Gradients
     accumulate in adapter.grad, one vector, of which each layer's gradients are views. Returns the
     sums of compute_loss(). All ranks must call this."""
-    # None: there is no CUDA graph for micro-batches of this shape yet
+    # None: no graph yet; replay() captures one when a shape occurs for the second time
     if run.cuda_graphs and (sums := run.cuda_graphs.replay(micro_batch, loss_weight)) is not None:
         return sums
     loss, sums = compute_loss(run.model, micro_batch, run.config)

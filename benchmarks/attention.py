@@ -47,7 +47,7 @@ def make_case(lengths, heads, kv_heads, head_dim, cap, window, has_sinks, device
         query *= 4  # else no score comes near the cap
     sinks = 2 * torch.randn(heads, device=device) if has_sinks else None
     micro_batch = types.SimpleNamespace(
-        lengths=lengths, longest=max(lengths), masks={}, dropout_seeds=None,
+        lengths=lengths, max_seqlen=max(lengths), masks={}, dropout_seeds=None,
         position_ids=torch.cat([torch.arange(length) for length in lengths]).to(device),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int().to(device))  # fmt: skip
     arch = types.SimpleNamespace(

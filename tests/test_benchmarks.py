@@ -14,7 +14,7 @@ from patching import parse_config
 
 from fsdp_qlora.data.load_tokenizer import load_tokenizer
 from fsdp_qlora.layer import layer
-from fsdp_qlora.pretrained.model_directory import model_directory, read_model_config
+from fsdp_qlora.pretrained.model_directory import find_model, read_model_config
 from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as where run.py is started
@@ -90,7 +90,7 @@ def parsed(name, directory):
     gpus = chosen["gpus"] or 4
     words = bench.script_flags(chosen, gpus, directory)
     config = resolve_config(parse_config(words), gpus)
-    model_config, arch = read_model_config(model_directory(config.model, "config"), config)
+    model_config, arch = read_model_config(find_model(config.model, "config"), config)
     return chosen, resolve_max_seq_len(config, model_config, arch), arch
 
 

@@ -1266,7 +1266,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
         kernels[attention_type] = AttentionKernel(
             attention_type, lambda *args, attention_type=attention_type: (attention_type, args[6]))
     segments = segments_of((n,))
-    micro_batch = types.SimpleNamespace(longest=n, context_shard=None)
+    micro_batch = types.SimpleNamespace(max_seqlen=n, context_shard=None)
     inputs = types.SimpleNamespace(segments=segments, attention_kernels=kernels)
     mixer = make_layer_specs(arch, (), CONFIG.adapter_settings)[0].mixer_sublayer.token_mixer
     layer = types.SimpleNamespace(index=0, small_tensors={})

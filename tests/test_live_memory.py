@@ -259,7 +259,7 @@ def fake_inputs(arch, plan, lengths, context_shard=None):
     keys = torch.empty(n, dtype=torch.int64) if arch.attention_dropout else None
     micro_batch = types.SimpleNamespace(
         position_ids=torch.empty(n, dtype=torch.int64), dropout_seeds=keys,
-        lengths=lengths, longest=max(lengths), context_shard=context_shard,
+        lengths=lengths, max_seqlen=max(lengths), context_shard=context_shard,
         cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32),
         n_unpadded=torch.empty(1, dtype=torch.int64))
     frequencies = [

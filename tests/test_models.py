@@ -119,7 +119,7 @@ def test_dropout_of_the_embedding_has_its_probability():
     for keys, values in (None, [1]), (torch.arange(800) << 20, [0, 2]):
         micro_batch = types.SimpleNamespace(
             input_ids=ids, position_ids=ids, dropout_seeds=keys, context_shard=None, lengths=(800,),
-            cu_seqlens=torch.tensor([0, 800]), longest=800, is_varlen=False)  # fmt: skip
+            cu_seqlens=torch.tensor([0, 800]), max_seqlen=800, is_varlen=False)  # fmt: skip
         hidden = model.hidden(micro_batch)
         assert hidden.unique().tolist() == values
         assert hidden.mean().item() == pytest.approx(1, abs=0.02)

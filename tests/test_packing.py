@@ -274,7 +274,7 @@ def test_micro_batch_equals_one_token_at_a_time(processes):
                     assert got.cu_seqlens.tolist() == bounds
                     assert got.target_positions.tolist() == trained
                     assert got.targets.tolist() == labels
-                    assert got.lengths == tuple(lengths) and got.longest >= max(lengths)
+                    assert got.lengths == tuple(lengths) and got.max_seqlen >= max(lengths)
                     assert got.input_ids.dtype == got.position_ids.dtype == torch.int64
                     assert got.cu_seqlens.dtype == torch.int32
                     # torch's batched kernel, where all documents have one length
@@ -336,7 +336,7 @@ def test_padding_is_no_longer_than_the_longest_document():
     batch = make_rows(make_pairs([7, 7, 7, 4]))
     micro_step = [[0, 1, 2, 3], [], [3]]
     got = make_micro_batch(batch, micro_step, batch_format(25, 1))
-    assert got.lengths == (7, 7, 7, 4) and got.longest == 7
+    assert got.lengths == (7, 7, 7, 4) and got.max_seqlen == 7
     got = make_micro_batch(batch, micro_step, batch_format(25, 2))
     assert got.lengths == (4, 7, 7, 7) and got.cu_seqlens.tolist() == [0, 4, 11, 18, 25]
 

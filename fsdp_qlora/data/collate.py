@@ -62,7 +62,8 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchForma
     if rows.loss != "sft":
         preference = make_preference_inputs(rows, micro_step, sizes, batch_format)
     return MicroBatch(
-        **tensors, preference=preference, lengths=tuple(padded.lengths), longest=padded.longest,
+        **tensors, preference=preference, lengths=tuple(padded.lengths),
+        max_seqlen=padded.max_seqlen,
         is_varlen=is_varlen, context_shard=shard)
 
 
@@ -113,7 +114,7 @@ class PaddedDocuments(NamedTuple):
 
     lengths: list[int]  # in tokens
     starts: torch.Tensor  # int64 [documents + 1], see MicroBatch.cu_seqlens
-    longest: int  # upper bound of `lengths`
+    max_seqlen: int  # upper bound of `lengths`
     is_fixed_len: bool  # True if all have one length
 
 
@@ -127,12 +128,12 @@ def pad_documents(
     starts = torch.tensor([0, *lengths]).cumsum(0)
     if len(set(lengths)) == 1:
         return PaddedDocuments(lengths, starts, sizes.longest, is_fixed_len=True)
-    longest = sizes.longest
+    max_seqlen = sizes.longest
     if uses_cuda_graphs:  # one graph serves micro-batches of other numbers of documents, too
-        longest = power_of_2(longest)
+        max_seqlen = power_of_2(max_seqlen)
         n_empty = power_of_2(len(lengths) + 1) - len(lengths)  # at least one, for chunk_table()
         starts = F.pad(starts, (0, n_empty), value=sizes.n_tokens)
-    return PaddedDocuments(lengths, starts, longest, is_fixed_len=False)
+    return PaddedDocuments(lengths, starts, max_seqlen, is_fixed_len=False)
 
 
 def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,

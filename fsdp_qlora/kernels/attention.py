@@ -114,7 +114,7 @@ def flash_attention(
     from flash_attn import flash_attn_varlen_func
 
     return flash_attn_varlen_func(
-        query, key, value, *segments.varlen, softmax_scale=arch.attention_scale, causal=True,
+        query, key, value, *segments.varlen_args, softmax_scale=arch.attention_scale, causal=True,
         window_size=(window - 1 if window else -1, 0), softcap=arch.attention_softcap or 0.0)
 
 
@@ -126,7 +126,7 @@ def varlen_attention(
     if sinks is not None:
         return torch_sink_attention(query, key, value, sinks, segments, arch, window)
     out: Tensor = varlen_attn(
-        query, key, value, *segments.varlen, scale=arch.attention_scale,
+        query, key, value, *segments.varlen_args, scale=arch.attention_scale,
         window_size=(window - 1 if window else -1, 0), **GQA_KWARGS)
     return out
 

@@ -29,7 +29,7 @@ def fused_kernel(function: Callable[..., Result]) -> Callable[..., Result]:
     because their lengths must not change training's kernels, nor the last bit of its results. (One
     kernel for all lengths from the start cost 2 % of a step of Llama-3-8B on an H200.) With
     `dynamic` it is one kernel from the start, for tensors whose lengths vary in any case. See also
-    compile_dynamic(). An argument with `has_own_kernel` has one for each of its values.
+    use_dynamic_shapes(). An argument with `has_own_kernel` has one for each of its values.
     """
     numbers = itertools.count()
 
@@ -47,7 +47,7 @@ def fused_kernel(function: Callable[..., Result]) -> Callable[..., Result]:
             return function(*args)
         tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
         for tensor in tensors:
-            if (dynamic or _all_dynamic) and len(tensor) == len(args[0]):
+            if (dynamic or _uses_dynamic_shapes) and len(tensor) == len(args[0]):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         widths = ((x.shape[1:], x.stride(0)) for x in tensors)
         own = (x for x in args if getattr(x, "has_own_kernel", False))  # see LimitedActivation
@@ -63,15 +63,15 @@ def fused_kernel(function: Callable[..., Result]) -> Callable[..., Result]:
     return call
 
 
-_all_dynamic = False  # set only by compile_dynamic()
+_uses_dynamic_shapes = False  # set only by use_dynamic_shapes()
 
 
-def compile_dynamic() -> None:
+def use_dynamic_shapes() -> None:
     """Compile all kernels from now on for any number of rows, for a run whose rows differ in
     length. Otherwise each would be compiled twice, for its first micro-batch and for any; that took
     Qwen3.5-9B's first step from 34 to 51 s (H100)."""
-    global _all_dynamic
-    _all_dynamic = True
+    global _uses_dynamic_shapes
+    _uses_dynamic_shapes = True
 
 
 def compiled_copy(

@@ -55,7 +55,7 @@ def torch_sink_attention(
     arch: Architecture, window: int | None
 ) -> Tensor:
     """Attention with sinks, by torch's own kernel for documents of any lengths."""
-    bounds = *segments.varlen, 0.0, window is None
+    bounds = *segments.varlen_args, 0.0, window is None
     settings = dict(scale=arch.attention_scale, window_size_left=window - 1 if window else -1,
                     window_size_right=0)
 
@@ -84,7 +84,7 @@ def flash_sink_attention(
     from flash_attn.flash_attn_interface import (
         _flash_attn_varlen_backward, _flash_attn_varlen_forward)
 
-    bounds = segments.varlen
+    bounds = segments.varlen_args
     settings = dict(
         dropout_p=0.0, softmax_scale=arch.attention_scale, causal=True, softcap=0.0,
         window_size_left=window - 1 if window else -1, window_size_right=0, alibi_slopes=None)

@@ -174,7 +174,7 @@ def attend(
     query, key, value = qkv
     batch = call.batch
     attention_type = "window" if window else "full"
-    if window is not None and window >= batch.longest:
+    if window is not None and window >= batch.max_seqlen:
         window, attention_type = None, "window_unreached"
     kernel = call.inputs.attention_kernels[attention_type]
     segments = call.inputs.segments

@@ -83,7 +83,7 @@ class MLACosts:
         return self.mla.kv_rank + self.mla.rope_dim
 
     @property
-    def key_values(self) -> int:
+    def values_to_make_kv(self) -> int:
         """Values that one pass reads or writes to make the heads of a key and of its value."""
         return self.kv_b.out_features + 2 * self.query_width
 

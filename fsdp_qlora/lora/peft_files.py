@@ -83,9 +83,9 @@ def open_adapter(
     found = {name: tensor.shape for name, tensor in stored.items()}
     odd = min((n for n in {*found, *shapes} if found.get(n) != shapes.get(n)), default="")
     if odd:
+        same = "same base model" + ", and same --target_modules" * bool(flags)
         raise ValueError(f"{file}: {odd} is {found.get(odd, 'missing')}, but the base model and"
-                         f" {source} ask for {shapes.get(odd, 'none')}: same base model, and same"
-                         " --target_modules?")
+                         f" {source} ask for {shapes.get(odd, 'none')}: {same}?")
     for name, tensor in stored.items():
         if tensor.dtype not in FLOATS:
             raise ValueError(f"{file}: {name} is {tensor.dtype}, which is not a floating-point"

@@ -25,7 +25,7 @@ from fsdp_qlora.merge.merged_layout import in_order, merged_dtype
 from fsdp_qlora.merge.other_files import auto_class
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
-from fsdp_qlora.pretrained.model_directory import model_directory
+from fsdp_qlora.pretrained.model_directory import find_model
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, stored_tensors
 from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames
@@ -40,7 +40,7 @@ def open_adapter_without_run(
     config_file, adapter_file = (adapter_dir / name for name in ADAPTER_FILES)
     settings = {**LoraConfig().to_dict(), **read_json(config_file)}
     adapter_tensors = read_header(adapter_file)
-    directory = model_directory(base_model, "weights", "--base_model")
+    directory = find_model(base_model, "weights", "--base_model")
     with errors_about(f"--base_model {directory}"):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if stored_format(config):
@@ -60,10 +60,10 @@ def open_adapter_without_run(
     lora = LoraConfig(**{key: settings[key] for key in (
         "r", "lora_alpha", "use_rslora", "use_dora", "layers_to_transform")})
     shapes = {part.name: part.shape for parts in slices.values() for part in parts}
-    adapter = open_adapter(adapter_dir, lora, shapes, "this merge")
+    adapter_tensors = open_adapter(adapter_dir, lora, shapes, "this merge")
     adapter_type = "rslora" if lora.use_rslora else "lora"  # for the scaling: DoRA's is LoRA's
     scaling = AdapterSettings(lora.r, lora.lora_alpha, adapter_type).scaling
-    adapters = stored_adapters(adapter_dir, adapter, scaling, slices)
+    adapters = stored_adapters(adapter_dir, adapter_tensors, scaling, slices)
     merged_shapes = {name: (tensor.shape, merged_dtype(tensor))
                      for name, tensor in in_order(stored) if tensor.dtype in (*FLOATS, "I64")}
     names = TensorNames(

@@ -53,7 +53,7 @@ class BaseForMerge:
         return sum(math.prod(shape) * dtype.itemsize
                    for shape, dtype in self.merged_shapes.values())
 
-    def shapes_by_file(self) -> dict[str, TensorShapes]:
+    def merged_shapes_by_file(self) -> dict[str, TensorShapes]:
         """Return {file name: TensorShapes of this file} of the merged model."""
         files: dict[str, TensorShapes] = {}
         for name, shape_and_dtype in self.merged_shapes.items():

@@ -46,8 +46,8 @@ def merged_shapes_and_paths(
     for name, tensor in in_order(stored):
         if name not in used:
             continue
-        shape = names.shapes.get(name, tensor.shape)
-        if name.startswith(names.layer_prefix):  # it may be a part of a weight in INT4 or MXFP4
+        shape = names.shapes.get(name, tensor.shape)  # the files have a weight in NF4 as bytes
+        if name.startswith(names.layer_prefix):  # or a part of a weight in INT4 or MXFP4
             if name.endswith(("_scales", INT4_SHAPE)):
                 continue
             if name.endswith(INT4_PACKED):

@@ -23,7 +23,7 @@ from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.model_directory import base_digest, model_directory
+from fsdp_qlora.pretrained.model_directory import base_digest, find_model
 from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 
@@ -49,7 +49,7 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
     """Return the base model and its arch, after the same checks of its files as in training.
     `checksums`: those that its tensors must have; `token_ids`: the tokens whose rows were trained;
     see BaseForMerge."""
-    directory = model_directory(name, "weights", "--base_model")
+    directory = find_model(name, "weights", "--base_model")
     in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with errors_about(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -97,15 +97,16 @@ def adapters_of_run(
     arch = with_adapter_form(arch, adapter_dir)
     adapted = {*adapted_linears(arch, run.config["target_modules"])}
     # {name of a weight: peft_name()s of its adapter's tensors, or the name of its trained rows}
-    parts = {base.names.of_layer(layer, f"{linear}.weight"): [*shapes] for (layer, linear), shapes
-             in adapter_shapes(arch, settings, adapted).items()}
+    parts = {}
+    for (layer, linear), shapes in adapter_shapes(arch, settings, adapted).items():
+        parts[base.names.of_layer(layer, f"{linear}.weight")] = [*shapes]  # the names alone
     if base.token_ids:
         parts |= token_row_parts(base, arch)
     stored, slices = open_own_adapter(
         adapter_dir, arch, settings, adapted, base.token_ids, "train_config.json")
     # one scaling for all: an alpha_pattern of experts has the factor of their rank_pattern
     return stored_adapters(adapter_dir, stored, settings.scaling, {
-        weight: [slices[part] for part in its_parts] for weight, its_parts in parts.items()})
+        weight: [slices[name] for name in names] for weight, names in parts.items()})
 
 
 def token_row_parts(base: BaseForMerge, arch: Architecture) -> dict[str, list[str]]:

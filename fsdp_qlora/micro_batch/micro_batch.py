@@ -26,8 +26,8 @@ class MicroBatch:
     """One packed micro-batch of one rank: documents of Rows laid end to end. Padding consists of
     extra documents, none longer than the longest real one.
 
-    With context parallelism the ranks of a group share it: cu_seqlens, lengths and longest are of
-    all its documents, `preference` is of all ranks, and everything else is of this rank's own
+    With context parallelism the ranks of a group share it: cu_seqlens, lengths and max_seqlen are
+    of all its documents, `preference` is of all ranks, and everything else is of this rank's own
     tokens.
     """
 
@@ -44,7 +44,7 @@ class MicroBatch:
     dropout_seeds: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
     preference: PreferenceInputs | None  # answers of all ranks in this micro-step; None: --loss sft
     lengths: tuple[int, ...]  # lengths of the documents, in tokens
-    longest: int  # upper bound of `lengths`
+    max_seqlen: int  # upper bound of `lengths`
     is_varlen: bool  # True: Kernels.varlen compute its attention; False: Kernels.fixed_len do
     recurrence_chunks: torch.Tensor | None = None  # see chunk_table(); None: no recurrence
     context_shard: ContextShard | None = None  # this rank's part; None: it has all

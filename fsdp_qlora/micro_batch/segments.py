@@ -30,7 +30,7 @@ class Segments:
     masks: dict[int | None, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict)
 
     @property
-    def varlen(self) -> tuple[Tensor, Tensor, int, int]:
+    def varlen_args(self) -> tuple[Tensor, Tensor, int, int]:
         """The arguments that kernels for variable lengths have in common, in their order."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
@@ -44,8 +44,8 @@ class Segments:
         return torch.maximum(first, last - window + 1) if window else first, last
 
 
-def document_segments(cu_seqlens: Tensor, lengths: Sequence[int], longest: int,
+def document_segments(cu_seqlens: Tensor, lengths: Sequence[int], max_seqlen: int,
                       dropout_seeds: Tensor | None = None) -> Segments:
     """The Segments of whole documents."""
     lengths = tuple(lengths)
-    return Segments(cu_seqlens, cu_seqlens, lengths, lengths, longest, longest, dropout_seeds)
+    return Segments(cu_seqlens, cu_seqlens, lengths, lengths, max_seqlen, max_seqlen, dropout_seeds)

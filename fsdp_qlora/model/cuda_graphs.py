@@ -48,7 +48,7 @@ class CUDAGraphs:
         """
         tensors = batch_tensors(batch)
         lengths = () if batch.is_varlen else batch.lengths  # attention is another kernel
-        shape = lengths, batch.longest, *(tensor.shape for tensor in tensors)
+        shape = lengths, batch.max_seqlen, *(tensor.shape for tensor in tensors)
         captured = self.captured.get(shape)
         if captured is None:
             n_graphs = sum(graph is not None for graph in self.captured.values())

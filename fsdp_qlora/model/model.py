@@ -59,7 +59,7 @@ class Model(ModelParameters):
             rope_tables={index: rope_tables(self.arch, self.frequencies, batch, index)
                          for index in (None, *range(len(self.arch.ropes)))},
             segments=None if batch.context_shard else document_segments(
-                batch.cu_seqlens, batch.lengths, batch.longest, batch.dropout_seeds),
+                batch.cu_seqlens, batch.lengths, batch.max_seqlen, batch.dropout_seeds),
             per_layer_inputs=(per_layer_inputs(self, batch.input_ids, embedded)
                               if self.arch.per_layer_inputs else None))
 

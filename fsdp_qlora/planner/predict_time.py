@@ -133,7 +133,7 @@ def moved_bytes(
              + n * totals.elementwise_values / n_layers * itemsize)
     if plan.context_parallel_size > 1 and (mla := totals.mla):
         # made in forward, and twice in backward; and their gradients
-        moved += n * plan.visible_keys_per_token * 4 * mla.key_values * itemsize
+        moved += n * plan.visible_keys_per_token * 4 * mla.values_to_make_kv * itemsize
     if plan.attention_is_eager:
         score_bytes = (CONSTANTS.dropped_score_bytes if arch.attention_dropout
                        else CONSTANTS.score_bytes)

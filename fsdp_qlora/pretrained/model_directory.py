@@ -34,7 +34,7 @@ NO_GGUF = ("is a GGUF file, which is for llama.cpp. Use the model that it was ma
 N_SAMPLED_PLACES, SAMPLED_BYTES = 16, 256
 
 
-def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
+def find_model(name: str, needs: str, flag: str = "--model") -> Path:
     """Return the local directory of a model, downloaded first if `name` is a Hub id. `needs`:
     "config"; "tokenizer", which includes it; or "weights", which includes both. Raises ValueError
     about `flag`, with which the user named the model."""
@@ -62,7 +62,7 @@ def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
 
 def why_no_model(directory: Path, name: str, needs: str) -> str:
     """Return why the directory has no model that can be read, and what to use instead; "" if it may
-    have one. `name` and `needs`: see model_directory()."""
+    have one. `name` and `needs`: see find_model()."""
     # .gguf files of a Hub id are not downloaded, so also look at its name
     is_gguf = any(directory.glob("*.gguf")) or name.lower().endswith("gguf")
     lacks_weights = needs == "weights" and not any(directory.glob("*.safetensors"))

@@ -13,7 +13,7 @@ from fsdp_qlora.data.load_tokenizer import load_tokenizer
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
 from fsdp_qlora.files import json_digest
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.model_directory import base_digest, model_directory, read_model_config
+from fsdp_qlora.pretrained.model_directory import base_digest, find_model, read_model_config
 from fsdp_qlora.ranks import raise_on_all_ranks
 from fsdp_qlora.run.resolve import resolve_max_seq_len
 
@@ -45,7 +45,7 @@ def read_model_info(config: Config, name: str) -> tuple[Config, BaseModelInfo]:
     if Path(name).is_dir() and not config.random_weights:
         needs = "weights"
     with raise_on_all_ranks():
-        directory = model_directory(name, needs)
+        directory = find_model(name, needs)
         model_config, arch = read_model_config(directory, config)
         config = resolve_max_seq_len(config, model_config, arch)
         tokenizer = load_tokenizer(directory, config)
@@ -66,5 +66,5 @@ def fetch_weights(config: Config, directory: Path, name: str, is_dry_run: bool) 
         return directory, json_digest(str(directory))
     if is_dry_run and not any(directory.glob("*.safetensors")):
         return directory, ""
-    directory = model_directory(name, "weights")
+    directory = find_model(name, "weights")
     return directory, base_digest(directory)

@@ -32,12 +32,12 @@ class MergeCheck:
         self.rows = dataclasses.replace(first, lengths=first.lengths.clamp(max=CHECK_TOKENS))
         self.input_ids = [self.rows.document(i)[0].tolist() for i in range(len(self.rows))]
         # until record_without_adapter()
-        self.without_adapter = self.initial_token_rows = torch.empty(0)
+        self.without_adapter = self.initial_lm_head_rows = torch.empty(0)
 
     def record_without_adapter(self, model: Model, adapter: Adapter) -> None:
         """Record the lm_head's inputs without the adapter. All ranks must call this."""
         if model.token_rows:
-            self.initial_token_rows = adapter.initial_token_rows[-1].cpu()
+            self.initial_lm_head_rows = adapter.initial_token_rows[-1].cpu()
         with no_adapter(adapter):
             self.without_adapter = self.lm_head_inputs(model)
 
@@ -50,7 +50,7 @@ class MergeCheck:
                   "without_adapter": self.without_adapter}
         if trained := model.token_rows:
             inputs["rows_with_adapter"] = trained.rows[-1].cpu()
-            inputs["rows_without_adapter"] = self.initial_token_rows
+            inputs["rows_without_adapter"] = self.initial_lm_head_rows
         return inputs
 
     @torch.no_grad()

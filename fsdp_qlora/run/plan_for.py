@@ -21,7 +21,7 @@ from fsdp_qlora.planner.search import choose_plan
 from fsdp_qlora.planner.search_inputs import (
     KernelFacts, SearchInputs, make_workload, why_no_capture)
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.model_directory import model_directory, read_model_config
+from fsdp_qlora.pretrained.model_directory import find_model, read_model_config
 from fsdp_qlora.ranks import on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import read_model_info
 from fsdp_qlora.run.resolve import resolve_config, resolve_max_seq_len, resolve_steps
@@ -66,7 +66,7 @@ def plan_elsewhere(
     world_size, _, gpu = parse_gpus(config.plan_for or "")
     limit = int((config.memory_limit_gib or gpu.free_gib) * 2**30)
     machine = gpu_machine(gpu, config.host_memory_gib or HOST_GIB)
-    base = model_directory(config.model or "", "config")
+    base = find_model(config.model or "", "config")
     config = dataclasses.replace(config, random_weights=True)
     model_config, arch = read_model_config(base, config)
     config = resolve_max_seq_len(config, model_config, arch)
