@@ -23,7 +23,7 @@ with --offload, a GPU of 24 GB is enough for a 70B. Without a GPU the file runs 
     which linears have LoRA, dropout              build_model()
     a model class of your own                     build_model()
     attention, activation checkpointing           choose_attention(), build_model()
-    quantization                                  NF4_KWARGS, and nf4 in save_adapter()
+    quantization                                  NF4_KWARGS; nf4 in the docstring of save_adapter()
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
     offloading, HSDP                              fsdp_policy()
     micro-batches                                 micro_batches()
@@ -31,7 +31,7 @@ with --offload, a GPU of 24 GB is enough for a 70B. Without a GPU the file runs 
     optimizer, schedule                           train(), lr_factor()
     initial adapter                               init_lora()
     evaluation                                    evaluate(), and where train() calls it
-    metrics to wandb or a file                    log_step(); eval_loss: twice in train()
+    metrics to wandb or a file                    log_step(), log_eval()
     what is saved; to use or merge the adapter    save_adapter()
     columns of the data set                       encode()
     rows of your own reader or DataLoader         read_rows(), rows_of_all_steps(), train()
@@ -157,9 +157,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, summed over all GPUs")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="rows that a GPU computes at once if they have max_seq_len tokens; of"
-                        " shorter rows as many as fit into micro_batch_size * max_seq_len tokens,"
-                        " padding included")
+                        help="rows of max_seq_len tokens that a GPU computes at once; more if they"
+                        " are shorter, up to micro_batch_size * max_seq_len tokens with padding")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
@@ -527,8 +526,7 @@ def train(
     scheduler = LambdaLR(optimizer, lambda n_done: lr_factor(n_done + 1, n_steps))
     torch.manual_seed(SEED + dist.get_rank())  # for dropout, if you add it
     if eval_rows:
-        eval_loss = evaluate(model, eval_rows, args, device)
-        log(f"step 0: eval_loss {eval_loss:.4f}")
+        log_eval(0, evaluate(model, eval_rows, args, device))
     for step in range(1, n_steps + 1):
         started = time.perf_counter()
         # every rank has the whole batch, and micro_batches() deals it out. So a DataLoader, if you
@@ -565,8 +563,7 @@ def train(
             save_adapter(model, args, device)
             log(f"step {step}: adapter saved in {args.output_dir}")
             if eval_rows:
-                eval_loss = evaluate(model, eval_rows, args, device)
-                log(f"step {step}: eval_loss {eval_loss:.4f}")
+                log_eval(step, evaluate(model, eval_rows, args, device))
 
 
 def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
@@ -591,8 +588,8 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
 
 def count_loss_tokens(rows: list[Row]) -> float:
     """Return the number of tokens in the loss of these rows, which is the loss's divisor. If you
-    add weights, return the sum of these tokens' weights. read_rows() leaves out a row where it is
-    0."""
+    add weights, return the sum of these tokens' weights. read_rows() leaves out each row for which
+    this function returns 0."""
     # from 1: nothing predicts the first token
     return sum((row.labels[1:] != IGNORE_INDEX).sum().item() for row in rows)
 
@@ -729,6 +726,11 @@ def log_step(
         worker, memory = "GPU", f" | peak {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"
     log(f"step {step:{len(str(n_steps))}}/{n_steps} | loss {loss:7.4f} | lr {lr:.1e} |"
         f" grad_norm {norm:6.3f} | {speed:6,.0f} tok/s/{worker}{memory}")
+
+
+def log_eval(step: int, loss: float) -> None:
+    """Print the loss of the evaluation rows."""
+    log(f"step {step}: eval_loss {loss:.4f}")
 
 
 # ---- Save the adapter ---------------------------------------------------------------------------
@@ -874,7 +876,9 @@ def check_example(example: dict[str, Any]) -> None:
                       "kto_tag", "train"]
     for key in unhandled:
         if example.get(key) not in (None, "", [], {}):
-            raise DataError(f"{key!r} would change the training, and this file does not handle it")
+            raise DataError(f"{key!r} would change the training in some other trainers or chat"
+                            " templates, and this file does not handle it; if it should not matter,"
+                            " leave it out of the line")
     for message in messages:
         keys = {key for key, value in message.items() if value is not None}
         if keys != {"role", "content"}:
