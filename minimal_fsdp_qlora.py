@@ -676,7 +676,7 @@ def evaluate(
 
 
 def clip_gradient(shards: list[nn.Parameter]) -> Tensor:
-    """Scale the gradient down to MAX_GRAD_NORM. Returns its norm of all ranks before clipping."""
+    """Scale the gradient of all ranks down to MAX_GRAD_NORM. Returns its norm before that."""
     norm = nn.utils.get_total_norm([shard.grad for shard in shards]).square()
     # shards are disjoint, so their squared norms add up. With HSDP each machine adds all of them:
     # divide the sum by the number of machines

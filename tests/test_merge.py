@@ -45,7 +45,9 @@ from transformers import (
 import merge_adapters
 from fsdp_qlora.data.tokenizer_files import generation_settings
 from fsdp_qlora.files import digest, json_digest
-from fsdp_qlora.merge import compare_logits
+from fsdp_qlora.merge import compare_logits, open_run
+from fsdp_qlora.merge.adapter_without_run import bare_name, slices_by_linear
+from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.model_directory import base_digest, copy_small_files
 from fsdp_qlora.pretrained.weight_formats import NF4_STATE
 from fsdp_qlora.run.directory import DIGESTED_FILES
@@ -1158,6 +1160,27 @@ def test_merge_into_another_base_on_purpose(trained, tmp_path, capsys):
     k_proj = LINEAR.replace("q_proj", "k_proj")  # without an adapter
     merged, weights = (load_file(d / "model.safetensors") for d in (out, base))
     assert torch.equal(merged[k_proj], nf4_and_back(weights[k_proj]))
+
+
+def test_another_base_may_have_fewer_tokens_than_the_check_that_is_not_made(trained, capsys):
+    base, arch = open_run.read_base(
+        str(trained / "demo" / "model"),
+        {"prequantized": False, "quantized_from_dtype": "bfloat16"}, {}, [])
+    run = TrainedRun(base_model="other", base_sha256=base_digest(base.directory),
+                     merge_check_ids=[[arch.vocab_size]])  # fmt: skip
+    with pytest.raises(ValueError, match="outside the base's vocabulary"):
+        open_run.check_base(base, arch, run, allow_other=False)
+    open_run.check_base(base, arch, run, allow_other=True)
+    assert "warning: --allow_other_base" in capsys.readouterr().out
+
+
+def test_linear_that_files_call_otherwise_is_no_sign_of_another_base(tmp_path):
+    """As of a vision tower, see linears_in_4bit()."""
+    stem = "base_model.model.visual.proj"
+    for linears, words in (({bare_name(stem): ""}, "have another name for this linear"),
+                           ({}, "is not a linear of the layers of")):
+        with pytest.raises(ValueError, match=words):
+            slices_by_linear([f"{stem}.lora_A.weight"], {}, tmp_path, linears, {})
 
 
 def test_links_out_of_the_base_are_not_followed(tmp_path, capsys):
