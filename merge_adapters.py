@@ -13,12 +13,12 @@ The adapter was trained on NF4 weights, so it must be merged into those. A weigh
     merged, in fp32             0.012417
     merged, rounded to bf16     0.012390   in training it was not rounded here
 
-A base in NF4 or MXFP4 is only dequantized; FP8 and INT4 are multiplied by their scales, then
-rounded to NF4. With DoRA each row of the sum is rescaled to its magnitude. A linear without an
+What the base has in NF4 or MXFP4 is only dequantized; FP8 and INT4 are multiplied by their scales,
+then rounded to NF4. With DoRA each row of the sum is rescaled to its magnitude. A linear without an
 adapter becomes W, if it was in 4 bits in training; all other tensors are the base's, rounded to
-bf16 (a few small ones stay in fp32), but for the rows of --trainable_tokens. Tensors of the text
-model that training does not know, such as DeepSeek's layers for multi-token prediction (MTP), are
-left out of a run's merge; the line "base model .." counts them.
+bf16 (a few small ones stay in fp32, integers as they are), but for the rows of --trainable_tokens.
+Tensors of the text model that training does not know, such as DeepSeek's layers for multi-token
+prediction (MTP), are left out of a run's merge; the line "base model .." counts them.
 
 The merged model is compared with the trained one, by the logits of the first 64 tokens of four
 training rows. The last line says how large the difference is, as a fraction of the adapter's own
@@ -191,12 +191,12 @@ def write_merged(directory: Path, output: Path, base: BaseForMerge,
     """Write the merged model into `directory`, one tensor after the other, in files like the
     base's. Raises ValueError if the disk has no room. `output`: what the user calls the directory.
     """
-    gib, free = base.merged_bytes / 2**30, shutil.disk_usage(directory).free / 2**30
+    gib, free = base.merged_layout.n_bytes / 2**30, shutil.disk_usage(directory).free / 2**30
     require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, but {free:.1f} are free")
     copy_other_files(directory, base, run)
-    n_tensors = len(base.merged_shapes)
+    n_tensors = len(base.merged_layout.shapes)
     with tqdm(desc="merge", total=n_tensors, unit="tensor", disable=None) as bar:  # off in a pipe
-        for file_name, shapes in base.merged_shapes_by_file().items():
+        for file_name, shapes in base.merged_layout.shapes_by_file().items():
             with (directory / file_name).open("wb") as file:
                 write_header(file, shapes)
                 for name in shapes:
@@ -210,24 +210,25 @@ def write_merged(directory: Path, output: Path, base: BaseForMerge,
 def merged_tensor(name: str, base: BaseForMerge, adapters: dict[str, StoredAdapter],
                   device: str) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
-    if name in base.linears_by_tensor:  # one or several linears that were in 4 bits
+    if name in base.merged_layout.linears:  # one or several linears that were in 4 bits
         merged = merged_linears(name, base, adapters, device)
     elif name in adapters:  # the embedding or the lm_head, with trained rows
         merged = merged_table(name, base, adapters[name], device)
     else:  # as the base has it, but for the dtype
         merged = base.weight(name, device)
-    shape, dtype = base.merged_shapes[name]
+    shape, dtype = base.merged_layout.shapes[name]
     assert merged.shape == shape, f"{name} is {merged.shape}"
-    return require_finite(merged.to("cpu", dtype), f"{base.paths[name]}: what {name} becomes")
+    path = base.merged_layout.paths[name]
+    return require_finite(merged.to("cpu", dtype), f"{path}: what {name} becomes")
 
 
 def merged_linears(name: str, base: BaseForMerge, adapters: dict[str, StoredAdapter],
                    device: str) -> torch.Tensor:
     """Return a merged tensor of linears, bf16 on the CPU: one linear; or all experts, or q, k and
     v, if the files have these in one tensor."""
-    shape, dtype = base.merged_shapes[name]
+    shape, dtype = base.merged_layout.shapes[name]
     merged = torch.empty(shape, dtype=dtype)
-    for linear, place in base.linears_by_tensor[name].items():
+    for linear, place in base.merged_layout.linears[name].items():
         weight = frozen_weight(base.weight(linear, device), linear, base)  # [out, in]
         if adapter := adapters.get(linear):  # read A, B and, with DoRA, the magnitudes
             weight = add_adapter(weight, adapter.scaling, *adapter.tensors(device))
@@ -261,7 +262,7 @@ def merged_table(
     name: str, base: BaseForMerge, adapter: StoredAdapter, device: str
 ) -> torch.Tensor:
     """Return the embedding or the lm_head with the trained rows of base.token_ids."""
-    (n_rows, _), _ = base.merged_shapes[name]
+    (n_rows, _), _ = base.merged_layout.shapes[name]
     (rows,) = adapter.tensors(device)
     return replace_rows(base.weight(name, device), n_rows, base.token_ids, rows)
 
@@ -278,14 +279,19 @@ def check_merge(args: argparse.Namespace, run: TrainedRun, base: BaseForMerge, m
         return Verdict("not checked", "--no-check")
     if args.allow_other_base:
         return Verdict("not checked", "--allow_other_base")
-    if not (base.arch and run.merge_check_file):
+    if not run.merge_check_file:
         return Verdict("not checked", "an adapter without train_config.json says nothing of the"
                                       " model that was trained")
-    return compare_logits(
-        base, base.arch, run.merge_check_file, run.merge_check_ids, merged_dir, device)
+    return compare_logits(base, run.merge_check_file, run.merge_check_ids, merged_dir, device)
+
+
+# ------------------------------------------------------------------------------------------------
+# Errors
+# ------------------------------------------------------------------------------------------------
 
 
 def require(condition: Any, message: str) -> None:
+    """Raise ValueError with this message unless the condition holds."""
     if not condition:
         raise ValueError(message)
 

@@ -253,9 +253,9 @@ def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, m
     monkeypatch.setattr(compare_logits, "trained_logits", lambda *_: (plain, trained))
     monkeypatch.setattr(compare_logits, "logits_of", lambda *_: trained + by * (trained - plain))
     loads = types.SimpleNamespace(from_pretrained=lambda *_, **__: None)
-    base = types.SimpleNamespace(training_dtype=torch.bfloat16, auto_class=loads, token_ids=())
-    arch = types.SimpleNamespace(moe=None)
-    args = base, arch, Path("run/probe"), [[1]], Path("merged"), "cpu"
+    base = types.SimpleNamespace(training_dtype=torch.bfloat16, auto_class=loads, token_ids=(),
+                                 arch=types.SimpleNamespace(moe=None))  # fmt: skip
+    args = base, Path("run/probe"), [[1]], Path("merged"), "cpu"
     if verdict is None:
         with pytest.raises(ValueError, match=f"does not match the trained one.*{why}"):
             compare_logits.compare_logits(*args)

@@ -1163,14 +1163,14 @@ def test_merge_into_another_base_on_purpose(trained, tmp_path, capsys):
 
 
 def test_another_base_may_have_fewer_tokens_than_the_check_that_is_not_made(trained, capsys):
-    base, arch = open_run.read_base(
+    base = open_run.read_base(
         str(trained / "demo" / "model"),
         {"prequantized": False, "quantized_from_dtype": "bfloat16"}, {}, [])
     run = TrainedRun(base_model="other", base_sha256=base_digest(base.directory),
-                     merge_check_ids=[[arch.vocab_size]])  # fmt: skip
+                     merge_check_ids=[[base.arch.vocab_size]])  # fmt: skip
     with pytest.raises(ValueError, match="outside the base's vocabulary"):
-        open_run.check_base(base, arch, run, allow_other=False)
-    open_run.check_base(base, arch, run, allow_other=True)
+        open_run.check_base(base, run, allow_other=False)
+    open_run.check_base(base, run, allow_other=True)
     assert "warning: --allow_other_base" in capsys.readouterr().out
 
 

@@ -103,10 +103,10 @@ def watch_sums(monkeypatch):
     found, read_base = [], open_run.read_base
 
     def read(*args):
-        base, arch = read_base(*args)
+        base = read_base(*args)
         base.checksums = Sums(base.checksums)
         found.append(base.checksums)
-        return base, arch
+        return base
 
     monkeypatch.setattr(open_run, "read_base", read)
     return found

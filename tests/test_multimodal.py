@@ -19,7 +19,7 @@ from test_step import FLAGS, LARGE, read_rows, rows_of_step, write_uneven_rows
 
 import merge_adapters
 from fsdp_qlora.files import write_header, write_tensor
-from fsdp_qlora.merge.merged_layout import linears_by_tensor
+from fsdp_qlora.merge.merged_layout import find_linears
 from fsdp_qlora.merge.open_run import read_base
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.pretrained.check_files import check_files
@@ -105,7 +105,7 @@ def test_multimodal_model_is_trained_and_merged(
     assert found.keys() == tensors.keys()
     changed = {key for key in found if not torch.equal(found[key], tensors[key])}
     names = tensor_names(make_architecture(loaded.config), tensors)
-    assert changed == linears_by_tensor(names).keys()
+    assert changed == find_linears(names).keys()
 
 
 def test_head_tied_by_the_outer_flag_alone_is_refused(tmp_path):
@@ -148,8 +148,8 @@ def test_fp8_outside_the_text_model_is_multiplied_by_its_scales(change, words, t
         with pytest.raises(ValueError, match=words):
             read_base(str(tmp_path), trained, {}, [])
         return
-    base, _ = read_base(str(tmp_path), trained, {}, [])
-    assert base.merged_shapes.keys() == tensors.keys() - {"mtp.fc.weight_scale_inv"}
+    base = read_base(str(tmp_path), trained, {}, [])
+    assert base.merged_layout.shapes.keys() == tensors.keys() - {"mtp.fc.weight_scale_inv"}
     assert base.unused == []
     merged = merge_adapters.merged_tensor("mtp.fc.weight", base, {}, "cpu")
     assert torch.equal(merged, from_fp8(codes, scales).bfloat16())
@@ -160,10 +160,10 @@ def test_integers_outside_the_text_model_stay(tmp_path):
     write_model(tmp_path, TINY["qwen3_5_vl"](320))
     path, count = tmp_path / "model.safetensors", torch.tensor(70_001)
     save_file(load_file(path) | {"mtp.count": count}, path, {"format": "pt"})
-    base, _ = read_base(
+    base = read_base(
         str(tmp_path), {"prequantized": False, "quantized_from_dtype": "bfloat16"}, {}, [])
     with open(tmp_path / "count.safetensors", "wb") as file:
-        write_header(file, {"mtp.count": base.merged_shapes["mtp.count"]})
+        write_header(file, {"mtp.count": base.merged_layout.shapes["mtp.count"]})
         write_tensor(file, merge_adapters.merged_tensor("mtp.count", base, {}, "cpu"))
     (found,) = load_file(tmp_path / "count.safetensors").values()
     assert found.dtype == torch.int64 and torch.equal(found, count)

@@ -21,7 +21,7 @@ from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
 from fsdp_qlora.lora.peft_names import AdapterSlice, linear_adapter_shapes
 from fsdp_qlora.merge.base_for_merge import BaseForMerge
-from fsdp_qlora.merge.merged_layout import in_order, merged_dtype
+from fsdp_qlora.merge.merged_layout import MergedLayout, find_linears, in_order, merged_dtype
 from fsdp_qlora.merge.other_files import auto_class
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
@@ -66,13 +66,14 @@ def open_adapter_without_run(
     adapters = stored_adapters(adapter_dir, adapter_tensors, scaling, slices)
     merged_shapes = {name: (tensor.shape, merged_dtype(tensor))
                      for name, tensor in in_order(stored) if tensor.dtype in (*FLOATS, "I64")}
+    paths = {name: stored[name].path for name in merged_shapes}
     names = TensorNames(
         linears={name: LinearShape(name, stored[name].shape[0], stored[name].shape[1], bias=False)
                  for name in linears})
     base = BaseForMerge(
-        directory=directory, stored=stored, names=names, merged_shapes=merged_shapes,
-        paths={name: stored[name].path for name in merged_shapes}, auto_class=model_class,
-        training_dtype=torch.bfloat16)
+        directory=directory, stored=stored, names=names,
+        merged_layout=MergedLayout(merged_shapes, paths, find_linears(names)),
+        auto_class=model_class, training_dtype=torch.bfloat16)
     run = TrainedRun(base_model=str(directory), template_file=template_beside(adapter_dir))
     return run, base, adapters
 

@@ -32,11 +32,13 @@ class Verdict(NamedTuple):
     text: str
 
 
-def compare_logits(base: BaseForMerge, arch: Architecture, merge_check_file: Path,
-                   rows: list[list[int]], merged_dir: Path, device: str) -> Verdict:
+def compare_logits(base: BaseForMerge, merge_check_file: Path, rows: list[list[int]],
+                   merged_dir: Path, device: str) -> Verdict:
     """Print how far the merged model's logits are from the trained model's, as a fraction of the
     adapter's effect on them, and return the Verdict. MergeCheck's file has the inputs that the
     trained model's lm_head got for `rows`. Raises ValueError above FAILED_ERROR."""
+    arch = base.arch
+    assert arch, "the base of a run has one"
     settings = {"dtype": base.training_dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()

@@ -1,8 +1,10 @@
-"""The layout of a merged model: names, shapes, dtypes and files of its tensors, and where its
-linears are in them."""
+"""MergedLayout: names, shapes, dtypes and files of a merged model's tensors, and where its linears
+are in them."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,27 @@ from fsdp_qlora.pretrained.reader import StackedSlice, StoredTensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import INT4_PACKED, INT4_SHAPE, NF4_SUFFIXES
 from fsdp_qlora.quant.blocks import MX_BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedLayout:
+    """The tensors of a merged model. The keys of all dicts are their names."""
+
+    shapes: TensorShapes  # file by file
+    paths: dict[str, Path]  # the base's file; the merged one has the same file name
+    linears: dict[str, dict[str, StackedSlice]]  # {linear in the tensor: its place there}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes.values())
+
+    def shapes_by_file(self) -> dict[str, TensorShapes]:
+        """Return {file name: TensorShapes of this file}."""
+        files: dict[str, TensorShapes] = {}
+        for name, shape_and_dtype in self.shapes.items():
+            files.setdefault(self.paths[name].name, {})[name] = shape_and_dtype
+        return files
 
 
 def add_other_parts(names: TensorNames, stored: dict[str, StoredTensor]) -> None:
@@ -33,21 +56,19 @@ def add_other_parts(names: TensorNames, stored: dict[str, StoredTensor]) -> None
                              " not merged")
 
 
-def merged_shapes_and_paths(
+def make_merged_layout(
     stored: dict[str, StoredTensor], names: TensorNames, nf4_states: dict[str, Any],
-) -> tuple[TensorShapes, dict[str, Path]]:
-    """Return the TensorShapes of the merged model, file by file, and {name: the base's file with
-    the tensor, after which the merged file is named}. Experts in MXFP4 become [experts, in, out],
-    the form of gpt-oss, the only family with MXFP4. linears_by_tensor() says where the linears are
-    in these tensors."""
-    tensors, paths = {}, {}
+) -> MergedLayout:
+    """Return the layout of the model that is merged from these tensors. Experts in MXFP4 become
+    [experts, in, out], the form of gpt-oss, the only family with MXFP4."""
+    shapes, paths = {}, {}
     # files may have a tied lm_head, which is not in `shapes`; scales are multiplied into weights
     used = {*names.shapes, names.lm_head} - {*names.scaled.values()}
     for name, tensor in in_order(stored):
         if name not in used:
             continue
-        shape = names.shapes.get(name, tensor.shape)  # the files have a weight in NF4 as bytes
-        if name.startswith(names.layer_prefix):  # or a part of a weight in INT4 or MXFP4
+        shape = names.shapes.get(name, tensor.shape)  # not the stored one, which in NF4 is bytes
+        if name.startswith(names.layer_prefix):  # several tensors of INT4 or MXFP4 become one
             if name.endswith(("_scales", INT4_SHAPE)):
                 continue
             if name.endswith(INT4_PACKED):
@@ -61,15 +82,15 @@ def merged_shapes_and_paths(
         # fp32, such as a router's correction, and rounds the others itself
         is_exact = (name in names.small_tensors and name not in nf4_states
                     and tensor.dtype == "F32")
-        tensors[name] = shape, torch.float32 if is_exact else merged_dtype(tensor)
+        shapes[name] = shape, torch.float32 if is_exact else merged_dtype(tensor)
         paths[name] = tensor.path
-    return tensors, paths
+    return MergedLayout(shapes, paths, find_linears(names))
 
 
-def linears_by_tensor(names: TensorNames) -> dict[str, dict[str, StackedSlice]]:
+def find_linears(names: TensorNames) -> dict[str, dict[str, StackedSlice]]:
     """Return {tensor of the merged model: {linear in it: its place there}} for all linears. A
-    tensor is one linear, or stacks several (experts; q, k and v). Names and shapes
-    are those of merged_shapes_and_paths(), above: experts in MXFP4 become [experts, in, out]."""
+    tensor is one linear, or stacks several (experts; q, k and v). Names and shapes are those of
+    make_merged_layout(), above: experts in MXFP4 become [experts, in, out]."""
     tensors: dict[str, dict[str, StackedSlice]] = {}
     for name, linear in names.linears.items():
         n_out, n_in = linear.out_features, linear.in_features

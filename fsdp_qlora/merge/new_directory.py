@@ -29,7 +29,7 @@ def open_partial(output: Path) -> tuple[Path, DirectoryLock]:
             lock.take(partial, output)
         if lock.is_lost():  # renamed just before it was locked
             lock.close()
-    for old in {*partial.iterdir()} - {lock.path}:  # left by a process that died
+    for old in {*partial.iterdir()} - {lock.path}:  # of a merge that died, or whose check failed
         remove(old)
     return partial, lock
 

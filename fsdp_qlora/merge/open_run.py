@@ -17,7 +17,7 @@ from fsdp_qlora.lora.peft_names import adapter_shapes, token_row_names
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.adapter_without_run import open_adapter_without_run
 from fsdp_qlora.merge.base_for_merge import OTHER_BASE, BaseForMerge
-from fsdp_qlora.merge.merged_layout import add_other_parts, merged_shapes_and_paths
+from fsdp_qlora.merge.merged_layout import add_other_parts, make_merged_layout
 from fsdp_qlora.merge.other_files import auto_class, is_multimodal
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -39,14 +39,14 @@ def open_run(
     run = read_run(adapter_dir)
     # digests of the tensors in training; each is compared when the tensor is read
     checksums = {} if allow_other_base else run.quantization["tensor_sums"]
-    base, arch = read_base(base_model or run.base_model, run.quantization, checksums, run.token_ids)
-    check_base(base, arch, run, allow_other_base)
-    return run, base, adapters_of_run(adapter_dir, run, base, arch)
+    base = read_base(base_model or run.base_model, run.quantization, checksums, run.token_ids)
+    check_base(base, run, allow_other_base)
+    return run, base, adapters_of_run(adapter_dir, run, base)
 
 
 def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str],
-              token_ids: Sequence[int]) -> tuple[BaseForMerge, Architecture]:
-    """Return the base model and its arch, after the same checks of its files as in training.
+              token_ids: Sequence[int]) -> BaseForMerge:
+    """Return the base model of a run, after the same checks of its files as in training.
     `checksums`: those that its tensors must have; `token_ids`: the tokens whose rows were trained;
     see BaseForMerge."""
     directory = find_model(name, "weights", "--base_model")
@@ -62,39 +62,40 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
                              " training with --base_model")
         if is_multimodal(model_config):
             add_other_parts(names, stored)
-        merged_shapes, paths = merged_shapes_and_paths(stored, names, nf4_states)
+        layout = make_merged_layout(stored, names, nf4_states)
     if token_ids:  # the merged vocabulary, embedding and lm_head are large enough for them
         arch = arch.with_token(max(token_ids))
-        for table in {names.embedding, names.lm_head} & merged_shapes.keys():
-            (_, hidden), table_dtype = merged_shapes[table]
-            merged_shapes[table] = (arch.vocab_size, hidden), table_dtype
-    base = BaseForMerge(
+        for table in {names.embedding, names.lm_head} & layout.shapes.keys():
+            (_, hidden), table_dtype = layout.shapes[table]
+            layout.shapes[table] = (arch.vocab_size, hidden), table_dtype
+    return BaseForMerge(
         directory=directory, stored=stored, names=names, nf4_states=nf4_states,
-        merged_shapes=merged_shapes, paths=paths, auto_class=auto_class(model_config),
+        merged_layout=layout, auto_class=auto_class(model_config),
         training_dtype=getattr(torch, dtype), arch=arch, checksums=checksums,
         token_ids=token_ids)
-    return base, arch
 
 
-def check_base(base: BaseForMerge, arch: Architecture, run: TrainedRun, allow_other: bool) -> None:
+def check_base(base: BaseForMerge, run: TrainedRun, allow_other: bool) -> None:
     """Raise ValueError unless the base is the one that the run was trained on."""
     if allow_other:
         print("warning: --allow_other_base: the base may be another one: nothing will be compared")
         return
     if base_digest(base.directory) != run.base_sha256:
         raise ValueError(f"{base.directory}: its config.json or its weights {OTHER_BASE}")
-    if max(map(max, run.merge_check_ids)) >= arch.vocab_size:
+    assert base.arch, "the base of a run has one"
+    if max(map(max, run.merge_check_ids)) >= base.arch.vocab_size:
         raise ValueError("train_config.json has probe_input_ids outside the base's vocabulary of"
-                         f" {arch.vocab_size}: another base model?")
+                         f" {base.arch.vocab_size}: another base model?")
 
 
 def adapters_of_run(
-    adapter_dir: Path, run: TrainedRun, base: BaseForMerge, arch: Architecture
+    adapter_dir: Path, run: TrainedRun, base: BaseForMerge
 ) -> dict[str, StoredAdapter]:
     """Return {name of a linear, or of a table with trained rows: its adapter}. Raises ValueError
     unless the files are those of the run."""
     settings = AdapterSettings(*(run.config[key] for key in ("lora_rank", "lora_alpha", "adapter")))
-    arch = with_adapter_form(arch, adapter_dir)
+    assert base.arch, "the base of a run has one"
+    arch = with_adapter_form(base.arch, adapter_dir)
     adapted = {*adapted_linears(arch, run.config["target_modules"])}
     # {name of a weight: peft_name()s of its adapter's tensors, or the name of its trained rows}
     parts = {}
@@ -113,6 +114,6 @@ def token_row_parts(base: BaseForMerge, arch: Architecture) -> dict[str, list[st
     """Return {embedding or lm_head: the one of token_row_names() that has its trained rows}."""
     names = base.names
     tables = dict(zip((names.embedding, names.lm_head), token_row_names(arch)))
-    if arch.tied and names.lm_head in base.merged_shapes:  # a copy of the embedding
+    if arch.tied and names.lm_head in base.merged_layout.shapes:  # a copy of the embedding
         tables[names.lm_head] = tables[names.embedding]
     return {table: [name] for table, name in tables.items()}

@@ -38,8 +38,8 @@ def copy_other_files(directory: Path, base: BaseForMerge, run: TrainedRun) -> No
     # generation_config.json; and the tokenizer, if rows of tokens were trained
     for path in run.replacing_files:
         shutil.copyfile(path, directory / path.name)
-    index = {"metadata": {"total_size": base.merged_bytes},
-             "weight_map": {name: path.name for name, path in base.paths.items()}}
+    index = {"metadata": {"total_size": base.merged_layout.n_bytes},
+             "weight_map": {name: path.name for name, path in base.merged_layout.paths.items()}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (directory / "config.json").write_text(json.dumps(merged_config(base), indent=2))
     with errors_about(f"{base.directory}: its tokenizer cannot be loaded"):
@@ -54,10 +54,10 @@ def merged_config(base: BaseForMerge) -> dict[str, Any]:
         config["torch_dtype"] = "bfloat16"
     text = config.get("text_config") or config  # that of a multimodal model's language model
     if base.token_ids:
-        (vocab_size, _), _ = base.merged_shapes[base.names.embedding]
+        (vocab_size, _), _ = base.merged_layout.shapes[base.names.embedding]
         for part in [part for part in (config, text) if "vocab_size" in part] or [text]:
             part["vocab_size"] = vocab_size
     for part in config, text:
-        part.pop("quantization_config", None)  # if the base is in 4 bits
+        part.pop("quantization_config", None)  # of a base that is quantized in its files
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here
     return config
