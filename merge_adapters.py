@@ -139,10 +139,10 @@ def merge(args: argparse.Namespace) -> None:
     adapter_file = adapter_dir / ADAPTER_WEIGHTS
     # a training run may replace the file meanwhile; a missing one is reported when it is read
     stat_before = adapter_file.stat() if adapter_file.is_file() else None
+    run, base, adapters = open_run(adapter_dir, args.base_model, args.allow_other_base)
+    device = choose_device(args.device, run)
+    log_base(base, len(adapters.keys() & base.names.linears.keys()))
     with new_directory(output) as new:
-        run, base, adapters = open_run(adapter_dir, args.base_model, args.allow_other_base)
-        device = choose_device(args.device, run)
-        log_base(base, len(adapters.keys() & base.names.linears.keys()))
         write_merged(new.path, output, base, adapters, run, device)
         require(stat_before and os.path.samestat(stat_before, adapter_file.stat()),
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")

@@ -38,7 +38,7 @@ with --offload, a GPU of 24 GB is enough for a 70B. Without a GPU the file runs 
     options of the chat template                  render()
     a data set of the Hub                         nothing: save it as JSONL with Dataset.to_json
     weight of an answer or a token                check_example(), encode_answer(), Row, make_row(),
-                                                  count_loss_tokens(), rows_loss(), cross_entropy()
+                                                  count_loss_tokens(), rows_loss()
 
 On several machines run torchrun with --nnodes, --rdzv_backend c10d and --rdzv_endpoint on each of
 them, with the model and the data there. The machine of rank 0 gets the adapter.
@@ -114,8 +114,8 @@ class Row(NamedTuple):
     """The tokens of a text, or of an answer and all messages before it.
 
     Every field must be a tensor with one value per token, because read_rows() truncates fields at
-    --max_seq_len. To weight the loss, add a field of fp32 [tokens], even if all tokens of an answer
-    have the same weight.
+    --max_seq_len. To weight the loss, add a field `weights`, fp32 [tokens], even if all tokens of
+    an answer have the same weight.
     """
 
     ids: Tensor  # [tokens]
@@ -144,6 +144,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+# ---- Flags, processes, the model's files --------------------------------------------------------
+
+
 def parse_args() -> Namespace:
     parser = ArgumentParser(
         description="Fine-tune a language model by QLoRA on several GPUs.", allow_abbrev=False,
@@ -155,7 +158,7 @@ def parse_args() -> Namespace:
     parser.add_argument("--num_epochs", type=float, default=1.0, help="passes over the data")
     parser.add_argument("--max_steps", type=int, help="optimizer steps, in place of --num_epochs")
     parser.add_argument("--batch_size", type=int, default=16,
-                        help="rows (texts, or answers) per optimizer step, summed over all GPUs")
+                        help="rows (texts, or answers) per optimizer step, of all GPUs together")
     parser.add_argument("--micro_batch_size", type=int, default=4,
                         help="rows of max_seq_len tokens that a GPU computes at once; more if they"
                         " are shorter, up to micro_batch_size * max_seq_len tokens with padding")
@@ -169,8 +172,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--lora_alpha", type=int, default=32,
                         help="the adapter is scaled by lora_alpha / lora_rank")
     parser.add_argument("--offload", action="store_true",
-                        help="keep the model in host memory, except the layer that computes, the"
-                        " embedding and the lm_head; fsdp_policy() says what else is on the GPU")
+                        help="keep the model in host memory, except two layers at a time, the"
+                        " embedding, the lm_head and the scales of NF4")
     return parser.parse_args()
 
 
@@ -198,7 +201,10 @@ def check_args(args: Namespace) -> None:
     for path in (args.dataset, args.eval_dataset):
         if path and not Path(path).is_file():
             fail(f"{path}: no such file")  # now, not after a download
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fail now, not after training
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fail now, not after training
+    except OSError as e:
+        fail(f"--output_dir {args.output_dir}: {e.strerror}")
     if Path(args.output_dir, "adapter_model.safetensors").exists():
         fail(f"--output_dir {args.output_dir}: already has an adapter")
 
@@ -587,9 +593,12 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
 
 
 def count_loss_tokens(rows: list[Row]) -> float:
-    """Return the number of tokens in the loss of these rows, which is the loss's divisor. If you
-    add weights, return the sum of these tokens' weights. read_rows() leaves out each row for which
-    this function returns 0."""
+    """Return the number of tokens in the loss of these rows, which is the loss's divisor.
+    read_rows() leaves out each row for which this function returns 0. If you add weights, return
+    the sum of these tokens' weights:
+
+        return sum(row.weights[1:][row.labels[1:] != IGNORE_INDEX].sum().item() for row in rows)
+    """
     # from 1: nothing predicts the first token
     return sum((row.labels[1:] != IGNORE_INDEX).sum().item() for row in rows)
 
@@ -604,16 +613,10 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
     collectives. It must not compare rows with each other, as a loss of preference pairs does:
     micro_batches() sorts them, and deals them to the ranks.
 
-    Weights, if Row has them, are shifted as the targets are, and then given to cross_entropy(),
-    which must split them into chunks, too:
+    Weights, if Row has them, are shifted as the targets are:
 
         weights = pad_sequence([row.weights for row in rows], batch_first=True)
         weights = F.pad(weights[:, 1:], (0, 1)).flatten().to(device)
-
-    and in chunk_loss():
-
-        losses = F.cross_entropy(
-            logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
         return losses @ weights
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
@@ -629,19 +632,21 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
         # [rows, tokens, vocabulary] in bf16. With the default flags and a vocabulary of 128k the
         # logits need 2 GiB, and their gradient up to 4: a lower --micro_batch_size helps
         logits = model(input_ids=ids, use_cache=False).logits
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+    losses = cross_entropy(logits.flatten(0, 1), targets.flatten())  # [rows * tokens]
+    return losses.sum()
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum the cross-entropy of logits [tokens, vocabulary], LOSS_CHUNK tokens at a time.
-    checkpoint() recomputes each chunk in backward, so that only one chunk is ever in fp32."""
+    """Return the cross-entropy of each token, fp32 [tokens], 0 where it is not in the loss, from
+    logits [tokens, vocabulary]. LOSS_CHUNK tokens are computed at a time, and checkpoint()
+    recomputes each chunk in backward, so that only one chunk is ever in fp32."""
 
-    def chunk_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    def chunk_losses(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(
+            logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
 
     chunks = zip(logits.split(LOSS_CHUNK), targets.split(LOSS_CHUNK))
-    losses = [checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.stack(losses).sum()
+    return torch.cat([checkpoint(chunk_losses, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 @torch.no_grad()
@@ -863,7 +868,8 @@ def check_example(example: dict[str, Any]) -> None:
     if not isinstance(example, dict):
         raise DataError("expected an object with text or messages")
     if ("text" in example) == ("messages" in example):
-        raise DataError(f"expected either text or messages, not {', '.join(example)}")
+        found = ", ".join(example) or "a line without values"
+        raise DataError(f"expected either text or messages, not {found}")
     messages = example.get("messages", [])
     if not isinstance(example.get("text", ""), str):
         raise DataError("expected a string as text")

@@ -240,16 +240,10 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
          "    return Row(torch.tensor(ids), torch.full([len(ids)], 0.25),"),
         ("    return sum((row.labels[1:] != IGNORE_INDEX).sum().item()",
          "    return sum(row.weights[1:][row.labels[1:] != IGNORE_INDEX].sum().item()"),
-        ("    return cross_entropy(logits.flatten(0, 1), targets.flatten())",
+        ("    return losses.sum()",
          "    weights = pad_sequence([row.weights for row in rows], batch_first=True)\n"
          "    weights = F.pad(weights[:, 1:], (0, 1)).flatten().to(device)\n"
-         "    return cross_entropy(logits.flatten(0, 1), targets.flatten(), weights)"),
-        ("def cross_entropy(logits: Tensor, targets: Tensor)",
-         "def cross_entropy(logits, targets, weights)"),
-        ("chunk_loss(logits: Tensor, targets: Tensor)", "chunk_loss(logits, targets, weights)"),
-        ('targets, ignore_index=IGNORE_INDEX, reduction="sum")',
-         'targets, reduction="none") @ weights'),
-        ("targets.split(LOSS_CHUNK))", "targets.split(LOSS_CHUNK), weights.split(LOSS_CHUNK))")],
+         "    return losses @ weights")],
     "columns": [
         ("    check_example(example)\n    if",
          '    example = {"messages": [{"role": "user", "content": example["prompt"]},'

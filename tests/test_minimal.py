@@ -165,6 +165,7 @@ def base(tmp_path_factory, demo_directory, wanted):
     open_ended = [{"messages": [{"role": role, "content": "4"}]} for role in ("user", "assistant")]
     write_jsonl(directory / "unanswered.jsonl", [*open_ended, *rows])
     write_jsonl(directory / "odd.jsonl", [rows[0], {"prompt": "1", "completion": "2"}])
+    write_jsonl(directory / "null.jsonl", [{"text": None}])
     (directory / "broken.jsonl").write_text('{"text": "1"}\n\n{"text": "2}\n')
     (directory / "taken").mkdir()
     (directory / "taken" / "adapter_model.safetensors").touch()
@@ -282,7 +283,9 @@ RUNS = {  # name: (processes, what the job has)
     "no gradient": (2, {"argv": flags("zeros", "x")}),
     "no file": (2, {"argv": flags("llama", "x", rows="none.jsonl")}),
     "other rows": (2, {"argv": flags("llama", "x"), "with": ["rank_1_has_other_rows"]}),
+    "null rows": (2, {"argv": flags("llama", "x", rows="null.jsonl")}),
     "no directory": (2, {"argv": flags("llama", "taken")}),
+    "a file": (2, {"argv": flags("llama", "odd.jsonl")}),
     "too long": (2, {"argv": flags("llama", "x", "--max_seq_len", 10**6)}),
     "no rows": (2, {"argv": flags("llama", "x", "--max_seq_len", 1)}),
     "too fast": (2, {"argv": flags("demo", "x", "--learning_rate", 1e9)}),
@@ -435,9 +438,9 @@ def test_loss_in_chunks_is_the_whole(monkeypatch):
     got, want = (torch.randn(10, 9, generator=torch.Generator().manual_seed(0)).requires_grad_()
                  for _ in range(2))
     losses = (minimal_fsdp_qlora.cross_entropy(got, labels),
-              F.cross_entropy(want, labels, reduction="sum"))
+              F.cross_entropy(want, labels, reduction="none"))
     for loss in losses:
-        loss.backward()
+        loss.sum().backward()
     torch.testing.assert_close(losses[0], losses[1])
     torch.testing.assert_close(got.grad, want.grad)
 
@@ -575,7 +578,9 @@ def test_check_loaded_finds(run, words, runs):
     ("no rate", "--learning_rate nan: must be above 0"),
     ("no file", "none.jsonl: no such file"),
     ("other rows", "text.jsonl: not the same file on all machines"),
+    ("null rows", "null.jsonl, line 1: DataError: expected either text or messages, not a line"),
     ("no directory", "--output_dir taken: already has an adapter"),
+    ("a file", "--output_dir odd.jsonl: File exists"),
     ("no rows", "text.jsonl: no token to train on"),
     ("too fast", "the run has diverged (use a lower --learning_rate)"),
     ("no gradient", "gradient norm 0.0000: nothing is trained yet: are the model's weights, and"),
