@@ -98,7 +98,7 @@ def log_plan(
     if not plan.n_recomputed:
         recomputed = "no activation checkpointing"
     notes = {
-        describe_copies(plan, world_size, unit): True,
+        describe_weight_layout(plan, world_size, unit): True,
         f"micro-batches of up to {plan.micro_batch_tokens * shared_by:,} tokens": True,
         f"each shared by {shared_by} {unit}s (context parallelism)": shared_by > 1,
         recomputed: True,
@@ -128,7 +128,7 @@ def log_plan(
                f" {unit}{pinned if plan.host_bytes else ''}: {parts}")
 
 
-def describe_copies(plan: Plan, n: int, unit: str) -> str:
+def describe_weight_layout(plan: Plan, n: int, unit: str) -> str:
     """Describe the layout of the weights over `n` GPUs or processes."""
     n_shards = plan.shard_group_size
     if n == 1:
