@@ -580,8 +580,8 @@ def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
             plan, arch, sum_layers(specs), H200, 65_536).compute
     of_input, of_sum, of_attention = seconds.values()
     kernel = 2 * 65_536**2 * 4096 / min(
-        CONSTANTS.fixed_len_flops_per_second, CONSTANTS.sustained * H200.flops_per_second)
-    projection = 2 * 65_536 * 4096**2 / (CONSTANTS.sustained * H200.flops_per_second)
+        CONSTANTS.fixed_len_flops_per_second, CONSTANTS.sustained_fraction * H200.flops_per_second)
+    projection = 2 * 65_536 * 4096**2 / (CONSTANTS.sustained_fraction * H200.flops_per_second)
     assert of_input - of_attention == pytest.approx(kernel)
     assert of_sum - of_attention == pytest.approx(kernel - projection)
 
@@ -1011,7 +1011,7 @@ def test_latents_are_planned_as_what_ranks_exchange():
     kv_b = specs[0].mixer_sublayer.token_mixer.kv_b
     flops = 4 * 3 * 2 * 7.5 * kv_b.n_weights  # layers, passes, a product and a sum, more keys
     assert seconds(shared, **products) - seconds(alone, **products) == pytest.approx(
-        flops / (CONSTANTS.sustained * H200.flops_per_second), rel=1e-6)
+        flops / (CONSTANTS.sustained_fraction * H200.flops_per_second), rel=1e-6)
 
 
 def test_recurrent_layers_share_no_micro_batches():
@@ -1028,9 +1028,9 @@ def test_attention_counts_for_what_it_takes():
         plan = Plan(**{**PLAN, "n_layers": 32, "micro_batch_tokens": 131_072, **fields})
         return predict_time(plan, arch, specs, H200, document).token_seconds
 
-    one_pass = 2 * (131_072 - 2048) * 4096 * 32 / (CONSTANTS.sustained * H200.flops_per_second)
+    matmul_speed = CONSTANTS.sustained_fraction * H200.flops_per_second
+    one_pass = 2 * (131_072 - 2048) * 4096 * 32 / matmul_speed
     of_short = seconds(2048, n_recomputed=32) - seconds(2048)
     assert seconds(n_recomputed=32) - seconds() - of_short == pytest.approx(one_pass, rel=0.01)
     slower = seconds(is_varlen=True) / seconds()
-    matmuls = CONSTANTS.sustained * H200.flops_per_second
-    assert 1.2 < slower < matmuls / CONSTANTS.varlen_flops_per_second
+    assert 1.2 < slower < matmul_speed / CONSTANTS.varlen_flops_per_second

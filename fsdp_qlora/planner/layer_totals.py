@@ -93,8 +93,8 @@ def sum_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
 def attention_slowdown(head_dim: int) -> float:
     """Return how many times as long the attention of a head takes as its width tells."""
     if head_dim > 256:
-        return CONSTANTS.widest_heads
-    return CONSTANTS.wide_heads if head_dim > 128 else 1
+        return CONSTANTS.widest_head_slowdown
+    return CONSTANTS.wide_head_slowdown if head_dim > 128 else 1
 
 
 def layer_ranges(plan: Plan) -> list[tuple[int, int]]:

@@ -53,7 +53,7 @@ class LayerSeconds:
                     for work in (self.forward, self.compute - self.forward))
         layer = max(layer, 0 if uses_cuda_graphs else self.launches)
         return layer + (
-            CONSTANTS.copy_disturbance * min(self.compute, 2 * self.copies) + self.waits)
+            CONSTANTS.overlap_lost_fraction * min(self.compute, 2 * self.copies) + self.waits)
 
 
 def layer_seconds(
@@ -106,10 +106,11 @@ def compute_seconds(
         again = fraction_recomputed(plan)
         flops += 2 * n * (plan.visible_keys_per_token - 1) * (2 + again) * mla.kv_b.n_weights
     attended_tokens = min(n * plan.context_parallel_size, mean_document_tokens)
+    forwards = CONSTANTS.attention_forwards
     # a recomputed layer's forward, unless its results are reused
-    passes = CONSTANTS.attention_passes + (plan.n_recomputed - plan.n_attention_saved) / n_layers
-    attention_flops = 2 * n * passes * attended_tokens * totals.mean_query_width
-    matmul_speed = CONSTANTS.sustained * machine.flops_per_second
+    forwards += (plan.n_recomputed - plan.n_attention_saved) / n_layers
+    attention_flops = 2 * n * forwards * attended_tokens * totals.mean_query_width
+    matmul_speed = CONSTANTS.sustained_fraction * machine.flops_per_second
     kernel_speed = (CONSTANTS.varlen_flops_per_second if plan.is_varlen else
                     CONSTANTS.fixed_len_flops_per_second)
     moved = moved_bytes(plan, arch, totals, attended_tokens)
@@ -125,11 +126,11 @@ def moved_bytes(
     n, n_layers, itemsize = plan.micro_batch_tokens, arch.n_layers, plan.dtype.itemsize
     # each use of a weight reads 4 bits and writes a number: once in forward, once in backward, and
     # once more for a fraction of the recomputed layers' weights
-    share = (CONSTANTS.reused_dequantized_again if plan.reuse_dequantized
-             else CONSTANTS.dequantized_again)
+    share = (CONSTANTS.reused_dequantized_again_fraction if plan.reuse_dequantized
+             else CONSTANTS.dequantized_again_fraction)
     uses = 2 * (totals.n_weights / n_layers) + (
         fraction_recomputed(plan) * share * (totals.active_weights / n_layers))
-    moved = (uses * (0.5 + itemsize) / CONSTANTS.dequantizing
+    moved = (uses * (0.5 + itemsize) / CONSTANTS.dequantizing_fraction
              + n * totals.elementwise_values / n_layers * itemsize)
     if plan.context_parallel_size > 1 and (mla := totals.mla):
         # made in forward, and twice in backward; and their gradients
@@ -141,7 +142,7 @@ def moved_bytes(
     if arch.moe and plan.n_expert_ranges > 1:  # the experts' rows are copied
         routed = sum(arch.layer_routed) / n_layers
         width = arch.expert_gate_up[0].in_features
-        moved += routed * CONSTANTS.range_copies * n * arch.moe.top_k * width * itemsize
+        moved += routed * CONSTANTS.range_accesses * n * arch.moe.top_k * width * itemsize
     return moved
 
 
@@ -182,6 +183,6 @@ def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
 def lm_head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """Return the predicted time of the lm_head and the loss for one micro-batch."""
     logits = plan.micro_batch_tokens * arch.vocab_size
-    speed = CONSTANTS.sustained * machine.flops_per_second
+    speed = CONSTANTS.sustained_fraction * machine.flops_per_second
     return (CONSTANTS.lm_head_flops * logits * arch.hidden_size / speed
-            + CONSTANTS.logits_passes * logits * plan.dtype.itemsize / machine.bandwidth)
+            + CONSTANTS.logits_accesses * logits * plan.dtype.itemsize / machine.bandwidth)
