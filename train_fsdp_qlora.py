@@ -80,7 +80,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler, ShuffledSampler
 from fsdp_qlora.evaluation.document_losses import evaluation_batches, evaluation_micro_batches
 from fsdp_qlora.evaluation.generation import generate_samples
-from fsdp_qlora.evaluation.global_loss_values import global_loss_values, with_global_values
+from fsdp_qlora.evaluation.global_loss_inputs import global_loss_inputs, with_global_inputs
 from fsdp_qlora.evaluation.ref_logps import ensure_ref_logps
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels import attention
@@ -663,12 +663,12 @@ def accumulate_gradient(run: Run, rows: Rows, micro_batches: list[MicroBatch]) -
     rank's sums of compute_loss(). All ranks must call this."""
     plan = run.plan
     sums = []
-    # values that the loss needs of all rows of the step: KTO's KL estimate, which takes one more
-    # forward; ORPO's weights of tokens
-    global_values = global_loss_values(run.model, rows, [rows])
+    # inputs of the loss that depend on all rows of the step: KTO's KL estimate, which takes one
+    # more forward; ORPO's weights of tokens
+    global_inputs = global_loss_inputs(run.model, rows, [rows])
     while micro_batches:
         # not a for loop: frees each one's memory after use
-        micro_batch = with_global_values(micro_batches.pop(0), global_values)
+        micro_batch = with_global_inputs(micro_batches.pop(0), global_inputs)
         if plan.uses_fsdp and plan.shard_group_size < dist.get_world_size():
             # copies of the model sum their gradients once per step, not once per micro-batch
             run.model.set_requires_all_reduce(not micro_batches)
@@ -758,11 +758,11 @@ def evaluate(run: Run) -> Metrics | None:
     rows = run.eval_rows
     n_seen = 0
     batches = functools.partial(evaluation_batches, rows, run.config.batch_size, run.status)
-    global_values = global_loss_values(run.model, rows, (batch for _, batch in batches()))
+    global_inputs = global_loss_inputs(run.model, rows, (batch for _, batch in batches()))
     for _, batch in batches():
         n_seen += len(batch)
         for micro_batch, _ in evaluation_micro_batches(run.model, batch):
-            micro_batch = with_global_values(micro_batch, global_values)
+            micro_batch = with_global_inputs(micro_batch, global_inputs)
             sums += compute_loss(run.model, micro_batch, run.config)[1]
     reshard_all(run.model)  # no backward has freed what the last forward gathered
     if n_seen < len(rows):  # evaluation_batches() ended early, because a stop was requested

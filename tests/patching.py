@@ -11,7 +11,7 @@ from pathlib import Path
 
 # what the check at start does not call
 NOT_CHECKED = ("train_", "fsdp_qlora.run", "fsdp_qlora.planner", "fsdp_qlora.layer_costs",
-               "fsdp_qlora.evaluation.document_losses", "fsdp_qlora.evaluation.global_loss_values",
+               "fsdp_qlora.evaluation.document_losses", "fsdp_qlora.evaluation.global_loss_inputs",
                "fsdp_qlora.evaluation.ref_logps")  # fmt: skip
 
 

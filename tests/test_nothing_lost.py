@@ -234,7 +234,7 @@ def test_killed_at_random_times(kills, start, forks, undisturbed, tmp_path):
 
 
 # {what is called in a start with a preference loss: how often}
-CALLS = {"document_losses": 4, "global_loss_values": 9, "compute_loss": 12, "optimizer_step": 9}
+CALLS = {"document_losses": 4, "global_loss_inputs": 9, "compute_loss": 12, "optimizer_step": 9}
 SAMPLE_OF_KILLS = [  # in its reference, in a step, in a save
     {"slow": [["document_losses", 3, 0.3]]}, {"slow": [["compute_loss", 4, 0.3]]},
     {"fault": {"rank": 0, "operation": ["save_file", "save_checkpoint"], "how": "torn"}}]

@@ -38,7 +38,7 @@ from fsdp_qlora.data.sampling import ShuffledSampler
 from fsdp_qlora.data.sources import find_fragments
 from fsdp_qlora.data.tokenize_documents import both_tokenizers, tokenize
 from fsdp_qlora.errors import FatalExample
-from fsdp_qlora.evaluation import document_losses, global_loss_values, ref_logps
+from fsdp_qlora.evaluation import document_losses, global_loss_inputs, ref_logps
 from fsdp_qlora.evaluation.ref_logps import read_ref_logps, tensor_digest, write_ref_logps
 from fsdp_qlora.micro_batch.micro_batch import PreferenceInputs
 from fsdp_qlora.model.preference_loss import LOSSES, LossRecord, preference_loss
@@ -332,11 +332,11 @@ def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypa
     )
     rows = dataclasses.replace(rows, mismatched=before)
     found = iter(torch.tensor(losses, dtype=torch.float64).split(2))
-    monkeypatch.setattr(global_loss_values, "document_losses", lambda run, rows: next(found))
-    monkeypatch.setattr(global_loss_values, "reshard_all", lambda model: None)
+    monkeypatch.setattr(global_loss_inputs, "document_losses", lambda run, rows: next(found))
+    monkeypatch.setattr(global_loss_inputs, "reshard_all", lambda model: None)
     run = types.SimpleNamespace(device="cpu", model=None)
     batches = (rows.select(torch.arange(4)[part]) for part in (slice(2), slice(2, 4)))
-    assert global_loss_values.global_loss_values(run, rows, batches) == {"kl": value}
+    assert global_loss_inputs.global_loss_inputs(run, rows, batches) == {"kl": value}
 
 
 def log_sigmoid(x):

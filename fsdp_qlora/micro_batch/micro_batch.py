@@ -59,7 +59,7 @@ class PreferenceInputs:
     n_loss_tokens: torch.Tensor  # fp64 [rows, answers], targets of the answer; 0: padding
     ref_logps: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
     desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
-    # the next two: fp64 [], of the whole step or evaluation, see global_loss_values()
+    # the next two: fp64 [], of the whole step or evaluation, see global_loss_inputs()
     kl: torch.Tensor | None = None  # KTO's estimate of the KL divergence
     rows_per_token: torch.Tensor | None = None  # ORPO: rows / all tokens of chosen documents
     # fp64 [rows, answers]: log-probability of each answer, the sum over its tokens or, if the loss

@@ -1,4 +1,4 @@
-"""Values that the loss of a micro-batch needs of all rows of its step or evaluation: KTO's estimate
+"""Inputs of a micro-batch's loss that depend on all rows of its step or evaluation: KTO's estimate
 of the KL divergence, ORPO's number of rows for each token.
 """
 
@@ -17,7 +17,7 @@ from fsdp_qlora.model.fsdp import reshard_all
 from fsdp_qlora.model.model import Model
 
 
-def global_loss_values(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
+def global_loss_inputs(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
     """Return the fields of PreferenceInputs that depend on all of these Rows (a step's or an
     evaluation's), if the loss reads any. `batches` yields the Rows a few at a time. All ranks must
     call this."""
@@ -30,12 +30,12 @@ def global_loss_values(model: Model, rows: Rows, batches: Iterable[Rows]) -> dic
     return {}
 
 
-def with_global_values(micro_batch: MicroBatch, values: dict[str, Any]) -> MicroBatch:
-    """Return the micro-batch whose answers, if it has any, have the result of global_loss_values().
+def with_global_inputs(micro_batch: MicroBatch, inputs: dict[str, Any]) -> MicroBatch:
+    """Return the micro-batch whose answers, if it has any, have the result of global_loss_inputs().
     """
     if not micro_batch.preference:
         return micro_batch
-    preference = dataclasses.replace(micro_batch.preference, **values)
+    preference = dataclasses.replace(micro_batch.preference, **inputs)
     return dataclasses.replace(micro_batch, preference=preference)
 
 
