@@ -41,7 +41,7 @@ from fsdp_qlora.errors import FatalExample
 from fsdp_qlora.evaluation import document_losses, global_loss_inputs, ref_logps
 from fsdp_qlora.evaluation.ref_logps import read_ref_logps, tensor_digest, write_ref_logps
 from fsdp_qlora.micro_batch.micro_batch import PreferenceInputs
-from fsdp_qlora.model.preference_loss import LOSSES, LossRecord, preference_loss
+from fsdp_qlora.model.preference_loss import LOSSES, LossSpec, preference_loss
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run.status import Status
 
@@ -667,9 +667,9 @@ def hinge(answers, config):
     return F.relu(1 - (rewards[:, 0] - rewards[:, 1])), rewards
 
 
-def test_a_new_loss_is_one_function_and_its_record(
+def test_a_new_loss_is_one_function_and_its_spec(
         base, trained, run_main, read_metrics, monkeypatch):
-    monkeypatch.setitem(LOSSES, "hinge", LossRecord(hinge))
+    monkeypatch.setitem(LOSSES, "hinge", LossSpec(hinge))
     monkeypatch.chdir(base)
     argv = [*TRAIN, *data_flags("hinge"), "--loss", "hinge", "--output_dir", "hinge"]
     code, out, err = run_main(*argv, "--beta", 0.5)

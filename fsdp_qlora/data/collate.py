@@ -144,7 +144,7 @@ def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,
     targets = torch.full_like(ids, IGNORE_INDEX)  # the token that each position predicts
     # a loss that reads prompts has two sums of token losses for each document, its answer's and its
     # prompt's; any other has one
-    n_sums = 2 if rows.loss_record.trains_prompt else 1
+    n_sums = 2 if rows.loss_spec.trains_prompt else 1
     sum_index = torch.zeros_like(ids)  # the sum that each position belongs to
     for number, i in enumerate(documents):
         token_ids, labels = rows.document(i)
@@ -154,7 +154,7 @@ def token_tensors(rows: Rows, documents: list[int], padded: PaddedDocuments,
         ids[start:stop] = token_ids
         targets[before_last] = labels[1:]
         sum_index[start:stop] = n_sums * number
-        if rows.loss_record.trains_prompt and rows.desirable[i]:
+        if rows.loss_spec.trains_prompt and rows.desirable[i]:
             targets[before_last] = token_ids[1:]
             sum_index[before_last] += labels[1:] == IGNORE_INDEX
     target_positions = (targets != IGNORE_INDEX).nonzero().view(-1)

@@ -73,7 +73,7 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     if fraction is not None:
         rows, eval_rows = hold_out(rows, fraction, config)
     n_desirable = int(rows.desirable.sum())
-    if rows.loss_record.is_unpaired and n_desirable in (0, len(rows)):
+    if rows.loss_spec.is_unpaired and n_desirable in (0, len(rows)):
         raise RunEnd(f"--loss {config.loss} needs good and bad answers, but {n_desirable:,} of"
                      f" {len(rows):,} rows have label true. For good answers alone use --loss"
                      " sft")
@@ -118,7 +118,7 @@ def log_eval_data(eval_rows: Rows, line: str, rows: Rows) -> None:
 
 def with_mismatched(rows: Rows, config: Config) -> Rows:
     """Return the rows, with `mismatched` if their loss reads it."""
-    if not rows.loss_record.is_unpaired:
+    if not rows.loss_spec.is_unpaired:
         return rows
     assert config.max_seq_len, "resolve_max_seq_len() fills it in"
     mismatched = rows.mismatch(config.seed, config.max_seq_len)
@@ -212,7 +212,7 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int, name: str)
     parts = [f"{describe_count(rows, len(rows))},"
              f" {rows.lengths.sum():,} tokens, {rows.n_loss_tokens.sum():,} of them in the"
              f" loss ({counted}; {name})"]
-    if rows.loss_record.is_unpaired:
+    if rows.loss_spec.is_unpaired:
         good = rows.desirable
         parts.append(f"{good.sum():,} good answers, {(~good).sum():,} bad ones")
     if n_truncated:
@@ -252,9 +252,9 @@ def cache_key(
     and the version of transformers."""
     # all files, so that none that shapes the data is forgotten; any edit tokenizes again
     code = sorted(map(digest, Path(__file__).parent.glob("*.py")))
-    loss_record = LOSSES[loss]
-    formats = ("pairs" if loss_record.documents_per_row == 2 else
-               "unpaired" if loss_record.is_unpaired else "text")
+    loss_spec = LOSSES[loss]
+    formats = ("pairs" if loss_spec.documents_per_row == 2 else
+               "unpaired" if loss_spec.is_unpaired else "text")
     return json_digest([
         code, transformers.__version__, sources, source_digests, max_seq_len, vocab_size, renames,
         formats, str(tokenizer.chat_template or ""), tokenizer.backend_tokenizer.to_str(),

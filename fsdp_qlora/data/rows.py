@@ -17,7 +17,7 @@ import torch
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.example_formats import IGNORE_INDEX
-from fsdp_qlora.model.preference_loss import LOSSES, LossRecord
+from fsdp_qlora.model.preference_loss import LOSSES, LossSpec
 
 
 NUMBER_COLUMNS = "prompt_length", "n_loss_tokens", "desirable", "digest"  # in the order of Rows
@@ -56,13 +56,13 @@ class Rows:
     answer_starts: torch.Tensor | None = None
 
     @property
-    def loss_record(self) -> LossRecord:
+    def loss_spec(self) -> LossSpec:
         return LOSSES[self.loss]
 
     @property
     def documents_per_row(self) -> int:
         """1, or 2 for a loss of pairs."""
-        return self.loss_record.documents_per_row
+        return self.loss_spec.documents_per_row
 
     def __len__(self) -> int:
         return len(self.starts) // self.documents_per_row
@@ -131,7 +131,7 @@ class Rows:
 
     def n_targets(self) -> torch.Tensor:
         """Return [documents], the number of MicroBatch.targets: tokens whose loss is computed."""
-        if not self.loss_record.trains_prompt:
+        if not self.loss_spec.trains_prompt:
             return self.n_loss_tokens
         return torch.where(self.desirable, self.lengths - 1, self.n_loss_tokens)
 

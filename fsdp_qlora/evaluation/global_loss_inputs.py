@@ -21,9 +21,9 @@ def global_loss_inputs(model: Model, rows: Rows, batches: Iterable[Rows]) -> dic
     """Return the fields of PreferenceInputs that depend on all of these Rows (a step's or an
     evaluation's), if the loss reads any. `batches` yields the Rows a few at a time. All ranks must
     call this."""
-    if rows.loss_record.is_unpaired:
+    if rows.loss_spec.is_unpaired:
         return {"kl": estimate_kl(model, batches, len(rows))}
-    if rows.loss_record.trains_prompt:
+    if rows.loss_spec.trains_prompt:
         n_tokens = int(rows.n_targets()[rows.desirable].sum())
         return {"rows_per_token": torch.tensor(
             len(rows) / n_tokens, dtype=torch.float64, device=model.device)}

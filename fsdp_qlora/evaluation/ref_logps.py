@@ -42,7 +42,7 @@ class RefLogpsRows(NamedTuple):
 def ensure_ref_logps(run: Run) -> None:
     """Set `ref_logps` of the run's rows: from the file in its directory and, for rows that the file
     lacks, computed by the model with the adapter from before step 1. All ranks must call this."""
-    if not run.rows.loss_record.has_reference:
+    if not run.rows.loss_spec.has_reference:
         return
     steps = range(1, run.config.max_steps + 1)
     drawn = torch.cat([run.sampler.indices(step) for step in steps]).unique()

@@ -5,8 +5,8 @@ The loss of supervised fine-tuning is compute_loss() in the script. Both start f
 of LinearCrossEntropy in lm_head.py, and autograd does the rest. evaluation/ref_logps.py has what a
 loss compares with, the model before the first step.
 
-To add a preference loss, write a function like dpo() and its record in LOSSES: --loss takes its
-name, and its rows, its reference, its metrics and its evaluation follow from the record.
+To add a preference loss, write a function like dpo() and its LossSpec in LOSSES: --loss takes its
+name, and its rows, its reference, its metrics and its evaluation follow from the LossSpec.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def kto(preference: PreferenceInputs, config: Config) -> tuple[torch.Tensor, tor
 
 
 @dataclasses.dataclass(frozen=True)
-class LossRecord:
-    """The record of one --loss."""
+class LossSpec:
+    """What one --loss reads and computes."""
 
     function: Callable | None  # one of the above; None: the mean over the tokens in the loss
     flags: tuple[str, ...] = ("beta",)  # the loss-specific flags that it reads
@@ -94,13 +94,13 @@ class LossRecord:
 
 
 LOSSES = {
-    "sft": LossRecord(None, flags=(), documents_per_row=1, has_reference=False),
-    "dpo": LossRecord(dpo, flags=("beta", "label_smoothing")),
-    "ipo": LossRecord(ipo),
-    "simpo": LossRecord(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
-    "orpo": LossRecord(orpo, has_reference=False, per_token=True, trains_prompt=True),
-    "kto": LossRecord(kto, flags=("beta", "desirable_weight", "undesirable_weight"),
-                      documents_per_row=1)}
+    "sft": LossSpec(None, flags=(), documents_per_row=1, has_reference=False),
+    "dpo": LossSpec(dpo, flags=("beta", "label_smoothing")),
+    "ipo": LossSpec(ipo),
+    "simpo": LossSpec(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
+    "orpo": LossSpec(orpo, has_reference=False, per_token=True, trains_prompt=True),
+    "kto": LossSpec(kto, flags=("beta", "desirable_weight", "undesirable_weight"),
+                    documents_per_row=1)}
 # {name in metrics.jsonl, which is TRL's: the answers that it averages over}. The sums have this
 # order: --loss sft has the first only, pairs have all but the last. mean_metrics()
 # divides them, in run/step_stats.py
@@ -143,41 +143,41 @@ def preference_loss(token_losses: torch.Tensor, batch: MicroBatch, config: Confi
     those of this rank's tokens. All ranks must call this."""
     assert batch.preference, "there are no preference rows"
     # every rank computes all rows of the micro-batch; autograd stops at the documents of others
-    loss_record = LOSSES[config.loss]
+    loss_spec = LOSSES[config.loss]
     document_losses = all_gather_document_losses(
         sum_documents(token_losses, batch), context_parallel_size)
-    preference = with_logps(batch.preference, document_losses, loss_record)
-    losses, rewards = loss_record.function(preference, config)
+    preference = with_logps(batch.preference, document_losses, loss_spec)
+    losses, rewards = loss_spec.function(preference, config)
     is_row = batch.preference.n_loss_tokens[:, 0] > 0  # else padding
     losses = losses.where(is_row, 0)
     assert preference.logps is not None, "with_logps() has set it"
     rewards, logps = rewards.detach(), preference.logps.detach()
     chosen, rejected = (which & is_row[:, None]
                         for which in (preference.desirable, ~preference.desirable))
-    if loss_record.is_unpaired:
+    if loss_spec.is_unpaired:
         above = rewards - config.beta * preference.kl
         is_right = torch.where(preference.desirable, above > 0, above < 0)[:, 0]
     else:
         is_right = rewards[:, 0] > rewards[:, 1]
     sums = [losses.detach().sum(), (rewards * chosen).sum(), (rewards * rejected).sum(),
             (is_right & is_row).sum().double(), (logps * chosen).sum(), (logps * rejected).sum()]
-    if loss_record.is_unpaired:
+    if loss_spec.is_unpaired:
         sums.append(preference.kl * is_row.sum())
     # divided, because every rank has these sums over all rows, not over its own only
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 
 def with_logps(
-    preference: PreferenceInputs, sums: torch.Tensor, loss_record: LossRecord
+    preference: PreferenceInputs, sums: torch.Tensor, loss_spec: LossSpec
 ) -> PreferenceInputs:
     """Return the PreferenceInputs with the log-probabilities of all ranks' documents, from the
     losses that all_gather_document_losses() returned."""
-    if loss_record.trains_prompt:
+    if loss_spec.trains_prompt:
         sums, prompts = sums.view(-1, 2).unbind(1)
         preference = dataclasses.replace(preference, prompt_losses=prompts[preference.documents])
     n_loss_tokens = preference.n_loss_tokens.clamp(min=1)  # 0 in padding
     logps = -sums[preference.documents]
-    if loss_record.per_token:
+    if loss_spec.per_token:
         logps = logps / n_loss_tokens
     return dataclasses.replace(preference, n_loss_tokens=n_loss_tokens, logps=logps)
 

@@ -43,7 +43,7 @@ def check_combinations(config: Config) -> None:
     except argparse.ArgumentTypeError as e:
         raise ValueError(f"--loss {e} (see --help)")
     for f in dataclasses.fields(config):
-        losses = [loss for loss, loss_record in LOSSES.items() if f.name in loss_record.flags]
+        losses = [loss for loss, loss_spec in LOSSES.items() if f.name in loss_spec.flags]
         value = getattr(config, f.name)
         if losses and config.loss not in losses and value != f.default:
             raise ValueError(f"--{f.name} {value} applies to --loss {' or '.join(losses)}, not to"

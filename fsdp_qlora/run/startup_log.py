@@ -158,7 +158,7 @@ def log_rows(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) 
     for row in range(0, len(rows), math.ceil(len(rows) / n)):
         which, first = f"row {row + 1:,}" if row else "first row", row * rows.documents_per_row
         names = [", chosen", ", rejected"] if rows.documents_per_row == 2 else [""]
-        if rows.loss_record.is_unpaired:
+        if rows.loss_spec.is_unpaired:
             names = [" (good)" if rows.desirable[first] else " (bad)"]
         for i, name in enumerate(names):
             log(f"{which}{name}: {show_document(*rows.document(first + i), tokenizer)!r}")
