@@ -137,7 +137,7 @@ def examples_of_answers(
         if asked in example:
             check_answers(asked, example[asked], answers)
             return [{**example, answered: answer} for answer in answers], (asked, answered), False
-    n = shared_question(answers, is_whole)
+    n = question_length(answers, is_whole)
     if not n:
         raise FatalExample(f"has answers, but no prompt, only {', '.join(example) or 'them'}."
                            " Name its key with --columns OLD=prompt, or write an empty prompt")
@@ -173,7 +173,7 @@ def in_one_form(
     return example, answers
 
 
-def shared_question(answers: list[Any], is_whole: bool) -> int:
+def question_length(answers: list[Any], is_whole: bool) -> int:
     """Return how many characters or messages of the answers are their question: all but the last
     message of a single conversation, or the common beginning of two answers."""
     if len(answers) == 1:
