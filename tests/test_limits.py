@@ -25,7 +25,7 @@ from train_fsdp_qlora import learning_rate
 from fsdp_qlora.checks import compare_with_transformers as check
 from fsdp_qlora.checks import untrained_tokens
 from fsdp_qlora.checks.compare_with_transformers import compare_with_transformers
-from fsdp_qlora.checks.untrained_tokens import ZERO_ROW, untrained_rows
+from fsdp_qlora.checks.untrained_tokens import ZERO_ROW, find_untrained_tokens
 from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache
 from fsdp_qlora.data.encode_examples import check_tokens
@@ -99,7 +99,7 @@ def test_row_of_the_head_that_was_never_learned(kind, share, found, monkeypatch)
         arch=types.SimpleNamespace(vocab_size=4000))  # fmt: skip
     name = {"norm": "a tiny row", "distance": "the mean of all rows"}[kind]
     name = ZERO_ROW if (kind, found) == ("norm", "zero") else name
-    assert untrained_rows(model) == ({9: name} if found else {})
+    assert find_untrained_tokens(model) == ({9: name} if found else {})
 
 
 # ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from conftest import needs_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from fsdp_qlora.checks.untrained_tokens import ZERO_ROW, untrained_rows
+from fsdp_qlora.checks.untrained_tokens import ZERO_ROW, find_untrained_tokens
 
 ASKED = [{"role": "user", "content": "What is 3 plus 4?"},
          {"role": "assistant", "content": "The answer is 7."}]
@@ -81,7 +81,7 @@ def test_rows_that_were_never_trained_are_found():
     model = types.SimpleNamespace(
         lm_head=head.bfloat16(), shard_group_size=1, all_gather=lambda own: own[None],
         arch=types.SimpleNamespace(vocab_size=300))  # fmt: skip
-    assert untrained_rows(model) == {
+    assert find_untrained_tokens(model) == {
         **dict.fromkeys(range(3, 7), "the same row as 3 of the others"), 7: "a tiny row",
         **dict.fromkeys((8, 9), ZERO_ROW), 10: "the mean of all rows"}  # fmt: skip
 

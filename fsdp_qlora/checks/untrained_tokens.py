@@ -25,7 +25,7 @@ ZERO_ROW = "a row of zeros"
 VALUES_AT_ONCE = 2**22  # labels or weights that are read at once
 
 
-def untrained_rows(model: Model) -> dict[int, str]:
+def find_untrained_tokens(model: Model) -> dict[int, str]:
     """Return the tokens whose rows of the lm_head were never trained, {token: the evidence in
     words}. All ranks of the shard group must call this."""
     vocab_size, lm_head = model.arch.vocab_size, model.lm_head
@@ -55,12 +55,13 @@ def untrained_rows(model: Model) -> dict[int, str]:
 
 
 def check_untrained_tokens(model: Model, rows: Rows, base: BaseModelInfo) -> dict[int, str]:
-    """Return untrained_rows(), {} if there is no text. Raises RunEnd if a token that ends answers
-    in training has a row of zeros in the lm_head, and logs the other tokens in the loss that the
-    lm_head has never learned; except for those of --trainable_tokens. All ranks must call this."""
+    """Return find_untrained_tokens(), {} if there is no text. Raises RunEnd if a token that ends
+    answers in training has a row of zeros in the lm_head, and logs the other tokens in the loss
+    that the lm_head has never learned; except for those of --trainable_tokens. All ranks must call
+    this."""
     if not (tokenizer := base.tokenizer):
         return {}
-    untrained = untrained_rows(model)
+    untrained = find_untrained_tokens(model)
     counts = count_loss_tokens(rows, base.arch.vocab_size)
     frozen = {i: why for i, why in untrained.items() if i not in base.trainable_ids}
     zero = {i for i, why in frozen.items() if why == ZERO_ROW}
