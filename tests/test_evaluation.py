@@ -146,12 +146,12 @@ def test_samples_are_what_transformers_and_peft_write(nproc, name, base, runs, r
     for row, sample in zip(rows, found[4]["eval_samples"], strict=True):
         text = tokenizer.decode(tokenizer(row["prompt"])["input_ids"])
         assert sample["prompt"].startswith(text)
-        assert sample["wanted"] == row["completion"] + tokenizer.eos_token
+        assert sample["expected"] == row["completion"] + tokenizer.eos_token
         ids = tokenizer(sample["prompt"], add_special_tokens=False)["input_ids"]
         assert sample["answer"] == greedy(model, ids, tokenizer)
         assert (f"sample: prompt   {sample['prompt']!r}\n"
                 f"sample: answer   {sample['answer'][:300]!r}\n"
-                f"sample: expected {sample['wanted']!r}\n") in out  # fmt: skip
+                f"sample: expected {sample['expected']!r}\n") in out  # fmt: skip
     assert found[0]["eval_samples"] != found[4]["eval_samples"]
 
 
@@ -166,7 +166,7 @@ def test_what_a_sample_leaves_out_is_marked(run_main, read_metrics, tmp_path):
     assert code == 0, err
     (sample,) = evaluations(read_metrics(tmp_path / "run"))[0]["eval_samples"]
     assert sample["prompt"] == f"[..] {row['prompt'][-1000:]}"
-    assert sample["wanted"] == "The answer is 6.</s>"
+    assert sample["expected"] == "The answer is 6.</s>"
     assert f"\nsample: prompt   {'[..] ' + row['prompt'][-150:]!r}\n" in out
     assert [metrics.beginning(text, 2) for text in ("ab", "abc")] == ["ab", "ab [..]"]
 

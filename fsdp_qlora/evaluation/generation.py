@@ -28,11 +28,11 @@ from fsdp_qlora.run.status import Status
 
 SAMPLE_TOKENS = 64  # in an answer, at most
 N_SAMPLES, SHARE = 2, 0.01  # without --eval_samples: how many, and their fraction of training time
-LONGEST_TEXT = 1000  # characters shown of the end of a prompt, and of the wanted answer
+LONGEST_TEXT = 1000  # characters shown of the end of a prompt, and of the expected answer
 
 
 def generate_samples(run: Run, pace: float | None) -> list[dict[str, str]]:
-    """Return [{"prompt", "answer", "wanted"}] of the first held-out rows, as texts with special
+    """Return [{"prompt", "answer", "expected"}] of the first held-out rows, as texts with special
     tokens; [] if the run was asked to stop, or if samples were not requested and would take too
     long. `pace`: rank 0's seconds per step so far; None: not known yet. All ranks must call this.
     """
@@ -45,13 +45,13 @@ def generate_samples(run: Run, pace: float | None) -> list[dict[str, str]]:
     if not (n and rows and tokenizer):
         return []
     # each rank computes whole prompts, with context parallelism too
-    prompts, wanted = choose_prompts(rows, n, run.plan.micro_batch_tokens)
-    stop_ids = {ids[-1] for ids in wanted if ids} & tokenizer.added_tokens_decoder.keys()
+    prompts, expected = choose_prompts(rows, n, run.plan.micro_batch_tokens)
+    stop_ids = {ids[-1] for ids in expected if ids} & tokenizer.added_tokens_decoder.keys()
     stop_ids.add(tokenizer.eos_token_id)
     answers = generate(run.model, run.status, prompts, stop_ids, budget)
-    texts = [[tokenizer.decode(ids) for ids in some] for some in (prompts, answers, wanted)]
+    texts = [[tokenizer.decode(ids) for ids in some] for some in (prompts, answers, expected)]
     return [{"prompt": ending(prompt, LONGEST_TEXT), "answer": answer,
-             "wanted": beginning(want, LONGEST_TEXT)}
+             "expected": beginning(want, LONGEST_TEXT)}
             for prompt, answer, want in zip(*texts)]
 
 
@@ -59,11 +59,11 @@ def choose_prompts(
     rows: Rows, n: int, max_tokens: float = math.inf
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the first n different prompts of good answers that are shorter than `max_tokens`, and
-    the wanted answers to them, as tokens. If a row is in the loss from its beginning, its prompt is
-    its first half, 32 tokens at most."""
+    the expected answers to them, as tokens. If a row is in the loss from its beginning, its prompt
+    is its first half, 32 tokens at most."""
     documents = rows.as_documents()
     prompts: list[list[int]] = []
-    wanted: list[list[int]] = []
+    expected: list[list[int]] = []
     for i in rows.desirable.nonzero().view(-1)[: 10 * n].tolist():
         ids, labels = (tensor.tolist() for tensor in documents.document(i))
         n_prompt = int(documents.prompt_lengths[i])
@@ -72,8 +72,8 @@ def choose_prompts(
         end = next((k for k in range(n_prompt, len(ids)) if labels[k] == IGNORE_INDEX), len(ids))
         if n_prompt < max_tokens and ids[:n_prompt] not in prompts:
             prompts.append(ids[:n_prompt])
-            wanted.append(ids[n_prompt:end])
-    return prompts[:n], wanted[:n]
+            expected.append(ids[n_prompt:end])
+    return prompts[:n], expected[:n]
 
 
 @torch.no_grad()

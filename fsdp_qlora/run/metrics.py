@@ -174,7 +174,7 @@ def log_sample(sample: dict[str, str]) -> None:
     """Print one of generate_samples()."""
     log(f"sample: prompt   {ending(sample['prompt'], 150)!r}")
     log(f"sample: answer   {beginning(sample['answer'], 300)!r}")
-    log(f"sample: expected {beginning(sample['wanted'], 300)!r}")
+    log(f"sample: expected {beginning(sample['expected'], 300)!r}")
 
 
 def beginning(text: str, n: int) -> str:
