@@ -48,7 +48,7 @@ from fsdp_qlora.run.divergence import why_diverged
 from fsdp_qlora.run.metrics import MetricsWriter
 from fsdp_qlora.run.resume import MUST_MATCH
 from fsdp_qlora.run.run import Progress
-from fsdp_qlora.run.status import LOST, Status, out_of_memory_text
+from fsdp_qlora.run.status import LOST_PROCESS, Status, out_of_memory_text
 from fsdp_qlora.run.watch import watch_process
 
 STEPS = 10
@@ -469,10 +469,10 @@ def test_lost_process_does_not_hide_why_a_run_has_ended(state, tmp_path):
     status.directory, status.may_write = tmp_path, True
     status.write("training")
     status.write(state, 0, "the reason")
-    status.write("stopped", EXIT_RESUMABLE, f"{LOST}; the same command resumes it")
+    status.write("stopped", EXIT_RESUMABLE, f"{LOST_PROCESS}; the same command resumes it")
     assert read_json(path)["message"] == "the reason"
     status.write("training")
-    status.write("stopped", EXIT_RESUMABLE, f"{LOST}; the same command resumes it")
+    status.write("stopped", EXIT_RESUMABLE, f"{LOST_PROCESS}; the same command resumes it")
     assert read_json(path)["state"] == ("failed" if state == "failed" else "stopped")
 
 
@@ -584,7 +584,7 @@ def kill_rank(start, cwd, step, call, rank):
     run.wait_for_slow("train_step", call, [0, 1])
     run.kill(signal.SIGKILL, rank)
     assert run.wait(10)[1 - rank] == EXIT_RESUMABLE, run.err
-    assert check_stopped(run, words=LOST)["step"] == step
+    assert check_stopped(run, words=LOST_PROCESS)["step"] == step
 
 
 def kill_torchrun(start, cwd, step, call):

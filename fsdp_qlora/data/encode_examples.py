@@ -27,7 +27,7 @@ from fsdp_qlora.data.tokenize_documents import both_tokenizers, tokenize
 from fsdp_qlora.errors import FatalExample
 from fsdp_qlora.model.preference_loss import LOSSES
 
-BATCH = 256  # examples that are parsed at once, and documents of one RecordBatch
+BATCH_EXAMPLES = 256  # examples that are parsed at once, and documents of one RecordBatch
 ENCODED = {  # {column that encode_fragments() yields for each document: its type}
     # of encode_document()
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
@@ -45,12 +45,12 @@ ENCODED = {  # {column that encode_fragments() yields for each document: its typ
 
 
 def encode_batches(fragments: list[Fragment], **settings: Any) -> Iterator[pyarrow.RecordBatch]:
-    """Yield pyarrow RecordBatches of the columns ENCODED, of BATCH documents each. The last one is
-    empty, so that there is at least one."""
+    """Yield pyarrow RecordBatches of the columns ENCODED, of BATCH_EXAMPLES documents each. The
+    last one is empty, so that there is at least one."""
     documents = encode_fragments(fragments, **settings)
     is_last = False
     while not is_last:
-        batch = list(itertools.islice(documents, BATCH))
+        batch = list(itertools.islice(documents, BATCH_EXAMPLES))
         columns = {}
         is_last = not batch
         ends = np.cumsum([0, *(document["length"] for document in batch)], dtype=np.int32)
@@ -71,7 +71,7 @@ def encode_fragments(fragments: list[Fragment], tokenizer: PreTrainedTokenizerFa
     be used yields one document, and so does a pair with an unusable answer."""
     examples, old_names = read_fragments(fragments), {rename.split("=")[0] for rename in renames}
     tokenizers = both_tokenizers(tokenizer)
-    while batch := list(itertools.islice(examples, BATCH)):
+    while batch := list(itertools.islice(examples, BATCH_EXAMPLES)):
         parsed_examples = [try_example(example, tokenizer, renames, loss) for _, example in batch]
         encoded = tokenize([d for parsed in parsed_examples for d in parsed.documents], tokenizers)
         for (where, example), parsed in zip(batch, parsed_examples):

@@ -27,7 +27,8 @@ from fsdp_qlora.run.status import Status
 
 
 SAMPLE_TOKENS = 64  # in an answer, at most
-N_SAMPLES, SHARE = 2, 0.01  # without --eval_samples: how many, and their fraction of training time
+N_SAMPLES = 2  # without --eval_samples
+TIME_FRACTION = 0.01  # of training time, which samples may take without --eval_samples
 LONGEST_TEXT = 1000  # characters shown of the end of a prompt, and of the expected answer
 
 
@@ -41,7 +42,7 @@ def generate_samples(run: Run, pace: float | None) -> list[dict[str, str]]:
     budget = math.inf
     if n is None:
         n = N_SAMPLES
-        budget = SHARE * (pace or 0) * (config.eval_every or config.max_steps or 1)
+        budget = TIME_FRACTION * (pace or 0) * (config.eval_every or config.max_steps or 1)
     if not (n and rows and tokenizer):
         return []
     # each rank computes whole prompts, with context parallelism too

@@ -12,7 +12,7 @@ from fsdp_qlora.run.run import Progress, Run
 
 PATIENCE = 50  # steps after the warm-up in which the loss must fall below the first step's loss
 MAX_ADAPTER_WEIGHT = 1000  # if the loss has not, an adapter with a larger weight has diverged
-LAST = 0.1  # fraction of a run's steps that why_worse() looks at, at least three steps
+LAST_FRACTION = 0.1  # fraction of a run's steps that why_worse() looks at, at least three steps
 # the last losses may exceed the first by chance: by this fraction of it, or by this much
 MARGIN, SLIGHT = 0.1, 0.05
 
@@ -65,7 +65,7 @@ def why_worse(losses: Sequence[float]) -> str:
     n = len(losses)
     if n < 2:
         return ""
-    first, last = losses[0], losses[-min(n - 1, max(3, round(LAST * n))):]
+    first, last = losses[0], losses[-min(n - 1, max(3, round(LAST_FRACTION * n))):]
     mean = sum(last) / len(last)
     margin = max(SLIGHT, abs(first) * max(MARGIN, 1 / n))
     n_above = sum(loss > first for loss in last)

@@ -18,7 +18,7 @@ from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, write_final
 from fsdp_qlora.run.divergence import why_worse
 from fsdp_qlora.run.metrics import read_losses
 from fsdp_qlora.run.run import Run
-from fsdp_qlora.run.status import LOST_DIRECTORY
+from fsdp_qlora.run.status import LOST_LOCK
 
 
 def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
@@ -30,7 +30,7 @@ def stop_run(run: Run, step: int, was_cut_short: bool) -> NoReturn:
         raise RunEnd(f"{why} before the evaluation after step {step} was done,"
                      " and the next start would end there, too. Use more minutes, or evaluate"
                      " fewer rows", EXITS["flags"])
-    if why == LOST_DIRECTORY:  # saves the adapter elsewhere, and ends the run with an error
+    if why == LOST_LOCK:  # saves the adapter elsewhere, and ends the run with an error
         on_rank_0(write_final_adapter, run, run.adapter.gather_weights(),
                   run.merge_check.tensors(run.model), causes=DISK_ERRORS)
     raise RunEnd(f"{why}, after step {step}; {what_is_saved(run, step)}", EXIT_RESUMABLE)

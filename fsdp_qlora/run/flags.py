@@ -31,7 +31,7 @@ EXAMPLES = """examples:
 """
 GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapter",
           "micro_batch_tokens": "memory and speed"}  # the first flag of each group in --help
-SWITCHED = "true", "false", "yes", "no", "on", "off", "1", "0"  # values of switches in other tools
+SWITCH_VALUES = "true", "false", "yes", "no", "on", "off", "1", "0"  # in other tools
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -129,7 +129,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> Config:
             # flags, also torchtune's lr=1e-4; the other words are values without a flag
             flags = [word.partition("=")[0] for word in unknown if word[0] == "-" or "=" in word]
             if not flags:
-                is_switch = {word.lower() for word in unknown} <= {*SWITCHED}
+                is_switch = {word.lower() for word in unknown} <= {*SWITCH_VALUES}
                 why = "; what is on or off takes no value: --flag or --no-flag" * is_switch
                 raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{why} (see --help)")
             refuse_unknown("", flags)

@@ -22,7 +22,7 @@ from fsdp_qlora.run.startup_log import log_rows
 from fsdp_qlora.run.status import Status
 
 
-DRY_ROWS = 5  # rows that a dry run prints
+N_DRY_RUN_ROWS = 5  # rows that a dry run prints
 
 
 def prepare(config: Config, directory: Path, status: Status, is_dry_run: bool) -> Job:
@@ -42,7 +42,7 @@ def prepare(config: Config, directory: Path, status: Status, is_dry_run: bool) -
     is_new = not saved_run  # otherwise this run resumes
     template_date = saved_run.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
     rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
-    log_rows(rows, tokenizer, DRY_ROWS if is_dry_run else 1)
+    log_rows(rows, tokenizer, N_DRY_RUN_ROWS if is_dry_run else 1)
     config = resolve_steps(config, len(rows))  # fills in --max_steps and --eval_every
 
     # what is adapted, and the files of the weights

@@ -8,10 +8,10 @@ alone goes to Status.end_alone(), and torchrun ends the others. The watching thr
 cannot wait for the main thread: it calls Status.exit_now(). Whichever thread takes end_lock first
 reports the reason.
 
-    main thread        a RunEnd, on all ranks           end_together()      its code, or the phase's
-                       any other error, of this rank    end_alone()         8, 70, or 75: LOST
-    watching thread    a signal, another process ends   exit_now()             75
-                       the deadline is over             exit_on_timeout()  9
+    main thread        a RunEnd, on all ranks          end_together()     its code, or the phase's
+                       any other error, of this rank   end_alone()        8, 70, or 75: LOST_PROCESS
+    watching thread    a signal, another process ends  exit_now()         75
+                       the deadline is over            exit_on_timeout()  9
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from fsdp_qlora.run.lock import DirectoryLock
 
 
 ACTIONS = (None, "save", "stop")  # that a rank can request of all; the last has precedence
-LOST = "another process of this run has ended"
-LOST_DIRECTORY = (".lock is not this run's any more: the directory was moved, removed or taken by"
-                  " another run, and this one writes nothing more there")
+LOST_PROCESS = "another process of this run has ended"
+LOST_LOCK = (".lock is not this run's any more: the directory was moved, removed or taken by"
+             " another run, and this one writes nothing more there")
 FIRST_STEP_SECONDS = 180  # upper bound; the first step also compiles
 
 
@@ -116,8 +116,8 @@ class Status:
         """Raise OSError if this run has lost its directory. The run then writes nothing more there
         and ends after this step."""
         if self.lock.is_lost():
-            self.stop_reason = LOST_DIRECTORY
-            raise OSError(LOST_DIRECTORY)
+            self.stop_reason = LOST_LOCK
+            raise OSError(LOST_LOCK)
 
     def end_together(self, end: RunEnd) -> int:
         """Print and record why all ranks end. Returns the exit code."""
@@ -139,7 +139,7 @@ class Status:
         elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
             "connection |broken pipe|timed? ?out|unreachable|no route", str(error), re.I  # gloo's
         ):
-            code, text = EXIT_RESUMABLE, f"{LOST}; {self.how_to_resume}"
+            code, text = EXIT_RESUMABLE, f"{LOST_PROCESS}; {self.how_to_resume}"
         else:
             traceback.print_exception(error)
             code = EXIT_BUG
@@ -153,10 +153,10 @@ class Status:
         """
         line = end_line(code, message)
         with self.end_lock:  # both threads may get here at once
-            # a rank prints LOST itself, because rank 0 may be the process that is lost; but if
-            # torchrun is lost, all ranks know
+            # a rank prints LOST_PROCESS itself, because rank 0 may be the process that is lost; but
+            # if torchrun is lost, all ranks know
             is_alone = code != EXIT_RESUMABLE or (
-                message.startswith(LOST) and os.getppid() == self.parent)
+                message.startswith(LOST_PROCESS) and os.getppid() == self.parent)
             if not self.has_logged_end:
                 tell_torchrun(line)
             if (is_rank_0() or is_alone) and not self.has_logged_end:
@@ -229,7 +229,7 @@ def may_replace(before: str | None, state: str, code: int | None, message: str) 
     if before == "failed":
         return code != EXIT_RESUMABLE and state != "training"
     if before in ("stopped", "complete"):
-        return not message.startswith(LOST)
+        return not message.startswith(LOST_PROCESS)
     return True
 
 

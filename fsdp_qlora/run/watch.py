@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_qlora.exit_codes import EXIT_RESUMABLE, SIGNALS
-from fsdp_qlora.run.status import LOST, Status
+from fsdp_qlora.run.status import LOST_PROCESS, Status
 
 LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # for prctl(2)
 
@@ -80,7 +80,7 @@ def watch(receive: socket.socket, status: Status) -> None:
             n_missing = n_missing + 1 if is_lost else 0
             if n_missing > 1:  # seen twice, because torchrun may just be ending
                 # NCCL would wait for the missing process
-                status.exit_now(EXIT_RESUMABLE, f"{LOST}; {status.how_to_resume}")
+                status.exit_now(EXIT_RESUMABLE, f"{LOST_PROCESS}; {status.how_to_resume}")
         if time.monotonic() > status.deadline:
             status.exit_on_timeout()
 
