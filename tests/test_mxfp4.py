@@ -27,7 +27,7 @@ from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
-from fsdp_qlora.quant.blocks import BLOCK, FourBitBlocks
+from fsdp_qlora.quant.blocks import BLOCKSIZE, FourBitBlocks
 from fsdp_qlora.quant.nf4 import mxfp4_values
 from fsdp_qlora.ranks import RunEnd
 
@@ -79,11 +79,11 @@ def test_weights_are_dequantized_to_the_bit():
 
 def test_a_rank_may_have_a_part_of_a_row():
     """Blocks 2 to 6 of rows of three."""
-    model, *_ = small_model(inner=3 * BLOCK)
+    model, *_ = small_model(inner=3 * BLOCKSIZE)
     layer = model.layers[0]
     fused = layer.spec.mlp_sublayer.fused_linears[1]
     linear = fused.linears[2]
-    assert fused.in_features == 3 * BLOCK
+    assert fused.in_features == 3 * BLOCKSIZE
     local, shard = LocalBlocks(linear, slice(2, 7), slice(1, 6)), FourBitBlocks.zeros(6, "cpu", 2)
     whole = layer.packed_weights.packed[linear.blocks], layer.packed_weights.scales[linear.blocks]
 

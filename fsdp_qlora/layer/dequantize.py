@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsdp_qlora.layer.linears import FusedLinear, LinearSlices
 from fsdp_qlora.layer.parameters import LayerParameters
-from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK, FourBitBlocks, NestedScales
+from fsdp_qlora.quant.blocks import BLOCKSIZE, NESTED_BLOCKSIZE, FourBitBlocks, NestedScales
 from fsdp_qlora.quant.nf4 import launch_dequantize, mxfp4_codebooks, mxfp4_values, nf4_codebook
 from fsdp_qlora.quant.triton_trial import why_no_triton
 
@@ -65,9 +65,9 @@ def nf4_values(
     shape = linear.out_features, linear.in_features
     nested_state = bnb.functional.QuantState(
         absmax=nested.absmax[linear.nested], code=nested.scale_codebooks[linear.index],
-        blocksize=NESTED_BLOCK, dtype=torch.float32)
+        blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
     state = bnb.functional.QuantState(
-        absmax=scales[:, 0].contiguous(), code=nf4_codebook(packed.device), blocksize=BLOCK,
+        absmax=scales[:, 0].contiguous(), code=nf4_codebook(packed.device), blocksize=BLOCKSIZE,
         quant_type="nf4", shape=torch.Size(shape), dtype=dtype,
         offset=nested.offsets[linear.index], state2=nested_state)
     codes = packed.view(-1, 1)[: math.prod(shape) // 2]

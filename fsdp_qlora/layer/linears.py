@@ -21,7 +21,7 @@ from typing import Any
 
 from fsdp_qlora.adapter_settings import AdapterSettings
 from fsdp_qlora.pretrained.records import LinearShape
-from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
+from fsdp_qlora.quant.blocks import BLOCKSIZE, NESTED_BLOCKSIZE
 from fsdp_qlora.quant.nf4 import LORA_ALIGNMENT
 
 
@@ -158,8 +158,8 @@ def fuse_linears(
             if settings.is_dora:
                 adapter["magnitude"] = _part(magnitude, b_row, n_out)
             column, b_row = column + rank, b_row + n_out
-        n_blocks = math.ceil(n_out * n_in / BLOCK)
-        n_nested = 0 if linear.mxfp4 else math.ceil(n_blocks / NESTED_BLOCK)
+        n_blocks = math.ceil(n_out * n_in / BLOCKSIZE)
+        n_nested = 0 if linear.mxfp4 else math.ceil(n_blocks / NESTED_BLOCKSIZE)
         placed.append(LinearSlices(
             **vars(linear), **adapter, index=allocator.reserve("linears", 1).start,
             blocks=allocator.reserve("blocks", n_blocks),

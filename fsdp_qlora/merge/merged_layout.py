@@ -15,7 +15,7 @@ from fsdp_qlora.files import TensorShapes
 from fsdp_qlora.pretrained.reader import StackedSlice, StoredTensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import INT4_PACKED, INT4_SHAPE, NF4_SUFFIXES
-from fsdp_qlora.quant.blocks import MX_BLOCK
+from fsdp_qlora.quant.blocks import MXFP4_BLOCKSIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def make_merged_layout(
                 shape = linear.out_features, linear.in_features
                 name = name.removesuffix(INT4_PACKED)
             elif name.endswith("_blocks"):
-                shape = shape[0], shape[2] * MX_BLOCK, shape[1]
+                shape = shape[0], shape[2] * MXFP4_BLOCKSIZE, shape[1]
                 name = name.removesuffix("_blocks")
         # training used these in fp32, so they stay in fp32; transformers also keeps some of them in
         # fp32, such as a router's correction, and rounds the others itself

@@ -38,7 +38,8 @@ from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip, swap_nibbles
-from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK, FourBitBlocks, NestedScales
+from fsdp_qlora.quant.blocks import (
+    BLOCKSIZE, MXFP4_BLOCKSIZE, NESTED_BLOCKSIZE, FourBitBlocks, NestedScales)
 from fsdp_qlora.quant.nf4 import scale_codebook
 from fsdp_qlora.ranks import is_rank_0, raise_on_all_ranks
 
@@ -226,7 +227,8 @@ def quantize(
         rows = files.values(name, local.rows.start).flatten()
         weights = rows.to(shard.device, files.dtype)[local.weights]
         if len(weights):
-            codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
+            codes, state = bnb.functional.quantize_4bit(
+                weights, blocksize=BLOCKSIZE, quant_type="nf4")
             shard.packed[local.in_shard].view(-1)[: codes.numel()] = codes.view(-1)
             absmax[local.in_shard] = state.absmax
     all_absmax = model.all_gather(absmax).view(-1)
@@ -236,7 +238,7 @@ def quantize(
             whole = all_absmax[local.linear.blocks].clone()
             whole -= (offset := whole.mean())
             codes, state = bnb.functional.quantize_blockwise(
-                whole, codebook, blocksize=NESTED_BLOCK)
+                whole, codebook, blocksize=NESTED_BLOCKSIZE)
             shard.scales[local.in_shard, 0] = codes[local.in_linear]
             nested[name] = state.absmax, offset, codebook
     parts = [nested[name] for _, name in local_linears]
@@ -253,11 +255,11 @@ def copy_mxfp4(
     the other linears."""
     for local, name in local_linears:
         if local.linear.mxfp4:
-            first = local.weights.start // BLOCK  # read() returns whole rows
+            first = local.weights.start // BLOCKSIZE  # read() returns whole rows
             blocks = slice(first, first + local.in_linear.stop - local.in_linear.start)
-            packed = files.read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
+            packed = files.read(f"{name}_blocks").view(-1, BLOCKSIZE // 2)[blocks]
             shard.packed[local.in_shard] = swap_nibbles(packed)
-            scales = files.read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
+            scales = files.read(f"{name}_scales").view(-1, BLOCKSIZE // MXFP4_BLOCKSIZE)[blocks]
             shard.scales[local.in_shard] = scales
     return [(local, name) for local, name in local_linears if not local.linear.mxfp4]
 

@@ -16,7 +16,7 @@ from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.pretrained.reader import ReadRequest, StackedSlice
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import NF4_SUFFIXES, scale_block
-from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
+from fsdp_qlora.quant.blocks import BLOCKSIZE, MXFP4_BLOCKSIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +31,14 @@ class LocalBlocks:
     def rows(self) -> range:
         """The rows of the weight that contain these blocks."""
         n_out, n_in = self.linear.out_features, self.linear.in_features
-        stop = min(math.ceil(self.in_linear.stop * BLOCK / n_in), n_out)
-        return range(self.in_linear.start * BLOCK // n_in, stop)
+        stop = min(math.ceil(self.in_linear.stop * BLOCKSIZE / n_in), n_out)
+        return range(self.in_linear.start * BLOCKSIZE // n_in, stop)
 
     @property
     def weights(self) -> slice:
         """Slice into the flat tensor of `rows`: exactly the weights of these blocks."""
-        start = self.in_linear.start * BLOCK % self.linear.in_features
-        return slice(start, start + (self.in_linear.stop - self.in_linear.start) * BLOCK)
+        start = self.in_linear.start * BLOCKSIZE % self.linear.in_features
+        return slice(start, start + (self.in_linear.stop - self.in_linear.start) * BLOCKSIZE)
 
 
 def local_blocks(layer: DecoderLayer, shard_rank: int) -> list[LocalBlocks]:
@@ -107,12 +107,12 @@ def linear_requests(
     linear, blocks = local.linear, local.in_linear
     n_out, n_in = linear.out_features, linear.in_features
     if linear.mxfp4:
-        widths = {f"{name}_blocks": n_in // 2, f"{name}_scales": n_in // MX_BLOCK}  # bytes
+        widths = {f"{name}_blocks": n_in // 2, f"{name}_scales": n_in // MXFP4_BLOCKSIZE}  # bytes
         return [ReadRequest(key, (n_out, width), local.rows, names.sources.get(key))
                 for key, width in widths.items()]
     if in_nf4:
         n_bytes = n_out * n_in // 2
-        half = BLOCK // 2
+        half = BLOCKSIZE // 2
         packed = range(blocks.start * half, min(blocks.stop * half, n_bytes))
         n_blocks = local.linear.blocks.stop - local.linear.blocks.start
         return [

@@ -12,7 +12,7 @@ from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.layer_costs.mla import MLACosts
 from fsdp_qlora.plan import SAVE_POLICIES, Plan, SavePolicy
 from fsdp_qlora.planner.time_constants import CONSTANTS
-from fsdp_qlora.quant.blocks import BLOCK
+from fsdp_qlora.quant.blocks import BLOCKSIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def sum_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         return list(itertools.accumulate(
             (i if x is layer_costs else -1 for i, x in enumerate(costs)), max, initial=-1))
 
-    bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
+    bytes_each = [spec.n_blocks * (BLOCKSIZE // 2 + spec.n_scales) for spec in specs]
     vectors_each = [spec.n_vector_values for spec in specs]
     return LayerTotals(
         last_index={layer_costs: last_indices(layer_costs) for layer_costs in by_spec.values()},

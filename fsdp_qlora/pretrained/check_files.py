@@ -20,7 +20,7 @@ from fsdp_qlora.pretrained.reader import (
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import (
     INT4_PACKED, INT4_SHAPE, MX_SUFFIXES, NF4_STATE)
-from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
+from fsdp_qlora.quant.blocks import BLOCKSIZE, NESTED_BLOCKSIZE
 from fsdp_qlora.quant.nf4 import nf4_codebook, scale_codebook
 
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have
@@ -148,10 +148,10 @@ def check_prequantized(
             raise ValueError(f"{name}: only linears and routers can be in 4-bit, in NF4, by the"
                              f" names that transformers gives them. Use {original}")
     for name in in_nf4:
-        n_blocks = math.ceil(math.prod(names.shapes[name]) / BLOCK)
+        n_blocks = math.ceil(math.prod(names.shapes[name]) / BLOCKSIZE)
         wanted[name] = None, DTYPES  # packed, in integers or floats of any size
         wanted[f"{name}.absmax"] = (n_blocks,), ["U8"]
-        wanted[f"{name}.nested_absmax"] = (math.ceil(n_blocks / NESTED_BLOCK),), ["F32"]
+        wanted[f"{name}.nested_absmax"] = (math.ceil(n_blocks / NESTED_BLOCKSIZE),), ["F32"]
         wanted[f"{name}.quant_map"] = (16,), ["F32"]
         wanted[f"{name}.nested_quant_map"] = (256,), ["F32"]
         wanted[f"{name}.{NF4_STATE}"] = None, ["U8"]
@@ -176,8 +176,8 @@ def _read_state(
     for key, kind in {"dtype": str, "nested_offset": float}.items():
         if not isinstance(state.get(key), kind):
             raise ValueError(f"{stored.path}: {name}.{NF4_STATE} has {key} {state.get(key)}")
-    want = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape),
-            "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+    want = {"quant_type": "nf4", "blocksize": BLOCKSIZE, "shape": list(shape),
+            "nested_blocksize": NESTED_BLOCKSIZE, "nested_dtype": "float32"}
     for key, value in want.items():
         if state.get(key) != value:
             raise ValueError(f"{stored.path}: {name} was quantized with {key} {state.get(key)},"

@@ -27,7 +27,7 @@ from fsdp_qlora.pretrained.layer_kinds import Rope, kv_sources, make_layer_kinds
 from fsdp_qlora.pretrained.records import (
     ACTIVATIONS, LAYER_TYPES, ArchitectureFields, Family, LinearShape, MoERecord,
     PerLayerInputsRecord)
-from fsdp_qlora.quant.blocks import BLOCK
+from fsdp_qlora.quant.blocks import BLOCKSIZE
 
 # Fields of config classes that make_architecture() reads for every family, or that change no
 # output. Any other field that no record names must have its default value, else it could switch on
@@ -299,8 +299,8 @@ def expert_linears(
     inner = moe.expert_size
     if not moe.one_gate_up:
         return mlp_linears(stem, inner, moe.latent_size or hidden, family.gated, False)
-    if in_mxfp4 and (hidden % BLOCK or inner % BLOCK):
+    if in_mxfp4 and (hidden % BLOCKSIZE or inner % BLOCKSIZE):
         raise ValueError(f"MXFP4 with rows of {hidden} and {inner} weights is not supported, only"
-                         f" with multiples of {BLOCK}")
+                         f" with multiples of {BLOCKSIZE}")
     return ([LinearShape(f"{stem}.gate_up_proj", 2 * inner, hidden, False, in_mxfp4)],
             [LinearShape(f"{stem}.down_proj", hidden, inner, False, in_mxfp4)])

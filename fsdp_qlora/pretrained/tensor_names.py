@@ -17,7 +17,7 @@ from fsdp_qlora.pretrained.reader import StackedSlice, StoredTensor
 from fsdp_qlora.pretrained.records import LinearShape
 from fsdp_qlora.pretrained.weight_formats import (
     FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, PER_INT32)
-from fsdp_qlora.quant.blocks import MX_BLOCK
+from fsdp_qlora.quant.blocks import MXFP4_BLOCKSIZE
 
 HasShape = StoredTensor | torch.Tensor
 
@@ -250,8 +250,8 @@ def stacked_experts(
         n_out = sum(linear.out_features for linear in linears) // n  # outputs of one expert
         transposed = False
         if linears[0].mxfp4:
-            parts = {"_blocks": (n, n_out, n_in // MX_BLOCK, MX_BLOCK // 2),
-                     "_scales": (n, n_out, n_in // MX_BLOCK)}
+            parts = {"_blocks": (n, n_out, n_in // MXFP4_BLOCKSIZE, MXFP4_BLOCKSIZE // 2),
+                     "_scales": (n, n_out, n_in // MXFP4_BLOCKSIZE)}
         elif names.of_layer(layer, whole) in stored:
             found_shape = tuple(stored[names.of_layer(layer, whole)].shape)
             transposed = found_shape == (n, n_in, n_out) and (n_in != n_out or moe.transposed)

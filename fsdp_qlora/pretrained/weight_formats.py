@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import bitsandbytes as bnb
 import torch
 
-from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
+from fsdp_qlora.quant.blocks import BLOCKSIZE, MXFP4_BLOCKSIZE
 from fsdp_qlora.quant.nf4 import mxfp4_values
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, after that of the weight
@@ -48,8 +48,8 @@ def scaled_weight(
 def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the weight [out, in] of a linear in MXFP4, fp32. `blocks` [out, in / 2] and `scales`
     [out, in / 32]: the rows of this linear in the tensors of MX_SUFFIXES, bytes."""
-    packed = swap_nibbles(blocks.view(-1, BLOCK // 2))
-    return mxfp4_values(packed, scales.view(-1, BLOCK // MX_BLOCK)).view(len(blocks), -1)
+    packed = swap_nibbles(blocks.view(-1, BLOCKSIZE // 2))
+    return mxfp4_values(packed, scales.view(-1, BLOCKSIZE // MXFP4_BLOCKSIZE)).view(len(blocks), -1)
 
 
 def dequantize_stored(
@@ -66,7 +66,7 @@ def dequantize_stored(
 def nf4_round_trip(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight after quantization to NF4, with double quantization, and dequantization."""
     packed, state = bnb.functional.quantize_4bit(
-        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+        weight, blocksize=BLOCKSIZE, compress_statistics=True, quant_type="nf4")
     return bnb.functional.dequantize_4bit(packed, state)
 
 

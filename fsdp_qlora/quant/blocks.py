@@ -13,9 +13,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-BLOCK = 64  # weights that share one absmax; QLoRA's choice and bitsandbytes' default
-MX_BLOCK = 32  # weights that share one scale, a power of two, in MXFP4: half a block
-NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantization)
+BLOCKSIZE = 64  # weights that share one absmax in NF4; QLoRA's choice and bitsandbytes' default
+MXFP4_BLOCKSIZE = 32  # weights that share one scale, a power of two, in MXFP4: half a block
+NESTED_BLOCKSIZE = 256  # absmax values that share one second-level absmax (double quantization)
 # FSDP2 before torch 2.13 does not shard integers, so 4-bit codes are declared as bf16. If they were
 # also copied as bf16, they would be damaged without an error: CUDA rewrites NaN patterns, 0.08 % of
 # the words. The hooks of FourBitBlocks make FSDP2 copy bytes.
@@ -51,7 +51,7 @@ class FourBitBlocks(torch.Tensor):
     def zeros(
         cls, n_blocks: int, device: torch.device | str, n_scales: int = 1,
     ) -> FourBitBlocks:
-        packed = torch.zeros(n_blocks, BLOCK // 2, dtype=torch.uint8, device=device)
+        packed = torch.zeros(n_blocks, BLOCKSIZE // 2, dtype=torch.uint8, device=device)
         scales = torch.zeros(n_blocks, n_scales, dtype=torch.uint8, device=device)
         return cls(packed, scales)
 
@@ -110,10 +110,11 @@ class FourBitBlocks(torch.Tensor):
     ) -> tuple[FourBitBlocks, tuple[torch.Tensor, ...]] | None:
         """Hook that FSDP2 calls with the gathered tensors. Returns (the whole FourBitBlocks, the
         tensors that FSDP2 frees with it); None if `out` already contains them."""
+        n_bytes = BLOCKSIZE // 2  # of a block's codes
         packed, scales = outputs if len(outputs) == 2 else outputs[0].split(
-            [outputs[0].numel() // (BLOCK // 2 + n_scales) * n for n in (BLOCK // 2, n_scales)])
+            [outputs[0].numel() // (n_bytes + n_scales) * n for n in (n_bytes, n_scales)])
         if out is None:
-            return FourBitBlocks(packed.view(-1, BLOCK // 2), scales.view(-1, n_scales)), outputs
+            return FourBitBlocks(packed.view(-1, n_bytes), scales.view(-1, n_scales)), outputs
         assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
         return None
 

@@ -21,7 +21,7 @@ import math
 import bitsandbytes as bnb
 import torch
 
-from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
+from fsdp_qlora.quant.blocks import BLOCKSIZE, MXFP4_BLOCKSIZE, NESTED_BLOCKSIZE
 from fsdp_qlora.triton_support import tl, triton
 
 
@@ -52,7 +52,8 @@ def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the weights fp32 [n, 2, 32] of n blocks in MXFP4, as FourBitBlocks stores them."""
     codebook, scale_codebook = mxfp4_codebooks(packed.device)
     values = codebook[torch.stack([packed >> 4, packed & 15], -1).int()]
-    return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * scale_codebook[scales.int()][..., None]
+    values = values.view(-1, BLOCKSIZE // MXFP4_BLOCKSIZE, MXFP4_BLOCKSIZE)
+    return values * scale_codebook[scales.int()][..., None]
 
 
 TILE_BLOCKS = 64  # blocks that one program of dequantize_kernel writes
@@ -80,7 +81,7 @@ def launch_dequantize(
         len(packed), n_tiles, n_rows, n_in, padded_lora_width, rank,
         LINEARS=n_linears, BLOCKS_PER_LINEAR=blocks_per_linear, MXFP4=in_mxfp4,
         N_SCALES=scales.shape[1],
-        BLOCKS=TILE_BLOCKS, BLOCK=BLOCK, NESTED_BLOCK=NESTED_BLOCK, ROWS=TILE_ROWS,
+        BLOCKS=TILE_BLOCKS, BLOCK=BLOCKSIZE, NESTED_BLOCK=NESTED_BLOCKSIZE, ROWS=TILE_ROWS,
         COLUMNS=LORA_ALIGNMENT, num_warps=4,
         enable_fp_fusion=False)  # bitsandbytes rounds between multiplying a scale and adding offset
 

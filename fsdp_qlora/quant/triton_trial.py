@@ -7,7 +7,7 @@ import functools
 import bitsandbytes as bnb
 import torch
 
-from fsdp_qlora.quant.blocks import BLOCK
+from fsdp_qlora.quant.blocks import BLOCKSIZE
 from fsdp_qlora.quant.nf4 import launch_dequantize, mxfp4_codebooks, mxfp4_values, nf4_codebook
 from fsdp_qlora.triton_support import triton
 
@@ -22,8 +22,8 @@ def why_no_triton() -> str:
         return "there is no Triton"
     weight = torch.randn(256, 256, dtype=torch.bfloat16, device="cuda")
     packed, state = bnb.functional.quantize_4bit(
-        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    packed, nested, cuda = packed.view(-1, BLOCK // 2), state.state2, weight.device
+        weight, blocksize=BLOCKSIZE, compress_statistics=True, quant_type="nf4")
+    packed, nested, cuda = packed.view(-1, BLOCKSIZE // 2), state.state2, weight.device
     # one linear of 256 outputs, without an adapter
     table = torch.tensor([[0, 0, 0, 0, 0, -1, 256]], dtype=torch.int32, device="cuda")
     mx_scales = (torch.arange(2048, device="cuda") % 128 + 64).to(torch.uint8).view(-1, 2)

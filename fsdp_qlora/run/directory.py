@@ -23,7 +23,7 @@ from fsdp_qlora.files import (
     json_digest, write_atomic)
 from fsdp_qlora.log import log
 from fsdp_qlora.model.load import LoadResult
-from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
+from fsdp_qlora.quant.blocks import BLOCKSIZE, NESTED_BLOCKSIZE
 from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import BaseModelInfo
 from fsdp_qlora.run.run import Run
@@ -34,8 +34,8 @@ MERGE_CHECK_FILE = "probe.safetensors"  # inputs of the lm_head for a few rows, 
 # {name of the SHA-256 in train_config.json: a file that a run writes when it ends}
 DIGESTED_FILES = {"adapter_sha256": ADAPTER_WEIGHTS, "probe_sha256": MERGE_CHECK_FILE}
 # how training quantizes, in train_config.json
-QUANTIZATION = {"quant_type": "nf4", "blocksize": BLOCK, "double_quant": True,
-                "nested_blocksize": NESTED_BLOCK}
+QUANTIZATION = {"quant_type": "nf4", "blocksize": BLOCKSIZE, "double_quant": True,
+                "nested_blocksize": NESTED_BLOCKSIZE}
 
 
 @contextlib.contextmanager
