@@ -65,7 +65,7 @@ class AttentionKernel:
     function: AttentionFunction
     has_softcap: bool = False
     has_windows: bool = True
-    largest_head: float = math.inf  # the largest head_dim
+    max_head_dim: float = math.inf
     gives_lse: bool = False  # True: layers can save its results, see attention_with_lse()
     needs_triton: bool = False
     is_eager: bool = False  # plain torch: values may be narrower than queries; no CUDA graphs
@@ -217,7 +217,7 @@ def masked_eager_attention(
 
 # with wider heads, SDPA would have all scores in memory. From Hopper on, SDPA_KERNEL is cuDNN's, as
 # CUDNN_KERNEL and attention_with_lse() are
-CUDNN_LIMITS: Any = {"has_windows": False, "largest_head": 256, "gives_lse": True}
+CUDNN_LIMITS: Any = {"has_windows": False, "max_head_dim": 256, "gives_lse": True}
 
 SDPA_KERNEL = AttentionKernel("SDPA (equal lengths)", sdpa_attention, **CUDNN_LIMITS)
 CUDNN_KERNEL = AttentionKernel("cuDNN (long pieces)", cudnn_attention, **CUDNN_LIMITS)
@@ -284,7 +284,7 @@ def kernel_matches(
     architectures_by_attention_type()."""
     if arch.attention_softcap and not kernel.has_softcap \
             or attention_type == "window" and not kernel.has_windows \
-            or arch.head_dim > kernel.largest_head or kernel.needs_triton and why_no_triton():
+            or arch.head_dim > kernel.max_head_dim or kernel.needs_triton and why_no_triton():
         return False
     length = 3 * BLOCK_TOKENS // 2  # flex_attention uses another kernel for a single block
     generator = torch.Generator(device).manual_seed(0)
