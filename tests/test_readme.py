@@ -74,7 +74,7 @@ TRAINING = [(c, *arguments_after("train_fsdp_qlora.py", [c])) for c in COMMANDS]
 
 def test_pages_are_readable():
     pages = ("data.md", "running.md", "serving.md", "memory.md", "models.md", "internals.md",
-             "long_rows.md")  # fmt: skip
+             "long_sequences.md")  # fmt: skip
     assert PAGES.keys() == {"README.md", *pages}
     for name in PAGES:
         assert [line for line in PAGES[name].splitlines() if len(line) > 220] == [], name
