@@ -610,7 +610,7 @@ def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor
     A loss of your own must be a sum, too, and count_loss_tokens() its divisor. For a row without a
     token in the loss, such as micro_batches() adds, it must be 0, not NaN, and still be computed
     from the model's logits: a constant would skip backward, and forward and backward are
-    collectives. It must not compare rows with each other, as a loss of preference pairs does:
+    collectives. It must not compare rows with each other, as a preference loss does:
     micro_batches() sorts them, and deals them to the ranks.
 
     Weights, if Row has them, are shifted as the targets are:

@@ -1,4 +1,4 @@
-"""Losses of preferences beside TRL's own trainers, on the same NF4 base, adapter and rows, in fp32.
+"""Preference losses beside TRL's own trainers, on the same NF4 base, adapter and rows, in fp32.
 
     PYTHONPATH=path/to/trl python benchmarks/preferences.py [--seeds 4,5] [--losses dpo,kto]
 

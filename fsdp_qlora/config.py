@@ -80,8 +80,8 @@ class Config:
     undesirable_weight: float = flag(
         1.0, "kto only: loss weight of bad answers", on_resume="refused")
     batch_size: int = flag(
-        16, "rows (tokenized examples; pairs, for a loss of pairs) per optimizer step, over all"
-        " GPUs; gradient accumulation is automatic", on_resume="refused")
+        16, "rows (tokenized examples; for dpo, ipo, simpo and orpo, pairs) per optimizer step,"
+        " over all GPUs; gradient accumulation is automatic", on_resume="refused")
     num_epochs: float = flag(1.0, "number of passes over the data; ignored with --max_steps")
     max_steps: int | None = flag(
         None, "number of optimizer steps; 0: a dry run, which reads and checks all but the weights"

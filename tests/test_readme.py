@@ -343,7 +343,7 @@ def test_metrics_are_documented(demo):
     assert {*evaluated[0]} == {*first_cells("| field of an evaluation |")}
     # these of mixtures alone
     assert [*row, *BALANCE_METRICS] == first_cells("| field of `metrics.jsonl` |")
-    assert {*[*METRICS][1:], "rewards/margins"} == {*first_cells("| field of preferences |")}
+    assert {*[*METRICS][1:], "rewards/margins"} == {*first_cells("| field of a preference loss |")}
 
 
 def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
@@ -357,8 +357,7 @@ def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
 
 
 def example_rows():
-    """(the form's name, the row, whether it is one of preferences) of each table `form, example`.
-    """
+    """(the form's name, the row, whether it is preference data) of each table `form, example`."""
     text, _, preferences = PAGES["data.md"].partition("\n## Preferences")
     for page, is_preference in (text, False), (preferences, True):
         for name, row in re.findall(r"^\| ([^|`]*) \| `(\{.*\})` \|$", page, re.M):

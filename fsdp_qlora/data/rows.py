@@ -61,7 +61,7 @@ class Rows:
 
     @property
     def documents_per_row(self) -> int:
-        """1, or 2 for a loss of pairs."""
+        """1, or 2 if a row is a pair of answers."""
         return self.loss_spec.documents_per_row
 
     def __len__(self) -> int:

@@ -151,8 +151,8 @@ def row_word(config: Config) -> str:
 
 def log_rows(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) -> None:
     """Print the first row as the model sees it, or `n` rows of the whole data set, with what is not
-    in the loss in brackets, if there is a tokenizer; of preferences both answers, or whether its
-    answer is good."""
+    in the loss in brackets, if there is a tokenizer; with a preference loss both answers, or
+    whether its answer is good."""
     if not tokenizer:
         return
     for row in range(0, len(rows), math.ceil(len(rows) / n)):
