@@ -38,7 +38,7 @@ def main() -> int:
     if all succeeded."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, pass_on)
+            signal.signal(number, forward_signal)
     logging.disable(logging.ERROR)  # hides torchrun's messages about ranks that end
     try:
         run(parse_args(["--signals_to_handle=SIGQUIT", *sys.argv[1:]]))
@@ -47,7 +47,7 @@ def main() -> int:
     return 0
 
 
-def pass_on(number: int, _: FrameType | None) -> None:
+def forward_signal(number: int, _: FrameType | None) -> None:
     """Send a signal to all ranks; if there are no ranks, end."""
     me = os.getpid()
     ranks = Path(f"/proc/{me}/task/{me}/children").read_text().split()
