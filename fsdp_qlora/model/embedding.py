@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp_qlora.kernels.norms import norm_of
 from fsdp_qlora.model.parameters import CHUNK_BYTES, ModelParameters
 from fsdp_qlora.model.token_rows import EmbeddingRows
-from fsdp_qlora.triton_support import tl, triton
+from fsdp_qlora.optional_triton import tl, triton
 
 
 if triton:

@@ -21,8 +21,8 @@ import math
 import bitsandbytes as bnb
 import torch
 
+from fsdp_qlora.optional_triton import tl, triton
 from fsdp_qlora.quant.blocks import BLOCKSIZE, MXFP4_BLOCKSIZE, NESTED_BLOCKSIZE
-from fsdp_qlora.triton_support import tl, triton
 
 
 LORA_ALIGNMENT = 64  # LoRA's columns of a matmul are padded to a multiple, whole cache lines

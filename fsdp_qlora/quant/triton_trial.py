@@ -7,9 +7,9 @@ import functools
 import bitsandbytes as bnb
 import torch
 
+from fsdp_qlora.optional_triton import triton
 from fsdp_qlora.quant.blocks import BLOCKSIZE
 from fsdp_qlora.quant.nf4 import launch_dequantize, mxfp4_codebooks, mxfp4_values, nf4_codebook
-from fsdp_qlora.triton_support import triton
 
 
 @functools.lru_cache(None)
