@@ -311,7 +311,7 @@ def test_rows_at_once_are_an_even_share(monkeypatch):
     class ExpertChunk(moe.ExpertChunk):
         def __init__(self, of, rows, routing, *weights):
             super().__init__(of, rows, routing, *weights)
-            seen.append((rows.stop - rows.start, len(routing.row_tokens)))
+            seen.append((rows.stop - rows.start, len(routing.routed_tokens)))
 
     monkeypatch.setattr(moe, "ExpertChunk", ExpertChunk)
     assert worst("qwen3_moe", True, monkeypatch, edit=one_for_all, ranges=4) < BAR
@@ -834,7 +834,7 @@ def test_balance_of_experts_is_that_of_the_steps_own_tokens(
 def balance_of(layer, scores, chosen, n_unpadded):
     experts, order = chosen.flatten().sort(stable=True)
     ends = torch.bincount(experts, minlength=8).cumsum(0).int()
-    routing = types.SimpleNamespace(scores=scores, ends=ends, row_tokens=order // 2)
+    routing = types.SimpleNamespace(scores=scores, ends=ends, routed_tokens=order // 2)
     router.add_balance(layer, [router.count_experts(routing, torch.tensor([n_unpadded]))])
 
 

@@ -229,7 +229,7 @@ def kernels_make_shapes_alone(monkeypatch):
 
     def even_route(call, x, choice, wants_bounds):  # to each expert as many rows
         routing = route(call, x, choice)
-        n, rows = call.arch.moe.n_experts, len(routing.row_tokens)
+        n, rows = call.arch.moe.n_experts, len(routing.routed_tokens)
         routing.bounds = [rows * i // n for i in range(n + 1)] if wants_bounds else None
         return routing
 

@@ -48,7 +48,7 @@ class ExpertChunk:
         self.experts, self.rows = experts, rows
         # [experts, out, width]; gate_up: all gates, then all ups, or interleaved, see one_gate_up
         self.gate_up, self.down = gate_up, down
-        self.is_all = rows == slice(0, len(routing.row_tokens))
+        self.is_all = rows == slice(0, len(routing.routed_tokens))
         first, stop = rows.start, rows.stop
         # where each expert's rows end within the chunk; on the host too, if matmuls loop
         self.ends = routing.ends[experts.start : experts.stop].clamp(first, stop) - first

@@ -5,7 +5,7 @@ pretrained/families.py says which models have experts.
     x = norm(mlp_input)                                     # _forward_slice()
     routing = route(x)                                      # k experts a token; rows by expert
     for chunk in _chunks():                                 # a range of experts, some of the rows
-        inputs = x[routing.row_tokens[chunk.rows]]          # _chunk_gate_up()
+        inputs = x[routing.routed_tokens[chunk.rows]]       # _chunk_gate_up()
         gate_up = inputs @ chunk.gate_up.T                  # grouped: each row by its own expert
         rows[chunk.rows] = glu(gate_up) @ chunk.down.T      # _chunk_forward()
     branch = sum of a token's k rows, times their weights   # add_expert_rows()
@@ -250,7 +250,7 @@ class MoESublayer:
         saved = []
         for chunk in self._chunks(call, routing):
             rows, gate_up = self._chunk_forward(call, routing, x, chunk)
-            outputs = put_rows(outputs, rows, chunk, len(routing.row_tokens))
+            outputs = put_rows(outputs, rows, chunk, len(routing.routed_tokens))
             if save_gate_ups:
                 saved.append(gate_up)
             del rows, gate_up, chunk  # before the next range is dequantized
@@ -275,7 +275,7 @@ class MoESublayer:
         self, call: LayerCall, routing: Routing, x: Tensor, chunk: ExpertChunk
     ) -> Tensor:
         """Return gate and up of the rows of one chunk, [m, 2 inner]."""
-        inputs = x[routing.row_tokens[chunk.rows]]
+        inputs = x[routing.routed_tokens[chunk.rows]]
         if self.expert_gate_up.lora_width:
             inputs = widen(inputs, self.expert_gate_up)
             fill_expert_lora_hidden(call, self.expert_gate_up, inputs, chunk)
@@ -294,7 +294,7 @@ class MoESublayer:
         """Add to the rows of a chunk the biases of their experts' linears `key`, if any."""
         bias = self._bias(call, key)
         if bias is not None:
-            add_row_bias(rows, bias, routing.row_experts[chunk.rows],
+            add_row_bias(rows, bias, routing.routed_experts[chunk.rows],
                          is_evaluation=call.is_evaluation)
 
     def _experts_backward(
@@ -307,7 +307,7 @@ class MoESublayer:
         if not saved.gate_ups or self.expert_gate_up.lora_width:  # to recompute them; for A's grad
             x = self._expert_inputs(call, saved)
         grad_rows = None
-        n_rows = len(routing.row_tokens)
+        n_rows = len(routing.routed_tokens)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for chunk in self._chunks(call, routing):
             rows, grad_weights[chunk.rows] = self._chunk_backward(call, saved, chunk, x, grad)
@@ -332,7 +332,7 @@ class MoESublayer:
         rows, grad_lora_hidden = split_lora_gradient(call, self.expert_gate_up, rows, chunk)
         if grad_lora_hidden is not None:
             add_expert_gradients(
-                call, self.expert_gate_up, x[saved.routing.row_tokens[chunk.rows]],
+                call, self.expert_gate_up, x[saved.routing.routed_tokens[chunk.rows]],
                 grad_lora_hidden, grad_gate_up, chunk)
         return rows, grad_weights
 
@@ -353,13 +353,13 @@ class MoESublayer:
             assert x is not None, "made by _experts_backward()"
             gate_up = self._chunk_gate_up(call, routing, x, chunk)
         # grad_activated and grad_lora_hidden exclude the routing weights, grad_gate_up has them
-        upstream = grad[routing.row_tokens[chunk.rows]]
+        upstream = grad[routing.routed_tokens[chunk.rows]]
         grad_activated = grouped_matmul(upstream, chunk.down, chunk)
         grad_activated, grad_lora_hidden = split_lora_gradient(
             call, self.expert_down, grad_activated, chunk)
         grad_weights = glu_weight_gradients(
             grad_activated, gate_up, self._activation, self.arch.gated)
-        weights = routing.row_weights[chunk.rows]
+        weights = routing.routed_weights[chunk.rows]
         grad_gate_up = gate_up_gradient_(
             grad_activated, gate_up, self._activation, self.arch.gated, weights)
         activated = grad_activated  # overwritten by gate_up_gradient_()
@@ -372,7 +372,7 @@ class MoESublayer:
     def _chunks(self, call: LayerCall, routing: Routing) -> Iterator[ExpertChunk]:
         """Yield the chunks that are multiplied at once: a range of experts with their weights, and
         at most an even share of the rows, so that memory does not depend on the router's choice."""
-        n_rows = len(routing.row_tokens)
+        n_rows = len(routing.routed_tokens)
         ranges = cut_experts(
             self.expert_gate_up, self.expert_down, call.layer.plan.n_expert_ranges)
         most = math.ceil(n_rows / len(ranges))

@@ -37,10 +37,10 @@ class Routing:
     scores: Tensor  # fp32 [n, experts]
     topk_experts: Tensor  # int64 [n, k], the experts of each token
     topk_weights: Tensor  # fp32 [n, k], factors of these experts' outputs
-    row_tokens: Tensor  # int64 [n * k], the token of each row
-    row_experts: Tensor  # int64 [n * k], the expert of each row
+    routed_tokens: Tensor  # int64 [n * k], the token of each row
+    routed_experts: Tensor  # int64 [n * k], the expert of each row
     slots: Tensor  # int64 [n, k], positions of a token's copies among the sorted rows
-    row_weights: Tensor  # fp32 [n * k], the weight of each row
+    routed_weights: Tensor  # fp32 [n * k], the weight of each row
     ends: Tensor  # int32 [experts], where each expert's rows end
     bounds: list[int] | None  # [0, *ends] on the host; None where it is not needed
 
@@ -116,7 +116,7 @@ def count_experts(routing: Routing, n_unpadded: Tensor) -> Tensor:
     n_unpadded tokens, int64 [1], which may be more than there are, or negative."""
     n = len(routing.scores)
     counted = torch.arange(n, device=n_unpadded.device) < n_unpadded
-    rows_before = F.pad((routing.row_tokens < n_unpadded).cumsum(0), (1, 0))[routing.ends]
+    rows_before = F.pad((routing.routed_tokens < n_unpadded).cumsum(0), (1, 0))[routing.ends]
     tokens = rows_before.diff(prepend=rows_before.new_zeros(1))  # number of tokens of each expert
     return torch.stack([tokens.float(), counted.float() @ routing.scores])
 
