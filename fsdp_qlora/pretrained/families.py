@@ -261,7 +261,7 @@ FAMILIES: dict[str, Family] = {
         expert_size="config.intermediate_size", norm_topk_prob="config.norm_topk_prob")),
     "cohere2_moe": Family(
         **COHERE, no_rotary="full", windowed_layers="layer_types",
-        dense_rotary="config.prefix_dense_sliding_window_pattern",
+        dense_rotary_if="config.prefix_dense_sliding_window_pattern",
         intermediate_size="config.prefix_dense_intermediate_size",
         unused=("rope_theta", "rope_scaling"), moe=MoERecord(  # both are in rope_parameters, too
             expert_size="config.intermediate_size", shared_size="config.intermediate_size",

@@ -134,7 +134,7 @@ def rotary_layers(
         raise ValueError(f"{family.no_rotary} has {len(rotated)} entries for {n_layers} layers")
     if family.no_rotary == "full" or family.no_rotary == "full_if_window" and has_window:
         rotated = [window is not None for window in windows]
-    if family.dense_rotary == 1:
+    if family.dense_rotary_if == 1:
         rotated = [x or not routed for x, routed in zip(rotated, routed_layers(c, family))]
     return rotated
 

@@ -450,7 +450,7 @@ class Family(ArchitectureFields):
     rotary_if: bool | FromConfig = True  # if a config can switch it off; True or "rope": on
     no_rotary: NoRotary | None = None  # None: all layers have it
     # 1: layers without experts are rotated, whatever no_rotary says
-    dense_rotary: int | FromConfig = None
+    dense_rotary_if: int | FromConfig = None
     windowed_layers: WindowedLayers | None = None  # None: no layer has a window
 
     # ---- MLP
