@@ -383,7 +383,7 @@ def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
     ],
     ids=lambda value: str({**value, "model_type": 0}) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_settings_that_no_record_can_express_are_refused(start, model, settings, words):
+def test_settings_that_no_family_can_express_are_refused(start, model, settings, words):
     (model / "config.json").write_text(json.dumps({**SMALL, **settings}))
     refused(MODEL, start(model, "--random_weights"), f"--model {model}", *words)
 

@@ -60,9 +60,9 @@ from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import Heads
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
-from fsdp_qlora.pretrained.records import AttentionGateRecord, GatedDeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
+from fsdp_qlora.pretrained.specs import AttentionGateSpec, GatedDeltaNetSpec, Mamba2Spec
 from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.ranks import RunEnd
@@ -339,7 +339,7 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
     """Also where each head's gate follows its query, as in Qwen3.5."""
     per_head = per_head and linear is not None
     arch = dataclasses.replace(make_architecture(TINY["qwen3"](VOCABULARY)), qk_norm=None,
-                               attention_gate=AttentionGateRecord(linear, per_head, activation))
+                               attention_gate=AttentionGateSpec(linear, per_head, activation))
     generator, (heads, kv_heads, d) = torch.Generator().manual_seed(0), (4, 2, arch.head_dim)
     n_gates = heads if per_head else heads * d
     projected = torch.randn(9, (heads + 2 * kv_heads) * d + n_gates, generator=generator)
@@ -698,7 +698,7 @@ def test_each_layer_has_the_layout_of_its_kind():
                     kind[1] = one.rope_index
                 else:
                     kind[2:3] = [
-                        x for x in arch.other_mixers if arch.other_mixers[x] is one.mixer_record]
+                        x for x in arch.other_mixers if arch.other_mixers[x] is one.mixer_spec]
             found.append(tuple(kind))
         assert found == kinds, name
         for (one, kind), (other, its_kind) in itertools.combinations(zip(specs, kinds), 2):
@@ -800,7 +800,7 @@ def test_check_at_start_passes(name):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-# {what is wrong: (a family, fields of its record)}
+# {what is wrong: (a family, fields of its Family)}
 PLANTED = {
     "norm offset": ("gemma", {"norm_kind": "rms"}),
     "halves instead of pairs": ("glm4", {"rotary_interleaved": False}),
@@ -822,7 +822,7 @@ PLANTED = {
 
 
 def plant(monkeypatch, model_type, fields):
-    """Give a family's record in the table wrong fields."""
+    """Give a Family in the table wrong fields."""
     wrong = dataclasses.replace(families.FAMILIES[model_type], **fields)
     monkeypatch.setitem(families.FAMILIES, model_type, wrong)
 
@@ -832,7 +832,7 @@ def test_check_at_start_catches(error, monkeypatch):
     name, fields = PLANTED[error]
     model_config = TINY[name](VOCABULARY)
     family = model_config.model_type
-    # fields that no record names now
+    # fields that no spec names now
     monkeypatch.setattr(from_config, "check_model", lambda config: None)
     plant(monkeypatch, family, fields)
     with pytest.raises(ValueError, match=f"the check at start failed: {family} "):
@@ -893,9 +893,9 @@ def chunks_equal(rule, recurrence, inputs, grad, lengths):
 
 MIXERS = {  # {function: (mixer, what names of its tensors begin with, which part decays)}
     autograd_mixers.gated_delta_net: (
-        GatedDeltaNetRecord(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
+        GatedDeltaNetSpec(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
     autograd_mixers.mamba2: (
-        Mamba2Record(2, 3, 2, 3, 4, conv_bias=False, dt_limits=(0.0, math.inf), norm_eps=1e-6),
+        Mamba2Spec(2, 3, 2, 3, 4, conv_bias=False, dt_limits=(0.0, math.inf), norm_eps=1e-6),
         "mamba.", "dt")}  # fmt: skip
 
 
@@ -921,7 +921,7 @@ def test_decays_of_large_values_are_finite(function):
 
 def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
     """Stand-ins for its kernels, which need a GPU."""
-    mixer, cpu = GatedDeltaNetRecord(2, 4, 16, 32, 4), torch.device("cpu")
+    mixer, cpu = GatedDeltaNetSpec(2, 4, 16, 32, 4), torch.device("cpu")
     plain = recurrence.eager_delta_rule
 
     def fails(*_):
@@ -932,8 +932,8 @@ def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
 
     for rule, why in ((plain, ""), (fails, "RuntimeError: not on this GPU"), (leaks, "% off here"),
                       (lambda q, k, v, *rest: plain(k, q, v, *rest), "% off here")):
-        monkeypatch.setitem(recurrence.RECURRENCES, GatedDeltaNetRecord, dataclasses.replace(
-            recurrence.RECURRENCES[GatedDeltaNetRecord], fla=rule))
+        monkeypatch.setitem(recurrence.RECURRENCES, GatedDeltaNetSpec, dataclasses.replace(
+            recurrence.RECURRENCES[GatedDeltaNetSpec], fla=rule))
         got = recurrence.why_no_fla(mixer, cpu)
         assert got.endswith(why) and bool(got) == bool(why)
 
@@ -1147,7 +1147,7 @@ def test_check_at_start_names_the_model_whatever_goes_wrong(what):
         compare_with_transformers(tiny(model_type, **settings)(VOCABULARY), "the-name")
 
 
-def test_field_that_no_record_knows_is_refused():
+def test_field_that_no_spec_names_is_refused():
     config = tiny("gemma3_text", use_bidirectional_attention=True)(VOCABULARY)
     with pytest.raises(ValueError, match="use_bidirectional_attention"):
         make_architecture(config)

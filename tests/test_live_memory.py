@@ -23,7 +23,7 @@ from fsdp_qlora.kernels.activations import glu
 from fsdp_qlora.kernels.attention import (
     ATTENTION_TYPES, EAGER_KERNEL, CUDNN_KERNEL, SDPA_KERNEL, AttentionKernel)
 from fsdp_qlora.kernels.heads import rope_tables
-from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer_record
+from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer_spec
 from fsdp_qlora.layer import call, grouped_mm, lora_matmul, moe
 from fsdp_qlora.layer.call import LayerInputs
 from fsdp_qlora.layer.layer import DecoderLayer
@@ -193,7 +193,7 @@ def counted_kernels(arch, plan):
         kernel = SDPA_KERNEL
     if plan.context_parallel_size > 1 and not plan.is_varlen:
         kernel = CUDNN_KERNEL
-    if mixer := recurrent_mixer_record(arch):
+    if mixer := recurrent_mixer_spec(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         def recurrence(*args):
             return counted.apply(*args[:5])

@@ -29,7 +29,7 @@ from fsdp_qlora.data.example_formats import EXAMPLE_FORMATS, OPTIONAL, REFUSED, 
 from fsdp_qlora.data.preferences import LABEL_KEYS, PAIRS
 from fsdp_qlora.layer.router import BALANCE_METRICS
 from fsdp_qlora.model.preference_loss import LOSSES, METRICS
-from fsdp_qlora.pretrained import records
+from fsdp_qlora.pretrained import specs
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.pretrained.from_config import check_model
 from fsdp_qlora.run.resolve import resolve_config
@@ -395,20 +395,20 @@ def rows_of_types(heading):
 
 
 def kind_of(model_type):
-    """As the table of types has it, from a type's record."""
+    """As the table of types has it, from a type's Family."""
     if texts := MULTIMODAL.get(model_type):
         word = "multimodal" if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else "audio"
         return f"{word}: {', '.join(f'`{text}`' for text in texts)}"
-    record = FAMILIES[model_type]
-    is_dense = not (record.moe or record.other_mixers or record.mla)
-    if record.moe and str(record.moe.experts_if).startswith("config."):  # only some have experts
+    family = FAMILIES[model_type]
+    is_dense = not (family.moe or family.other_mixers or family.mla)
+    if family.moe and str(family.moe.experts_if).startswith("config."):  # only some have experts
         is_dense = True
-    words = {"dense": is_dense, "MoE": record.moe, "hybrid": record.other_mixers,
-             "latent attention": record.mla}  # fmt: skip
+    words = {"dense": is_dense, "MoE": family.moe, "hybrid": family.other_mixers,
+             "latent attention": family.mla}  # fmt: skip
     return ", ".join(word for word, holds in words.items() if holds)
 
 
-def test_table_of_types_is_that_of_the_records():
+def test_table_of_types_is_that_of_the_families():
     """Each type once, in order, with its kind."""
     rows = rows_of_types("| `model_type` | released models | kind |")
     # text models that are only ever a part of a multimodal one
@@ -439,20 +439,20 @@ def test_types_of_models_are_those_of_transformers():
     assert not unknown or not newest, unknown
 
 
-def test_records_of_a_family_have_the_fields_shown():
-    """In the table of how to add one: `Record`: `field`, of Family."""
-    (table,) = tables("| the family has | record, and the field of `Family` that holds it |")
-    fields = {f.name: str(f.type) for record in (records.Family, records.MoERecord)
-              for f in dataclasses.fields(record)}  # fmt: skip
+def test_specs_of_a_family_have_the_fields_shown():
+    """In the table of how to add one: `Spec`: `field`, of Family."""
+    (table,) = tables("| the family has | dataclass, and the field of `Family` that holds it |")
+    fields = {f.name: str(f.type) for spec in (specs.Family, specs.MoESpec)
+              for f in dataclasses.fields(spec)}  # fmt: skip
     seen = 0
     for row in table.splitlines()[2:]:
         words = re.findall(r"`(\w+)`", row.split("|")[2])
         assert {word for word in words if word.islower()} <= fields.keys(), row
         for *named, field in re.findall(r"((?:`[A-Z]\w+`,? ?)+): `(\w+)`", row):
-            for record in re.findall(r"\w+", named[0]):
-                mixers = "ShortConvRecord | GatedDeltaNetRecord | Mamba2Record]"
+            for spec in re.findall(r"\w+", named[0]):
+                mixers = "ShortConvSpec | GatedDeltaNetSpec | Mamba2Spec]"
                 annotation = fields[field].replace("OtherMixer]", mixers)
-                assert hasattr(records, record) and record in annotation, row
+                assert hasattr(specs, spec) and spec in annotation, row
                 seen += 1
     assert seen >= 7
 

@@ -35,8 +35,8 @@ from fsdp_qlora.layer.residual import ResidualSum
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
 from fsdp_qlora.pretrained.from_config import make_architecture
-from fsdp_qlora.pretrained.records import GatedDeltaNetRecord, Mamba2Record
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
+from fsdp_qlora.pretrained.specs import GatedDeltaNetSpec, Mamba2Spec
 
 N, WIDTH, HEADS = 96, 128, 4
 
@@ -342,7 +342,7 @@ def mixer_states(function, mixer, tensors, projected, out):
 @pytest.mark.parametrize("double", [False, True])
 def test_decays_of_a_delta_net_are_fp32(double, stored):
     """Whatever dtype the files have them in."""
-    mixer = GatedDeltaNetRecord(2, 4, 16, 32, 4, norm_eps=0.0, double_beta=double)
+    mixer = GatedDeltaNetSpec(2, 4, 16, 32, 4, norm_eps=0.0, double_beta=double)
     tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "norm.weight": FACTOR[:32],
                "conv1d.weight": draw(192, 1, 4)}  # fmt: skip
     tensors = {f"linear_attn.{key}": as_stored(value, stored) for key, value in tensors.items()}
@@ -353,7 +353,7 @@ def test_decays_of_a_delta_net_are_fp32(double, stored):
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_steps_and_decays_of_mamba_are_fp32(stored):
-    mixer = Mamba2Record(4, 32, 2, 16, 4, conv_bias=True, dt_limits=(0.0, torch.inf), norm=False)
+    mixer = Mamba2Spec(4, 32, 2, 16, 4, conv_bias=True, dt_limits=(0.0, torch.inf), norm=False)
     tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "D": 0 * draw(4),
                "conv1d.weight": draw(192, 1, 4), "conv1d.bias": draw(192)}  # fmt: skip
     tensors = {f"mamba.{key}": as_stored(value, stored) for key, value in tensors.items()}

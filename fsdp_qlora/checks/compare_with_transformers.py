@@ -23,7 +23,7 @@ from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, EAGER_KERNEL, Kernels
-from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer_record
+from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer_spec
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
@@ -201,7 +201,7 @@ def eager_kernels(arch: Architecture) -> Kernels:
     small that each document has several."""
     by_type = dict.fromkeys(ATTENTION_TYPES, EAGER_KERNEL)
     recurrence = None
-    if mixer := recurrent_mixer_record(arch):
+    if mixer := recurrent_mixer_spec(arch):
         recurrence = functools.partial(RECURRENCES[type(mixer)].eager, chunk=8)
     return Kernels(by_type, by_type, recurrence)
 

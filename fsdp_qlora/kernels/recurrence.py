@@ -23,7 +23,7 @@ from fsdp_qlora.kernels.attention import MAX_ERROR, recomputed
 from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import GatedDeltaNetRecord, Mamba2Record
+from fsdp_qlora.pretrained.specs import GatedDeltaNetSpec, Mamba2Spec
 from fsdp_qlora.ranks import n_cores
 
 
@@ -32,7 +32,7 @@ RECURRENCE_CHUNK = 64  # tokens of a document that are computed at once; chunks 
 # ---- the gated delta rule ----
 
 # eager_delta_rule() and fla_delta_rule() take (query, key, value, g, beta, micro-batch), see
-# GatedDeltaNetRecord, and return q S [n, value heads, value_dim]. Query and key are [n, key heads,
+# GatedDeltaNetSpec, and return q S [n, value heads, value_dim]. Query and key are [n, key heads,
 # key_dim], not normalized; value is [n, value heads, value_dim]; g, fp32, and beta are [n, value
 # heads].
 
@@ -177,19 +177,19 @@ def fla_delta_rule(
     return out[0]
 
 
-def eager_delta_rule_bytes(record: GatedDeltaNetRecord) -> int:
+def eager_delta_rule_bytes(spec: GatedDeltaNetSpec) -> int:
     """Return the bytes per token that are alive at once in eager_delta_rule()'s backward: fp32
     values of each value head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice the
     projected values."""
-    key, value = record.key_dim, record.value_dim
+    key, value = spec.key_dim, spec.value_dim
     head_values = 13 * key + 11 * value + 8 * RECURRENCE_CHUNK + 2 * key * value // RECURRENCE_CHUNK
-    return 4 * record.n_value_heads * head_values + 8 * sum(record.widths.values())
+    return 4 * spec.n_value_heads * head_values + 8 * sum(spec.widths.values())
 
 
 # ---- the scan of Mamba-2 ----
 
 
-# eager_scan() and fla_scan() take (b, c, x, decay, dt, micro-batch), see Mamba2Record, and return
+# eager_scan() and fla_scan() take (b, c, x, decay, dt, micro-batch), see Mamba2Spec, and return
 # C S [n, heads, head_dim]. b and c are [n, groups, state], x is [n, heads, head_dim]; decay, the
 # log of the factor on the state, and dt, both fp32, are [n, heads].
 
@@ -287,11 +287,11 @@ class FlaScan(torch.autograd.Function):
         return dict(q=by_head[0], k=by_head[1], v=value, g=total, scale=1.0, **where)
 
 
-def eager_scan_bytes(record: Mamba2Record) -> int:
+def eager_scan_bytes(spec: Mamba2Spec) -> int:
     """Return the bytes per token that are alive at once in eager_scan()'s backward: fp32 values
     of each head, measured to 6 % with states of 128 and 256; and twice the projected values."""
-    head_values = 8 * record.state_size + 8 * record.head_dim + 6 * RECURRENCE_CHUNK
-    return 4 * record.n_heads * head_values + 8 * sum(record.widths.values())
+    head_values = 8 * spec.state_size + 8 * spec.head_dim + 6 * RECURRENCE_CHUNK
+    return 4 * spec.n_heads * head_values + 8 * sum(spec.widths.values())
 
 
 # ---- which of them is used ----
@@ -310,34 +310,34 @@ class Recurrence:
 
 
 RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
-    GatedDeltaNetRecord: Recurrence(
+    GatedDeltaNetSpec: Recurrence(
         "Gated DeltaNet", "delta rule in plain PyTorch",
         eager_delta_rule, fla_delta_rule, eager_delta_rule_bytes),
-    Mamba2Record: Recurrence(
+    Mamba2Spec: Recurrence(
         "Mamba-2", "Mamba-2 in plain PyTorch", eager_scan, fla_scan, eager_scan_bytes)}
 
 
-def recurrent_mixer_record(arch: Architecture) -> GatedDeltaNetRecord | Mamba2Record | None:
+def recurrent_mixer_spec(arch: Architecture) -> GatedDeltaNetSpec | Mamba2Spec | None:
     """Return the mixer of a model's layers that has a state, one of RECURRENCES, or None."""
-    records = arch.other_mixers.values()
-    return next((x for x in records if isinstance(x, (GatedDeltaNetRecord, Mamba2Record))), None)
+    specs = arch.other_mixers.values()
+    return next((x for x in specs if isinstance(x, (GatedDeltaNetSpec, Mamba2Spec))), None)
 
 
-def why_no_fla(record: GatedDeltaNetRecord | Mamba2Record, device: torch.device) -> str:
+def why_no_fla(spec: GatedDeltaNetSpec | Mamba2Spec, device: torch.device) -> str:
     """Return why flash-linear-attention cannot be used; "" if its results match plain torch's,
     forward and backward, for two documents."""
-    recurrence = RECURRENCES[type(record)]
+    recurrence = RECURRENCES[type(spec)]
     length = 3 * RECURRENCE_CHUNK // 2
     generator = torch.Generator(device).manual_seed(0)
     n = 2 * length
-    if isinstance(record, GatedDeltaNetRecord):
-        shapes = (record.n_key_heads, record.key_dim), (record.n_value_heads, record.value_dim)
+    if isinstance(spec, GatedDeltaNetSpec):
+        shapes = (spec.n_key_heads, spec.key_dim), (spec.n_value_heads, spec.value_dim)
     else:
-        shapes = (record.n_groups, record.state_size), (record.n_heads, record.head_dim)
+        shapes = (spec.n_groups, spec.state_size), (spec.n_heads, spec.head_dim)
     settings: dict[str, Any] = dict(dtype=torch.bfloat16, device=device, generator=generator)
     first, second, third, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
     decay, factor = (torch.rand(n, shapes[1][0], **settings) for _ in range(2))
-    factor = factor if isinstance(record, GatedDeltaNetRecord) else factor.float()
+    factor = factor if isinstance(spec, GatedDeltaNetSpec) else factor.float()
     bounds = torch.tensor([0, length, n], dtype=torch.int32)
     trial: Any = types.SimpleNamespace(
         lengths=(length, length), cu_seqlens=bounds.to(device),
@@ -364,13 +364,13 @@ def choose_recurrence(
 ) -> Callable[..., Tensor] | None:
     """Return the function that computes the model's Gated DeltaNet or Mamba-2, None if it has
     neither. On a GPU it is flash-linear-attention's, if its results match plain torch's."""
-    record = recurrent_mixer_record(arch)
-    if record is None:
+    spec = recurrent_mixer_spec(arch)
+    if spec is None:
         return None
-    recurrence = RECURRENCES[type(record)]
+    recurrence = RECURRENCES[type(spec)]
     if device.type != "cuda" or compute_dtype != "bfloat16":
         return recurrence.eager
-    if why := why_no_fla(record, device):
+    if why := why_no_fla(spec, device):
         log(f"warning: slow path for {recurrence.name}: plain PyTorch instead of"
             f" flash-linear-attention ({why}). Try: pip install fla-core einops")
         return recurrence.eager

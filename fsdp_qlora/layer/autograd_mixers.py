@@ -1,7 +1,7 @@
 """Token mixers whose backward is autograd's: short convolution (LFM2), Gated DeltaNet, Mamba-2.
 
 No mixer sees across the bounds of documents. pretrained/families.py says which layers have one,
-pretrained/records.py what the letters of a mixer mean.
+pretrained/specs.py what the letters of a mixer mean.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import SavedAutogradMixer
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import (
-    GatedDeltaNetRecord, Mamba2Record, OtherMixer, ShortConvRecord)
+from fsdp_qlora.pretrained.specs import (
+    GatedDeltaNetSpec, Mamba2Spec, OtherMixer, ShortConvSpec)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AutogradMixer:
     """A TokenMixer that runs a function of OTHER_MIXERS, whose backward is autograd's."""
 
-    mixer_record: OtherMixer
+    mixer_spec: OtherMixer
     arch: Architecture
 
     saved_type = SavedAutogradMixer
     fused_linears = ()
 
     def forward(self, call: LayerCall, saved: SavedAutogradMixer) -> Tensor:
-        function = OTHER_MIXERS[type(self.mixer_record)]
+        function = OTHER_MIXERS[type(self.mixer_spec)]
         projected, saved.projected = saved.projected, None
         with torch.set_grad_enabled(call.saves_graph):
             if call.saves_graph:
                 projected = GraphStart.apply(torch.empty(0, requires_grad=True), projected)
                 saved.start = get_gradient_edge(projected)
-            saved.mixed = function(call, projected, self.mixer_record)
+            saved.mixed = function(call, projected, self.mixer_spec)
         return self.recompute_output(call, saved)
 
     def recompute_output(self, call: LayerCall, saved: SavedAutogradMixer) -> Tensor:
@@ -54,7 +54,7 @@ class AutogradMixer:
 
     @property
     def projected_width(self) -> int:
-        return sum(x.out_features for x in self.mixer_record.linears(self.arch.hidden_size)[0])
+        return sum(x.out_features for x in self.mixer_spec.linears(self.arch.hidden_size)[0])
 
 
 class GraphStart(torch.autograd.Function):
@@ -184,8 +184,8 @@ def gated_norm_backward(
 # ---- mixers ----
 
 
-def short_conv(call: LayerCall, projected: Tensor, record: ShortConvRecord) -> Tensor:
-    """LFM2's mixer, see ShortConvRecord. `projected` [n, 3 x hidden] contains b, c and x."""
+def short_conv(call: LayerCall, projected: Tensor, spec: ShortConvSpec) -> Tensor:
+    """LFM2's mixer, see ShortConvSpec. `projected` [n, 3 x hidden] contains b, c and x."""
     tensors = call.layer.small_tensors
     b, c, x = projected.chunk(3, 1)
     conv = CausalConv.apply(b * x, tensors["conv.conv.weight"], tensors.get("conv.conv.bias"),
@@ -193,37 +193,37 @@ def short_conv(call: LayerCall, projected: Tensor, record: ShortConvRecord) -> T
     return c * conv
 
 
-def gated_delta_net(call: LayerCall, projected: Tensor, record: GatedDeltaNetRecord) -> Tensor:
-    """Gated DeltaNet, see GatedDeltaNetRecord."""
+def gated_delta_net(call: LayerCall, projected: Tensor, spec: GatedDeltaNetSpec) -> Tensor:
+    """Gated DeltaNet, see GatedDeltaNetSpec."""
     tensors = {name.removeprefix("linear_attn."): tensor
                for name, tensor in call.layer.small_tensors.items()}
-    parts = delta_parts(projected, record)
+    parts = delta_parts(projected, spec)
     positions = call.batch.position_ids
     weights = [tensors.get(f"{letter}_conv1d.weight") for letter in "qkv"]
-    if not record.split_conv:
-        weights = tensors["conv1d.weight"].split([record.widths[letter] for letter in "qkv"])
+    if not spec.split_conv:
+        weights = tensors["conv1d.weight"].split([spec.widths[letter] for letter in "qkv"])
     query, key, value = (
         CausalConv.apply(parts[letter], weight, None, positions, True).unflatten(1, (heads, -1))
         for letter, weight, heads in zip(
-            "qkv", weights, (record.n_key_heads, record.n_key_heads, record.n_value_heads)))
-    beta = parts["b"].sigmoid() * (2 if record.double_beta else 1)
+            "qkv", weights, (spec.n_key_heads, spec.n_key_heads, spec.n_value_heads)))
+    beta = parts["b"].sigmoid() * (2 if spec.double_beta else 1)
     g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
     assert call.inputs.recurrence, "the model has a mixer with a state"
     out = call.inputs.recurrence(query, key, value, g, beta, call.batch)
-    z = parts["z"].unflatten(1, (record.n_value_heads, -1))
-    weight = tensors[f"{record.norm}.weight"]
-    mixed: Tensor = GatedNorm.apply(out, z, weight, record.norm_eps)
+    z = parts["z"].unflatten(1, (spec.n_value_heads, -1))
+    weight = tensors[f"{spec.norm}.weight"]
+    mixed: Tensor = GatedNorm.apply(out, z, weight, spec.norm_eps)
     return mixed.flatten(1)
 
 
-def mamba2(call: LayerCall, projected: Tensor, record: Mamba2Record) -> Tensor:
-    """Mamba-2, see Mamba2Record."""
-    tensors = {name.removeprefix(f"{record.prefix}."): tensor
+def mamba2(call: LayerCall, projected: Tensor, spec: Mamba2Spec) -> Tensor:
+    """Mamba-2, see Mamba2Spec."""
+    tensors = {name.removeprefix(f"{spec.prefix}."): tensor
                for name, tensor in call.layer.small_tensors.items()}
-    widths, multipliers = record.widths, record.multipliers
-    if record.is_multiplied:
+    widths, multipliers = spec.widths, spec.multipliers
+    if spec.is_multiplied:
         by_part = multipliers if isinstance(multipliers, list) else [multipliers] * len(widths)
-        projected = torch.cat([part * (factor * record.in_multiplier) for part, factor in zip(
+        projected = torch.cat([part * (factor * spec.in_multiplier) for part, factor in zip(
             projected.split(list(widths.values()), 1), by_part, strict=True)], 1)
     n_channels = widths["x"] + widths["B"] + widths["C"]
     z, before_conv, raw_dt = projected.split([widths["z"], n_channels, widths["dt"]], 1)
@@ -231,27 +231,27 @@ def mamba2(call: LayerCall, projected: Tensor, record: Mamba2Record) -> Tensor:
                             call.batch.position_ids, True)
     x, b, c = conv.split([widths["x"], widths["B"], widths["C"]], 1)
     x, b, c = (part.unflatten(1, (heads, -1)) for part, heads in zip(
-        (x, b, c), (record.n_heads, record.n_groups, record.n_groups)))
-    low, high = record.dt_limits
-    low = max(low, record.min_dt)
+        (x, b, c), (spec.n_heads, spec.n_groups, spec.n_groups)))
+    low, high = spec.dt_limits
+    low = max(low, spec.min_dt)
     dt = F.softplus(raw_dt.float() + tensors["dt_bias"].float()).clamp(low, high)
     decay = -tensors["A_log"].float().exp() * dt
     assert call.inputs.recurrence, "the model has a mixer with a state"
     out = call.inputs.recurrence(b, c, x, decay, dt, call.batch)
     out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
-    out, z = (part.reshape(len(x), record.n_groups, -1) for part in (out, z))
-    weight = tensors["norm.weight"].view(record.n_groups, -1) if record.norm else None
-    mixed: Tensor = GatedNorm.apply(out, z, weight, record.norm_eps, not record.norm_first)
-    return mixed.flatten(1) * record.out_multiplier
+    out, z = (part.reshape(len(x), spec.n_groups, -1) for part in (out, z))
+    weight = tensors["norm.weight"].view(spec.n_groups, -1) if spec.norm else None
+    mixed: Tensor = GatedNorm.apply(out, z, weight, spec.norm_eps, not spec.norm_first)
+    return mixed.flatten(1) * spec.out_multiplier
 
 
-def delta_parts(projected: Tensor, record: GatedDeltaNetRecord) -> dict[str, Tensor]:
+def delta_parts(projected: Tensor, spec: GatedDeltaNetSpec) -> dict[str, Tensor]:
     """Split the outputs of the linears into {q, k, v, z, b, a: [n, width]}."""
-    groups = record.n_key_heads if record.by_key_head else 1
+    groups = spec.n_key_heads if spec.by_key_head else 1
     parts = {}
     first = 0
-    for _, names in record.in_projs:
-        widths = [record.widths[name] for name in names]
+    for _, names in spec.in_projs:
+        widths = [spec.widths[name] for name in names]
         columns = projected[:, first : first + sum(widths)].unflatten(1, (groups, -1))
         for name, part in zip(names, columns.split([width // groups for width in widths], 2)):
             parts[name] = part.flatten(1)
@@ -259,7 +259,7 @@ def delta_parts(projected: Tensor, record: GatedDeltaNetRecord) -> dict[str, Ten
     return parts
 
 
-# {kind of mixer: function (call, projected [n, widths], record) -> inputs of the output projection
+# {kind of mixer: function (call, projected [n, widths], spec) -> inputs of the output projection
 # [n, width], recorded by autograd}
 OTHER_MIXERS: dict[type, Callable[[LayerCall, Tensor, Any], Tensor]] = {
-    ShortConvRecord: short_conv, GatedDeltaNetRecord: gated_delta_net, Mamba2Record: mamba2}
+    ShortConvSpec: short_conv, GatedDeltaNetSpec: gated_delta_net, Mamba2Spec: mamba2}

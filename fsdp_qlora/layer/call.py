@@ -104,7 +104,7 @@ class LayerCall:
 
     @property
     def per_layer_input(self) -> Tensor:
-        """The layer's own input for its tokens, see PerLayerInputsRecord."""
+        """The layer's own input for its tokens, see PerLayerInputsSpec."""
         return self.inputs.per_layer_inputs[self.tokens, self.layer.index]
 
     def times_layer_scalar(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from fsdp_qlora.layer.saved import SavedMoE
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertLatent:
-    """The two projections around one layer's experts, see MoERecord.latent_size."""
+    """The two projections around one layer's experts, see MoESpec.latent_size."""
 
     in_proj: FusedLinear  # from the inputs of router and shared expert to the experts' inputs
     out_proj: FusedLinear  # from the experts' weighted sum to the hidden size

@@ -35,12 +35,12 @@ from fsdp_qlora.layer.mla_heads import latent_heads, latent_heads_backward
 from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import MLARecord
+from fsdp_qlora.pretrained.specs import MLASpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MLAMixer:
-    """The latent attention of one layer, see MLARecord."""
+    """The latent attention of one layer, see MLASpec."""
 
     arch: Architecture
     rope_index: int | None  # of arch.ropes
@@ -50,8 +50,8 @@ class MLAMixer:
     saved_type = SavedMLA
 
     @property
-    def mla(self) -> MLARecord:
-        mla: MLARecord = self.arch.mla
+    def mla(self) -> MLASpec:
+        mla: MLASpec = self.arch.mla
         return mla
 
     @property

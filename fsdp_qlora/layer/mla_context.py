@@ -24,7 +24,7 @@ from fsdp_qlora.layer.saved import HeadGroup
 from fsdp_qlora.micro_batch.context_parallel import ContextShard
 from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import MLARecord
+from fsdp_qlora.pretrained.specs import MLASpec
 
 rotated_queries, rotated_queries_backward = map(fused_kernel, (query_heads, query_heads_backward))
 
@@ -104,7 +104,7 @@ class VisibleKV:
     saves them for its backward. With pack() and unpack() as autograd's hooks they are freed, and
     made again when backward reads them: that moves memory, but multiplies nothing."""
 
-    def __init__(self, mla: MLARecord, value_width: int, segments: Segments) -> None:
+    def __init__(self, mla: MLASpec, value_width: int, segments: Segments) -> None:
         self.mla, self.value_width, self.segments = mla, value_width, segments
         # of the last group's key and value: (which tensor it is, how to make it)
         self.made: list[tuple[tuple, Callable[[], Tensor]]] = []

@@ -11,7 +11,7 @@ pretrained/families.py says which models have experts.
     branch = sum of a token's k rows, times their weights   # add_expert_rows()
     return mid_residual + norm(branch + shared(x))          # ResidualSum.add()
 
-With ExpertNormsRecord (Gemma 4), router and experts each read mlp_input through a norm of their
+With ExpertNormsSpec (Gemma 4), router and experts each read mlp_input through a norm of their
 own. With ExpertLatent (latent_moe.py), the experts read and write a narrower space.
 
 No token is dropped, however uneven the router is. Work is cut three times: slices of tokens
@@ -49,7 +49,7 @@ from fsdp_qlora.layer.router import (
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import ExpertNormsRecord, MoERecord
+from fsdp_qlora.pretrained.specs import ExpertNormsSpec, MoESpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class MoESublayer:
     limit: float | None  # see LimitedActivation
 
     @property
-    def moe(self) -> MoERecord:
+    def moe(self) -> MoESpec:
         assert self.arch.moe, "the layer has experts"
         return self.arch.moe
 
@@ -171,9 +171,9 @@ class MoESublayer:
 
     def _backward_with_expert_norms(
         self, call: LayerCall, saved: SavedMoE, upstream: Tensor, grad: Tensor,
-        norms: ExpertNormsRecord
+        norms: ExpertNormsSpec
     ) -> Tensor:
-        """backward() with ExpertNormsRecord: experts, router and shared expert each have a norm.
+        """backward() with ExpertNormsSpec: experts, router and shared expert each have a norm.
         `upstream`: the gradient of the sum of their normed outputs."""
         mlp_input, kind, eps = saved.mlp_input, self.arch.norm_kind, self.arch.norm_eps
         grad_out = fused_norm_backward(

@@ -15,7 +15,7 @@ from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
-from fsdp_qlora.pretrained.records import MoERecord
+from fsdp_qlora.pretrained.specs import MoESpec
 
 
 # keys in metrics.jsonl, see add_balance()
@@ -54,8 +54,8 @@ def route(
 ) -> Routing:
     """Return the Routing of x [n, hidden]. `choice`: the choice of an earlier Routing of the same
     tokens. With wants_bounds this waits for the GPU, unless `choice` has the bounds. With
-    ExpertNormsRecord, x is not normed."""
-    moe: MoERecord = call.arch.moe
+    ExpertNormsSpec, x is not normed."""
+    moe: MoESpec = call.arch.moe
     tensors = call.layer.small_tensors
     if moe.norms:
         x = router_norm(x, tensors[moe.norms.router_scale], call.arch.norm_eps)
@@ -91,7 +91,7 @@ def route(
 
 @fused_kernel
 def router_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Return the router's inputs, from x [n, hidden], see ExpertNormsRecord."""
+    """Return the router's inputs, from x [n, hidden], see ExpertNormsSpec."""
     return norm_of(x, None, "rms", eps) * scale.to(x.dtype) * x.shape[1] ** -0.5
 
 
@@ -104,7 +104,7 @@ def router_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> 
 
 def weight_factor(call: LayerCall, topk_experts: Tensor) -> float | Tensor:
     """Return the factor of the chosen experts' weights: a number, or fp32 [n, k]."""
-    moe: MoERecord = call.arch.moe
+    moe: MoESpec = call.arch.moe
     if not moe.expert_scale:
         return moe.routed_scaling_factor
     expert_scale = call.layer.small_tensors[moe.expert_scale].float()
@@ -150,7 +150,7 @@ def take_balance(layers: Iterable[LayerParameters], device: torch.device) -> Ten
     return total
 
 
-def select_experts(scores: Tensor, moe: MoERecord) -> Tensor:
+def select_experts(scores: Tensor, moe: MoESpec) -> Tensor:
     """Return the top_k experts of each token, int64 [n, k], by scores [n, experts]."""
     if moe.n_expert_groups > 1:
         groups = scores.unflatten(1, (moe.n_expert_groups, -1))
@@ -161,7 +161,7 @@ def select_experts(scores: Tensor, moe: MoERecord) -> Tensor:
 
 
 def unscaled_topk_weights(
-    scores: Tensor, topk_experts: Tensor, moe: MoERecord, dtype: torch.dtype
+    scores: Tensor, topk_experts: Tensor, moe: MoESpec, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the weights of the chosen experts before scaling, fp32 [n, k]; their scores; and the
     sum [n, 1] by which the scores are divided, None if they are not. `dtype`: the model's."""
@@ -176,8 +176,8 @@ def unscaled_topk_weights(
 
 def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of route()'s x [n, hidden] through the weights, from `grad`, the gradient
-    of the weights, fp32 [n, k]. x is read only with ExpertNormsRecord; else only its dtype is."""
-    moe: MoERecord = call.arch.moe
+    of the weights, fp32 [n, k]. x is read only with ExpertNormsSpec; else only its dtype is."""
+    moe: MoESpec = call.arch.moe
     topk_experts = routing.topk_experts
     _, topk_scores, total = unscaled_topk_weights(routing.scores, topk_experts, moe, x.dtype)
     grad = grad * weight_factor(call, topk_experts)

@@ -26,8 +26,8 @@ class SharedExpert:
     arch: Architecture
     gate_up: FusedLinear
     down: FusedLinear
-    gate: str | None  # a linear whose sigmoid multiplies the output, see MoERecord.shared_gate
-    post_norm: str | None  # see ExpertNormsRecord
+    gate: str | None  # a linear whose sigmoid multiplies the output, see MoESpec.shared_gate
+    post_norm: str | None  # see ExpertNormsSpec
     limit: float | None  # see LimitedActivation
 
     @property

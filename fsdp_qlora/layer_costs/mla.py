@@ -12,7 +12,7 @@ from fsdp_qlora.layer_costs.attention_mixer import kernel_values
 from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import MLARecord
+from fsdp_qlora.pretrained.specs import MLASpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class MLACosts:
         return self.mixer.arch
 
     @property
-    def mla(self) -> MLARecord:
+    def mla(self) -> MLASpec:
         return self.mixer.mla
 
     @property

@@ -14,7 +14,7 @@ from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import MoERecord
+from fsdp_qlora.pretrained.specs import MoESpec
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200
@@ -33,7 +33,7 @@ class MoECosts:
         return self.sublayer.arch
 
     @property
-    def moe(self) -> MoERecord:
+    def moe(self) -> MoESpec:
         return self.sublayer.moe
 
     @property

@@ -27,7 +27,7 @@ from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.model_directory import find_model
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, stored_tensors
-from fsdp_qlora.pretrained.records import LinearShape
+from fsdp_qlora.pretrained.specs import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 

@@ -16,12 +16,12 @@ from fsdp_qlora.pretrained.architecture import Architecture
 def per_layer_inputs(model: ModelParameters, ids: Tensor, embeddings: Tensor) -> Tensor:
     """Return the inputs of all layers [n, layers, size] for tokens `ids` [n] with these embeddings.
     All ranks of the shard group must call this, with the same n."""
-    arch, record = model.arch, model.arch.per_layer_inputs
-    assert record, "the family has them"
-    shape = arch.n_layers, record.size
+    arch, spec = model.arch, model.arch.per_layer_inputs
+    assert spec, "the family has them"
+    shape = arch.n_layers, spec.size
     looked_up = look_up_sharded(model, ids, model.per_layer_table)
     # the factor is rounded to the table's dtype, like the embedding's factor
-    looked_up.mul_(torch.tensor(record.size**0.5, dtype=looked_up.dtype))
+    looked_up.mul_(torch.tensor(spec.size**0.5, dtype=looked_up.dtype))
     projected = embeddings @ model.per_layer_projection.t()
     return add_inputs(projected.unflatten(1, shape), looked_up.unflatten(1, shape),
                       model.per_layer_norm, arch, is_evaluation=not torch.is_grad_enabled())

@@ -30,7 +30,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     adapter_bytes = 4 * totals.layer_adapter_values  # of one layer, in fp32
     # bytes of this rank's rows of the lm_head; the embedding has as many
     table_bytes = arch.vocab_size * arch.hidden_size * itemsize / n_shards
-    # values of all layers' own inputs for a token, see PerLayerInputsRecord
+    # values of all layers' own inputs for a token, see PerLayerInputsSpec
     n_inputs = arch.n_layers * arch.per_layer_inputs.size if arch.per_layer_inputs else 0
     # of the tables that no matmul reads, which can be in host memory
     looked_up_bytes = (

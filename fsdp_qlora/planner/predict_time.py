@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdp_qlora.kernels.recurrence import recurrent_mixer_record
+from fsdp_qlora.kernels.recurrence import recurrent_mixer_spec
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.plan import SAVE_MLP, Plan
 from fsdp_qlora.planner.layer_totals import LayerTotals, saved_bytes, sum_layers
@@ -171,7 +171,7 @@ def n_launches(plan: Plan, arch: Architecture, machine: Machine) -> float:
     launches = (CONSTANTS.launches + CONSTANTS.recomputed_launches * again
                 + CONSTANTS.fsdp_launches * plan.uses_fsdp
                 + routed * (CONSTANTS.routed_launches + range_launches * plan.n_expert_ranges))
-    if mixer := recurrent_mixer_record(arch):
+    if mixer := recurrent_mixer_spec(arch):
         n_mixers = sum(
             arch.other_mixers.get(kind.other_mixer or "") is mixer for kind in arch.layer_kinds)
         launches += CONSTANTS.recurrence_launches * (n_mixers / arch.n_layers)

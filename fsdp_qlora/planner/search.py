@@ -24,7 +24,7 @@ from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler
 from fsdp_qlora.kernels import attention
 from fsdp_qlora.kernels.attention import Kernels
-from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer_record
+from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer_spec
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.micro_batch.context_parallel import MIN_TOKENS_PER_RANK
 from fsdp_qlora.plan import FRAGMENTATION, Plan
@@ -97,7 +97,7 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
     size = config.context_parallel_size or 1
-    if size > 1 and recurrent_mixer_record(arch):
+    if size > 1 and recurrent_mixer_spec(arch):
         raise ValueError(f"--context_parallel_size {size}: a model with recurrent layers needs all"
                          " tokens of a row on one GPU")
     least = workload.least_tokens(size)
@@ -122,7 +122,7 @@ def find_plan(search: SearchInputs) -> Plan:
         return plan.fits_both(search.usable_bytes, search.machine.free_host_bytes)
 
     best = best_plan(config.context_parallel_size or 1)
-    if config.context_parallel_size or recurrent_mixer_record(search.arch):
+    if config.context_parallel_size or recurrent_mixer_spec(search.arch):
         return best
     has_idle_ranks = workload.max_step_tokens < workload.world_size * workload.max_document_tokens
     for size in range(2, workload.world_size + 1):

@@ -14,7 +14,7 @@ import torch
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.sampling import RowSampler
-from fsdp_qlora.kernels.recurrence import recurrent_mixer_record
+from fsdp_qlora.kernels.recurrence import recurrent_mixer_spec
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.micro_batch.context_parallel import has_long_pieces
 from fsdp_qlora.plan import Plan
@@ -22,7 +22,7 @@ from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.predict_memory import predict_memory
 from fsdp_qlora.planner.predict_time import predict_time
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.records import Mamba2Record
+from fsdp_qlora.pretrained.specs import Mamba2Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +140,6 @@ def why_no_capture(
         return "attention runs in plain torch"
     if recurrence_is_eager:
         return "the recurrence runs in plain torch"
-    if isinstance(recurrent_mixer_record(arch), Mamba2Record):
+    if isinstance(recurrent_mixer_spec(arch), Mamba2Spec):
         return "flash-linear-attention waits for the GPU in Mamba-2"
     return machine.why_no_grouped_mm if arch.moe else ""

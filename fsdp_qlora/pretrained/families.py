@@ -1,6 +1,6 @@
 """FAMILIES: how each supported model type differs from Llama.
 
-To add a family whose parts are known, add one record to FAMILIES. from_config.py makes an
+To add a family whose parts are known, add one Family to FAMILIES. from_config.py makes an
 Architecture of it and a config.json.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fsdp_qlora.pretrained.records import (
-    AdapterForm, AttentionGateRecord, ExpertNormsRecord, Family, GatedDeltaNetRecord, Mamba2Record,
-    MLARecord, MoERecord, PerLayerInputsRecord, ShortConvRecord)
+from fsdp_qlora.pretrained.specs import (
+    AdapterForm, AttentionGateSpec, ExpertNormsSpec, Family, GatedDeltaNetSpec, Mamba2Spec,
+    MLASpec, MoESpec, PerLayerInputsSpec, ShortConvSpec)
 
 BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {  # for --random_weights, without a config.json
     name: dict(
@@ -38,7 +38,7 @@ GEMMA4: dict[str, Any] = GEMMA2 | dict(
     keys_are_values="config.attention_k_eq_v", ropes_by_layer_type=True,
     logits_softcap="config.final_logit_softcapping", layer_scalar="layer_scalar",
     n_kv_shared_layers="config.num_kv_shared_layers", double_wide_mlp="config.use_double_wide_mlp",
-    per_layer_inputs=PerLayerInputsRecord(),
+    per_layer_inputs=PerLayerInputsSpec(),
     # with "vision" only pixels see later tokens; with "all", is_causal is False
     unused=("use_bidirectional_attention",))
 COHERE: dict[str, Any] = dict(
@@ -85,10 +85,10 @@ DEEPSEEK: dict[str, Any] = dict(
     topk_group="config.topk_group", norm_topk_prob="config.norm_topk_prob",
     sum_eps=1e-20, routed_scaling_factor="config.routed_scaling_factor", rounded_weights=False)
 MLA: dict[str, Any] = dict(
-    mla=MLARecord(), qkv_bias=False, out_bias=False, mlp_bias=False,
+    mla=MLASpec(), qkv_bias=False, out_bias=False, mlp_bias=False,
     rotary_interleaved="config.rope_interleave")
 INDEXED: dict[str, Any] = MLA | dict(
-    mla=MLARecord(index_topk="config.index_topk"), rotary_interleaved=True,
+    mla=MLASpec(index_topk="config.index_topk"), rotary_interleaved=True,
     unused=("index_head_dim", "index_n_heads", "indexer_types"))
 HUNYUAN: dict[str, Any] = dict(
     qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
@@ -98,10 +98,10 @@ LFM2: dict[str, Any] = dict(
     final_norm="embedding_norm", qk_norm="head", q_norm="self_attn.q_layernorm",
     k_norm="self_attn.k_layernorm", attention_out="self_attn.out_proj", activation="silu",
     mlp_in=("feed_forward.w1", "feed_forward.w3"), mlp_out="feed_forward.w2",
-    other_mixers={"conv": ShortConvRecord()})
+    other_mixers={"conv": ShortConvSpec()})
 QWEN3_NEXT: dict[str, Any] = dict(
     norm_kind="rms_plus_one", qk_norm="head", partial_rotary=True,
-    attention_gate=AttentionGateRecord())
+    attention_gate=AttentionGateSpec())
 QWEN3_NEXT_EXPERTS: dict[str, Any] = dict(
     shared_size="config.shared_expert_intermediate_size", shared_gate="mlp.shared_expert_gate")
 FAMILIES: dict[str, Family] = {
@@ -144,10 +144,10 @@ FAMILIES: dict[str, Family] = {
                          attention_softcap="config.attn_logit_softcapping",
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
-    "gemma4_text": Family(**GEMMA4, moe=MoERecord(
+    "gemma4_text": Family(**GEMMA4, moe=MoESpec(
         experts_if="config.enable_moe_block", top_k="config.top_k_experts",
         experts_prefix="experts",
-        router="router.proj", shared_mlp=True, rounded_weights=False, norms=ExpertNormsRecord(),
+        router="router.proj", shared_mlp=True, rounded_weights=False, norms=ExpertNormsSpec(),
         expert_scale="router.per_expert_scale", adapter_form="stacked")),
     "gemma4_unified_text": Family(**GEMMA4),
     "muse_glimmer_text": Family(
@@ -155,7 +155,7 @@ FAMILIES: dict[str, Family] = {
         norm_kind="rms_plus_one", post_norm_eps="config.post_norm_eps", final_norm_kind="rms_fp32",
         embedding_norm=True, qkv_bias=False, out_bias=False, qk_norm="without weight",
         query_factor="config.qk_scale_factor", windowed_layers="layer_types",
-        no_rotary="layer_rope_theta", attention_gate=AttentionGateRecord("gate_proj"),
+        no_rotary="layer_rope_theta", attention_gate=AttentionGateSpec("gate_proj"),
         activation="config.hidden_activation", logits_multiplier="config.output_multiplier",
         logits_softcap="config.final_logit_softcapping"),
     "granite": Family(**GRANITE, logits_divisor="config.logits_scaling"),
@@ -163,10 +163,10 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(
         **GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
         rotary_if="config.position_embedding_type",
-        other_mixers={"linear_attention": Mamba2Record()},
+        other_mixers={"linear_attention": Mamba2Spec()},
         unused=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
                 "mamba_chunk_size"),
-        moe=MoERecord(**GRANITE_EXPERTS, shared_mlp=True)),
+        moe=MoESpec(**GRANITE_EXPERTS, shared_mlp=True)),
     "falcon_h1": Family(
         peft_refuses=("out_proj",), final_norm="final_layernorm", mlp_norm="pre_ff_layernorm",
         qkv_bias=False, out_bias=False, mlp_bias=False, mlp_out="feed_forward.down_proj",
@@ -175,7 +175,7 @@ FAMILIES: dict[str, Family] = {
         logits_multiplier="config.lm_head_multiplier", key_multiplier="config.key_multiplier",
         attention_in_multiplier="config.attention_in_multiplier",
         attention_out_multiplier="config.attention_out_multiplier",
-        mlp_multipliers="config.mlp_multipliers", other_mixers={"hybrid": Mamba2Record(
+        mlp_multipliers="config.mlp_multipliers", other_mixers={"hybrid": Mamba2Spec(
             in_bias=False, out_bias=False, norm="config.mamba_rms_norm",
             norm_first="config.mamba_norm_before_gate", in_multiplier="config.ssm_in_multiplier",
             multipliers="config.ssm_multipliers", out_multiplier="config.ssm_out_multiplier")},
@@ -218,7 +218,7 @@ FAMILIES: dict[str, Family] = {
     # qkv_bias=False, else g_proj would also have a bias
     "lfm3": Family(**LFM2 | dict(
         qkv_bias=False, out_bias=False, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm",
-        attention_out="self_attn.o_proj", attention_gate=AttentionGateRecord("g_proj",
+        attention_out="self_attn.o_proj", attention_gate=AttentionGateSpec("g_proj",
             per_head=True),
         attention_post_norm="post_operator_norm", mlp_post_norm="post_ffn_norm",
         post_norm_if="config.use_sandwich_norm", windowed_layers="layer_types",
@@ -232,9 +232,9 @@ FAMILIES: dict[str, Family] = {
     # that it has there
     "qwen3_5_text": Family(
         **QWEN3_NEXT, prefixes=("model.", "model.language_model."),
-        other_mixers={"linear_attention": GatedDeltaNetRecord()}),
+        other_mixers={"linear_attention": GatedDeltaNetSpec()}),
     "olmo_hybrid": Family(
-        **OLMO2, other_mixers={"linear_attention": GatedDeltaNetRecord(
+        **OLMO2, other_mixers={"linear_attention": GatedDeltaNetSpec(
             in_projs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
             norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval",
             split_conv=True)},
@@ -245,78 +245,78 @@ FAMILIES: dict[str, Family] = {
         unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
                 "linear_dt_init_floor")),
     # MoE models
-    "qwen3_moe": Family(qk_norm="head", windowed_layers="all", moe=MoERecord(
+    "qwen3_moe": Family(qk_norm="head", windowed_layers="all", moe=MoESpec(
         norm_topk_prob="config.norm_topk_prob")),
-    "qwen2_moe": Family(qkv_bias="config.qkv_bias", windowed_layers="layer_types", moe=MoERecord(
+    "qwen2_moe": Family(qkv_bias="config.qkv_bias", windowed_layers="layer_types", moe=MoESpec(
         shared_size="config.shared_expert_intermediate_size",
         shared_gate="mlp.shared_expert_gate", norm_topk_prob="config.norm_topk_prob",
         adapter_form="parameters")),
-    "mixtral": Family(windowed_layers="all", moe=MoERecord(**MIXTRAL, rounded_weights=False)),
-    "minimax_m2": Family(qk_norm="full", partial_rotary=True, moe=MoERecord(
+    "mixtral": Family(windowed_layers="all", moe=MoESpec(**MIXTRAL, rounded_weights=False)),
+    "minimax_m2": Family(qk_norm="full", partial_rotary=True, moe=MoESpec(
         **MIXTRAL, scores="sigmoid", correction_bias="mlp.e_score_correction_bias",
         rounded_weights=False)),
-    "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, moe=MoERecord(
+    "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, moe=MoESpec(
         expert_size="config.intermediate_size", norm_topk_prob="config.norm_topk_prob")),
-    "flex_olmo": Family(**OLMO2, moe=MoERecord(
+    "flex_olmo": Family(**OLMO2, moe=MoESpec(
         expert_size="config.intermediate_size", norm_topk_prob="config.norm_topk_prob")),
     "cohere2_moe": Family(
         **COHERE, no_rotary="full", windowed_layers="layer_types",
         dense_rotary_if="config.prefix_dense_sliding_window_pattern",
         intermediate_size="config.prefix_dense_intermediate_size",
-        unused=("rope_theta", "rope_scaling"), moe=MoERecord(  # both are in rope_parameters, too
+        unused=("rope_theta", "rope_scaling"), moe=MoESpec(  # both are in rope_parameters, too
             expert_size="config.intermediate_size", shared_size="config.intermediate_size",
             n_shared="config.num_shared_experts", shared_prefix="mlp.shared_experts",
             combination="config.shared_expert_combination_strategy",
             scores="config.expert_selection_fn", ranks_logits=True, rounded_scores=True,
             softmax_of_chosen=True, norm_topk_prob="config.norm_topk_prob")),
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
-                         moe=MoERecord(**GRANITE_EXPERTS)),
+                         moe=MoESpec(**GRANITE_EXPERTS)),
     "granitemoeshared": Family(**GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
-                               moe=MoERecord(**GRANITE_EXPERTS, shared_mlp=True)),
+                               moe=MoESpec(**GRANITE_EXPERTS, shared_mlp=True)),
     "granitemoe_swa": Family(**GRANITE_SWA, **GRANITE_SHARED,
-                             moe=MoERecord(**GRANITE_EXPERTS, shared_mlp=True)),
+                             moe=MoESpec(**GRANITE_EXPERTS, shared_mlp=True)),
     "flint": Family(
         norm_kind="rms_fp32", qk_norm="head", windowed_layers="layer_types", no_rotary="full",
-        sinks=True, renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoERecord(
+        sinks=True, renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoESpec(
             shared_size="config.shared_expert_intermediate_size", fp32_router=True,
             scores="sigmoid", norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
             adapter_form="parameters")),
-    "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoERecord(
+    "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoESpec(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared_prefix="mlp.shared_mlp",
         router="mlp.gate.wg",
         fp32_router=True, rounded_weights=False)),
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
-                       qk_norm_if="config.use_qk_norm", moe=MoERecord(**DEEPSEEK)),
+                       qk_norm_if="config.use_qk_norm", moe=MoESpec(**DEEPSEEK)),
     "sarvam_moe": Family(
         out_bias=False, partial_rotary=True, qk_norm="head", qk_norm_if="config.use_qk_norm",
         qkv_in_files="self_attn.query_key_value",
-        moe=MoERecord(**DEEPSEEK, adapter_form="parameters"),
+        moe=MoESpec(**DEEPSEEK, adapter_form="parameters"),
         renames=(("model.embed_tokens.", "model.word_embeddings."),
                  (".self_attn.o_proj.", ".attention.dense."),
                  (".self_attn.q_norm.", ".attention.query_layernorm."),
                  (".self_attn.k_norm.", ".attention.key_layernorm."),
                  (".self_attn.", ".attention."),
                  (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"))),
-    "sarvam_mla": Family(**MLA, moe=MoERecord(**DEEPSEEK)),
-    "glm4v_moe_text": Family(out_bias=False, partial_rotary=True, moe=MoERecord(**DEEPSEEK)),
-    "glm4_moe_lite": Family(**MLA, moe=MoERecord(**DEEPSEEK)),
-    "deepseek_v3": Family(**MLA, moe=MoERecord(**DEEPSEEK)),
+    "sarvam_mla": Family(**MLA, moe=MoESpec(**DEEPSEEK)),
+    "glm4v_moe_text": Family(out_bias=False, partial_rotary=True, moe=MoESpec(**DEEPSEEK)),
+    "glm4_moe_lite": Family(**MLA, moe=MoESpec(**DEEPSEEK)),
+    "deepseek_v3": Family(**MLA, moe=MoESpec(**DEEPSEEK)),
     "axk1": Family(
         **MLA, mlp_post_norm="mlp.post_mlp_layernorm", post_norm_of_experts=True,
         renames=(("mlp.post_mlp_layernorm", "post_mlp_layernorm"),),
-        moe=MoERecord(**DEEPSEEK, correction_bias_or_zeros=True, adapter_form="parameters")),
-    "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoERecord(**DEEPSEEK | dict(
+        moe=MoESpec(**DEEPSEEK, correction_bias_or_zeros=True, adapter_form="parameters")),
+    "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoESpec(**DEEPSEEK | dict(
         scores="softmax", correction_bias=None, norm_topk_prob=False, group_best=1,
         groups_if="config.topk_method"))),
-    "deepseek_v32": Family(**INDEXED, moe=MoERecord(**DEEPSEEK)),
-    "glm_moe_dsa": Family(**INDEXED, moe=MoERecord(**DEEPSEEK)),
-    "mistral4": Family(**MLA, query_temperature=True, moe=MoERecord(**DEEPSEEK | dict(
+    "deepseek_v32": Family(**INDEXED, moe=MoESpec(**DEEPSEEK)),
+    "glm_moe_dsa": Family(**INDEXED, moe=MoESpec(**DEEPSEEK)),
+    "mistral4": Family(**MLA, query_temperature=True, moe=MoESpec(**DEEPSEEK | dict(
         fp32_router=False, scores="softmax", rounded_scores=True, correction_bias=None,
         rounded_weights=True, adapter_form="stacked"))),
-    "dots1": Family(qk_norm="head", windowed_layers="layer_types", moe=MoERecord(**DEEPSEEK)),
+    "dots1": Family(qk_norm="head", windowed_layers="layer_types", moe=MoESpec(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
-                         moe=MoERecord(**DEEPSEEK)),
+                         moe=MoESpec(**DEEPSEEK)),
     "kolibri1": Family(
         qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm="head",
         windowed_layers="layer_types", no_rotary="full_if_window",
@@ -324,17 +324,17 @@ FAMILIES: dict[str, Family] = {
         attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm",
         renames=((".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
                  (".post_self_attn_layernorm.", ".post_attn_norm."),
-                 (".post_mlp_layernorm.", ".post_ffn_norm.")), moe=MoERecord(
+                 (".post_mlp_layernorm.", ".post_ffn_norm.")), moe=MoESpec(
             shared_size="config.shared_expert_intermediate_size",
             shared_prefix="mlp.shared_experts",
             fp32_router=True, scores="sigmoid", correction_bias="mlp.gate.e_score_correction_bias",
             ranks_logits=True, norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
             adapter_form="parameters")),
     "exaone_moe": Family(
-        qk_norm="head", windowed_layers="layer_types", no_rotary="full_if_window", moe=MoERecord(
+        qk_norm="head", windowed_layers="layer_types", no_rotary="full_if_window", moe=MoESpec(
             **DEEPSEEK | dict(n_experts="config.num_experts", n_shared="config.num_shared_experts"),
             renames=(("mlp.gate.e_score", "mlp.e_score"),))),
-    "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), moe=MoERecord(
+    "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), moe=MoESpec(
         shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
         shared_prefix="mlp.shared_experts", fp32_router=True, scores="sigmoid",
         correction_bias="mlp.e_score_correction_bias", sum_eps=1e-20,
@@ -344,18 +344,18 @@ FAMILIES: dict[str, Family] = {
                  ("mlp.e_score_correction_bias", "mlp.expert_bias"),
                  ("mlp.shared_experts.", "mlp.shared_mlp.")))),
     "mellum": Family(qk_norm="head", windowed_layers="layer_types", ropes_by_layer_type=True,
-                     unused=("mtp_layer_types", "mtp_mlp_layer_types"), moe=MoERecord(
+                     unused=("mtp_layer_types", "mtp_mlp_layer_types"), moe=MoESpec(
                          norm_topk_prob="config.norm_topk_prob")),
     "qwen3_5_moe_text": Family(
         **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
         prefixes=("model.", "model.language_model."),
-        other_mixers={"linear_attention": GatedDeltaNetRecord()},
-        moe=MoERecord(**QWEN3_NEXT_EXPERTS, adapter_form="parameters")),
+        other_mixers={"linear_attention": GatedDeltaNetSpec()},
+        moe=MoESpec(**QWEN3_NEXT_EXPERTS, adapter_form="parameters")),
     "qwen3_next": Family(
-        **QWEN3_NEXT, other_mixers={"linear_attention": GatedDeltaNetRecord(
+        **QWEN3_NEXT, other_mixers={"linear_attention": GatedDeltaNetSpec(
             in_projs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
-        moe=MoERecord(**QWEN3_NEXT_EXPERTS, norm_topk_prob="config.norm_topk_prob")),
-    "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoERecord(
+        moe=MoESpec(**QWEN3_NEXT_EXPERTS, norm_topk_prob="config.norm_topk_prob")),
+    "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoESpec(
         n_first_dense="config.num_dense_layers", experts_prefix="feed_forward.experts",
         router="feed_forward.gate", scores="sigmoid", rounded_scores=True,
         correction_bias="feed_forward.expert_bias",
@@ -365,7 +365,7 @@ FAMILIES: dict[str, Family] = {
         # renames for experts only, whose names have a number before: layers without experts have w1
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
                       in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
-    "qwen3_vl_moe_text": Family(qk_norm="head", moe=MoERecord(adapter_form="stacked")),
+    "qwen3_vl_moe_text": Family(qk_norm="head", moe=MoESpec(adapter_form="stacked")),
     "nemotron_h": Family(
         peft_refuses=("out_proj",), norm_kind="rms_fp32", norm_eps="config.layer_norm_epsilon",
         one_sublayer=True, embedding="embeddings", final_norm="norm_f",
@@ -373,14 +373,14 @@ FAMILIES: dict[str, Family] = {
         attention_prefix="mixer", attention_out="mixer.o_proj",
         qkv_bias=False, out_bias=False, rotary_if=False, gated=False, mlp_in=("mixer.up_proj",),
         mlp_out="mixer.down_proj", activation="config.mlp_hidden_act", other_mixers={
-            "linear_attention": Mamba2Record(
+            "linear_attention": Mamba2Spec(
                 n_heads="config.mamba_num_heads", head_dim="config.mamba_head_dim",
                 n_groups="config.n_groups", state_size="config.ssm_state_size",
                 conv_kernel_size="config.conv_kernel", conv_bias="config.use_conv_bias",
                 in_bias="config.use_bias", out_bias="config.use_bias",
                 dt_limits=(0.0, math.inf), min_dt="config.time_step_min",
                 norm_eps="config.layer_norm_epsilon", prefix="mixer")},
-        moe=MoERecord(**DEEPSEEK | dict(
+        moe=MoESpec(**DEEPSEEK | dict(
             experts_prefix="mixer.experts", router="mixer.gate",
             shared_prefix="mixer.shared_experts",
             adapter_form="stacked",
@@ -392,13 +392,13 @@ FAMILIES: dict[str, Family] = {
             chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep
             n_shared_experts moe_shared_expert_overlap rescale_prenorm_residual
             num_nextn_predict_layers mtp_layers_block_type""".split())),
-    # qkv_bias=False in this record and the next, else g_proj would also have a bias
+    # qkv_bias=False in this Family and the next, else g_proj would also have a bias
     "laguna": Family(
         qkv_bias=False, out_bias=False, qk_norm="head", windowed_layers="layer_types",
         partial_rotary=True, ropes_by_layer_type=True,
         heads_by_layer="config.num_attention_heads_per_layer",
-        attention_gate=AttentionGateRecord(
-            "g_proj", per_head="config.gating", activation="softplus"), moe=MoERecord(
+        attention_gate=AttentionGateSpec(
+            "g_proj", per_head="config.gating", activation="softplus"), moe=MoESpec(
             shared_size="config.shared_expert_intermediate_size",
             shared_prefix="mlp.shared_experts",
             scores="sigmoid", correction_bias="mlp.gate.e_score_correction_bias",
@@ -409,11 +409,11 @@ FAMILIES: dict[str, Family] = {
         norm_kind="rms_plus_one", qkv_bias=False, out_bias=False, qk_norm="head",
         windowed_layers="layer_types", partial_rotary=True, ropes_by_layer_type=True,
         query_scalar="config.query_pre_attn_scalar",
-        attention_gate=AttentionGateRecord("g_proj", per_head=True),
+        attention_gate=AttentionGateSpec("g_proj", per_head=True),
         mlp_limits="config.swiglu_limits_shared",
         unused=("num_sliding_attention_heads", "num_local_experts", "mtp_layer_types",
                 "mtp_mlp_layer_types"),
-        moe=MoERecord(
+        moe=MoESpec(
             n_experts="config.n_routed_experts", shared_size="config.share_expert_dim",
             shared_prefix="mlp.shared_experts", scores="sigmoid", rounded_weights=False,
             correction_bias="mlp.gate.e_score_correction_bias", limits="config.swiglu_limits",
@@ -426,17 +426,17 @@ FAMILIES: dict[str, Family] = {
     "afmoe": Family(
         norm_kind="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head",
         windowed_layers="layer_types", no_rotary="full",
-        attention_gate=AttentionGateRecord("gate_proj"),
+        attention_gate=AttentionGateSpec("gate_proj"),
         sqrt_embedding="config.mup_enabled",
         attention_post_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm",
         mlp_post_norm="post_mlp_layernorm", unused=("global_attn_every_n_layers",),
-        moe=MoERecord(
+        moe=MoESpec(
             shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
             shared_prefix="mlp.shared_experts", n_first_dense="config.num_dense_layers",
             router="mlp.router.gate", scores="sigmoid", correction_bias="mlp.expert_bias",
             sum_eps=1e-20, routed_scaling_factor="config.route_scale", rounded_weights=False)),
     # use_bias in a config is refused, because it would also give the lm_head a bias
-    "ernie4_5_moe": Family(rotary_interleaved=True, moe=MoERecord(
+    "ernie4_5_moe": Family(rotary_interleaved=True, moe=MoESpec(
         n_experts="config.moe_num_experts", top_k="config.moe_k",
         shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
         n_first_dense="config.moe_layer_start_index", shared_prefix="mlp.shared_experts",
@@ -444,7 +444,7 @@ FAMILIES: dict[str, Family] = {
         correction_bias_is_row=True, renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
     # another swiglu_limit or swiglu_alpha than these in a config is refused
     "gpt_oss": Family(
-        norm_kind="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoERecord(
+        norm_kind="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoESpec(
             n_experts="config.num_local_experts", expert_size="config.intermediate_size",
             router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True,
             transposed=True, adapter_form="stacked"))}
@@ -472,7 +472,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     # audio
     "voxtral": ("llama",), "glmasr": ("llama",), "omniasr": ("llama",), "qwen2_audio": ("qwen2",),
     "qwen3_asr": ("qwen3",), "vibevoice_asr": ("qwen2",)}
-# {outer model type: MoERecord.adapter_form inside it}, if the text model alone has another
+# {outer model type: MoESpec.adapter_form inside it}, if the text model alone has another
 ADAPTER_FORMS_INSIDE: dict[str, AdapterForm] = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 # {outer model type: the text model's module inside it}, if it is not model.language_model
 TEXT_MODULES = {"nemotron_h_omni": "language_model.model"} | dict.fromkeys(

@@ -2,9 +2,9 @@
 
     make_architecture()
       check_model()              every field of config.json is known
-      fill_record()              "config.x" -> its value
+      fill_spec()                "config.x" -> its value
       make_moe(), make_per_layer_inputs()
-                                 the records of experts and of per-layer inputs, None without them
+                                 the specs of experts and of per-layer inputs, None without them
       make_layer_kinds()         what each layer is (layer_kinds.py)
       make_factors(), make_linears(), make_names()
                                  {field of Architecture: value}
@@ -24,13 +24,13 @@ from transformers import PreTrainedConfig
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.families import ADAPTER_FORMS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.pretrained.layer_kinds import Rope, kv_sources, make_layer_kinds, routed_layers
-from fsdp_qlora.pretrained.records import (
-    ACTIVATIONS, LAYER_TYPES, ArchitectureFields, Family, LinearShape, MoERecord,
-    PerLayerInputsRecord)
+from fsdp_qlora.pretrained.specs import (
+    ACTIVATIONS, LAYER_TYPES, ArchitectureFields, Family, LinearShape, MoESpec,
+    PerLayerInputsSpec)
 from fsdp_qlora.quant.blocks import BLOCKSIZE
 
 # Fields of config classes that make_architecture() reads for every family, or that change no
-# output. Any other field that no record names must have its default value, else it could switch on
+# output. Any other field that no spec names must have its default value, else it could switch on
 # an unsupported feature.
 KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
     num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
@@ -47,7 +47,7 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
 EXPERT_FIELDS = "shared_gate_up", "shared_down", "expert_latent", "expert_gate_up", "expert_down"
 # fields of a config whose values may differ between layers
 BY_LAYER = {"head_dim", "num_attention_heads", "num_key_value_heads"}
-AnyRecord = TypeVar("AnyRecord")  # Family, or a record in its fields
+AnySpec = TypeVar("AnySpec")  # Family, or a spec in its fields
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -64,7 +64,7 @@ def stored_format(model_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def check_model(model_config: PreTrainedConfig) -> None:
-    """Raise ValueError for a model that is not in the table or that its record cannot express."""
+    """Raise ValueError for a model that is not in the table or that its Family cannot express."""
     outer, c = model_config.model_type, text_config(model_config)
     name = outer if c is model_config else f"{outer} with {c.model_type}"
     if c.model_type not in (MULTIMODAL.get(outer) or FAMILIES):
@@ -82,7 +82,7 @@ def check_model(model_config: PreTrainedConfig) -> None:
     c = c.per_layer_config[0]
     family = FAMILIES[c.model_type]
     known = {value.removeprefix("config.")
-             for record in records_of(family) for value in vars(record).values()
+             for spec in specs_of(family) for value in vars(spec).values()
              if isinstance(value, str) and value.startswith("config.")}
     known |= KNOWN_FIELDS.union(family.unused)
     for field in dataclasses.fields(c):
@@ -94,26 +94,26 @@ def check_model(model_config: PreTrainedConfig) -> None:
             raise ValueError(f"{name}: {field.name}={value} is not supported, only {default}")
 
 
-def records_of(record: Any) -> Iterator[Any]:
-    """Yield a record, and the records in its fields: a family's experts, mixers and so on."""
-    yield record
-    for value in vars(record).values():
+def specs_of(spec: Any) -> Iterator[Any]:
+    """Yield a spec, and the specs in its fields: a family's experts, mixers and so on."""
+    yield spec
+    for value in vars(spec).values():
         for inner in value.values() if isinstance(value, dict) else (value,):
             if dataclasses.is_dataclass(inner):
-                yield from records_of(inner)
+                yield from specs_of(inner)
 
 
 def make_architecture(model_config: PreTrainedConfig) -> Architecture:
-    """Return the Architecture of a config from AutoConfig. Raises ValueError if no record can
+    """Return the Architecture of a config from AutoConfig. Raises ValueError if no spec can
     express it."""
     check_model(model_config)
     c = text_config(model_config)
     layer_configs = list(c.per_layer_config)
     c = layer_configs[0]  # stands for all layers, except in BY_LAYER
-    record = FAMILIES[c.model_type]
-    family = fill_record(record, c)
+    spec = FAMILIES[c.model_type]
+    family = fill_spec(spec, c)
     if family.activation not in ACTIVATIONS:
-        raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
+        raise ValueError(f"{spec.activation.removeprefix('config.')} {family.activation} is not"
                          f" supported: only {', '.join(ACTIVATIONS)}")
     family = dataclasses.replace(family, moe=make_moe(c, family, model_config.model_type))
     layer_kinds, ropes = make_layer_kinds(layer_configs, family)
@@ -155,18 +155,18 @@ def make_names(model_config: PreTrainedConfig, family: Family) -> dict[str, Any]
         module_prefix=prefixes[0], checkpoint_prefixes=prefixes, lm_head_names=lm_head_names)
 
 
-def make_per_layer_inputs(c: PreTrainedConfig, family: Family) -> PerLayerInputsRecord | None:
+def make_per_layer_inputs(c: PreTrainedConfig, family: Family) -> PerLayerInputsSpec | None:
     """Return Architecture.per_layer_inputs."""
-    record = family.per_layer_inputs
-    if not record or not record.size:
+    spec = family.per_layer_inputs
+    if not spec or not spec.size:
         return None
     if family.moe:
-        raise ValueError(f"hidden_size_per_layer_input={record.size} is not supported in a model"
+        raise ValueError(f"hidden_size_per_layer_input={spec.size} is not supported in a model"
                          " with experts")
-    if record.vocab_size != c.vocab_size:
-        raise ValueError(f"vocab_size_per_layer_input={record.vocab_size} is not supported, only"
+    if spec.vocab_size != c.vocab_size:
+        raise ValueError(f"vocab_size_per_layer_input={spec.vocab_size} is not supported, only"
                          f" vocab_size={c.vocab_size}")
-    return record
+    return spec
 
 
 def make_factors(
@@ -207,7 +207,7 @@ def mlp_width(c: PreTrainedConfig, family: Family) -> int:
         inner = getattr(c, "intermediate_size", None)
     if inner is None:
         name = str(FAMILIES[c.model_type].intermediate_size).removeprefix("config.")
-        raise ValueError(f"the config of {c.model_type} has no {name}: its record in families.py"
+        raise ValueError(f"the config of {c.model_type} has no {name}: its Family in families.py"
                          " needs another intermediate_size")
     if not family.two_thirds_wide:
         return int(inner)
@@ -215,25 +215,25 @@ def mlp_width(c: PreTrainedConfig, family: Family) -> int:
     return math.ceil(wanted / c.block_multiple_of) * int(c.block_multiple_of)
 
 
-def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
-    """Return the record with the text config's values in place of "config.x"; None if the config
+def fill_spec(spec: AnySpec, c: PreTrainedConfig) -> AnySpec:
+    """Return the spec with the text config's values in place of "config.x"; None if the config
     declares no such field. A list of one value per layer, all equal, becomes that value."""
-    values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
+    values, declared = dict(vars(spec)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
         if dataclasses.is_dataclass(value):
-            values[key] = fill_record(value, c)
+            values[key] = fill_spec(value, c)
         elif isinstance(value, dict):  # of mixers; or of names and values, which stay
-            values[key] = {name: fill_record(inner, c) if dataclasses.is_dataclass(inner) else inner
+            values[key] = {name: fill_spec(inner, c) if dataclasses.is_dataclass(inner) else inner
                            for name, inner in value.items()}
         elif str(value).startswith("config."):
             name = value.removeprefix("config.")
             value = getattr(c, name) if name in declared else None
             is_uniform = isinstance(value, list) and value and value == value[:1] * len(value)
             values[key] = value[0] if is_uniform else value
-    return type(record)(**values)
+    return type(spec)(**values)
 
 
-def make_moe(c: PreTrainedConfig, family: Family, outer_type: str) -> MoERecord | None:
+def make_moe(c: PreTrainedConfig, family: Family, outer_type: str) -> MoESpec | None:
     """Return Architecture.moe; None if no layer has experts. `outer_type`: model_type of the whole
     config."""
     moe = family.moe
@@ -293,7 +293,7 @@ def mlp_linears(
 
 
 def expert_linears(
-    stem: str, family: Family, moe: MoERecord, hidden: int, in_mxfp4: bool
+    stem: str, family: Family, moe: MoESpec, hidden: int, in_mxfp4: bool
 ) -> tuple[list[LinearShape], list[LinearShape]]:
     """Return mlp_linears() of the expert whose names begin with `stem`."""
     inner = moe.expert_size

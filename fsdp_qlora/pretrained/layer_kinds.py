@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import ActivationLimits, Heads, LayerKind, rotary_dim
-from fsdp_qlora.pretrained.records import LAYER_TYPES, Family
+from fsdp_qlora.pretrained.specs import LAYER_TYPES, Family
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 # mrope's keys are allowed: with text only, its three positions are equal, as in ordinary rotary
@@ -64,7 +64,7 @@ def layer_heads(
     """Return the Heads of each layer; `types`: the layers' types, here and below."""
     heads, c = [], layer_configs[0]
     n_heads = [one.num_attention_heads for one in layer_configs]
-    if by_layer := family.heads_by_layer:  # one number if all are equal, see fill_record()
+    if by_layer := family.heads_by_layer:  # one number if all are equal, see fill_spec()
         n_heads = by_layer if isinstance(by_layer, list) else [by_layer] * len(layer_configs)
     for one, n, layer_type in zip(layer_configs, n_heads, types, strict=True):
         if mla := family.mla:

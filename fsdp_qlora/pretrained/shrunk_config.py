@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from fsdp_qlora.pretrained.architecture import Architecture, Heads, rotary_dim
 from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
-from fsdp_qlora.pretrained.records import Family, Mamba2Record
+from fsdp_qlora.pretrained.specs import Family, Mamba2Spec
 
 
 # {config field with limits by layer: limit in the small layers of the check}. These limits clamp
@@ -54,14 +54,14 @@ def shrinking_changes(
     """Return the changes of shrunk_config(), as rows (condition, {field of the config: new value}).
     The condition applies to each field: "always"; "if declared", the config has the field; "if
     used", the field has a value that is not 0, None or empty."""
-    record = FAMILIES[c.model_type]
+    spec = FAMILIES[c.model_type]
     inner, eps = (str(name).removeprefix("config.")
-                  for name in (record.intermediate_size, record.norm_eps))
+                  for name in (spec.intermediate_size, spec.norm_eps))
     # multiples of 64: bitsandbytes on a CPU dequantizes others wrongly; square if the model is
     hidden = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
     by_layer = {name: getattr(c, name, None) for name in LISTS_BY_LAYER}
     kv_sources = {i: source for i, source in enumerate(arch.kv_sources) if source is not None}
-    layers = layers_to_check(by_layer, kv_sources, record)
+    layers = layers_to_check(by_layer, kv_sources, spec)
     return [
         ("if used", {name: values and [values[i] and SMALL_LIMITS.get(name, values[i])
                                        for i in layers]
@@ -90,7 +90,7 @@ def shrinking_changes(
                     "num_key_value_heads": {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)}),
         ("always", {"hidden_size": hidden}),
         ("if declared", {"head_dim": 16}),
-        *heads_changes([arch.layer_heads[kv_sources.get(i, i)] for i in layers], record),
+        *heads_changes([arch.layer_heads[kv_sources.get(i, i)] for i in layers], spec),
         ("if used", {"num_kv_shared_layers": len({*kv_sources.values()})}),
         ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer_inputs else 0,
                          "vocab_size_per_layer_input": 128}),
@@ -154,8 +154,8 @@ def expert_changes(
         "top_k": min(3, arch.moe.top_k), "shared_size": 128,
         "expert_size": hidden if arch.moe.expert_size == arch.hidden_size else 64,
         "latent_size": 192, "n_first_dense": 1}
-    record = FAMILIES[arch.family].moe
-    fields = {str(getattr(record, key)).removeprefix("config."): size
+    spec = FAMILIES[arch.family].moe
+    fields = {str(getattr(spec, key)).removeprefix("config."): size
               for key, size in sizes.items()}  # if two sizes are one field, the last one wins
     # in some families this is also the experts' size; it is set by shrinking_changes()
     fields.pop(str(FAMILIES[arch.family].intermediate_size).removeprefix("config."), None)
@@ -186,12 +186,12 @@ def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, di
     """Return the rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights.
     """
     mixers = FAMILIES[arch.family].other_mixers.values()
-    record = next((x for x in mixers if isinstance(x, Mamba2Record)), None)
-    if not record:
+    spec = next((x for x in mixers if isinstance(x, Mamba2Spec)), None)
+    if not spec:
         return []
     sizes = {"n_heads": 4, "head_dim": 32, "n_groups": min(2, getattr(
-        c, str(record.n_groups).removeprefix("config."))), "state_size": 16}
-    fields = {str(getattr(record, key)).removeprefix("config."): n for key, n in sizes.items()}
+        c, str(spec.n_groups).removeprefix("config."))), "state_size": 16}
+    fields = {str(getattr(spec, key)).removeprefix("config."): n for key, n in sizes.items()}
     return [("always", fields), ("if declared", {"mamba_expand": 2, "mamba_d_ssm": 128})]
 
 

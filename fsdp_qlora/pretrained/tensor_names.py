@@ -14,7 +14,7 @@ import torch
 
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import StackedSlice, StoredTensor
-from fsdp_qlora.pretrained.records import LinearShape
+from fsdp_qlora.pretrained.specs import LinearShape
 from fsdp_qlora.pretrained.weight_formats import (
     FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, PER_INT32)
 from fsdp_qlora.quant.blocks import MXFP4_BLOCKSIZE
@@ -46,7 +46,7 @@ class TensorNames:
     lm_head_bias: str | None = None  # None: it has no bias
     prefix: str = ""  # prefix of the text model's names
     layer_prefix: str = "layers."  # prefix of the layers' names, before a layer's number
-    # those of MoERecord.renames that these files use; Family.renames are in `aliases`
+    # those of MoESpec.renames that these files use; Family.renames are in `aliases`
     renames: tuple[tuple[str, str], ...] = ()
     # {name of a tensor of Family.renames, or of a linear in INT4: its name in these files}
     aliases: dict[str, str] = field(default_factory=dict)
@@ -195,16 +195,16 @@ def add_int4(names: TensorNames, name: str, linear: LinearShape) -> None:
 
 
 def add_per_layer_inputs(names: TensorNames, arch: Architecture) -> None:
-    """Add the tensors of PerLayerInputsRecord that are outside of the layers."""
-    record = arch.per_layer_inputs
-    assert record, "the family has them"
-    linear = record.projection_linear(arch.hidden_size, arch.n_layers)
+    """Add the tensors of PerLayerInputsSpec that are outside of the layers."""
+    spec = arch.per_layer_inputs
+    assert spec, "the family has them"
+    linear = spec.projection_linear(arch.hidden_size, arch.n_layers)
     name = names.of_model(linear.name)
     names.linears[name] = linear
     names.shapes.update({
-        names.of_model(record.table): (arch.vocab_size, linear.out_features),
+        names.of_model(spec.table): (arch.vocab_size, linear.out_features),
         name: (linear.out_features, linear.in_features),
-        names.of_model(record.projection_norm): (record.size,)})
+        names.of_model(spec.projection_norm): (spec.size,)})
 
 
 def add_unread(names: TensorNames, prefix: str, stored: Mapping[str, HasShape]) -> None:

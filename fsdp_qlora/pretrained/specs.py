@@ -1,4 +1,5 @@
-"""Records to fill for a family: Family, and those of experts, mixers and more; LinearShape.
+"""Family, which describes a family, and the specs of its parts: experts, mixers and more;
+LinearShape.
 
 Family extends ArchitectureFields, as Architecture does (architecture.py). families.py has the table
 of families.
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
-FromConfig = Any  # "config.x" in a Family and its records; the value of field x in an Architecture
+FromConfig = Any  # "config.x" in a Family and its specs; the value of field x in an Architecture
 
 # shape of the weight of a query or key norm: "head" [head_dim], "heads" [heads, head_dim], "full"
 # [all]; or "without weight", by head
@@ -32,7 +33,7 @@ AdapterForm = Literal["modules", "stacked", "parameters"]
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertNormsRecord:
+class ExpertNormsSpec:
     """Norms of Gemma 4's experts, which run next to the MLP that other models have: both outputs
     are normed separately and added. Names are those in a layer; the norm before the MLP is
     Family.mlp_norm."""
@@ -46,7 +47,7 @@ class ExpertNormsRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class MoERecord:
+class MoESpec:
     """The experts of an MoE model: how the router works, and how they differ from Qwen3's.
     "config.x" means the same as in Family.
 
@@ -92,7 +93,7 @@ class MoERecord:
     sum_eps: float = 0.0
     routed_scaling_factor: float | FromConfig = 1.0  # multiplies the weights
     expert_scale: str | None = None  # a tensor [experts], which also multiplies the weights
-    norms: ExpertNormsRecord | None = None  # None: router, experts and shared expert read one norm
+    norms: ExpertNormsSpec | None = None  # None: router, experts and shared expert read one norm
     rounded_weights: bool = True  # weights are rounded to the model's dtype
     biases: bool = False  # the router and each expert's two linears have a bias
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see ClampedGLU
@@ -105,7 +106,7 @@ class MoERecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionGateRecord:
+class AttentionGateSpec:
     """Attention's output is multiplied by activation(gate) before o_proj. "config.x" means the same
     as in Family."""
 
@@ -116,7 +117,7 @@ class AttentionGateRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class MLARecord:
+class MLASpec:
     """DeepSeek's multi-head latent attention (MLA). "config.x" means the same as in Family.
 
     q_a_proj and kv_a_proj_with_mqa compute two latents of a token. From the norms of these,
@@ -160,7 +161,7 @@ class MLARecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShortConvRecord:
+class ShortConvSpec:
     """LFM2's token mixer: in_proj outputs b, c and x, [3 x hidden]; out_proj reads c * conv(b * x),
     where conv sums each channel's last `conv_kernel_size` tokens. "config.x" means the same as in
     Family."""
@@ -180,7 +181,7 @@ class ShortConvRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaNetRecord:
+class GatedDeltaNetSpec:
     """Gated DeltaNet of Qwen3-Next and Qwen3.5. "config.x" means the same as in Family.
 
     Its linears output query and key [key heads, key_dim], value and z [value heads, value_dim], b
@@ -234,7 +235,7 @@ class GatedDeltaNetRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mamba2Record:
+class Mamba2Spec:
     """Mamba-2. "config.x" means the same as in Family.
 
     in_proj outputs z and x [heads, head_dim], B and C [groups, state_size] and dt [heads]. x, B and
@@ -293,11 +294,11 @@ class Mamba2Record:
 
 
 # token mixers other than softmax attention
-OtherMixer = ShortConvRecord | GatedDeltaNetRecord | Mamba2Record
+OtherMixer = ShortConvSpec | GatedDeltaNetSpec | Mamba2Spec
 
 
 @dataclasses.dataclass(frozen=True)
-class PerLayerInputsRecord:
+class PerLayerInputsSpec:
     """Inputs of their own that each layer has for each token (Gemma 4 E2B). "config.x" means the
     same as in Family.
 
@@ -369,8 +370,8 @@ class ArchitectureFields:
     qkv_limit: float | FromConfig | None = None
     attention_softcap: float | FromConfig | None = None
     sinks: bool = False  # attention's softmax has one more logit per head, without a value
-    attention_gate: AttentionGateRecord | None = None
-    mla: MLARecord | None = None  # instead of q_proj, k_proj and v_proj
+    attention_gate: AttentionGateSpec | None = None
+    mla: MLASpec | None = None  # instead of q_proj, k_proj and v_proj
 
     # ---- rotary and windows
     # rotates pairs (0, 1), (2, 3), .. instead of halves
@@ -410,8 +411,8 @@ class ArchitectureFields:
     other_mixers: dict[str, OtherMixer] = dataclasses.field(default_factory=dict)
     # layers with one of other_mixers also have softmax attention, and both outputs are added
     parallel_other_mixers: bool = False
-    moe: MoERecord | None = None  # experts, instead of the MLP
-    per_layer_inputs: PerLayerInputsRecord | None = None
+    moe: MoESpec | None = None  # experts, instead of the MLP
+    per_layer_inputs: PerLayerInputsSpec | None = None
 
     # ---- embedding and lm_head
     embedding: str = "embed_tokens"  # its name in the model
@@ -420,7 +421,7 @@ class ArchitectureFields:
 
     # ---- names in files
     # pairs: a part of a tensor's name here, and the part that files may have instead; those of
-    # experts are in MoERecord.renames
+    # experts are in MoESpec.renames
     renames: tuple[tuple[str, str], ...] = ()
     peft_refuses: tuple[str, ...] = ()  # name endings of linears to which PEFT adds no adapter
 
@@ -462,7 +463,7 @@ class Family(ArchitectureFields):
     # LFM2: two thirds of intermediate_size, times a factor, rounded up to a multiple; see
     # mlp_width()
     two_thirds_wide: bool | FromConfig = False
-    mlp_limits: FromConfig = None  # like MoERecord.limits, for the MLP and the shared expert
+    mlp_limits: FromConfig = None  # like MoESpec.limits, for the MLP and the shared expert
 
     # ---- factors
     query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5; None: head_dim
