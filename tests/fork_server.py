@@ -433,7 +433,7 @@ def write_in_place():
     """Checkpoints are written under their own names, are believed without a look, and the one
     before goes first, as if there were room for one only."""
 
-    def write(run, step, weights, optimizer_tensors, probe):
+    def write(run, step, weights, optimizer_state, merge_check):
         path = patching.get("checkpoint_path")(run.directory, step)
         for old in run.directory.glob("checkpoint-*"):
             shutil.rmtree(old)
@@ -444,8 +444,7 @@ def write_in_place():
         (path / "checkpoint.json").write_text(json.dumps(described))
         save_file = patching.get("save_file")
         save_file(weights, path / "adapter_model.safetensors")
-        stacked = {key: torch.stack(layers) for key, layers in optimizer_tensors.items()}
-        save_file(stacked, path / "optimizer.safetensors")
+        save_file(optimizer_state, path / "optimizer.safetensors")
 
     patching.replace("write_checkpoint", write)
     patching.replace(

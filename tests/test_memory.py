@@ -47,7 +47,7 @@ from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.run.resolve import resolve_max_seq_len
 
 GIB = 2**30
-H200 = Machine(flops_per_second=7e14, bandwidth=4e12, link_bandwidth=3e11, host_bandwidth=5e10,
+H200 = Machine(flops_per_second=7e14, bandwidth=4e12, link_bandwidth=2.5e11, host_bandwidth=5e10,
                free_host_bytes=64 * GIB)  # fmt: skip
 SLOW_BUS = dataclasses.replace(H200, link_bandwidth=1e10)
 GRAPHS = "CUDA graphs"

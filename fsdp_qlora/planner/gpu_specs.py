@@ -38,9 +38,9 @@ GPU_SPECS = {  # among GPUs of one size, the slowest comes first
     "H100": GPUSpec(80, 77.5, 989, 3350, 450, 64, has_grouped_mm=True, cudnn=True),
     "H200": GPUSpec(141, 138, 989, 4800, 450, 64, has_grouped_mm=True, cudnn=True),
     "B200": GPUSpec(180, 176, 2250, 7700, 900, 64, has_grouped_mm=True, cudnn=True)}
-# The fractions of these speeds that measure_machine() finds on H100s and H200s. Other GPUs were not
-# available; the same fractions are assumed for them.
-FLOPS_FRACTION, BANDWIDTH_FRACTION, LINK_FRACTION, HOST_FRACTION = 0.81, 0.85, 0.67, 0.78
+# The fractions of these speeds that measure_machine() finds on H100s and H200s (LINK_FRACTION: on
+# two H200s). Other GPUs were not available; the same fractions are assumed for them.
+FLOPS_FRACTION, BANDWIDTH_FRACTION, LINK_FRACTION, HOST_FRACTION = 0.81, 0.85, 0.51, 0.78
 HOST_GIB = 120  # free host memory per GPU, without --host_memory_gib
 
 

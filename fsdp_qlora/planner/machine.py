@@ -22,7 +22,7 @@ class Machine:
 
     flops_per_second: float  # FLOP/s of large matmuls in the compute dtype
     bandwidth: float  # bytes/s of the GPU's memory
-    link_bandwidth: float  # bytes/s of an all-gather's result, a GPU's own part included
+    link_bandwidth: float  # bytes/s that a GPU receives from the others in an all-gather
     host_bandwidth: float = 2e10  # bytes/s between host memory and GPU, each way
     launch_seconds: float = 40e-6  # CPU seconds per kernel, including Python
     free_host_bytes: float = math.inf  # free host memory per process
@@ -60,7 +60,9 @@ def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
     figures = {
         "flops_per_second": 2 * 4096**3 / seconds(lambda: a @ b),
         "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
-        "link_bandwidth": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own)),
+        # one process receives nothing, and no prediction reads it: any positive number
+        "link_bandwidth": max(1, parts.nbytes - own.nbytes) / seconds(
+            lambda: dist.all_gather_into_tensor(parts, own)),
         "host_bandwidth": own.nbytes / seconds(lambda: on_host.copy_(own, non_blocking=True))}
     speeds = {name: rounded(figure) for name, figure in figures.items()}
     return Machine(**all_gather_objects(speeds)[0], **facts)
