@@ -49,7 +49,9 @@ memory, and trains MoE models, preference pairs and tool calls.
 
 It needs Linux, Python 3.10 or newer, and NVIDIA GPUs (Ampere or newer), or a CPU. Tested with torch
 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
-SPDX-License-Identifier: MIT. Copyright (c) 2026 the FSDP QLoRA authors.
+
+Copyright (c) 2026 the FSDP QLoRA authors.
+SPDX-License-Identifier: MIT
 """
 
 import functools
@@ -68,9 +70,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-# less fragmentation of GPU memory. `import torch` reads these settings; a user's own are kept
-if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+# less fragmentation of GPU memory. `import torch` reads this
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import bitsandbytes as bnb
 import torch
@@ -154,7 +155,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--model", required=True, help="Hub id, or directory of safetensors")
     parser.add_argument("--dataset", required=True, help="JSONL file with messages or text")
     parser.add_argument("--output_dir", required=True, help="where the adapter goes")
-    parser.add_argument("--eval_dataset", help="JSONL file like --dataset, to evaluate")
+    parser.add_argument("--eval_dataset", help="JSONL file like --dataset; its loss is computed"
+                        " before the first step and after each save")
     parser.add_argument("--num_epochs", type=float, default=1.0, help="passes over the data")
     parser.add_argument("--max_steps", type=int, help="optimizer steps, in place of --num_epochs")
     parser.add_argument("--batch_size", type=int, default=16,
@@ -165,8 +167,7 @@ def parse_args() -> Namespace:
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
-                        help="optimizer steps between saves; each overwrites the last, and, with"
-                        " --eval_dataset, is followed by an evaluation")
+                        help="optimizer steps between saves; each overwrites the last")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--lora_rank", type=int, default=16, help="rank of the adapter")
     parser.add_argument("--lora_alpha", type=int, default=32,
@@ -196,8 +197,8 @@ def check_args(args: Namespace) -> None:
     for name in ("num_epochs", "max_steps", "batch_size", "micro_batch_size", "max_seq_len",
                  "save_every", "learning_rate", "lora_rank", "lora_alpha"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            fail(f"--{name} {value}: must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            fail(f"--{name} {value}: must be above 0 and finite")
     for path in (args.dataset, args.eval_dataset):
         if path and not Path(path).is_file():
             fail(f"{path}: no such file")  # now, not after a download
@@ -315,10 +316,11 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 def check_decoder(decoder: nn.Module, model_name: str) -> None:
     """Refuse models that this file would train wrongly, or quantize differently from transformers.
 
-    In an MoE model, an expert that gets no token has no gradient, so the reduce-scatters of
-    the ranks would not match. Experts are found by name, or by weights with three dimensions that
-    are not convolutions. A linear outside the layers, as in Gemma 4 E2B and E4B, would stay in
-    bf16 here, while transformers' load_in_4bit quantizes it.
+    An MoE model mostly has its experts as weights with three dimensions. These are no linears, so
+    they would stay in bf16, without LoRA. Where experts are linears, one that gets no token has no
+    gradient, so the reduce-scatters of the ranks would not match. Experts are found by name, or by
+    weights with three dimensions that are not convolutions. A linear outside the layers, as in
+    Gemma 4 E2B and E4B, would stay in bf16 here, while transformers' load_in_4bit quantizes it.
     """
     if not hasattr(decoder, "layers"):
         fail(f"--model {model_name}: its {type(decoder).__name__} has no attribute `layers`")
@@ -831,7 +833,7 @@ def read_rows(
             raise RuntimeError(f"{path}, line {number}") from error
         columns |= set(example)
         if not encoded:
-            n_dropped += 1  # a conversation without an answer
+            n_dropped += 1  # a conversation without an answer, or an empty text
         for whole in encoded:
             # cloned, so that the memory of the rest is freed
             row = Row(*(tensor[: args.max_seq_len].clone() for tensor in whole))
@@ -844,7 +846,7 @@ def read_rows(
         fail(f"{path}: no token to train on")
     log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines (columns:"
         f" {', '.join(sorted(columns))}); truncated to --max_seq_len: {n_truncated:,}; left out,"
-        f" because no token within --max_seq_len is in the loss: {n_dropped:,}")
+        f" because empty, or no token within --max_seq_len is in the loss: {n_dropped:,}")
     in_loss = rows[0].labels[rows[0].labels != IGNORE_INDEX]
     log(f"first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
         f" {tokenizer.decode(in_loss)[:500]!r}")
@@ -888,8 +890,8 @@ def check_example(example: dict[str, Any]) -> None:
     for message in messages:
         keys = {key for key, value in message.items() if value is not None}
         if keys != {"role", "content"}:
-            raise DataError(
-                f"expected a message of role and content, not of {', '.join(sorted(keys))}")
+            found = ", ".join(sorted(keys)) or "nothing"
+            raise DataError(f"expected a message of role and content, not of {found}")
         if not isinstance(message["content"], str):
             raise DataError(f"expected a string as content, not {str(message['content'])[:80]}")
         if message["role"] not in ("system", "user", "assistant"):
@@ -900,7 +902,7 @@ def check_example(example: dict[str, Any]) -> None:
 
 def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]:
     """Tokenize a line of the data set. Returns the row of its text, or a row for each answer of its
-    conversation.
+    conversation: none for an empty text, or for a conversation without an answer.
 
     Each answer is a row of its own, after exactly the prompt that a server renders for the messages
     before it. One row for the whole conversation would differ from that, because a template may
@@ -914,7 +916,8 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
         example = {key: value for key, value in example.items() if value is not None}
     check_example(example)
     if "text" in example:
-        return [encode_text(example["text"], tokenizer)]
+        # of an empty text only EOS would be trained: to stop at once
+        return [encode_text(example["text"], tokenizer)] if example["text"].strip() else []
     if not tokenizer.chat_template:
         raise DataError("messages need a chat template, and this model has none: name its instruct"
                          " model, or write text")

@@ -170,11 +170,11 @@ def test_report_of_plain_torchrun_ends_with_the_reason(tree):
     assert last.strip() == f"traceback : {said[0]}" and set(rule) == {"="}
 
 
-@pytest.mark.parametrize("given", ["", "max_split_size_mb:512"])
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.parametrize("script", ["train_fsdp_qlora.py", "minimal_fsdp_qlora.py"])
-def test_torch_finds_its_allocators_settings_when_it_is_imported(script, given):
+def test_torch_finds_its_allocators_settings_when_it_is_imported(script, name):
     """Later it does not read them again: 3 of 22.5 GiB were then in gaps between tensors. A user's
-    own settings stay, under the newer name too, which torch reads where the other is not set."""
+    own settings stay, under the older name too, which torch reads first."""
     watch = f"""
 import os, runpy, sys
 class Watch:
@@ -187,6 +187,7 @@ sys.argv = [{script!r}, "--model", "m", "--dataset", "d", "--output_dir", "o"]
 runpy.run_path({str(ROOT / script)!r}, run_name="__main__")
 """
     env = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
-    env |= {"PYTORCH_ALLOC_CONF": given} if given else {}
+    env |= {name: "max_split_size_mb:512"} if name else {}
     run = subprocess.run([sys.executable, "-c", watch], env=env, capture_output=True, text=True)
-    assert f"setting: {given or 'expandable_segments:True'}" in run.stderr
+    want = "max_split_size_mb:512" if name else "expandable_segments:True"
+    assert f"setting: {want}" in run.stderr

@@ -574,7 +574,7 @@ def test_check_loaded_finds(run, words, runs):
     ("a GGUF", "--model gguf: has no config.json; expected a model as on the Hub: config.json,"),
     ("odd rows", "odd.jsonl, line 2: DataError: expected either text or messages, not prompt"),
     ("broken rows", "broken.jsonl, line 3: JSONDecodeError: "),
-    ("no batch", "--batch_size 0: must be above 0"),
+    ("no batch", "--batch_size 0: must be above 0 and finite"),
     ("no rate", "--learning_rate nan: must be above 0"),
     ("no file", "none.jsonl: no such file"),
     ("other rows", "text.jsonl: not the same file on all machines"),
@@ -702,7 +702,7 @@ def test_rows_without_an_answer_are_counted(run, runs):
     needs_ranks(2)
     text, _ = runs(run)
     assert "unanswered.jsonl: 24 rows from 26 of 26 lines (columns: messages, text);" in text
-    assert "left out, because no token within --max_seq_len is in the loss: 2\n" in text
+    assert "because empty, or no token within --max_seq_len is in the loss: 2\n" in text
     assert len(losses(text)) == 1
 
 
@@ -787,6 +787,8 @@ def test_text_has_bos_and_eos_once(base):
     assert rows[4][0][0].count(tokenizer.eos_token_id) == 1
     ((ids, _),) = rows[0]
     assert ids.count(tokenizer.eos_token_id) == 1 == ids.count(tokenizer.bos_token_id)
+    for empty in "", " \n":  # EOS alone would train the model to stop at once
+        assert minimal_fsdp_qlora.encode({"text": empty}, tokenizer) == []
 
 
 def test_messages_need_a_chat_template(base):

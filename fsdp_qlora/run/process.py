@@ -15,9 +15,9 @@ from fsdp_qlora.run.flags import parse_flags
 def before_imports() -> None:
     """Answer --help, --version and a wrong flag; set what torch reads when it is imported; print
     that libraries are being imported."""
-    # tensors of all sizes are allocated and freed; gaps between fixed segments cannot be merged
-    user_setting = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", user_setting)
+    # tensors of all sizes are allocated and freed; gaps between fixed segments cannot be merged. A
+    # user's PYTORCH_CUDA_ALLOC_CONF, the older name, wins
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     gc.disable()  # until main(): collections would take a fifth of the time of all imports
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until watch_process(): no traceback of an import
     for name in "stdout", "stderr":  # may be closed, or unable to encode the text of a row
