@@ -16,7 +16,7 @@ The adapter was trained on NF4 weights, so it must be merged into those. A weigh
 What the base has in NF4 or MXFP4 is only dequantized; FP8 and INT4 are multiplied by their scales,
 then rounded to NF4. With DoRA each row of the sum is rescaled to its magnitude. A linear without an
 adapter becomes W, if it was in 4 bits in training; all other tensors are the base's, rounded to
-bf16 (a few small ones stay in fp32, integers as they are), but for the rows of --trainable_tokens.
+bf16 (a few small ones stay in fp32, int64 as it is), but for the rows of --trainable_tokens.
 Tensors of the text model that training does not know, such as DeepSeek's layers for multi-token
 prediction (MTP), are left out of a run's merge; the line "base model .." counts them.
 
@@ -61,7 +61,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -138,13 +137,13 @@ def merge(args: argparse.Namespace) -> None:
     transformers.utils.logging.disable_progress_bar()
     adapter_file = adapter_dir / ADAPTER_WEIGHTS
     # a training run may replace the file meanwhile; a missing one is reported when it is read
-    stat_before = adapter_file.stat() if adapter_file.is_file() else None
+    version_before = file_version(adapter_file)
     run, base, adapters = open_run(adapter_dir, args.base_model, args.allow_other_base)
     device = choose_device(args.device, run)
     log_base(base, len(adapters.keys() & base.names.linears.keys()))
     with new_directory(output) as new:
         write_merged(new.path, output, base, adapters, run, device)
-        require(stat_before and os.path.samestat(stat_before, adapter_file.stat()),
+        require(version_before and version_before == file_version(adapter_file),
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")
         new.is_whole = True  # from here on an error or Ctrl-C leaves the directory, and names it
         verdict = check_merge(args, run, base, new.path, device)
@@ -155,6 +154,15 @@ def merge(args: argparse.Namespace) -> None:
     if why := why_worse(run.losses):
         verdict = Verdict("warning", f"{why}; {verdict.level}: {verdict.text}")
     print(f"{verdict.level}: {verdict.text}")
+
+
+def file_version(path: Path) -> tuple[int, int, int] | None:
+    """Return what differs once a file was replaced or written again; None: there is no file. Not
+    the inode alone, which the second of two replacements may get from the first file."""
+    if not path.is_file():
+        return None
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def choose_device(requested: str | None, run: TrainedRun) -> str:
@@ -210,7 +218,7 @@ def write_merged(directory: Path, output: Path, base: BaseForMerge,
 def merged_tensor(name: str, base: BaseForMerge, adapters: dict[str, StoredAdapter],
                   device: str) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
-    if name in base.merged_layout.linears:  # one or several linears that were in 4 bits
+    if name in base.merged_layout.linears_in:  # one or several linears that were in 4 bits
         merged = merged_linears(name, base, adapters, device)
     elif name in adapters:  # the embedding or the lm_head, with trained rows
         merged = merged_table(name, base, adapters[name], device)
@@ -228,7 +236,7 @@ def merged_linears(name: str, base: BaseForMerge, adapters: dict[str, StoredAdap
     v, if the files have these in one tensor."""
     shape, dtype = base.merged_layout.shapes[name]
     merged = torch.empty(shape, dtype=dtype)
-    for linear, place in base.merged_layout.linears[name].items():
+    for linear, place in base.merged_layout.linears_in[name].items():
         weight = frozen_weight(base.weight(linear, device), linear, base)  # [out, in]
         if adapter := adapters.get(linear):  # read A, B and, with DoRA, the magnitudes
             weight = add_adapter(weight, adapter.scaling, *adapter.tensors(device))

@@ -383,7 +383,7 @@ def test_model_in_4bit_from_another_dtype(run_main, in_4bit, tmp_path, capsys):
 
 def test_merge_wants_the_model_trained_on(run_main, in_4bit, tiny_model, tmp_path, capsys):
     bases = [str(tiny_model("llama")), str(in_4bit("uint8"))]
-    for base, other, words in zip(bases, bases[::-1], ["is quantized already", "not quantized"]):
+    for base, other, words in zip(bases, bases[::-1], ["is in NF4", "is not in NF4"]):
         run = tmp_path / Path(base).name
         run_and_merge(run_main, base, run, capsys)
         with pytest.raises(SystemExit, match="1"):

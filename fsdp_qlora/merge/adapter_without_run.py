@@ -20,9 +20,8 @@ from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
 from fsdp_qlora.lora.peft_names import AdapterSlice, linear_adapter_shapes
-from fsdp_qlora.merge.base_for_merge import BaseForMerge
+from fsdp_qlora.merge.base_for_merge import BaseForMerge, auto_class
 from fsdp_qlora.merge.merged_layout import MergedLayout, find_linears, in_order, merged_dtype
-from fsdp_qlora.merge.other_files import auto_class
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.model_directory import find_model
@@ -39,7 +38,7 @@ def open_adapter_without_run(
     load_in_4bit, from bf16, is taken on trust."""
     config_file, adapter_file = (adapter_dir / name for name in ADAPTER_FILES)
     settings = {**LoraConfig().to_dict(), **read_json(config_file)}
-    adapter_tensors = read_header(adapter_file)
+    adapter_names = read_header(adapter_file).keys()  # before the base, which may be a download
     directory = find_model(base_model, "weights", "--base_model")
     with errors_about(f"--base_model {directory}"):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -53,7 +52,7 @@ def open_adapter_without_run(
     in_text, outside = linears_in_4bit(directory, config, model_class, stored)
     with errors_about(str(adapter_file)):
         slices = slices_by_linear(
-            adapter_tensors, settings, directory, {**in_text, **outside}, stored)
+            adapter_names, settings, directory, {**in_text, **outside}, stored)
     linears = [*in_text.values(), *quantized_outside(directory, outside, slices)]
     # layers_to_transform may be any: like target_modules it only selects linears, and
     # slices_by_linear() takes these from the file
@@ -64,29 +63,37 @@ def open_adapter_without_run(
     adapter_type = "rslora" if lora.use_rslora else "lora"  # for the scaling: DoRA's is LoRA's
     scaling = AdapterSettings(lora.r, lora.lora_alpha, adapter_type).scaling
     adapters = stored_adapters(adapter_dir, adapter_tensors, scaling, slices)
-    merged_shapes = {name: (tensor.shape, merged_dtype(tensor))
-                     for name, tensor in in_order(stored) if tensor.dtype in (*FLOATS, "I64")}
-    paths = {name: stored[name].path for name in merged_shapes}
-    names = TensorNames(
-        linears={name: LinearShape(name, stored[name].shape[0], stored[name].shape[1], bias=False)
-                 for name in linears})
-    base = BaseForMerge(
-        directory=directory, stored=stored, names=names,
-        merged_layout=MergedLayout(merged_shapes, paths, find_linears(names)),
-        auto_class=model_class, training_dtype=torch.bfloat16)
+    base = base_in_16_bits(directory, stored, linears, model_class)
     run = TrainedRun(base_model=str(directory), template_file=template_beside(adapter_dir))
     return run, base, adapters
 
 
+def base_in_16_bits(
+    directory: Path, stored: dict[str, StoredTensor], linears: list[str], model_class: Any
+) -> BaseForMerge:
+    """Return the base, of which training had the tensors named `linears` in NF4."""
+    names = TensorNames(
+        linears={name: LinearShape(name, stored[name].shape[0], stored[name].shape[1], bias=False)
+                 for name in linears})
+    # other dtypes are left out, and counted as not used
+    shapes = {name: (tensor.shape, merged_dtype(tensor))
+              for name, tensor in in_order(stored) if tensor.dtype in (*FLOATS, "I64")}
+    paths = {name: stored[name].path for name in shapes}
+    return BaseForMerge(
+        directory=directory, stored=stored, names=names,
+        merged_layout=MergedLayout(shapes, paths, find_linears(names)),
+        auto_class=model_class, training_dtype=torch.bfloat16)
+
+
 def slices_by_linear(
-    adapter_tensors: Iterable[str], settings: dict[str, Any], directory: Path,
+    adapter_names: Iterable[str], settings: dict[str, Any], directory: Path,
     linears: dict[str, str], stored: dict[str, StoredTensor]
 ) -> dict[str, list[AdapterSlice]]:
     """Return {linear: the AdapterSlice of each tensor of its adapter}. `linears`: {bare_name():
     name in the files of the base in `directory`}. Raises ValueError if the adapter has another
     linear."""
     slices = {}
-    for stem in sorted({name.rpartition(".lora_")[0] or name for name in adapter_tensors}):
+    for stem in sorted({name.rpartition(".lora_")[0] or name for name in adapter_names}):
         if (bare := bare_name(stem)) not in linears:
             raise ValueError(f"{stem} is not a linear of the layers of {directory}: another base"
                              " model, or an adapter of more than linears in layers (lm_head,"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from fsdp_qlora.hashing import as_hex, tensor_checksum
 from fsdp_qlora.merge.merged_layout import MergedLayout
@@ -22,6 +23,17 @@ OTHER_BASE = ("are not those of the base model in training. Use that one with --
               " --allow_other_base merges into this one")
 
 
+def is_multimodal(model_config: transformers.PreTrainedConfig) -> bool:
+    """Return True if the config contains another one, that of its language model."""
+    return hasattr(model_config, "text_config")
+
+
+def auto_class(model_config: transformers.PreTrainedConfig) -> Any:
+    """Return transformers' class that loads the model with this config."""
+    return (transformers.AutoModelForMultimodalLM if is_multimodal(model_config) else
+            transformers.AutoModelForCausalLM)
+
+
 @dataclasses.dataclass
 class BaseForMerge:
     """A base model, and the layout of the model that is merged from it."""
@@ -32,7 +44,7 @@ class BaseForMerge:
     merged_layout: MergedLayout
     auto_class: Any  # transformers' class that loads both
     training_dtype: torch.dtype  # dtype in which training computed
-    # for weights that are in NF4 in the files, see check_files()
+    # {name of a tensor in NF4: what bitsandbytes stored with it}, from check_files()
     nf4_states: dict[str, Any] = dataclasses.field(default_factory=dict)
     arch: Architecture | None = None  # of the text model; None: there is no train_config.json
     # {tensor: tensor_checksum()}, to tell one base from another

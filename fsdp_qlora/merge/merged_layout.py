@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_qlora.files import TensorShapes
-from fsdp_qlora.pretrained.reader import StackedSlice, StoredTensor
+from fsdp_qlora.pretrained.reader import FLOATS, StackedSlice, StoredTensor
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.pretrained.weight_formats import INT4_PACKED, INT4_SHAPE, NF4_SUFFIXES
 from fsdp_qlora.quant.blocks import MXFP4_BLOCKSIZE
@@ -24,7 +24,7 @@ class MergedLayout:
 
     shapes: TensorShapes  # file by file
     paths: dict[str, Path]  # the base's file; the merged one has the same file name
-    linears: dict[str, dict[str, StackedSlice]]  # {linear in the tensor: its place there}
+    linears_in: dict[str, dict[str, StackedSlice]]  # {linear in the tensor: its place there}
 
     @property
     def n_bytes(self) -> int:
@@ -54,6 +54,9 @@ def add_other_parts(names: TensorNames, stored: dict[str, StoredTensor]) -> None
         elif tensor.dtype.startswith("F8"):
             raise ValueError(f"{tensor.path}: {name} is {tensor.dtype} without {scales}, which is"
                              " not merged")
+        elif tensor.dtype not in (*FLOATS, "I64"):
+            raise ValueError(f"{tensor.path}: {name} is {tensor.dtype}, which is not merged outside"
+                             " the text model")
 
 
 def make_merged_layout(

@@ -16,9 +16,9 @@ from fsdp_qlora.lora.peft_files import (
 from fsdp_qlora.lora.peft_names import adapter_shapes, token_row_names
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.adapter_without_run import open_adapter_without_run
-from fsdp_qlora.merge.base_for_merge import OTHER_BASE, BaseForMerge
+from fsdp_qlora.merge.base_for_merge import (
+    OTHER_BASE, BaseForMerge, auto_class, is_multimodal)
 from fsdp_qlora.merge.merged_layout import add_other_parts, make_merged_layout
-from fsdp_qlora.merge.other_files import auto_class, is_multimodal
 from fsdp_qlora.merge.trained_run import TrainedRun, find_train_config, read_run
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check_files import check_files
@@ -37,7 +37,7 @@ def open_run(
     if base_model and not find_train_config(adapter_dir).is_file():
         return open_adapter_without_run(adapter_dir, base_model)
     run = read_run(adapter_dir)
-    # digests of the tensors in training; each is compared when the tensor is read
+    # checksums of the tensors in training; each is compared when the tensor is read
     checksums = {} if allow_other_base else run.quantization["tensor_sums"]
     base = read_base(base_model or run.base_model, run.quantization, checksums, run.token_ids)
     check_base(base, run, allow_other_base)
@@ -58,8 +58,8 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
         names = tensor_names(arch, stored)
         nf4_states = check_files(stored, names, model_config, dtype)
         if in_4bit != bool(nf4_states):
-            raise ValueError(f"is {'' if nf4_states else 'not '}quantized already. Name the one in"
-                             " training with --base_model")
+            raise ValueError(f"is {'' if nf4_states else 'not '}in NF4, unlike the one in training."
+                             " Name that one with --base_model")
         if is_multimodal(model_config):
             add_other_parts(names, stored)
         layout = make_merged_layout(stored, names, nf4_states)

@@ -7,25 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from fsdp_qlora.data.tokenizer_files import complete_tokenizer
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import read_json
 from fsdp_qlora.merge.base_for_merge import BaseForMerge
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.model_directory import copy_small_files
-
-
-def is_multimodal(model_config: transformers.PreTrainedConfig) -> bool:
-    """Return True if the config contains another one, that of its language model."""
-    return hasattr(model_config, "text_config")
-
-
-def auto_class(model_config: transformers.PreTrainedConfig) -> Any:
-    """Return transformers' class that loads the model with this config."""
-    return (transformers.AutoModelForMultimodalLM if is_multimodal(model_config) else
-            transformers.AutoModelForCausalLM)
 
 
 def copy_other_files(directory: Path, base: BaseForMerge, run: TrainedRun) -> None:

@@ -52,7 +52,7 @@ class TrainedRun:
 
 def read_run(directory: Path) -> TrainedRun:
     """Return the run in a directory, or the run that contains a checkpoint. Raises ValueError if
-    train_config.json, the adapter's weights or the merge check's file has another SHA-256 than when
+    train_config.json, or a file of the adapter or of the merge check, has another SHA-256 than when
     it was written, or if a merge does not support the run."""
     path = find_train_config(directory)
     needed = [path, *(directory / name for name in (*ADAPTER_FILES, MERGE_CHECK_FILE))]
@@ -71,7 +71,7 @@ def read_run(directory: Path) -> TrainedRun:
     def found(*names: str) -> list[Path]:
         return [file for name in names if (file := path.with_name(name)).is_file()]
 
-    is_given = bool(saved_run["config"].get("chat_template"))
+    has_own_template = bool(saved_run["config"].get("chat_template"))
     token_ids = saved_run.get("trainable_token_ids", [])
     tokenizer = found("tokenizer.json", "tokenizer_config.json")
     return TrainedRun(
@@ -83,7 +83,7 @@ def read_run(directory: Path) -> TrainedRun:
         merge_check_file=directory / MERGE_CHECK_FILE, tokenizer_files=tokenizer,
         # with --trainable_tokens the tokenizer may have more tokens than the base's
         replacing_files=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
-        template_file=path.with_name("chat_template.jinja") if is_given else None,
+        template_file=path.with_name("chat_template.jinja") if has_own_template else None,
         losses=read_losses(path.parent, saved_step(directory)))
 
 
