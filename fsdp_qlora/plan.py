@@ -6,6 +6,7 @@ planner/search.py finds it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -123,15 +124,18 @@ class Plan:
     def bytes(self) -> int:
         return sum(self.memory.values())
 
+    def save_policies(self) -> list[tuple[SavePolicy, range]]:
+        """Return [(what layers save for backward, these layers)], in the order of the layers."""
+        first_mlp = self.n_recomputed - self.n_mlp_saved
+        bounds = 0, first_mlp - self.n_attention_saved, first_mlp, self.n_recomputed, self.n_layers
+        policies = (SAVE_MID_RESIDUAL if self.save_mid_residual else SAVE_INPUT,
+                    SAVE_ATTENTION, SAVE_MLP, SAVE_ALL)
+        return [(policy, range(start, stop)) for policy, (start, stop) in zip(
+            policies, itertools.pairwise(bounds)) if start < stop]
+
     def save_policy(self, index: int) -> SavePolicy:
         """Return what a layer saves for backward."""
-        if index >= self.n_recomputed:
-            return SAVE_ALL
-        if index >= self.n_recomputed - self.n_mlp_saved:
-            return SAVE_MLP
-        if index >= self.n_recomputed - self.n_mlp_saved - self.n_attention_saved:
-            return SAVE_ATTENTION
-        return SAVE_MID_RESIDUAL if self.save_mid_residual else SAVE_INPUT
+        return next(policy for policy, layers in self.save_policies() if index in layers)
 
     @property
     def tie_break(self) -> tuple[int, ...]:

@@ -97,13 +97,6 @@ def attention_slowdown(head_dim: int) -> float:
     return CONSTANTS.wide_head_slowdown if head_dim > 128 else 1
 
 
-def layer_ranges(plan: Plan) -> list[tuple[int, int]]:
-    """Return (start, stop) of the ranges of layers that save the same, see Plan.save_policy()."""
-    first_mlp = plan.n_recomputed - plan.n_mlp_saved
-    bounds = 0, first_mlp - plan.n_attention_saved, first_mlp, plan.n_recomputed, plan.n_layers
-    return [(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop]
-
-
 def saved_bytes(
     plan: Plan, totals: LayerTotals, value_bytes: int, first: int | None = None
 ) -> tuple[int, int]:
@@ -111,10 +104,11 @@ def saved_bytes(
     layers, None for all. `value_bytes`: the bytes of one value for each token of a micro-batch."""
     n_layers = plan.n_layers if first is None else first
     recomputed = others = 0
-    for start, stop in layer_ranges(plan):
-        values = totals.saved_values[plan.save_policy(start)]
-        n_bytes = (values[min(stop, n_layers)] - values[min(start, n_layers)]) * value_bytes
-        if start < plan.n_recomputed:
+    for policy, layers in plan.save_policies():
+        values = totals.saved_values[policy]
+        n_values = values[min(layers.stop, n_layers)] - values[min(layers.start, n_layers)]
+        n_bytes = n_values * value_bytes
+        if layers.start < plan.n_recomputed:
             recomputed += n_bytes
         else:
             others += n_bytes
