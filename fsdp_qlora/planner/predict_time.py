@@ -88,6 +88,8 @@ def fraction_recomputed(plan: Plan) -> float:
 
 def weights_multiplied_again(plan: Plan, totals: LayerTotals) -> float:
     """Return the number of a mean layer's weights that backward multiplies by once more."""
+    # layer 0 stands for all of these: SAVE_ATTENTION multiplies by the same weights again as
+    # SAVE_INPUT, and no plan has it beside SAVE_MID_RESIDUAL
     of_whole = fraction_recomputed(plan) * totals.recomputed_weights[plan.save_policy(0)]
     of_mixers = plan.n_mlp_saved / plan.n_layers * totals.recomputed_weights[SAVE_MLP]
     return (of_whole + of_mixers) / plan.n_layers
