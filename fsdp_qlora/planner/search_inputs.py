@@ -39,7 +39,8 @@ class Workload:
     min_document_tokens: int = 0  # of the shortest document that is trained
 
     def is_varlen(self, context_parallel_size: int) -> bool:
-        """Return Plan.is_varlen, as make_micro_batch() decides it."""
+        """Return Plan.is_varlen. make_micro_batch() decides for each micro-batch, by its own
+        documents and padding."""
         if context_parallel_size == 1:
             return self.uneven_lengths
         return not has_long_pieces(self.min_document_tokens, context_parallel_size)
