@@ -1,5 +1,5 @@
-"""Family, which describes a family, and the specs of its parts: experts, mixers and more;
-LinearShape.
+"""LinearShape; the specs of a family's parts: experts, mixers and more; Family, which describes a
+family.
 
 Family extends ArchitectureFields, as Architecture does (architecture.py). families.py has the table
 of families.
@@ -30,6 +30,17 @@ ExpertSum = Literal["sum", "average"]
 # form of the experts' adapters that PEFT 0.21 loads: "modules", one per expert; "stacked", one for
 # all experts; "parameters", saved like "modules", but declared in its config as "stacked"
 AdapterForm = Literal["modules", "stacked", "parameters"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearShape:
+    """Name and shape of one weight matrix of a layer; not an nn.Linear."""
+
+    name: str  # name in the layer, in transformers and checkpoints
+    out_features: int
+    in_features: int
+    bias: bool
+    mxfp4: bool = False  # it is in MXFP4 in the files, and stays so; else it is quantized to NF4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,14 +497,3 @@ class Family(ArchitectureFields):
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()  # fields of the config that change nothing here
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearShape:
-    """Name and shape of one weight matrix of a layer; not an nn.Linear."""
-
-    name: str  # name in the layer, in transformers and checkpoints
-    out_features: int
-    in_features: int
-    bias: bool
-    mxfp4: bool = False  # it is in MXFP4 in the files, and stays so; else it is quantized to NF4
