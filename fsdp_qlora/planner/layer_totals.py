@@ -46,9 +46,9 @@ class LayerTotals:
     elementwise_values: int  # values per token that elementwise work reads or writes
 
     @property
-    def mla(self) -> MLACosts | None:
+    def mla_costs(self) -> MLACosts | None:
         """The costs of latent attention, which all layers have if the first has it; else None."""
-        return next(iter(self.last_index)).mla
+        return next(iter(self.last_index)).mla_costs
 
 
 @functools.lru_cache(8)

@@ -133,7 +133,7 @@ def exchanged_bytes(
     gradients, beside a layer's own."""
     if plan.context_parallel_size == 1:
         return 0
-    if mla := LayerCosts(specs[0]).mla:
+    if mla := LayerCosts(specs[0]).mla_costs:
         # its live_bytes() counts what else backward needs
         n_saved = max(1, plan.n_layers - plan.n_recomputed)
         return n_saved * mla.context_saved_values(plan) * value_bytes

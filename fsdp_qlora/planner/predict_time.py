@@ -103,7 +103,7 @@ def compute_seconds(
     n, n_layers = plan.micro_batch_tokens, arch.n_layers
     active_weights = totals.active_weights / n_layers
     flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, totals))
-    if plan.context_parallel_size > 1 and (mla := totals.mla):
+    if plan.context_parallel_size > 1 and (mla := totals.mla_costs):
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
         flops += 2 * n * (plan.visible_keys_per_token - 1) * (2 + again) * mla.kv_b.n_weights
@@ -134,7 +134,7 @@ def moved_bytes(
         fraction_recomputed(plan) * share * (totals.active_weights / n_layers))
     moved = (uses * (0.5 + itemsize) / CONSTANTS.dequantizing_fraction
              + n * totals.elementwise_values / n_layers * itemsize)
-    if plan.context_parallel_size > 1 and (mla := totals.mla):
+    if plan.context_parallel_size > 1 and (mla := totals.mla_costs):
         # made in forward, and twice in backward; and their gradients
         moved += n * plan.visible_keys_per_token * 4 * mla.values_to_make_kv * itemsize
     if plan.attention_is_eager:
@@ -159,7 +159,7 @@ def wait_seconds(
         waits = routed * (1 + again) * CONSTANTS.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
-    if mla := totals.mla:
+    if mla := totals.mla_costs:
         kv_values = mla.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
     times = (2 + again) * (plan.context_parallel_size - 1)
