@@ -874,7 +874,8 @@ def test_offloading_more_than_the_host_has_is_refused():
 
 
 def test_as_much_host_memory_as_the_gpu_needs_may_be_pinned():
-    """More than HOST_SPARE too, if no plan with less fits the GPU: one row of 240,000 tokens."""
+    """More than MAX_PINNED_FOR_SPEED too, if no plan with less fits the GPU: one row of 240,000
+    tokens."""
     flags = {"gpus": 1, "rows": 1, "longest": 240_000, "max_seq_len": 240_000,
              "offload_activations": True}
     auto, every = (choose("llama-3-8b", 77.5, host_gib=120, **flags, recompute=recompute)

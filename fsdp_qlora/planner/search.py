@@ -43,7 +43,8 @@ MIN_FREE, GOOD_FREE = 0.07, 0.1
 # ranks share micro-batches if a step then takes less than this fraction of its time
 MUCH_FASTER = 0.8
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
-HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
+# bytes of host memory that a process may pin for speed alone; pinning takes 0.2 s a GiB
+MAX_PINNED_FOR_SPEED = 48 * 2**30
 
 
 def agree_on_plan(
@@ -157,7 +158,7 @@ def affordable_plans(search: SearchInputs, context_parallel_size: int) -> list[P
     with_margin = [plan for plan in runnable if plan.fits(usable_bytes, MIN_FREE)]
     needed = min(plan.host_bytes for plan in with_margin or runnable or plans)
     # beyond what is needed, host memory is pinned only for speed
-    allowed = min(needed + HOST_SPARE, max(needed, machine.free_host_bytes / 2))
+    allowed = min(needed + MAX_PINNED_FOR_SPEED, max(needed, machine.free_host_bytes / 2))
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
