@@ -88,7 +88,7 @@ class Plan:
     uses_cuda_graphs: bool = False
     why_no_cuda_graphs: str = ""
     # memory that graphs reserve, in whole micro-batches, see with_cuda_graphs()
-    cuda_graph_room: int = 0
+    cuda_graph_micro_batches: int = 0
 
     # ---- predicted
     # {kind, as printed: bytes} at a step's peak, see predict_memory()

@@ -775,18 +775,18 @@ def test_memory_of_graphs_by_how_many_shapes_the_micro_batches_have():
     """Where they differ, graphs reserve two more micro-batches than where all have one shape."""
     _, arch, specs = shapes_of("llama-3.2-1b", 16)
     one, several = (
-        predicted(arch, specs, uses_cuda_graphs=True, cuda_graph_room=n) for n in (0, 2))
+        predicted(arch, specs, uses_cuda_graphs=True, cuda_graph_micro_batches=n) for n in (0, 2))
     of_a_micro_batch = one.memory["saved by other layers"] + one.memory["live layer or head"]
     assert 1.8 * of_a_micro_batch < several.bytes - one.bytes <= 2 * of_a_micro_batch
     short = {"longest": 200, "rows": 4}
     one = choose("llama-3-8b", 140, **short, uneven_lengths=False)
-    assert one.uses_cuda_graphs and one.cuda_graph_room == 0
-    assert choose("llama-3-8b", 140, **short, uneven_lengths=True).cuda_graph_room == 2
+    assert one.uses_cuda_graphs and one.cuda_graph_micro_batches == 0
+    assert choose("llama-3-8b", 140, **short, uneven_lengths=True).cuda_graph_micro_batches == 2
     equal_lengths = {"uneven_lengths": False, "uneven_targets": True}
-    assert choose("llama-3-8b", 140, **short, **equal_lengths).cuda_graph_room == 2
+    assert choose("llama-3-8b", 140, **short, **equal_lengths).cuda_graph_micro_batches == 2
     # its last micro-batch is shorter
     odd = choose("llama-3-8b", 140, **short, uneven_lengths=False, batch_size=9)
-    assert odd.uses_cuda_graphs and odd.cuda_graph_room == 2
+    assert odd.uses_cuda_graphs and odd.cuda_graph_micro_batches == 2
 
 
 def test_graphs_are_left_where_their_memory_is_not_there():

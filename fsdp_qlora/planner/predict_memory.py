@@ -64,7 +64,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
             if fused.lora_width)}
     if plan.uses_cuda_graphs:  # besides the memory above, which evaluations need
         of_micro_batch = by_recomputed + by_others + live
-        memory["CUDA graphs' own"] = plan.cuda_graph_room * of_micro_batch + live
+        memory["CUDA graphs' own"] = plan.cuda_graph_micro_batches * of_micro_batch + live
     host = looked_up_bytes * plan.embedding_on_host + packed_bytes * plan.offload_params
     if plan.offload_activations and plan.n_recomputed:
         # all but the last put(), which stays on the GPU

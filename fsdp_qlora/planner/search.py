@@ -257,11 +257,11 @@ def with_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: boo
     they are not used.
 
     Graphs never free their memory. If micro-batches have several shapes, that memory has gaps, and
-    micro-batches without a graph need memory of their own: cuda_graph_room is 2 micro-batches. If
-    all micro-batches have one shape, the memory of the runs before the capture is free again.
+    micro-batches without a graph need memory of their own: cuda_graph_micro_batches is 2. If all
+    micro-batches have one shape, the memory of the runs before the capture is free again.
     """
     graphed = dataclasses.replace(
-        plan, uses_cuda_graphs=True, cuda_graph_room=2 if uneven_micro_batches else 0)
+        plan, uses_cuda_graphs=True, cuda_graph_micro_batches=2 if uneven_micro_batches else 0)
     graphed = search.with_time(search.with_memory(graphed))
     why_no_capture = search.kernel_facts.why_no_capture
     reasons = (
