@@ -353,7 +353,7 @@ def test_decays_of_a_delta_net_are_fp32(double, stored):
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_steps_and_decays_of_mamba_are_fp32(stored):
-    mixer = Mamba2Spec(4, 32, 2, 16, 4, conv_bias=True, dt_limits=(0.0, torch.inf), norm=False)
+    mixer = Mamba2Spec(4, 32, 2, 16, 4, conv_bias=True, dt_limits=(0.0, torch.inf), has_norm=False)
     tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "D": 0 * draw(4),
                "conv1d.weight": draw(192, 1, 4), "conv1d.bias": draw(192)}  # fmt: skip
     tensors = {f"mamba.{key}": as_stored(value, stored) for key, value in tensors.items()}

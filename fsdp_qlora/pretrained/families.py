@@ -176,9 +176,10 @@ FAMILIES: dict[str, Family] = {
         attention_in_multiplier="config.attention_in_multiplier",
         attention_out_multiplier="config.attention_out_multiplier",
         mlp_multipliers="config.mlp_multipliers", other_mixers={"hybrid": Mamba2Spec(
-            in_bias=False, out_bias=False, norm="config.mamba_rms_norm",
-            norm_first="config.mamba_norm_before_gate", in_multiplier="config.ssm_in_multiplier",
-            multipliers="config.ssm_multipliers", out_multiplier="config.ssm_out_multiplier")},
+            in_bias=False, out_bias=False, has_norm="config.mamba_rms_norm",
+            norm_before_gate="config.mamba_norm_before_gate",
+            in_multiplier="config.ssm_in_multiplier", multipliers="config.ssm_multipliers",
+            out_multiplier="config.ssm_out_multiplier")},
         unused=("mamba_d_ssm", "mamba_expand", "mamba_chunk_size", "num_logits_to_keep")),
     "hyperclovax": Family(**GRANITE, logits_multiplier="config.logits_scaling",
                           attention_post_norm="post_norm1", mlp_post_norm="post_norm2",

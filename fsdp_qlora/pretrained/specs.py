@@ -253,7 +253,7 @@ class Mamba2Spec:
     C go through a convolution of `conv_kernel_size` tokens and SiLU; the heads are divided evenly
     among the groups. dt = softplus(dt + dt_bias), within dt_limits and not below min_dt. A head's
     state S [state_size, head_dim] becomes S exp(-exp(A_log) dt) + B (dt x). out_proj reads norm((C
-    S + D x) SiLU(z)) with the norm by group, or norm(C S + D x) SiLU(z) with norm_first.
+    S + D x) SiLU(z)) with the norm by group, or norm(C S + D x) SiLU(z) with norm_before_gate.
     """
 
     n_heads: int | FromConfig = "config.mamba_n_heads"
@@ -268,8 +268,8 @@ class Mamba2Spec:
     min_dt: float | FromConfig = 0.0
     norm_eps: float | FromConfig = "config.rms_norm_eps"
     prefix: str = "mamba"  # its name in a layer
-    norm: bool | FromConfig = True  # False: no norm
-    norm_first: bool | FromConfig = False
+    has_norm: bool | FromConfig = True
+    norm_before_gate: bool | FromConfig = False
     # factors of in_proj's input; of its outputs z, x, B, C and dt; and of out_proj's output
     in_multiplier: float | FromConfig = 1.0
     multipliers: FromConfig = 1.0  # one for all, or a list
@@ -299,7 +299,7 @@ class Mamba2Spec:
         shapes: dict[str, tuple[int, ...]] = {
             "conv1d.weight": (n_channels, 1, self.conv_kernel_size), "A_log": (self.n_heads,),
             "dt_bias": (self.n_heads,), "D": (self.n_heads,)}
-        shapes |= {"norm.weight": (self.widths["x"],)} if self.norm else {}
+        shapes |= {"norm.weight": (self.widths["x"],)} if self.has_norm else {}
         shapes |= {"conv1d.bias": (n_channels,)} if self.conv_bias else {}
         return {f"{self.prefix}.{name}": shape for name, shape in shapes.items()}
 
