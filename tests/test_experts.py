@@ -746,7 +746,7 @@ def test_fp8_or_int4_checkpoint_trains_as_the_bf16_one_of_its_values(
         counted |= {line for line in out.splitlines() if line.startswith("parameters: ")}
         rows = read_metrics(tmp_path / f"run-{kind}")
         found[kind] = [(row["loss"], row["grad_norm"]) for row in rows]
-        assert all(1 <= row["busiest_expert"] <= 8 / 3 for row in rows)
+        assert all(1 <= row["busiest_expert_load"] <= 8 / 3 for row in rows)
         merge_adapters.main([
             "--adapter_dir", str(tmp_path / f"run-{kind}"),
             "--output_dir", str(tmp_path / f"merged-{kind}"), "--no-check",

@@ -19,7 +19,7 @@ from fsdp_qlora.pretrained.specs import MoESpec
 
 
 # keys in metrics.jsonl, see add_balance()
-BALANCE_METRICS = "load_balancing_loss", "busiest_expert"
+BALANCE_METRICS = "load_balancing_loss", "busiest_expert_load"
 
 
 class RoutingChoice(NamedTuple):
