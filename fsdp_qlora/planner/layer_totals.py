@@ -65,7 +65,7 @@ def sum_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         return list(itertools.accumulate(
             (i if x is layer_costs else -1 for i, x in enumerate(costs)), max, initial=-1))
 
-    bytes_each = [spec.n_blocks * (BLOCKSIZE // 2 + spec.n_scales) for spec in specs]
+    bytes_each = [spec.n_blocks * (BLOCKSIZE // 2 + spec.scales_per_block) for spec in specs]
     vectors_each = [spec.n_vector_values for spec in specs]
     return LayerTotals(
         last_index={layer_costs: last_indices(layer_costs) for layer_costs in by_spec.values()},
