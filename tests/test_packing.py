@@ -95,8 +95,8 @@ def test_random_rows_are_full_rows_that_depend_on_the_seed_alone():
     torch.manual_seed(9)
     again = random_rows(97, config)
     other = random_rows(97, dataclasses.replace(config, seed=4))
-    assert torch.equal(rows.digests, again.digests)
-    assert not (rows.digests == other.digests).any()
+    assert torch.equal(rows.document_hashes, again.document_hashes)
+    assert not (rows.document_hashes == other.document_hashes).any()
 
 
 # ------------------------------------------------------------------------------------------------
