@@ -181,7 +181,7 @@ def test_bf16_routers_round_as_transformers(name):
 
 
 @pytest.mark.parametrize("name", [
-    name for name in MIXTURES if make_architecture(TINY[name](320)).moe.scores == "softmax"])
+    name for name in MIXTURES if make_architecture(TINY[name](320)).moe.score_func == "softmax"])
 def test_softmax_of_large_logits_is_finite(name):
     """Where exp() of them is infinite."""
     arch = make_architecture(TINY[name](320))

@@ -480,8 +480,8 @@ def test_gradient_through_a_router_is_rounded_for_its_product(name):
     routing = router.route(call, x)
     got = router.route_backward(call, routing, grad, x)
     logits = routing.scores.double()  # such that these are their scores
-    logits = (logits.logit() if moe.scores == "sigmoid" else logits.log()).requires_grad_()
-    scores = logits.sigmoid() if moe.scores == "sigmoid" else logits.softmax(-1)
+    logits = (logits.logit() if moe.score_func == "sigmoid" else logits.log()).requires_grad_()
+    scores = logits.sigmoid() if moe.score_func == "sigmoid" else logits.softmax(-1)
     weights = router.unscaled_topk_weights(scores, routing.topk_experts, moe, torch.double)[0]
     weights = weights * router.weight_factor(call, routing.topk_experts)
     (exact,) = torch.autograd.grad(weights, logits, grad.double())

@@ -64,7 +64,7 @@ def route(
     bias = tensors.get(f"{moe.router}.bias")
     bias = None if bias is None else bias.to(x_of_router.dtype)
     logits = F.linear(x_of_router, weight.to(x_of_router.dtype), bias).float()
-    scores = logits.sigmoid() if moe.scores == "sigmoid" else logits.softmax(-1)
+    scores = logits.sigmoid() if moe.score_func == "sigmoid" else logits.softmax(-1)
     if moe.rounded_scores:
         scores = scores.to(x.dtype).float()
     if choice is None:
@@ -184,7 +184,7 @@ def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -
     if total is not None:
         grad = (grad - (grad * topk_scores).sum(-1, keepdim=True) / total) / total
     grad = grad * topk_scores
-    if moe.scores == "sigmoid":
+    if moe.score_func == "sigmoid":
         grad = torch.zeros_like(routing.scores).scatter_(1, topk_experts, grad * (1 - topk_scores))
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, topk_experts, grad)

@@ -24,7 +24,7 @@ NoRotary = Literal["no_rope_layers", "layer_rope_theta", "full", "full_if_window
 # layers with a sliding window: all layers, or those with "sliding_attention" in the config's list
 WindowedLayers = Literal["all", "layer_types"]
 # scores of experts: the softmax over all of a token's logits, or the sigmoid of each logit
-RouterScores = Literal["softmax", "sigmoid"]
+ScoreFunc = Literal["softmax", "sigmoid"]
 # the shared expert's output plus the others'; "average": half of that sum
 ExpertSum = Literal["sum", "average"]
 # form of the experts' adapters that PEFT 0.21 loads: "modules", one per expert; "stacked", one for
@@ -86,7 +86,7 @@ class MoESpec:
     shared_gate: str | None = None  # a linear whose sigmoid multiplies the shared expert's output
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
-    scores: RouterScores | FromConfig = "softmax"
+    score_func: ScoreFunc | FromConfig = "softmax"
     rounded_scores: bool = False  # scores, and their sum, are rounded to the model's dtype
     correction_bias: str | None = None  # a tensor [experts]
     correction_bias_is_row: bool = False  # it is [1, experts]
