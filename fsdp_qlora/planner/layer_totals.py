@@ -39,8 +39,8 @@ class LayerTotals:
     # {SavePolicy: weights that backward multiplies by once more, if all layers save that}; here the
     # weights of slow matmuls do not count more, because TimeConstants were fitted without that
     recomputed_weights: dict[SavePolicy, float]
-    mlp_values: int  # values per token that the MLP of a layer saves, at most
-    attention_values: int  # values per token of a layer's results of attention, at most
+    largest_mlp_values: int  # values per token that the MLP of a layer saves, at most
+    largest_attention_values: int  # values per token of a layer's results of attention, at most
     # values of a token's queries in a layer, mean over the layers; those of wide heads count more
     mean_query_width: float
     elementwise_values: int  # values per token that elementwise work reads or writes
@@ -81,8 +81,8 @@ def sum_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         recomputed_weights={
             policy: sum(layer.recomputed_weights(policy) for layer in costs)
             for policy in SAVE_POLICIES},
-        mlp_values=max(layer.mlp_sublayer.saved_values for layer in costs),
-        attention_values=max(layer.mixer_sublayer.attention_values for layer in costs),
+        largest_mlp_values=max(layer.mlp_sublayer.saved_values for layer in costs),
+        largest_attention_values=max(layer.mixer_sublayer.attention_values for layer in costs),
         mean_query_width=sum(
             layer.mixer_sublayer.query_width * attention_slowdown(layer.arch.head_dim)
             for layer in costs) / len(costs),

@@ -99,8 +99,8 @@ def shared_kv_values(arch: Architecture) -> int:
 def last_put_values(policy: SavePolicy, totals: LayerTotals, hidden: int) -> int:
     """Return the values per token of a layer's last put(), see LayerFunction."""
     if policy == SAVE_MLP:
-        return totals.mlp_values
-    return hidden + totals.attention_values * policy.attention
+        return totals.largest_mlp_values
+    return hidden + totals.largest_attention_values * policy.attention
 
 
 def activation_peak(
