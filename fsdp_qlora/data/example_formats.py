@@ -332,8 +332,8 @@ def parse_text(example: dict[str, Any], format: tuple[str, ...], tokenizer: PreT
         if not text.strip():  # EOS alone would train the model to stop at once
             raise ValueError("text is empty")
         return [[TextPart(text, in_loss=True, add_bos=True, add_eos=True)]]
-    is_plain = tokenizer.chat_template is None and format in (*INSTRUCTIONS, *QUESTIONS)
-    if not is_plain and (format != COMPLETION or isinstance(example["prompt"], list)):
+    lacks_template = tokenizer.chat_template is None and format in (*INSTRUCTIONS, *QUESTIONS)
+    if not lacks_template and (format != COMPLETION or isinstance(example["prompt"], list)):
         return None
     prompt, completion = as_prompt(example, format)
     if not completion.strip():

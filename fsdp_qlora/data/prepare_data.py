@@ -99,11 +99,11 @@ def log_data(rows: Rows, line: str, config: Config, has_template: bool) -> None:
             f" template makes; {how or 'serve with this chat template; it needs no variables'}")
     if config.dataset and (n_repeated := rows.n_repeated()):
         log(f"note: {n_repeated:,} duplicate rows (identical tokens)")
-    if config.model and has_template and rows.n_plain:
+    if config.model and has_template and rows.n_plain_completions:
         n = rows.documents_per_row
         way = "--columns completion=response" if n == 1 else "write them as messages"
-        log(f"note: {rows.n_plain // n:,} prompts and completions are trained as plain text,"
-            f" without the chat template. To use it: {way}")
+        log(f"note: {rows.n_plain_completions // n:,} prompts and completions are trained as plain"
+            f" text, without the chat template. To use it: {way}")
 
 
 def log_eval_data(eval_rows: Rows, line: str, rows: Rows) -> None:
@@ -275,7 +275,7 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
         lengths=lengths, prompt_lengths=prompt_lengths, n_loss_tokens=n_loss_tokens,
         desirable=desirable, document_hashes=document_hashes, example_ids=example_ids)
     return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
-                               n_plain=int(table["plain"].to_numpy().sum()),
+                               n_plain_completions=int(table["plain"].to_numpy().sum()),
                                template_kwargs=count_template_kwargs(table))
 
 

@@ -44,7 +44,8 @@ class Rows:
     desirable: torch.Tensor  # bool [documents]: a good answer, or the better one of a pair?
     document_hashes: torch.Tensor  # int64 [documents], hash of tokens, labels and `desirable`
     example_ids: torch.Tensor  # int64 [documents], number of the example that each was made from
-    n_plain: int = 0  # documents of the data set that are a plain-text prompt and completion
+    # documents of the data set that are a plain-text prompt and completion
+    n_plain_completions: int = 0
     # {JSON of chat template variables: number of the data set's answers that are rendered with
     # them}, "{}": no variables. To get such an answer, a prompt must set the same variables.
     template_kwargs: dict[str, int] = dataclasses.field(default_factory=dict)
