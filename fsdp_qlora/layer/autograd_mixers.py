@@ -37,8 +37,8 @@ class AutogradMixer:
     def forward(self, call: LayerCall, saved: SavedAutogradMixer) -> Tensor:
         function = OTHER_MIXERS[type(self.mixer_spec)]
         projected, saved.projected = saved.projected, None
-        with torch.set_grad_enabled(call.saves_graph):
-            if call.saves_graph:
+        with torch.set_grad_enabled(call.needs_graph):
+            if call.needs_graph:
                 projected = GraphStart.apply(torch.empty(0, requires_grad=True), projected)
                 saved.start = get_gradient_edge(projected)
             saved.mixed = function(call, projected, self.mixer_spec)
