@@ -85,7 +85,7 @@ def choose_plan(search: SearchInputs) -> Plan:
         check_host(plan, search.machine)
     # micro-batches have several shapes if the rows do, or if a step's last micro-batches have fewer
     # rows
-    least = workload.least_tokens(plan.context_parallel_size)
+    least = workload.min_micro_batch_tokens(plan.context_parallel_size)
     n_groups = workload.world_size // plan.context_parallel_size
     n_rows = n_groups * (plan.micro_batch_tokens // least)
     uneven_micro_batches = (workload.uneven_lengths or workload.uneven_targets
@@ -101,7 +101,7 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
     if size > 1 and recurrent_mixer_spec(arch):
         raise ValueError(f"--context_parallel_size {size}: a model with recurrent layers needs all"
                          " tokens of a row on one GPU")
-    least = workload.least_tokens(size)
+    least = workload.min_micro_batch_tokens(size)
     if config.micro_batch_tokens and config.micro_batch_tokens < least:
         shared = f", {least} on each of {size} GPUs" if size > 1 else ""
         raise ValueError(f"--micro_batch_tokens {config.micro_batch_tokens}: the longest row has"
@@ -128,7 +128,7 @@ def find_plan(search: SearchInputs) -> Plan:
     has_idle_ranks = workload.max_step_tokens < workload.world_size * workload.max_document_tokens
     for size in range(2, workload.world_size + 1):
         fits = fits_both(best)
-        is_long = workload.least_tokens(size) >= MIN_TOKENS_PER_RANK
+        is_long = workload.min_micro_batch_tokens(size) >= MIN_TOKENS_PER_RANK
         if workload.world_size % size or not is_long or (fits and not has_idle_ranks):
             continue
         plan = best_plan(size)
@@ -216,7 +216,7 @@ def suggest_flags(plan: Plan, search: SearchInputs) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
     config, workload = search.config, search.workload
-    least = workload.least_tokens(1)
+    least = workload.min_micro_batch_tokens(1)
     shorter: dict[str, Any] = {"micro_batch_tokens": least}
     if plan.micro_batch_tokens <= least:  # a micro-batch is the longest row alone: shorten the rows
         shorter = {"micro_batch_tokens": config.micro_batch_tokens and least // 2,

@@ -45,7 +45,7 @@ class Workload:
             return self.uneven_lengths
         return not has_long_pieces(self.min_document_tokens, context_parallel_size)
 
-    def least_tokens(self, context_parallel_size: int) -> int:
+    def min_micro_batch_tokens(self, context_parallel_size: int) -> int:
         """Return the fewest tokens that a rank's micro-batch must fit, if so many ranks share a
         micro-batch. A pair may be split between micro-batches, but not if there is only one."""
         n = (self.max_row_tokens if context_parallel_size == self.world_size
