@@ -224,7 +224,7 @@ def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, mo
         rows, _, _ = prepare_rows([str(path)], tokenizer, 70_000, 200_000, "2020-01-31")
     assert len(rows) == 601 and rows.lengths.tolist() == [len(ids) for ids in wanted]
     assert all(torch.equal(part, ids) for i, ids in enumerate(wanted) for part in rows.document(i))
-    counts = torch.from_numpy(untrained_tokens.count_loss_tokens(rows, 200_000))
+    counts = torch.from_numpy(untrained_tokens.loss_token_counts(rows, 200_000))
     assert torch.equal(counts, tokens.bincount(minlength=200_000))
 
 

@@ -46,7 +46,7 @@ def log_startup(
             f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"
             for name, value in defaults.items()))
     hardware = (f"{world_size} x {torch.cuda.get_device_name(device)}, NCCL"
-                if device.type == "cuda" else f"CPU, {count(world_size, 'process')}, gloo")
+                if device.type == "cuda" else f"CPU, {pluralize(world_size, 'process')}, gloo")
     log(f"hardware: {hardware}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items()))
     if config.learning_rate > HIGH_RATE:
@@ -134,12 +134,12 @@ def describe_weight_layout(plan: Plan, n: int, unit: str) -> str:
     if n == 1:
         return f"weights on one {unit}"
     if n_shards == 1:
-        return f"weights replicated on {count(n, unit)}"
+        return f"weights replicated on {pluralize(n, unit)}"
     copies = f", {n // n_shards} copies" if n_shards < n else ""
-    return f"weights sharded over {count(n_shards, unit)}{copies}"
+    return f"weights sharded over {pluralize(n_shards, unit)}{copies}"
 
 
-def count(n: int, noun: str) -> str:
+def pluralize(n: int, noun: str) -> str:
     """Return a number of things with their noun: 1 process, 2 processes, 2 GPUs."""
     return f"{n} {noun}{('es' if noun.endswith('s') else 's') * (n > 1)}"
 
