@@ -125,19 +125,19 @@ def as_object(example: Any, renames: Sequence[str]) -> dict[str, Any]:
 
 def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
                  format: tuple[str, ...] | None = None,
-                 is_one_text: bool = False,
+                 prompt_is_prefix: bool = False,
                  trains_history: bool = True) -> tuple[str, list[Document]]:
     """parse_example() for the result of as_object().
 
-    `format`: one of EXAMPLE_FORMATS; None: determined by the example's keys. `is_one_text`: a
-    prompt and its completion may meet inside a word. `trains_history`: earlier answers of an
-    instruction are in the loss, too.
+    `format`: one of EXAMPLE_FORMATS; None: determined by the example's keys. `prompt_is_prefix`:
+    the prompt is the common beginning of two answers, and may end inside a word. `trains_history`:
+    earlier answers of an instruction are in the loss, too.
     """
     refuse_keys(example, ", or rename it: --columns {}=unused")
     format = format or find_format(example)
     example, ignored = take_keys(example, format)
     notes = [f"ignored: {', '.join(ignored)}"] if ignored else []
-    documents: list[Document] | None = parse_text(example, format, tokenizer, is_one_text)
+    documents: list[Document] | None = parse_text(example, format, tokenizer, prompt_is_prefix)
     if documents is None:
         messages = as_messages(example, format)
         if "history" in example and not trains_history:
@@ -322,7 +322,7 @@ def read_list_text(key: str, value: Any) -> Any:
 
 
 def parse_text(example: dict[str, Any], format: tuple[str, ...], tokenizer: PreTrainedTokenizerFast,
-               is_one_text: bool) -> list[Document] | None:
+               prompt_is_prefix: bool) -> list[Document] | None:
     """Return the documents of an example that is not a conversation, else None."""
     if format == ("input_ids",):
         return [checked_ids(example)]
@@ -339,7 +339,7 @@ def parse_text(example: dict[str, Any], format: tuple[str, ...], tokenizer: PreT
     prompt, completion = as_prompt(example, format)
     if not completion.strip():
         raise ValueError("completion is empty")
-    if is_one_text:
+    if prompt_is_prefix:
         text = prompt + completion.removesuffix(tokenizer.eos_token)
         return [[TextPart(text, [(len(prompt), len(text))], add_bos=True, add_eos=True,
                           is_completion=True)]]

@@ -69,9 +69,10 @@ def parse_pair(example: dict[str, Any], chosen_key: str, rejected_key: str,
         if both := [key for key in given if not is_empty(example.get(key))]:
             raise FatalExample(f"has {both[0]} and another one in input: keep one of them")
         example |= given
-    examples, format, is_one_text = examples_of_answers(example, answers)
+    examples, format, prompt_is_prefix = examples_of_answers(example, answers)
     (name, chosen), (_, rejected) = (
-        parse_object(one, tokenizer, format, is_one_text, trains_history=False) for one in examples)
+        parse_object(one, tokenizer, format, prompt_is_prefix, trains_history=False)
+        for one in examples)
     if len(chosen) + len(rejected) > 2:  # the template rewrites answers when more messages follow
         raise ValueError("this chat template makes several rows of an answer of several"
                          " messages. Write all but the last message in the prompt")
