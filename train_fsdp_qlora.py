@@ -411,8 +411,8 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
             flash + varlen, layer_arch, attention_type)
         chosen.fixed_len[attention_type] = first_that_works(
             fixed_len + varlen, layer_arch, attention_type)
-    is_used = attention.FLASH_KERNEL in chosen.varlen.values()
-    if config.attn == "flash_attention_2" and not is_used:
+    flash_is_used = attention.FLASH_KERNEL in chosen.varlen.values()
+    if config.attn == "flash_attention_2" and not flash_is_used:
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")
     return chosen

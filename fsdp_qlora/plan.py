@@ -94,7 +94,7 @@ class Plan:
     # {kind, as printed: bytes} at a step's peak, see predict_memory()
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # pinned host memory of one process
-    token_seconds: float = 0.0  # predicted seconds of one GPU per token
+    seconds_per_token: float = 0.0  # predicted seconds of one GPU per token
 
     @property
     def dtype(self) -> torch.dtype:

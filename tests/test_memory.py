@@ -241,7 +241,7 @@ def test_prediction_is_near_what_was_measured(name, layers, peak, speed, setting
     got = plan.bytes / GIB
     measured_on = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=bandwidth)
     document = settings["micro_batch_tokens"] if is_long else 2048
-    faster = 1 / predict_time(plan, arch, specs, measured_on, document).token_seconds / speed
+    faster = 1 / predict_time(plan, arch, specs, measured_on, document).seconds_per_token / speed
     print(f"predicted {got:.2f}, measured {peak:.2f}: {got / peak - 1:+.1%}; {faster:.2f} x speed")
     assert abs(got - peak) <= 0.05 * peak
     assert 0.9 < faster < 1.2
@@ -270,7 +270,7 @@ def test_attention_of_wide_heads_is_slower(name, layers, speed, settings):
     plan = predicted(arch, specs, micro_batch_tokens=32_768, offload_activations=True,
                      reuse_dequantized=True, **settings)
     measured_on = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=4e12)
-    got = 1 / predict_time(plan, arch, specs, measured_on, 32_768).token_seconds
+    got = 1 / predict_time(plan, arch, specs, measured_on, 32_768).seconds_per_token
     print(f"{got:.0f} tokens/s, measured {speed}")
     assert got == pytest.approx(speed, rel=0.08)
 
@@ -527,7 +527,7 @@ def test_results_of_attention_are_saved_as_far_as_host_memory_allows():
     counts = [plan.n_attention_saved for plan in plans]
     assert counts == sorted(counts) and counts[0] == 0 < counts[1] < counts[2] < counts[3] == 32
     for plan, less in zip(plans[1:], plans):
-        assert plan.token_seconds < less.token_seconds
+        assert plan.seconds_per_token < less.seconds_per_token
         assert plan.host_bytes / GIB - less.host_bytes / GIB == pytest.approx(
             (plan.n_attention_saved - less.n_attention_saved) * (1 + 2**-6), abs=1.1)
 
@@ -654,7 +654,7 @@ def test_group_is_weighed_against_recomputation_by_time():
     assert slow.shard_group_size == 1 and slow.n_recomputed > 0
     for chosen, other, machine in ((fast, 1, H200), (slow, 2, SLOW_BUS)):
         forced = choose("llama-2-70b", 55, machine=machine, shard_group_size=other)
-        assert chosen.token_seconds < forced.token_seconds
+        assert chosen.seconds_per_token < forced.seconds_per_token
 
 
 def test_gathered_weights_stay_until_backward_where_that_is_faster_and_fits():
@@ -741,7 +741,7 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     _, arch, specs = shapes_of("llama-3-8b")
     for ranges, graphs in ((1, True), (4, False)):  # ends of experts' rows are read by the host
         of_ranges = dataclasses.replace(
-            plan, uses_cuda_graphs=False, token_seconds=1, n_expert_ranges=ranges)  # fmt: skip
+            plan, uses_cuda_graphs=False, seconds_per_token=1, n_expert_ranges=ranges)  # fmt: skip
         workload = Workload(400, 200, 200, 200, True, 1)
         search = SearchInputs(
             None, arch, specs, workload, 140 * GIB, H200, torch.device("cuda"))  # fmt: skip
@@ -893,7 +893,7 @@ def test_offloaded_weights_take_their_time_on_the_bus():
     _, arch, specs = shapes_of("llama-2-70b")
     plan, bus = predicted(arch, specs, offload_params=True), 1e9
     slow = predict_time(plan, arch, specs, dataclasses.replace(H200, host_bandwidth=bus), 2048)
-    assert 1 < slow.token_seconds * 4096 / (2 * plan.host_bytes / bus) < 1.1
+    assert 1 < slow.seconds_per_token * 4096 / (2 * plan.host_bytes / bus) < 1.1
 
 
 def test_every_launch_of_a_layer_counts():
@@ -982,7 +982,7 @@ def test_long_pieces_are_planned_with_the_speed_of_whole_rows(longest, shortest,
     one, two = plan(1), plan(2)
     assert two.is_varlen == is_varlen and one.is_varlen == uneven
     if not uneven:  # the step takes half the time; one GPU computes uneven rows in one slow call
-        assert 0.9 < one.token_seconds / two.token_seconds < 1.1
+        assert 0.9 < one.seconds_per_token / two.seconds_per_token < 1.1
 
 
 def test_exchanged_keys_take_what_was_measured():
@@ -1005,7 +1005,7 @@ def test_latents_are_planned_as_what_ranks_exchange():
 
     def seconds(plan, **speeds):
         machine = dataclasses.replace(H200, **speeds)
-        return predict_time(plan, arch, specs, machine, 16_384).token_seconds
+        return predict_time(plan, arch, specs, machine, 16_384).seconds_per_token
 
     assert 1 < seconds(shared, link_bandwidth=H200.link_bandwidth / 10) / seconds(shared) < 1.05
     products = {"link_bandwidth": math.inf, "bandwidth": math.inf}  # they alone take time
@@ -1027,7 +1027,7 @@ def test_attention_counts_for_what_it_takes():
 
     def seconds(document=131_072, **fields):
         plan = Plan(**{**PLAN, "n_layers": 32, "micro_batch_tokens": 131_072, **fields})
-        return predict_time(plan, arch, specs, H200, document).token_seconds
+        return predict_time(plan, arch, specs, H200, document).seconds_per_token
 
     matmul_speed = CONSTANTS.sustained_fraction * H200.flops_per_second
     one_pass = 2 * (131_072 - 2048) * 4096 * 32 / matmul_speed

@@ -154,7 +154,7 @@ def select_experts(scores: Tensor, moe: MoESpec) -> Tensor:
     """Return the top_k experts of each token, int64 [n, k], by scores [n, experts]."""
     if moe.n_expert_groups > 1:
         groups = scores.unflatten(1, (moe.n_expert_groups, -1))
-        best = groups.topk(moe.group_best, -1)[0].sum(-1).topk(moe.topk_group, -1)[1]
+        best = groups.topk(moe.n_best_per_group, -1)[0].sum(-1).topk(moe.topk_group, -1)[1]
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         scores = groups.masked_fill(is_out[..., None], -math.inf).flatten(1)
     return scores.topk(moe.top_k, -1)[1]

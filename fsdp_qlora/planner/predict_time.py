@@ -22,7 +22,7 @@ def predict_time(
     plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...], machine: Machine,
     mean_document_tokens: float,
 ) -> Plan:
-    """Return the plan with its `token_seconds`, the predicted time of one GPU per token.
+    """Return the plan with its `seconds_per_token`, the predicted time of one GPU per token.
 
     For the rows to which TimeConstants were fitted, those of tests/test_memory.py, the predicted
     tokens/s are 0.94 to 1.18 times the measured ones; for hybrids and Gemma 4 up to 1.43 times, see
@@ -32,7 +32,7 @@ def predict_time(
     layer = layer_seconds(plan, arch, sum_layers(specs), machine, mean_document_tokens)
     seconds = layer.total(plan.uses_cuda_graphs) * arch.n_layers
     seconds += lm_head_seconds(plan, arch, machine)
-    return dataclasses.replace(plan, token_seconds=seconds / plan.micro_batch_tokens)
+    return dataclasses.replace(plan, seconds_per_token=seconds / plan.micro_batch_tokens)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -171,8 +171,8 @@ def fastest_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     smallest = min(plans, key=lambda plan: plan.bytes)
     fitting = [p for p in plans if p.fits(search.usable_bytes, MIN_FREE)]
     fitting = [search.with_time(p) for p in fitting or [smallest]]
-    fastest = min(p.token_seconds for p in fitting)
-    near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
+    fastest = min(p.seconds_per_token for p in fitting)
+    near = [p for p in fitting if p.seconds_per_token <= SAME_TIME * fastest]
     with_margin = [p for p in near if p.fits(search.usable_bytes, GOOD_FREE)]
     if with_margin:
         return min(with_margin, key=lambda plan: plan.tie_break)
@@ -203,7 +203,7 @@ def check_plan(plan: Plan, search: SearchInputs) -> None:
     is_enough = smaller.fits_both(limit, machine.free_host_bytes)
     if smaller.host_bytes:
         size += f" and {smaller.host_bytes / 2**30:.1f} GiB of host memory per process"
-    advice = f"Add {flags}: {size}, predicted {1 / smaller.token_seconds:,.0f} tok/s/GPU"
+    advice = f"Add {flags}: {size}, predicted {1 / smaller.seconds_per_token:,.0f} tok/s/GPU"
     if not is_enough:
         advice = f"With {flags} it still needs {size}. Use more GPUs as well"
     text = (f"does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB plus"
@@ -270,7 +270,7 @@ def with_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: boo
         (plan.context_parallel_size > 1, "ranks exchange keys and values"),
         (why_no_capture, why_no_capture),
         (plan.n_expert_ranges > 1, "ranges of experts wait for the GPU"),
-        (graphed.token_seconds > 0.95 * plan.token_seconds, "the host is fast enough"),
+        (graphed.seconds_per_token > 0.95 * plan.seconds_per_token, "the host is fast enough"),
         (not graphed.fits(search.usable_bytes), "no memory for them"))
     reason = next((text for is_so, text in reasons if is_so), "")
     return dataclasses.replace(plan, why_no_cuda_graphs=reason) if reason else graphed

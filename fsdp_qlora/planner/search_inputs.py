@@ -57,7 +57,7 @@ class Workload:
         plan.micro_batch_tokens."""
         n_tokens = plan.micro_batch_tokens
         n_micro_steps = math.ceil(self.max_step_tokens / (self.world_size * n_tokens))
-        return n_micro_steps * n_tokens * plan.token_seconds
+        return n_micro_steps * n_tokens * plan.seconds_per_token
 
 
 class KernelFacts(NamedTuple):

@@ -308,7 +308,7 @@ FAMILIES: dict[str, Family] = {
         renames=(("mlp.post_mlp_layernorm", "post_mlp_layernorm"),),
         moe=MoESpec(**DEEPSEEK, correction_bias_or_zeros=True, adapter_form="parameters")),
     "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoESpec(**DEEPSEEK | dict(
-        score_func="softmax", correction_bias=None, norm_topk_prob=False, group_best=1,
+        score_func="softmax", correction_bias=None, norm_topk_prob=False, n_best_per_group=1,
         groups_if="config.topk_method"))),
     "deepseek_v32": Family(**INDEXED, moe=MoESpec(**DEEPSEEK)),
     "glm_moe_dsa": Family(**INDEXED, moe=MoESpec(**DEEPSEEK)),

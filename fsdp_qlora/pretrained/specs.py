@@ -93,10 +93,10 @@ class MoESpec:
     ranks_logits: bool = False  # experts are ranked by logits (plus correction_bias), not by scores
     correction_bias_or_zeros: bool = False  # files may lack it; it is then 0
     # a token goes only to experts of its topk_group groups, the ones with the largest sums of their
-    # group_best highest scores
+    # n_best_per_group highest scores
     n_expert_groups: int | FromConfig = 1
     topk_group: int | FromConfig = 1
-    group_best: int = 2
+    n_best_per_group: int = 2
     groups_if: bool | FromConfig = True  # if a config can switch groups off; True or
     #                                      "group_limited_greedy": on
     norm_topk_prob: bool | FromConfig = True  # weights are divided by their sum plus sum_eps

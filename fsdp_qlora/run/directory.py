@@ -164,8 +164,9 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
         log(f"changed on resume: {', '.join(changed)} (from step {run.saved_step})")
         kept["earlier_versions"] = [*kept.get("earlier_versions", []),
                                     {"until_step": run.saved_step, **before}]
-    earlier_names = {"optimizer_bytes_per_weight": "state_bytes",
-                     "cuda_graph_micro_batches": "cuda_graph_room"}  # in the files of earlier runs
+    earlier_names = {  # in the files of earlier runs
+        "optimizer_bytes_per_weight": "state_bytes", "seconds_per_token": "token_seconds",
+        "cuda_graph_micro_batches": "cuda_graph_room"}
     plan = {earlier_names.get(name, name): value
             for name, value in dataclasses.asdict(run.plan).items()}
     train_config = {

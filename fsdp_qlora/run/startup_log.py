@@ -83,7 +83,7 @@ def log_plan_elsewhere(user_config: Config, config: Config, plan: Plan, limit: i
     log_plan(user_config, plan, limit, world_size)
     pinned = f" and {plan.host_bytes / 2**30:.1f} GiB of host memory" if plan.host_bytes else ""
     log(f"fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB{pinned} per GPU, predicted"
-        f" {1 / plan.token_seconds:,.0f} tok/s/GPU")
+        f" {1 / plan.seconds_per_token:,.0f} tok/s/GPU")
 
 
 def log_plan(
@@ -92,7 +92,7 @@ def log_plan(
 ) -> None:
     """Print the plan: the memory that it is predicted to take, and how the work is laid out.
     `resident`: bytes that the process has already, on a CPU, where they count."""
-    speed = f"predicted {1 / plan.token_seconds:,.0f} tok/s/{unit}"
+    speed = f"predicted {1 / plan.seconds_per_token:,.0f} tok/s/{unit}"
     shared_by = plan.context_parallel_size
     recomputed = f"activation checkpointing in {plan.n_recomputed} of {plan.n_layers} layers"
     if not plan.n_recomputed:
