@@ -86,7 +86,7 @@ class LayerCall:
         return call
 
     def weight(self, fused: FusedLinear) -> Tensor:
-        """Return [W, B] of a FusedLinear, [out, width]."""
+        """Return [W, B] of a FusedLinear, [out, input_width]."""
         weight = self.dequantized.get(fused)
         if weight is None:
             weight = dequantize(self.layer, fused, self.adapter)

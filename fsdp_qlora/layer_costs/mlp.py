@@ -45,8 +45,8 @@ class DenseMLPCosts:
         down_weights = weight_bytes(down, itemsize, reuse_dequantized)
         # first the gradient of glu()'s result, with down's weight; then the gradient of the inputs,
         # and the inputs made again (a recomputed slice still has them, see below)
-        first = n * (down.width + hidden) * itemsize + down_weights
-        second = n * up.width * (2 - recomputed) * itemsize + up_weights
+        first = n * (down.input_width + hidden) * itemsize + down_weights
+        second = n * up.input_width * (2 - recomputed) * itemsize + up_weights
         if reuse_dequantized:
             first, second = first + up_weights, second + down_weights
         third = (self.per_layer_gate.live_bytes(n, itemsize, reuse_dequantized)
@@ -56,7 +56,7 @@ class DenseMLPCosts:
         total += 2 * n_tokens * hidden * itemsize  # gradients: of the sum, and of finished slices
         if recomputed:
             padded_lora_width = up.padded_lora_width + down.padded_lora_width
-            total += n * (up.out_features + up.width + padded_lora_width) * itemsize
+            total += n * (up.out_features + up.input_width + padded_lora_width) * itemsize
             total += n * self.per_layer_gate.saved_values * itemsize if self.per_layer_gate else 0
         return total
 
@@ -93,7 +93,7 @@ class PerLayerGateCosts:
         """Peak bytes of backward() for n tokens, besides what is saved. DoRA's outputs fit into
         what is counted."""
         gate, out = self.per_layer_gate.fused_linears
-        values = 2 * self.per_layer_gate.arch.hidden_size + 2 * out.width + gate.width
+        values = 2 * self.per_layer_gate.arch.hidden_size + 2 * out.input_width + gate.input_width
         weights = [weight_bytes(fused, itemsize, reuse_dequantized) for fused in (gate, out)]
         return n * values * itemsize + sum(weights)
 
