@@ -179,7 +179,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 2. The model, the rows and all flags. Weights are downloaded, but not read: what is wrong
         # is found early
-        limit = limit_memory(config, device)
+        memory_limit = limit_memory(config, device)
         job = prepare(config, directory, status, is_dry_run)
         config, base = job.config, job.base
 
@@ -191,9 +191,9 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")
         sampler = ShuffledSampler(job.rows, config)
-        kernels, plan = make_plan(job, sampler, limit, device)
+        kernels, plan = make_plan(job, sampler, memory_limit, device)
         status.plan = plan
-        log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
+        log_startup(user_config, config, plan, kernels, memory_limit, device, VERSIONS)
         if not config.random_weights:
             on_rank_0(compare_with_transformers, base.model_config, config.model)
         if is_dry_run:  # ends all ranks together, as an error would, but with code 0
@@ -255,7 +255,7 @@ def find_start(job: Job, directory: Path, status: Status, is_dry_run: bool) -> i
     return start_step
 
 
-def make_plan(job: Job, sampler: RowSampler, limit: int,
+def make_plan(job: Job, sampler: RowSampler, memory_limit: int,
               device: torch.device) -> tuple[Kernels, Plan]:
     """Return the kernels of token mixers, and the fastest plan that fits. All ranks must call this.
     """
@@ -264,8 +264,8 @@ def make_plan(job: Job, sampler: RowSampler, limit: int,
     with raise_on_all_ranks():
         kernels = choose_attention(config, arch, device)._replace(
             recurrence=choose_recurrence(arch, config.compute_dtype, device))
-    plan = agree_on_plan(config, arch, job.specs, sampler, job.eval_rows, limit, device, kernels,
-                         optimizer_bytes_per_weight(make_optimizer, config))
+    plan = agree_on_plan(config, arch, job.specs, sampler, job.eval_rows, memory_limit, device,
+                         kernels, optimizer_bytes_per_weight(make_optimizer, config))
     if plan.context_parallel_size > 1:
         # `recurrence` stays None: no plan shares the micro-batches of a recurrent model
         with raise_on_all_ranks():

@@ -147,11 +147,11 @@ class Plan:
                 not self.reshard_after_forward, not self.save_mid_residual,
                 not self.reuse_dequantized, -self.n_attention_saved)
 
-    def fits(self, limit: float, spare: float = FRAGMENTATION) -> bool:
-        """Return True if the plan leaves this fraction of `limit` bytes free; a limit of 0 means
-        none."""
-        return not limit or self.bytes <= (1 - spare) * limit
+    def fits(self, memory_limit: float, spare: float = FRAGMENTATION) -> bool:
+        """Return True if the plan leaves this fraction of `memory_limit` bytes free; a limit of 0
+        means none."""
+        return not memory_limit or self.bytes <= (1 - spare) * memory_limit
 
-    def fits_both(self, limit: float, free_host_bytes: float) -> bool:
+    def fits_both(self, memory_limit: float, free_host_bytes: float) -> bool:
         """Return True if the plan fits on the GPU, and its offloaded part in `free_host_bytes`."""
-        return self.fits(limit) and self.host_bytes <= free_host_bytes
+        return self.fits(memory_limit) and self.host_bytes <= free_host_bytes

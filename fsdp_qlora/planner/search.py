@@ -49,7 +49,7 @@ MAX_PINNED_FOR_SPEED = 48 * 2**30
 
 def agree_on_plan(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], sampler: RowSampler,
-    eval_rows: Rows | None, limit: int, device: torch.device, kernels: Kernels,
+    eval_rows: Rows | None, memory_limit: int, device: torch.device, kernels: Kernels,
     optimizer_bytes_per_weight: float = 0.0,
 ) -> Plan:
     """Return the plan of this run, rank 0's on all ranks. All ranks must call this."""
@@ -66,7 +66,7 @@ def agree_on_plan(
         # no trial for short documents, for which can_save_attention() returns False in any case
         can_reuse_attention_results=workload.mean_document_tokens >= LONG_DOCUMENT
         and attention.can_reuse_attention_results(kernels, arch, device))
-    search = SearchInputs(config, arch, specs, workload, limit, machine, device, facts,
+    search = SearchInputs(config, arch, specs, workload, memory_limit, machine, device, facts,
                           optimizer_bytes_per_weight)
     with raise_on_all_ranks():
         plan = choose_plan(search)
@@ -191,24 +191,24 @@ class DoesNotFit(ValueError, MemoryError):
 
 def check_plan(plan: Plan, search: SearchInputs) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
-    limit, machine = search.limit, search.machine
+    memory_limit, machine = search.memory_limit, search.machine
     if plan.host_bytes > machine.free_host_bytes:
         raise DoesNotFit(f"does not fit: needs {plan.host_bytes / 2**30:.1f} GiB of host memory per"
                          " process on this machine, but only"
                          f" {machine.free_host_bytes / 2**30:.1f} GiB are available. Offload less")
-    if plan.fits(limit):
+    if plan.fits(memory_limit):
         return
     flags, smaller = suggest_flags(plan, search)
     size = f"{smaller.bytes / 2**30:.1f} GiB per GPU"
-    is_enough = smaller.fits_both(limit, machine.free_host_bytes)
+    is_enough = smaller.fits_both(memory_limit, machine.free_host_bytes)
     if smaller.host_bytes:
         size += f" and {smaller.host_bytes / 2**30:.1f} GiB of host memory per process"
     advice = f"Add {flags}: {size}, predicted {1 / smaller.seconds_per_token:,.0f} tok/s/GPU"
     if not is_enough:
         advice = f"With {flags} it still needs {size}. Use more GPUs as well"
     text = (f"does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB plus"
-            f" {100 * FRAGMENTATION:.0f} % for fragmentation, but only {limit / 2**30:.1f} GiB per"
-            f" GPU are available. {advice}")
+            f" {100 * FRAGMENTATION:.0f} % for fragmentation, but only"
+            f" {memory_limit / 2**30:.1f} GiB per GPU are available. {advice}")
     raise DoesNotFit(text, flags if is_enough else "", smaller)
 
 
@@ -237,7 +237,7 @@ def suggest_flags(plan: Plan, search: SearchInputs) -> tuple[str, Plan]:
         flags += [f"--{name}" if value is True else f"--{name} {value}"
                   for name, value in change.items()]
         plan = find_plan(dataclasses.replace(search, config=config, workload=workload))
-        if plan.fits_both(search.limit, search.machine.free_host_bytes):
+        if plan.fits_both(search.memory_limit, search.machine.free_host_bytes):
             break
     return " ".join(flags), plan
 

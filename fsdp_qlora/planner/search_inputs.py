@@ -77,7 +77,7 @@ class SearchInputs:
     arch: Architecture
     specs: tuple[LayerSpec, ...]
     workload: Workload
-    limit: int  # bytes per GPU; 0: no limit, or on a CPU the memory of the host
+    memory_limit: int  # bytes per GPU; 0: no limit, or on a CPU the memory of the host
     machine: Machine
     device: torch.device
     kernel_facts: KernelFacts = KernelFacts()
@@ -86,12 +86,12 @@ class SearchInputs:
     @property
     def only_host_limits(self) -> bool:
         """True if host memory is the only limit."""
-        return self.device.type == "cpu" and not self.limit
+        return self.device.type == "cpu" and not self.memory_limit
 
     @property
     def usable_bytes(self) -> float:
         """Bytes that a plan may need of the memory that it computes in; 0: any number."""
-        return self.machine.free_host_bytes if self.only_host_limits else self.limit
+        return self.machine.free_host_bytes if self.only_host_limits else self.memory_limit
 
     def with_memory(self, plan: Plan) -> Plan:
         return predict_memory(plan, self.arch, self.specs)
