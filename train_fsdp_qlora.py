@@ -680,9 +680,9 @@ def rows_of_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
     rows = run.rows.select(run.sampler.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
-    batch_format = run.model.batch_format
-    return rows, [make_micro_batch(rows, micro_step, batch_format, step_seed)
-                  for micro_step in micro_steps_of(rows, batch_format)]
+    micro_batch_format = run.model.micro_batch_format
+    return rows, [make_micro_batch(rows, micro_step, micro_batch_format, step_seed)
+                  for micro_step in micro_steps_of(rows, micro_batch_format)]
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> torch.Tensor:

@@ -863,7 +863,7 @@ def test_balance_of_experts_counts_no_padding(name):
     rows = make_rows([(x, x) for x in ids.split([9, 36])])
     found = []
     for packed in [[0]], [[0], [1]], [[], [1]]:
-        model(make_micro_batch(rows, packed, model.batch_format))
+        model(make_micro_batch(rows, packed, model.micro_batch_format))
         found.append(router.take_balance(model.layers, torch.device("cpu")))
     alone, padded, padding = found
     assert alone[2] == arch.layer_routed.count(True) and 1 < alone[1] / alone[2] < 8

@@ -28,7 +28,7 @@ from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS
-from fsdp_qlora.micro_batch.micro_batch import BatchFormat
+from fsdp_qlora.micro_batch.micro_batch import MicroBatchFormat
 from fsdp_qlora.plan import FRAGMENTATION, SAVE_POLICIES, Plan
 from fsdp_qlora.planner import search
 from fsdp_qlora.planner.layer_totals import saved_bytes, sum_layers
@@ -307,7 +307,7 @@ def held_bytes(arch, model, n_layers, n_tokens):
     by_type = dict.fromkeys(ATTENTION_TYPES, kernel)
     model.kernels = Kernels(by_type, by_type)
     rows, seed = make_rows([(ids, ids)]), torch.tensor(0)
-    micro_batch = make_micro_batch(rows, [[0]], model.batch_format, seed)
+    micro_batch = make_micro_batch(rows, [[0]], model.micro_batch_format, seed)
 
     def storages():
         # not FourBitBlocks, whose inner tensors are found, nor what an earlier test's tracing has
@@ -422,8 +422,8 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
     with one_process():
         workload = make_workload(config, ShuffledSampler(rows, config), None, 1)
     plan = choose_plan(SearchInputs(config, arch, specs, workload, 0, H200, cpu))
-    batch_format = BatchFormat(plan.micro_batch_tokens, cpu, ONLY_PROCESS)
-    micro_batch = make_micro_batch(rows, [[0, 1]], batch_format)
+    micro_batch_format = MicroBatchFormat(plan.micro_batch_tokens, cpu, ONLY_PROCESS)
+    micro_batch = make_micro_batch(rows, [[0, 1]], micro_batch_format)
     assert plan.is_varlen == micro_batch.is_varlen == (lengths != (30, 30))
     assert workload.uneven_targets == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
 

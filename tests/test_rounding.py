@@ -525,7 +525,7 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
         layer.adapter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     ids = torch.arange(3, 48)
     micro_batch = make_micro_batch(
-        make_rows([(ids, ids)]), [[0]], model.batch_format, torch.tensor(0)
+        make_rows([(ids, ids)]), [[0]], model.micro_batch_format, torch.tensor(0)
     )
     model(micro_batch).sum().backward()
     assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))
