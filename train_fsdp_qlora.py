@@ -179,7 +179,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
 
         # 2. The model, the rows and all flags. Weights are downloaded, but not read: what is wrong
         # is found early
-        limit = limit_memory(config, device)
+        memory_limit = limit_memory(config, device)
         job = prepare(config, directory, status, is_dry_run)
         config, base = job.config, job.base
 
@@ -191,9 +191,9 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         # 4. The attention kernels, and the plan: what is sharded, recomputed and offloaded
         status.enter("model")
         sampler = ShuffledSampler(job.rows, config)
-        kernels, plan = make_plan(job, sampler, limit, device)
+        kernels, plan = make_plan(job, sampler, memory_limit, device)
         status.plan = plan
-        log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
+        log_startup(user_config, config, plan, kernels, memory_limit, device, VERSIONS)
         if not config.random_weights:
             on_rank_0(compare_with_transformers, base.model_config, config.model)
         if is_dry_run:  # ends all ranks together, as an error would, but with code 0
@@ -255,7 +255,7 @@ def find_start(job: Job, directory: Path, status: Status, is_dry_run: bool) -> i
     return start_step
 
 
-def make_plan(job: Job, sampler: RowSampler, limit: int,
+def make_plan(job: Job, sampler: RowSampler, memory_limit: int,
               device: torch.device) -> tuple[Kernels, Plan]:
     """Return the kernels of token mixers, and the fastest plan that fits. All ranks must call this.
     """
@@ -264,8 +264,8 @@ def make_plan(job: Job, sampler: RowSampler, limit: int,
     with raise_on_all_ranks():
         kernels = choose_attention(config, arch, device)._replace(
             recurrence=choose_recurrence(arch, config.compute_dtype, device))
-    plan = agree_on_plan(config, arch, job.specs, sampler, job.eval_rows, limit, device, kernels,
-                         optimizer_bytes_per_weight(make_optimizer, config))
+    plan = agree_on_plan(config, arch, job.specs, sampler, job.eval_rows, memory_limit, device,
+                         kernels, optimizer_bytes_per_weight(make_optimizer, config))
     if plan.context_parallel_size > 1:
         # `recurrence` stays None: no plan shares the micro-batches of a recurrent model
         with raise_on_all_ranks():
@@ -411,8 +411,8 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device,
             flash + varlen, layer_arch, attention_type)
         chosen.fixed_len[attention_type] = first_that_works(
             fixed_len + varlen, layer_arch, attention_type)
-    is_used = attention.FLASH_KERNEL in chosen.varlen.values()
-    if config.attn == "flash_attention_2" and not is_used:
+    flash_is_used = attention.FLASH_KERNEL in chosen.varlen.values()
+    if config.attn == "flash_attention_2" and not flash_is_used:
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")
     return chosen
@@ -680,9 +680,9 @@ def rows_of_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """Return the rows of a step, and this rank's micro-batches of them."""
     rows = run.rows.select(run.sampler.indices(step))
     step_seed = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))  # seeds dropout
-    batch_format = run.model.batch_format
-    return rows, [make_micro_batch(rows, micro_step, batch_format, step_seed)
-                  for micro_step in micro_steps_of(rows, batch_format)]
+    micro_batch_format = run.model.micro_batch_format
+    return rows, [make_micro_batch(rows, micro_step, micro_batch_format, step_seed)
+                  for micro_step in micro_steps_of(rows, micro_batch_format)]
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, loss_weight: float) -> torch.Tensor:

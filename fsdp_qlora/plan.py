@@ -6,6 +6,7 @@ planner/search.py finds it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -87,13 +88,13 @@ class Plan:
     uses_cuda_graphs: bool = False
     why_no_cuda_graphs: str = ""
     # memory that graphs reserve, in whole micro-batches, see with_cuda_graphs()
-    cuda_graph_room: int = 0
+    cuda_graph_micro_batches: int = 0
 
     # ---- predicted
     # {kind, as printed: bytes} at a step's peak, see predict_memory()
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # pinned host memory of one process
-    token_seconds: float = 0.0  # predicted seconds of one GPU per token
+    seconds_per_token: float = 0.0  # predicted seconds of one GPU per token
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,15 +124,18 @@ class Plan:
     def bytes(self) -> int:
         return sum(self.memory.values())
 
+    def save_policies(self) -> list[tuple[SavePolicy, range]]:
+        """Return [(what layers save for backward, these layers)], in the order of the layers."""
+        first_mlp = self.n_recomputed - self.n_mlp_saved
+        bounds = 0, first_mlp - self.n_attention_saved, first_mlp, self.n_recomputed, self.n_layers
+        policies = (SAVE_MID_RESIDUAL if self.save_mid_residual else SAVE_INPUT,
+                    SAVE_ATTENTION, SAVE_MLP, SAVE_ALL)
+        return [(policy, range(start, stop)) for policy, (start, stop) in zip(
+            policies, itertools.pairwise(bounds)) if start < stop]
+
     def save_policy(self, index: int) -> SavePolicy:
         """Return what a layer saves for backward."""
-        if index >= self.n_recomputed:
-            return SAVE_ALL
-        if index >= self.n_recomputed - self.n_mlp_saved:
-            return SAVE_MLP
-        if index >= self.n_recomputed - self.n_mlp_saved - self.n_attention_saved:
-            return SAVE_ATTENTION
-        return SAVE_MID_RESIDUAL if self.save_mid_residual else SAVE_INPUT
+        return next(policy for policy, layers in self.save_policies() if index in layers)
 
     @property
     def tie_break(self) -> tuple[int, ...]:
@@ -143,11 +147,11 @@ class Plan:
                 not self.reshard_after_forward, not self.save_mid_residual,
                 not self.reuse_dequantized, -self.n_attention_saved)
 
-    def fits(self, limit: float, spare: float = FRAGMENTATION) -> bool:
-        """Return True if the plan leaves this fraction of `limit` bytes free; a limit of 0 means
-        none."""
-        return not limit or self.bytes <= (1 - spare) * limit
+    def fits(self, memory_limit: float, spare: float = FRAGMENTATION) -> bool:
+        """Return True if the plan leaves this fraction of `memory_limit` bytes free; a limit of 0
+        means none."""
+        return not memory_limit or self.bytes <= (1 - spare) * memory_limit
 
-    def fits_both(self, limit: float, free_host_bytes: float) -> bool:
+    def fits_both(self, memory_limit: float, free_host_bytes: float) -> bool:
         """Return True if the plan fits on the GPU, and its offloaded part in `free_host_bytes`."""
-        return self.fits(limit) and self.host_bytes <= free_host_bytes
+        return self.fits(memory_limit) and self.host_bytes <= free_host_bytes

@@ -148,7 +148,7 @@ def samples(job, process):
     too long. And the same one token after the other, each by a forward of one document alone."""
 
     def alone(run, prompt, n):
-        ids, whole = list(prompt), run.model.batch_format._replace(context_group=ONLY_PROCESS)
+        ids, whole = list(prompt), run.model.micro_batch_format._replace(context_group=ONLY_PROCESS)
         for _ in range(n):
             micro_batch = make_micro_batch(make_rows([(ids, ids)]), [[0]], whole)
             ids += greedy_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()

@@ -21,7 +21,7 @@ from fsdp_qlora.kernels.cudnn_attention import cudnn_attention
 from fsdp_qlora.kernels.flex import flex_document_attention
 from fsdp_qlora.micro_batch.context_parallel import (
     ContextGroup, KVExchange, cut_documents, make_context_shard)
-from fsdp_qlora.micro_batch.micro_batch import BatchFormat
+from fsdp_qlora.micro_batch.micro_batch import MicroBatchFormat
 from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.from_config import make_architecture
 
@@ -118,8 +118,8 @@ def runs_one_by_one(lengths, micro_step, context):
     """Whether the first micro-batch of a micro-step takes the kernels that run one piece after the
     other, of rows of these lengths."""
     rows = make_rows([([1] * n, [1] * n) for n in lengths])
-    batch_format = BatchFormat(sum(lengths), torch.device("cpu"), context)
-    return not make_micro_batch(rows, micro_step, batch_format).is_varlen
+    micro_batch_format = MicroBatchFormat(sum(lengths), torch.device("cpu"), context)
+    return not make_micro_batch(rows, micro_step, micro_batch_format).is_varlen
 
 
 @pytest.mark.parametrize("shared_by, lengths, is_one_by_one", [

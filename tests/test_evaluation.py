@@ -421,9 +421,9 @@ def test_rows_that_are_the_same_are_trained_or_held_out_together(base, tmp_path,
 
     for fraction in 0.2, 0.5, 0.9:
         train, held_out = parts(fraction)
-        assert len(held_out.digests.unique()) == round(10 * fraction)
+        assert len(held_out.document_hashes.unique()) == round(10 * fraction)
         assert len(train) + len(held_out) == 23
-        assert not {*train.digests.tolist()} & {*held_out.digests.tolist()}
+        assert not {*train.document_hashes.tolist()} & {*held_out.document_hashes.tolist()}
     capsys.readouterr()
     parts(tmp_path / "eval.jsonl")
     assert "warning: 3 of the 4 evaluation rows are also trained on" in capsys.readouterr().out
@@ -439,17 +439,18 @@ def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
             return prepare_data(config, base, tokenizer, len(tokenizer), "2020-01-31")
 
     whole, nothing = parts()
-    assert nothing is None and len(set(whole.digests.tolist())) == 40
+    assert nothing is None and len(set(whole.document_hashes.tolist())) == 40
     seen = []
     for seed in 0, 0, 1:
         rows, kept_out = parts(eval_dataset=("0.2",), seed=seed)
         assert len(kept_out) == 8
-        both = rows.digests.tolist() + kept_out.digests.tolist()
-        assert sorted(both) == sorted(whole.digests.tolist())
-        for one in rows, kept_out:  # the digests are of these tokens
+        both = rows.document_hashes.tolist() + kept_out.document_hashes.tolist()
+        assert sorted(both) == sorted(whole.document_hashes.tolist())
+        for one in rows, kept_out:  # the hashes are of these tokens
             for i in range(len(one)):
                 again = make_rows([one.document(i)])
-                assert again.digests == one.digests[i] and again.lengths == one.lengths[i]
+                assert again.document_hashes == one.document_hashes[i]
+                assert again.lengths == one.lengths[i]
         seen.append(kept_out.sha256())
     assert seen[0] == seen[1] != seen[2]
     for fraction in "1.0", "0.001", "0", "2", "-1":

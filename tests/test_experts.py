@@ -181,7 +181,7 @@ def test_bf16_routers_round_as_transformers(name):
 
 
 @pytest.mark.parametrize("name", [
-    name for name in MIXTURES if make_architecture(TINY[name](320)).moe.scores == "softmax"])
+    name for name in MIXTURES if make_architecture(TINY[name](320)).moe.score_func == "softmax"])
 def test_softmax_of_large_logits_is_finite(name):
     """Where exp() of them is infinite."""
     arch = make_architecture(TINY[name](320))
@@ -746,7 +746,7 @@ def test_fp8_or_int4_checkpoint_trains_as_the_bf16_one_of_its_values(
         counted |= {line for line in out.splitlines() if line.startswith("parameters: ")}
         rows = read_metrics(tmp_path / f"run-{kind}")
         found[kind] = [(row["loss"], row["grad_norm"]) for row in rows]
-        assert all(1 <= row["busiest_expert"] <= 8 / 3 for row in rows)
+        assert all(1 <= row["busiest_expert_load"] <= 8 / 3 for row in rows)
         merge_adapters.main([
             "--adapter_dir", str(tmp_path / f"run-{kind}"),
             "--output_dir", str(tmp_path / f"merged-{kind}"), "--no-check",
@@ -863,7 +863,7 @@ def test_balance_of_experts_counts_no_padding(name):
     rows = make_rows([(x, x) for x in ids.split([9, 36])])
     found = []
     for packed in [[0]], [[0], [1]], [[], [1]]:
-        model(make_micro_batch(rows, packed, model.batch_format))
+        model(make_micro_batch(rows, packed, model.micro_batch_format))
         found.append(router.take_balance(model.layers, torch.device("cpu")))
     alone, padded, padding = found
     assert alone[2] == arch.layer_routed.count(True) and 1 < alone[1] / alone[2] < 8

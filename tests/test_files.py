@@ -118,7 +118,7 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
             assert ids == one["input_ids"].tolist() and labels == one["labels"].tolist()
         assert found.lengths.tolist() == [one["length"] for one in want]
         assert found.n_loss_tokens.tolist() == [one["n_loss_tokens"] for one in want]
-        assert found.digests.tolist() == [one["digest"] for one in want]
+        assert found.document_hashes.tolist() == [one["digest"] for one in want]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 100])

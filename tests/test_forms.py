@@ -649,13 +649,13 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
     row = ROWS_OF_FORMS[form]
     known = formats.EXAMPLE_FORMATS
     taken = next(known[keys] for keys in known if row.keys() >= set(keys))
-    for key in {*formats.REFUSED, *formats.OPTIONAL, *formats.SYNONYMS} - row.keys():
-        for value in ("x", False) if key in formats.REFUSED else ("x",):
+    for key in {*formats.REFUSED_KEYS, *formats.OPTIONAL_KEYS, *formats.SYNONYMS} - row.keys():
+        for value in ("x", False) if key in formats.REFUSED_KEYS else ("x",):
             if formats.SYNONYMS.get(key, key) in taken and (form, key) != ("prompt", "system"):
                 continue  # see the forms above, and below
             with pytest.raises(FatalExample, match=rf"^has {key}"):
                 formats.parse_example({**row, key: value}, tokenizer)
-    for key in formats.REFUSED:  # also in a message; empty it asks for nothing
+    for key in formats.REFUSED_KEYS:  # also in a message; empty it asks for nothing
         talk = [ASKED[0], {**ASKED[1], key: "x"}]
         with pytest.raises(FatalExample, match=f"^has {key}: .*leave it out"):
             formats.parse_example({"messages": talk}, tokenizer)

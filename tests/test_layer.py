@@ -170,7 +170,7 @@ def micro_batch_of(documents, model):
     """A micro-batch of these documents, all of whose tokens are trained."""
     rows = make_rows([(ids, ids) for ids in documents])
     every = [*range(len(documents))]
-    return make_micro_batch(rows, [every], model.batch_format, torch.tensor(0))
+    return make_micro_batch(rows, [every], model.micro_batch_format, torch.tensor(0))
 
 
 class Pair:
@@ -429,7 +429,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
         model.store = make_store(plan, model.device)
         for n in 9, 5, len(ids), len(ids) - 3:
             rows = make_rows([(ids[:n], ids[:n])])
-            micro_batch = make_micro_batch(rows, [[0]], model.batch_format, torch.tensor(0))
+            micro_batch = make_micro_batch(rows, [[0]], model.micro_batch_format, torch.tensor(0))
             model(micro_batch).sum().backward()
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
         if on_host:
@@ -746,7 +746,7 @@ def test_no_document_sees_another(name):
                 for i, part in enumerate(parts)
             ]
             micro_batch = make_micro_batch(
-                make_rows(rows), [[2, 0, 3, 1]], model.batch_format, torch.tensor(0))
+                make_rows(rows), [[2, 0, 3, 1]], model.micro_batch_format, torch.tensor(0))
             yield model(micro_batch).sum().item()
 
     before, changed = list(losses(pair.ids)), pair.ids.clone()

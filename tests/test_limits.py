@@ -108,7 +108,7 @@ def test_row_of_the_head_that_was_never_learned(kind, share, found, monkeypatch)
 
 
 def plan_of(size, seconds=1.0, **settings):
-    return Plan(**{**PLAN, "n_layers": 2, "memory": {"all": size}, "token_seconds": seconds,
+    return Plan(**{**PLAN, "n_layers": 2, "memory": {"all": size}, "seconds_per_token": seconds,
                    **settings})  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_plans_within_a_percent_are_as_fast(seconds, chosen, monkeypatch):
 def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypatch):
     monkeypatch.setattr(search_inputs, "predict_memory", lambda plan, *_: plan)
     monkeypatch.setattr(search_inputs, "predict_time", lambda plan, *_: dataclasses.replace(
-        plan, token_seconds=seconds))  # fmt: skip
+        plan, seconds_per_token=seconds))  # fmt: skip
     workload = Workload(1, 1, 1, 1.0, False, 1)
     search = SearchInputs(None, None, (), workload, 10_000, H200, torch.device("cuda"))
     assert with_cuda_graphs(plan_of(100), search, False).uses_cuda_graphs == is_graphed
@@ -224,7 +224,7 @@ def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, mo
         rows, _, _ = prepare_rows([str(path)], tokenizer, 70_000, 200_000, "2020-01-31")
     assert len(rows) == 601 and rows.lengths.tolist() == [len(ids) for ids in wanted]
     assert all(torch.equal(part, ids) for i, ids in enumerate(wanted) for part in rows.document(i))
-    counts = torch.from_numpy(untrained_tokens.count_loss_tokens(rows, 200_000))
+    counts = torch.from_numpy(untrained_tokens.loss_token_counts(rows, 200_000))
     assert torch.equal(counts, tokens.bincount(minlength=200_000))
 
 

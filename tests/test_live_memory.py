@@ -205,7 +205,7 @@ def counted_kernels(arch, plan):
 
 def only_shape(layer, fused, adapter):
     """In the place of dequantize()."""
-    return adapter.new_empty(fused.out_features, fused.width)
+    return adapter.new_empty(fused.out_features, fused.input_width)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.lora.targets import resolve_adapter
 from fsdp_qlora.memory import cgroup_free, host_share
 from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS
-from fsdp_qlora.micro_batch.micro_batch import BatchFormat
+from fsdp_qlora.micro_batch.micro_batch import MicroBatchFormat
 from fsdp_qlora.plan import FRAGMENTATION, SAVE_POLICIES, Plan
 from fsdp_qlora.planner import search
 from fsdp_qlora.planner.layer_totals import saved_bytes, sum_layers
@@ -241,7 +241,7 @@ def test_prediction_is_near_what_was_measured(name, layers, peak, speed, setting
     got = plan.bytes / GIB
     measured_on = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=bandwidth)
     document = settings["micro_batch_tokens"] if is_long else 2048
-    faster = 1 / predict_time(plan, arch, specs, measured_on, document).token_seconds / speed
+    faster = 1 / predict_time(plan, arch, specs, measured_on, document).seconds_per_token / speed
     print(f"predicted {got:.2f}, measured {peak:.2f}: {got / peak - 1:+.1%}; {faster:.2f} x speed")
     assert abs(got - peak) <= 0.05 * peak
     assert 0.9 < faster < 1.2
@@ -270,7 +270,7 @@ def test_attention_of_wide_heads_is_slower(name, layers, speed, settings):
     plan = predicted(arch, specs, micro_batch_tokens=32_768, offload_activations=True,
                      reuse_dequantized=True, **settings)
     measured_on = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=4e12)
-    got = 1 / predict_time(plan, arch, specs, measured_on, 32_768).token_seconds
+    got = 1 / predict_time(plan, arch, specs, measured_on, 32_768).seconds_per_token
     print(f"{got:.0f} tokens/s, measured {speed}")
     assert got == pytest.approx(speed, rel=0.08)
 
@@ -307,7 +307,7 @@ def held_bytes(arch, model, n_layers, n_tokens):
     by_type = dict.fromkeys(ATTENTION_TYPES, kernel)
     model.kernels = Kernels(by_type, by_type)
     rows, seed = make_rows([(ids, ids)]), torch.tensor(0)
-    micro_batch = make_micro_batch(rows, [[0]], model.batch_format, seed)
+    micro_batch = make_micro_batch(rows, [[0]], model.micro_batch_format, seed)
 
     def storages():
         # not FourBitBlocks, whose inner tensors are found, nor what an earlier test's tracing has
@@ -422,8 +422,8 @@ def test_plan_has_the_kernel_that_micro_batches_get(lengths, n_masked):
     with one_process():
         workload = make_workload(config, ShuffledSampler(rows, config), None, 1)
     plan = choose_plan(SearchInputs(config, arch, specs, workload, 0, H200, cpu))
-    batch_format = BatchFormat(plan.micro_batch_tokens, cpu, ONLY_PROCESS)
-    micro_batch = make_micro_batch(rows, [[0, 1]], batch_format)
+    micro_batch_format = MicroBatchFormat(plan.micro_batch_tokens, cpu, ONLY_PROCESS)
+    micro_batch = make_micro_batch(rows, [[0, 1]], micro_batch_format)
     assert plan.is_varlen == micro_batch.is_varlen == (lengths != (30, 30))
     assert workload.uneven_targets == (lengths[0] - n_masked[0] != lengths[1] - n_masked[1])
 
@@ -527,7 +527,7 @@ def test_results_of_attention_are_saved_as_far_as_host_memory_allows():
     counts = [plan.n_attention_saved for plan in plans]
     assert counts == sorted(counts) and counts[0] == 0 < counts[1] < counts[2] < counts[3] == 32
     for plan, less in zip(plans[1:], plans):
-        assert plan.token_seconds < less.token_seconds
+        assert plan.seconds_per_token < less.seconds_per_token
         assert plan.host_bytes / GIB - less.host_bytes / GIB == pytest.approx(
             (plan.n_attention_saved - less.n_attention_saved) * (1 + 2**-6), abs=1.1)
 
@@ -654,7 +654,7 @@ def test_group_is_weighed_against_recomputation_by_time():
     assert slow.shard_group_size == 1 and slow.n_recomputed > 0
     for chosen, other, machine in ((fast, 1, H200), (slow, 2, SLOW_BUS)):
         forced = choose("llama-2-70b", 55, machine=machine, shard_group_size=other)
-        assert chosen.token_seconds < forced.token_seconds
+        assert chosen.seconds_per_token < forced.seconds_per_token
 
 
 def test_gathered_weights_stay_until_backward_where_that_is_faster_and_fits():
@@ -741,7 +741,7 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     _, arch, specs = shapes_of("llama-3-8b")
     for ranges, graphs in ((1, True), (4, False)):  # ends of experts' rows are read by the host
         of_ranges = dataclasses.replace(
-            plan, uses_cuda_graphs=False, token_seconds=1, n_expert_ranges=ranges)  # fmt: skip
+            plan, uses_cuda_graphs=False, seconds_per_token=1, n_expert_ranges=ranges)  # fmt: skip
         workload = Workload(400, 200, 200, 200, True, 1)
         search = SearchInputs(
             None, arch, specs, workload, 140 * GIB, H200, torch.device("cuda"))  # fmt: skip
@@ -775,18 +775,18 @@ def test_memory_of_graphs_by_how_many_shapes_the_micro_batches_have():
     """Where they differ, graphs reserve two more micro-batches than where all have one shape."""
     _, arch, specs = shapes_of("llama-3.2-1b", 16)
     one, several = (
-        predicted(arch, specs, uses_cuda_graphs=True, cuda_graph_room=n) for n in (0, 2))
+        predicted(arch, specs, uses_cuda_graphs=True, cuda_graph_micro_batches=n) for n in (0, 2))
     of_a_micro_batch = one.memory["saved by other layers"] + one.memory["live layer or head"]
     assert 1.8 * of_a_micro_batch < several.bytes - one.bytes <= 2 * of_a_micro_batch
     short = {"longest": 200, "rows": 4}
     one = choose("llama-3-8b", 140, **short, uneven_lengths=False)
-    assert one.uses_cuda_graphs and one.cuda_graph_room == 0
-    assert choose("llama-3-8b", 140, **short, uneven_lengths=True).cuda_graph_room == 2
+    assert one.uses_cuda_graphs and one.cuda_graph_micro_batches == 0
+    assert choose("llama-3-8b", 140, **short, uneven_lengths=True).cuda_graph_micro_batches == 2
     equal_lengths = {"uneven_lengths": False, "uneven_targets": True}
-    assert choose("llama-3-8b", 140, **short, **equal_lengths).cuda_graph_room == 2
+    assert choose("llama-3-8b", 140, **short, **equal_lengths).cuda_graph_micro_batches == 2
     # its last micro-batch is shorter
     odd = choose("llama-3-8b", 140, **short, uneven_lengths=False, batch_size=9)
-    assert odd.uses_cuda_graphs and odd.cuda_graph_room == 2
+    assert odd.uses_cuda_graphs and odd.cuda_graph_micro_batches == 2
 
 
 def test_graphs_are_left_where_their_memory_is_not_there():
@@ -874,7 +874,8 @@ def test_offloading_more_than_the_host_has_is_refused():
 
 
 def test_as_much_host_memory_as_the_gpu_needs_may_be_pinned():
-    """More than HOST_SPARE too, if no plan with less fits the GPU: one row of 240,000 tokens."""
+    """More than MAX_PINNED_FOR_SPEED too, if no plan with less fits the GPU: one row of 240,000
+    tokens."""
     flags = {"gpus": 1, "rows": 1, "longest": 240_000, "max_seq_len": 240_000,
              "offload_activations": True}
     auto, every = (choose("llama-3-8b", 77.5, host_gib=120, **flags, recompute=recompute)
@@ -892,7 +893,7 @@ def test_offloaded_weights_take_their_time_on_the_bus():
     _, arch, specs = shapes_of("llama-2-70b")
     plan, bus = predicted(arch, specs, offload_params=True), 1e9
     slow = predict_time(plan, arch, specs, dataclasses.replace(H200, host_bandwidth=bus), 2048)
-    assert 1 < slow.token_seconds * 4096 / (2 * plan.host_bytes / bus) < 1.1
+    assert 1 < slow.seconds_per_token * 4096 / (2 * plan.host_bytes / bus) < 1.1
 
 
 def test_every_launch_of_a_layer_counts():
@@ -981,7 +982,7 @@ def test_long_pieces_are_planned_with_the_speed_of_whole_rows(longest, shortest,
     one, two = plan(1), plan(2)
     assert two.is_varlen == is_varlen and one.is_varlen == uneven
     if not uneven:  # the step takes half the time; one GPU computes uneven rows in one slow call
-        assert 0.9 < one.token_seconds / two.token_seconds < 1.1
+        assert 0.9 < one.seconds_per_token / two.seconds_per_token < 1.1
 
 
 def test_exchanged_keys_take_what_was_measured():
@@ -1004,7 +1005,7 @@ def test_latents_are_planned_as_what_ranks_exchange():
 
     def seconds(plan, **speeds):
         machine = dataclasses.replace(H200, **speeds)
-        return predict_time(plan, arch, specs, machine, 16_384).token_seconds
+        return predict_time(plan, arch, specs, machine, 16_384).seconds_per_token
 
     assert 1 < seconds(shared, link_bandwidth=H200.link_bandwidth / 10) / seconds(shared) < 1.05
     products = {"link_bandwidth": math.inf, "bandwidth": math.inf}  # they alone take time
@@ -1026,7 +1027,7 @@ def test_attention_counts_for_what_it_takes():
 
     def seconds(document=131_072, **fields):
         plan = Plan(**{**PLAN, "n_layers": 32, "micro_batch_tokens": 131_072, **fields})
-        return predict_time(plan, arch, specs, H200, document).token_seconds
+        return predict_time(plan, arch, specs, H200, document).seconds_per_token
 
     matmul_speed = CONSTANTS.sustained_fraction * H200.flops_per_second
     one_pass = 2 * (131_072 - 2048) * 4096 * 32 / matmul_speed

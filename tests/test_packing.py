@@ -27,7 +27,7 @@ from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.dropout import N_SITES, drop
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context_parallel import ContextGroup
-from fsdp_qlora.micro_batch.micro_batch import BatchFormat
+from fsdp_qlora.micro_batch.micro_batch import MicroBatchFormat
 from train_fsdp_qlora import rows_of_step
 
 CPU = torch.device("cpu")
@@ -95,8 +95,8 @@ def test_random_rows_are_full_rows_that_depend_on_the_seed_alone():
     torch.manual_seed(9)
     again = random_rows(97, config)
     other = random_rows(97, dataclasses.replace(config, seed=4))
-    assert torch.equal(rows.digests, again.digests)
-    assert not (rows.digests == other.digests).any()
+    assert torch.equal(rows.document_hashes, again.document_hashes)
+    assert not (rows.document_hashes == other.document_hashes).any()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ def test_many_rows_are_dealt():
 # ------------------------------------------------------------------------------------------------
 
 
-def batch_format(max_tokens, rank=0, **settings):
-    return BatchFormat(max_tokens, CPU, ContextGroup(group_index=rank), **settings)
+def micro_batch_format(max_tokens, rank=0, **settings):
+    return MicroBatchFormat(max_tokens, CPU, ContextGroup(group_index=rank), **settings)
 
 
 def naive_micro_batch(rows, packed, rank):
@@ -265,7 +265,7 @@ def test_micro_batch_equals_one_token_at_a_time(processes):
             for packed in micro_steps:
                 for rank in range(processes):
                     got = make_micro_batch(
-                        make_rows(rows), packed, batch_format(most, rank), torch.tensor(7))
+                        make_rows(rows), packed, micro_batch_format(most, rank), torch.tensor(7))
                     ids, position_ids, bounds, trained, labels, lengths = naive_micro_batch(
                         rows, packed, rank
                     )
@@ -302,7 +302,8 @@ def test_chunks_for_flash_linear_attention():
         for graphs in False, True:
             settings = {"uses_cuda_graphs": graphs, "has_recurrence": True}
             micro_batch = make_micro_batch(
-                batch, [list(range(len(lengths)))], batch_format(200, **settings), torch.tensor(0))
+                batch, [list(range(len(lengths)))], micro_batch_format(200, **settings),
+                torch.tensor(0))
             real = [[i, k] for i, n in enumerate(lengths) for k in range(-(-n // 64))]
             assert (
                 micro_batch.recurrence_chunks.dtype == torch.int32
@@ -317,7 +318,7 @@ def test_chunks_for_flash_linear_attention():
                 )
             else:
                 assert not len(spare)
-    micro_batch = make_micro_batch(batch, [[0]], batch_format(200), torch.tensor(0))
+    micro_batch = make_micro_batch(batch, [[0]], micro_batch_format(200), torch.tensor(0))
     assert micro_batch.recurrence_chunks is None
     assert len(tables) == 2
 
@@ -325,7 +326,7 @@ def test_chunks_for_flash_linear_attention():
 def test_first_token_is_never_trained():
     rows = [(ids, ids) for ids, _ in make_pairs([5, 3])]
     batch = make_rows(rows)
-    got = make_micro_batch(batch, [[0, 1]], batch_format(8), torch.tensor(0))
+    got = make_micro_batch(batch, [[0, 1]], micro_batch_format(8), torch.tensor(0))
     assert got.target_positions.tolist() == [0, 1, 2, 3, 5, 6]
     assert got.targets.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
     assert batch.n_loss_tokens.tolist() == [4, 2]
@@ -335,9 +336,9 @@ def test_padding_is_no_longer_than_the_longest_document():
     """However much another process has: kernels are told how long a document may be."""
     batch = make_rows(make_pairs([7, 7, 7, 4]))
     micro_step = [[0, 1, 2, 3], [], [3]]
-    got = make_micro_batch(batch, micro_step, batch_format(25, 1))
+    got = make_micro_batch(batch, micro_step, micro_batch_format(25, 1))
     assert got.lengths == (7, 7, 7, 4) and got.max_seqlen == 7
-    got = make_micro_batch(batch, micro_step, batch_format(25, 2))
+    got = make_micro_batch(batch, micro_step, micro_batch_format(25, 2))
     assert got.lengths == (4, 7, 7, 7) and got.cu_seqlens.tolist() == [0, 4, 11, 18, 25]
 
 
@@ -347,7 +348,7 @@ def keys_of_rows(rows, most, processes, step):
     for packed in pack_rows(batch.lengths.tolist(), processes, most):
         for rank, mine in enumerate(packed):
             key = hash_ints(torch.tensor(step))
-            micro_batch = make_micro_batch(batch, packed, batch_format(most, rank), key)
+            micro_batch = make_micro_batch(batch, packed, micro_batch_format(most, rank), key)
             parts = micro_batch.dropout_seeds.split(micro_batch.lengths)
             keys.update({i: part.tolist() for i, part in zip(mine, parts)})
     return keys
@@ -361,7 +362,7 @@ def test_seed_decides_order_and_dropout():
     rows, keys = make_rows(make_pairs([5])), []
     for seed in 0, 0, 1:
         run = types.SimpleNamespace(
-            model=types.SimpleNamespace(batch_format=batch_format(8)),
+            model=types.SimpleNamespace(micro_batch_format=micro_batch_format(8)),
             config=Config(batch_size=1, seed=seed))
         run.sampler, run.rows = ShuffledSampler(rows, run.config), rows
         with one_process():

@@ -1006,7 +1006,7 @@ def test_rows_of_another_loss_or_label_are_other_rows(tokenizer, tmp_path):
     settings = [str(path)], tokenizer, 8, len(tokenizer), "2026-01-01"
     with one_process():
         rows, *_ = prepare_rows(*settings, loss="kto")
-        assert rows.digests[0] != rows.digests[1]
+        assert rows.document_hashes[0] != rows.document_hashes[1]
         with pytest.raises(RunEnd, match="or train on such examples with --loss kto"):
             prepare_rows(*settings, loss="dpo")
 

@@ -25,8 +25,9 @@ import merge_adapters
 from fsdp_qlora import exit_codes
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.encode_examples import try_example
-from fsdp_qlora.data.example_formats import EXAMPLE_FORMATS, OPTIONAL, REFUSED, SYNONYMS, TRAIN_KEYS
-from fsdp_qlora.data.preferences import LABEL_KEYS, PAIRS
+from fsdp_qlora.data.example_formats import (
+    EXAMPLE_FORMATS, OPTIONAL_KEYS, REFUSED_KEYS, SYNONYMS, TRAIN_KEYS)
+from fsdp_qlora.data.preferences import LABEL_KEYS, PAIR_KEYS
 from fsdp_qlora.layer.router import BALANCE_METRICS
 from fsdp_qlora.model.preference_loss import LOSSES, METRICS
 from fsdp_qlora.pretrained import specs
@@ -349,10 +350,10 @@ def test_metrics_are_documented(demo):
 def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
     (table,) = tables("| keys of an example or a message | what to do |")
     refused = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
-    assert sorted(refused) == sorted(REFUSED)
-    keys = {*TRAIN_KEYS, *OPTIONAL, *SYNONYMS, *LABEL_KEYS,
+    assert sorted(refused) == sorted(REFUSED_KEYS)
+    keys = {*TRAIN_KEYS, *OPTIONAL_KEYS, *SYNONYMS, *LABEL_KEYS,
             *(key for form in EXAMPLE_FORMATS for key in form),
-            *(key for pair in PAIRS for key in pair)}  # fmt: skip
+            *(key for pair in PAIR_KEYS for key in pair)}  # fmt: skip
     assert [key for key in sorted(keys) if f"`{key}`" not in PAGES["data.md"]] == []
 
 
@@ -384,7 +385,7 @@ def test_each_form_and_each_way_to_give_preferences_has_an_example():
     rows = [(row, is_preference) for _, row, is_preference in example_rows()]
     for form in EXAMPLE_FORMATS:
         assert any(row.keys() >= {*form} for row, is_preference in rows if not is_preference), form
-    for keys in (*PAIRS, *((label,) for label in LABEL_KEYS)):
+    for keys in (*PAIR_KEYS, *((label,) for label in LABEL_KEYS)):
         assert any(row.keys() >= {*keys} for row, is_preference in rows if is_preference), keys
 
 

@@ -353,7 +353,7 @@ def test_decays_of_a_delta_net_are_fp32(double, stored):
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_steps_and_decays_of_mamba_are_fp32(stored):
-    mixer = Mamba2Spec(4, 32, 2, 16, 4, conv_bias=True, dt_limits=(0.0, torch.inf), norm=False)
+    mixer = Mamba2Spec(4, 32, 2, 16, 4, conv_bias=True, dt_limits=(0.0, torch.inf), has_norm=False)
     tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "D": 0 * draw(4),
                "conv1d.weight": draw(192, 1, 4), "conv1d.bias": draw(192)}  # fmt: skip
     tensors = {f"mamba.{key}": as_stored(value, stored) for key, value in tensors.items()}
@@ -480,8 +480,8 @@ def test_gradient_through_a_router_is_rounded_for_its_product(name):
     routing = router.route(call, x)
     got = router.route_backward(call, routing, grad, x)
     logits = routing.scores.double()  # such that these are their scores
-    logits = (logits.logit() if moe.scores == "sigmoid" else logits.log()).requires_grad_()
-    scores = logits.sigmoid() if moe.scores == "sigmoid" else logits.softmax(-1)
+    logits = (logits.logit() if moe.score_func == "sigmoid" else logits.log()).requires_grad_()
+    scores = logits.sigmoid() if moe.score_func == "sigmoid" else logits.softmax(-1)
     weights = router.unscaled_topk_weights(scores, routing.topk_experts, moe, torch.double)[0]
     weights = weights * router.weight_factor(call, routing.topk_experts)
     (exact,) = torch.autograd.grad(weights, logits, grad.double())
@@ -525,7 +525,7 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
         layer.adapter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     ids = torch.arange(3, 48)
     micro_batch = make_micro_batch(
-        make_rows([(ids, ids)]), [[0]], model.batch_format, torch.tensor(0)
+        make_rows([(ids, ids)]), [[0]], model.micro_batch_format, torch.tensor(0)
     )
     model(micro_batch).sum().backward()
     assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))

@@ -244,7 +244,7 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
 def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return {name of a compared result: tensor} for the two documents in one micro-batch."""
     rows = make_rows([(x, x) for x in ids.split(LENGTHS)])
-    micro_batch = make_micro_batch(rows, [[0, 1]], model.batch_format)
+    micro_batch = make_micro_batch(rows, [[0, 1]], model.micro_batch_format)
     with torch.no_grad():
         logits = logits_of_hidden(model, model(micro_batch, wants_loss=False))
     loss = model(micro_batch).sum()

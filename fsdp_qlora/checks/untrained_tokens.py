@@ -62,7 +62,7 @@ def check_untrained_tokens(model: Model, rows: Rows, base: BaseModelInfo) -> dic
     if not (tokenizer := base.tokenizer):
         return {}
     untrained = find_untrained_tokens(model)
-    counts = count_loss_tokens(rows, base.arch.vocab_size)
+    counts = loss_token_counts(rows, base.arch.vocab_size)
     frozen = {i: why for i, why in untrained.items() if i not in base.trainable_ids}
     zero = {i for i, why in frozen.items() if why == ZERO_ROW}
     with raise_on_all_ranks():
@@ -85,7 +85,7 @@ def check_untrained_tokens(model: Model, rows: Rows, base: BaseModelInfo) -> dic
     return untrained
 
 
-def count_loss_tokens(rows: Rows, vocab_size: int) -> np.ndarray:
+def loss_token_counts(rows: Rows, vocab_size: int) -> np.ndarray:
     """Return how often each token is in the loss, [vocabulary]."""
     counts = np.zeros(vocab_size, np.int64)
     for labels in rows.labels:

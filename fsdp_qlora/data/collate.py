@@ -24,10 +24,10 @@ from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.kernels.recurrence import chunk_table
 from fsdp_qlora.micro_batch.context_parallel import (
     MIN_PIECE_TOKENS, ContextGroup, has_long_pieces, make_context_shard)
-from fsdp_qlora.micro_batch.micro_batch import BatchFormat, MicroBatch, PreferenceInputs
+from fsdp_qlora.micro_batch.micro_batch import MicroBatch, MicroBatchFormat, PreferenceInputs
 
 
-def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchFormat,
+def make_micro_batch(rows: Rows, micro_step: MicroStep, micro_batch_format: MicroBatchFormat,
                      step_seed: torch.Tensor | None = None) -> MicroBatch:
     """Return this rank's MicroBatch in a micro-step of pack_rows(), or with context parallelism its
     part of the one that its group shares. All ranks pad to one shape, because they compute
@@ -35,17 +35,17 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchForma
 
     `rows`: those of the step. `step_seed`: of dropout; None: without.
     """
-    device, group = batch_format.device, batch_format.context_group
+    device, group = micro_batch_format.device, micro_batch_format.context_group
     documents = micro_step[group.group_index]
-    sizes = padded_sizes(rows, micro_step, batch_format)
+    sizes = padded_sizes(rows, micro_step, micro_batch_format)
     padded = pad_documents(
-        rows.lengths[documents].tolist(), sizes, batch_format.uses_cuda_graphs)
+        rows.lengths[documents].tolist(), sizes, micro_batch_format.uses_cuda_graphs)
     tensors = token_tensors(rows, documents, padded, sizes)
     if step_seed is not None:
         tensors["dropout_seeds"] = dropout_seeds(
             step_seed, documents, padded.lengths, tensors["position_ids"])
-    if batch_format.has_recurrence:
-        of_any_lengths = batch_format.uses_cuda_graphs and not padded.is_fixed_len
+    if micro_batch_format.has_recurrence:
+        of_any_lengths = micro_batch_format.uses_cuda_graphs and not padded.is_fixed_len
         tensors["recurrence_chunks"] = chunk_table(padded.starts, of_any_lengths)
     shard = None
     is_varlen = not padded.is_fixed_len
@@ -60,7 +60,7 @@ def make_micro_batch(rows: Rows, micro_step: MicroStep, batch_format: BatchForma
         shard = shard.to(device, tensors["dropout_seeds"])
     preference = None
     if rows.loss != "sft":
-        preference = make_preference_inputs(rows, micro_step, sizes, batch_format)
+        preference = make_preference_inputs(rows, micro_step, sizes, micro_batch_format)
     return MicroBatch(
         **tensors, preference=preference, lengths=tuple(padded.lengths),
         max_seqlen=padded.max_seqlen,
@@ -76,21 +76,22 @@ class PaddedSizes(NamedTuple):
     longest: int  # tokens of the longest document
 
 
-def padded_sizes(rows: Rows, micro_step: MicroStep, batch_format: BatchFormat) -> PaddedSizes:
+def padded_sizes(rows: Rows, micro_step: MicroStep,
+                 micro_batch_format: MicroBatchFormat) -> PaddedSizes:
     """Return the PaddedSizes of a micro-step: those of its largest micro-batches, rounded up."""
-    device, context_parallel_size = batch_format.device, batch_format.context_group.size
+    device, context_parallel_size = micro_batch_format.device, micro_batch_format.context_group.size
     lengths = [rows.lengths[documents].tolist() for documents in micro_step]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
         # but not above the plan's size
-        limit = max(n_tokens, batch_format.max_tokens * context_parallel_size)
+        limit = max(n_tokens, micro_batch_format.max_tokens * context_parallel_size)
         n_tokens = min(round_up(n_tokens, device), limit)
     n_tokens = math.ceil(n_tokens / context_parallel_size) * context_parallel_size  # equal shards
     n_targets = max(int(rows.n_targets()[documents].sum()) for documents in micro_step)
     n_targets = min(n_targets, n_tokens // context_parallel_size)  # at most all of a shard's
     n_documents = max(map(len, micro_step))
-    if batch_format.uses_cuda_graphs:
+    if micro_batch_format.uses_cuda_graphs:
         n_documents = power_of_2(n_documents)
     return PaddedSizes(n_tokens, round_up(n_targets, device), n_documents, max(all_lengths))
 
@@ -216,7 +217,7 @@ def pad_targets(tensors: dict[str, Any], n_targets: int) -> dict[str, torch.Tens
 
 
 def make_preference_inputs(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes,
-                           batch_format: BatchFormat) -> PreferenceInputs:
+                           micro_batch_format: MicroBatchFormat) -> PreferenceInputs:
     """Return the PreferenceInputs of all ranks in a micro-step."""
     # {document: its index among the documents of all ranks, each of which has n_documents}
     index_of = {document: rank * sizes.n_documents + i
@@ -231,9 +232,11 @@ def make_preference_inputs(rows: Rows, micro_step: MicroStep, sizes: PaddedSizes
         "documents": torch.tensor([[index_of[i] for i in row] for row in documents.tolist()]),
         "n_loss_tokens": n_loss_tokens, "ref_logps": ref_logps,
         "desirable": rows.desirable[documents]}
-    n_spare = power_of_2(len(documents)) - len(documents) if batch_format.uses_cuda_graphs else 0
+    n_spare = 0
+    if micro_batch_format.uses_cuda_graphs:
+        n_spare = power_of_2(len(documents)) - len(documents)
     return PreferenceInputs(**{
-        name: to_device(F.pad(tensor, (0, 0, 0, n_spare)), batch_format.device)
+        name: to_device(F.pad(tensor, (0, 0, 0, n_spare)), micro_batch_format.device)
         for name, tensor in tensors.items()})
 
 

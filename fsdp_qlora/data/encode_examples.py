@@ -89,7 +89,7 @@ def encode_fragments(fragments: list[Fragment], tokenizer: PreTrainedTokenizerFa
                 why = (str(error) or type(error).__name__) if error else ""
                 yield {**document, "kept": not error, "refused": isinstance(error, FatalExample),
                        "is_first": i == 0, "format": printable(parsed.format),
-                       "plain": parsed.is_plain and not error,
+                       "plain": parsed.is_plain_completion and not error,
                        "template_kwargs": parsed.template_kwargs if i == 0 else "",
                        "renamed": json.dumps(sorted(renamed)),
                        "left_out": printable(why), "where": where if error else ""}
@@ -121,7 +121,7 @@ class ParsedExample(NamedTuple):
                 if isinstance(part, TextPart)]
 
     @property
-    def is_plain(self) -> bool:
+    def is_plain_completion(self) -> bool:
         """Is it a prompt and a completion in plain text?"""
         return any(part.is_completion for part in self.parts)
 

@@ -23,8 +23,8 @@ IGNORE_INDEX = -100  # the label of a token that is not in the loss
 # The keys that have a meaning in TRL, Axolotl, LLaMA-Factory or OpenAI's format. If an example has
 # such a key and its format does not use it, the run ends. All other keys, and required keys of
 # other formats, are logged and ignored.
-CHAT = ("system", "tools", "chat_template_kwargs")
-MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
+CHAT_KEYS = ("system", "tools", "chat_template_kwargs")
+MASK_KEYS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 COMPLETION = ("prompt", "completion")
 INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
 QUESTIONS = (
@@ -32,19 +32,19 @@ QUESTIONS = (
     ("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("input", "output"))
 # {keys of the format: optional keys}; an example has the first format whose keys it has
 EXAMPLE_FORMATS = {
-    ("input_ids",): MASKS,
-    **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
-    **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *CHAT)),
+    ("input_ids",): MASK_KEYS,
+    **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT_KEYS),
+    **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *CHAT_KEYS)),
     ("segments",): (), ("text",): ()}
 # {key of a question: key of its answer in the first of EXAMPLE_FORMATS that has this question}
 ANSWERS = {
     asked: next(format[1] for format in EXAMPLE_FORMATS if format[0] == asked)
     for asked, _ in (COMPLETION, *INSTRUCTIONS, *QUESTIONS) if asked != "input"}
 SYNONYMS = {"functions": "tools", "system_prompt": "system", "context": "input", "article": "input"}
-LISTS = {"messages", "conversations", "segments", "input_ids", "history", "tools", *MASKS,
-         "chat_template_kwargs"}  # may be JSON text
-OPTIONAL = {key for keys in EXAMPLE_FORMATS.values() for key in keys}
-REFUSED = {key: why for why, keys in {  # keys of examples and of messages
+LIST_KEYS = {"messages", "conversations", "segments", "input_ids", "history", "tools", *MASK_KEYS,
+             "chat_template_kwargs"}  # may be JSON text
+OPTIONAL_KEYS = {key for keys in EXAMPLE_FORMATS.values() for key in keys}
+REFUSED_KEYS = {key: why for why, keys in {  # keys of examples and of messages
     "pairs of answers need --loss dpo, ipo, simpo, orpo or kto; for --loss sft use the good ones"
     " alone": ("chosen", "rejected", "chosen_response", "rejected_response", "preferred_output",
                "non_preferred_output"),
@@ -125,19 +125,19 @@ def as_object(example: Any, renames: Sequence[str]) -> dict[str, Any]:
 
 def parse_object(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
                  format: tuple[str, ...] | None = None,
-                 is_one_text: bool = False,
+                 prompt_is_prefix: bool = False,
                  trains_history: bool = True) -> tuple[str, list[Document]]:
     """parse_example() for the result of as_object().
 
-    `format`: one of EXAMPLE_FORMATS; None: determined by the example's keys. `is_one_text`: a
-    prompt and its completion may meet inside a word. `trains_history`: earlier answers of an
-    instruction are in the loss, too.
+    `format`: one of EXAMPLE_FORMATS; None: determined by the example's keys. `prompt_is_prefix`:
+    the prompt is the common beginning of two answers, and may end inside a word. `trains_history`:
+    earlier answers of an instruction are in the loss, too.
     """
     refuse_keys(example, ", or rename it: --columns {}=unused")
     format = format or find_format(example)
     example, ignored = take_keys(example, format)
     notes = [f"ignored: {', '.join(ignored)}"] if ignored else []
-    documents: list[Document] | None = parse_text(example, format, tokenizer, is_one_text)
+    documents: list[Document] | None = parse_text(example, format, tokenizer, prompt_is_prefix)
     if documents is None:
         messages = as_messages(example, format)
         if "history" in example and not trains_history:
@@ -180,8 +180,8 @@ def refuse_keys(keys_and_values: dict[str, Any], advice: str) -> None:
     """Raise FatalExample for a key that asks for something unsupported, unless its value is
     empty."""
     for key, value in keys_and_values.items():
-        if key in REFUSED and not is_empty(value):
-            raise FatalExample(f"has {key}: {REFUSED[key]}; leave it out{advice.format(key)}")
+        if key in REFUSED_KEYS and not is_empty(value):
+            raise FatalExample(f"has {key}: {REFUSED_KEYS[key]}; leave it out{advice.format(key)}")
 
 
 def find_format(example: dict[str, Any]) -> tuple[str, ...]:
@@ -241,9 +241,9 @@ def near_key(key: str, value: Any) -> str:
     """Return the key of a format that equals `key`, or of which it is a misspelling, if it may have
     such a value; else ""."""
     of_formats = dict.fromkeys([key for format in EXAMPLE_FORMATS for key in format])
-    known = [*of_formats, *OPTIONAL, *SYNONYMS]
+    known = [*of_formats, *OPTIONAL_KEYS, *SYNONYMS]
     close = [key] if key in known else difflib.get_close_matches(key.strip().lower(), known, 1, 0.8)
-    if not close or (close[0] in LISTS) == (name_of_list(value) == ""):
+    if not close or (close[0] in LIST_KEYS) == (name_of_list(value) == ""):
         return ""
     return close[0]
 
@@ -274,7 +274,7 @@ def take_keys(example: dict[str, Any], format: tuple[str, ...]) -> tuple[dict[st
     for key, value in example.items():
         name = SYNONYMS.get(key, key)
         value = read_list_text(name, value)
-        is_mask = key in MASKS and key in EXAMPLE_FORMATS[format] and value is not None
+        is_mask = key in MASK_KEYS and key in EXAMPLE_FORMATS[format] and value is not None
         is_own = key in format or is_mask
         if is_empty(value) and (not is_own or name in taken):
             continue
@@ -283,7 +283,7 @@ def take_keys(example: dict[str, Any], format: tuple[str, ...]) -> tuple[dict[st
                 raise FatalExample(f"has {key} and another key that means {name}: keep one of"
                                    " them")
             taken[name] = value
-        elif name in OPTIONAL:
+        elif name in OPTIONAL_KEYS:
             raise FatalExample(f"has {key}, which has no meaning with {' and '.join(format)}."
                                f" Leave it out, or ignore it: --columns {key}=unused")
         else:
@@ -310,7 +310,8 @@ def is_empty(value: Any) -> bool:
 def read_list_text(key: str, value: Any) -> Any:
     """Return the value; if it is a list that a table had to store as text, return the list."""
     messages = r"""\s*\[\s*\{\s*["'](role|content)["']"""
-    if isinstance(value, str) and (key in LISTS or key in COMPLETION and re.match(messages, value)):
+    if isinstance(value, str) and (
+            key in LIST_KEYS or key in COMPLETION and re.match(messages, value)):
         return read_value(value)
     return value
 
@@ -321,7 +322,7 @@ def read_list_text(key: str, value: Any) -> Any:
 
 
 def parse_text(example: dict[str, Any], format: tuple[str, ...], tokenizer: PreTrainedTokenizerFast,
-               is_one_text: bool) -> list[Document] | None:
+               prompt_is_prefix: bool) -> list[Document] | None:
     """Return the documents of an example that is not a conversation, else None."""
     if format == ("input_ids",):
         return [checked_ids(example)]
@@ -332,13 +333,13 @@ def parse_text(example: dict[str, Any], format: tuple[str, ...], tokenizer: PreT
         if not text.strip():  # EOS alone would train the model to stop at once
             raise ValueError("text is empty")
         return [[TextPart(text, in_loss=True, add_bos=True, add_eos=True)]]
-    is_plain = tokenizer.chat_template is None and format in (*INSTRUCTIONS, *QUESTIONS)
-    if not is_plain and (format != COMPLETION or isinstance(example["prompt"], list)):
+    lacks_template = tokenizer.chat_template is None and format in (*INSTRUCTIONS, *QUESTIONS)
+    if not lacks_template and (format != COMPLETION or isinstance(example["prompt"], list)):
         return None
     prompt, completion = as_prompt(example, format)
     if not completion.strip():
         raise ValueError("completion is empty")
-    if is_one_text:
+    if prompt_is_prefix:
         text = prompt + completion.removesuffix(tokenizer.eos_token)
         return [[TextPart(text, [(len(prompt), len(text))], add_bos=True, add_eos=True,
                           is_completion=True)]]

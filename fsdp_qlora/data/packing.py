@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from fsdp_qlora.data.rows import Rows
-from fsdp_qlora.micro_batch.micro_batch import BatchFormat
+from fsdp_qlora.micro_batch.micro_batch import MicroBatchFormat
 
 # What all ranks compute side by side, [micro-batches, documents]: for each rank (with context
 # parallelism for each group of ranks) the documents of its micro-batch, which are indices of
@@ -20,11 +20,11 @@ from fsdp_qlora.micro_batch.micro_batch import BatchFormat
 MicroStep = list[list[int]]
 
 
-def micro_steps_of(rows: Rows, batch_format: BatchFormat) -> list[MicroStep]:
+def micro_steps_of(rows: Rows, micro_batch_format: MicroBatchFormat) -> list[MicroStep]:
     """Return pack_rows() of these rows, for micro-batches of this format."""
-    group = batch_format.context_group
+    group = micro_batch_format.context_group
     return pack_rows(rows.lengths.tolist(), group.n_context_groups,
-                     group.size * batch_format.max_tokens, rows.documents_per_row)
+                     group.size * micro_batch_format.max_tokens, rows.documents_per_row)
 
 
 def pack_rows(lengths: list[int], n_groups: int, max_tokens: int,

@@ -16,10 +16,11 @@ from fsdp_qlora.data.example_formats import (
 from fsdp_qlora.errors import FatalExample
 from fsdp_qlora.model.preference_loss import LOSSES
 
-PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
-         ("preferred_output", "non_preferred_output"))  # keys of the chosen and the rejected answer
+# keys of the chosen and the rejected answer
+PAIR_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
+             ("preferred_output", "non_preferred_output"))
 LABEL_KEYS = ("label", "kto_tag")
-CONVERSATIONS = ("messages", "conversations")
+CONVERSATION_KEYS = ("messages", "conversations")
 
 
 def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: Sequence[str],
@@ -28,7 +29,7 @@ def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: 
     a desirable answer. Of two answers the chosen one comes first."""
     example = as_object(example, renames)
     is_unpaired = LOSSES[loss].is_unpaired
-    kinds = [*PAIRS, *((key,) for key in LABEL_KEYS)] if is_unpaired else PAIRS
+    kinds = [*PAIR_KEYS, *((key,) for key in LABEL_KEYS)] if is_unpaired else PAIR_KEYS
     given = {key for key, value in example.items() if value is not None}
     found = [keys for keys in kinds if given & {*keys}]
     # or keys with null values
@@ -36,7 +37,7 @@ def parse_preference(example: Any, tokenizer: PreTrainedTokenizerFast, renames: 
     if len(found) > 1:
         raise FatalExample(f"has {found[0][0]} and {found[1][0]}: keep one of them, or ignore"
                            f" one: --columns {found[1][0]}=unused")
-    if found and found[0] in PAIRS:
+    if found and found[0] in PAIR_KEYS:
         return parse_pair(example, *found[0], tokenizer)
     if found:
         return parse_unpaired(example, found[0][0], tokenizer)
@@ -68,9 +69,10 @@ def parse_pair(example: dict[str, Any], chosen_key: str, rejected_key: str,
         if both := [key for key in given if not is_empty(example.get(key))]:
             raise FatalExample(f"has {both[0]} and another one in input: keep one of them")
         example |= given
-    examples, format, is_one_text = examples_of_answers(example, answers)
+    examples, format, prompt_is_prefix = examples_of_answers(example, answers)
     (name, chosen), (_, rejected) = (
-        parse_object(one, tokenizer, format, is_one_text, trains_history=False) for one in examples)
+        parse_object(one, tokenizer, format, prompt_is_prefix, trains_history=False)
+        for one in examples)
     if len(chosen) + len(rejected) > 2:  # the template rewrites answers when more messages follow
         raise ValueError("this chat template makes several rows of an answer of several"
                          " messages. Write all but the last message in the prompt")
@@ -100,7 +102,7 @@ def parse_unpaired(example: dict[str, Any], label: str,
         if format == COMPLETION != (format[0], answered) and isinstance(example["completion"], str):
             format = "prompt", answered  # a question and its answer, through the chat template
             example[answered] = example.pop("completion")
-    elif conversation := next((key for key in CONVERSATIONS if key in example), None):
+    elif conversation := next((key for key in CONVERSATION_KEYS if key in example), None):
         messages = list_of_messages(example, conversation)  # the label is for the last one
         (example,), format, _ = examples_of_answers(example, [messages])
     else:
@@ -119,9 +121,9 @@ def examples_of_answers(
     of the example asks; their format; and whether the common beginning of two texts was used as
     their prompt.
 
-    The question is in a key of ANSWERS or CONVERSATIONS, or the answers contain it.
+    The question is in a key of ANSWERS or CONVERSATION_KEYS, or the answers contain it.
     """
-    asks = [key for key in (*ANSWERS, *CONVERSATIONS) if key in example]
+    asks = [key for key in (*ANSWERS, *CONVERSATION_KEYS) if key in example]
     if asks and all(example[key] is None for key in asks):
         raise ValueError(f"{asks[0]} is null")
     example = without_blank_questions(example)
@@ -152,7 +154,7 @@ def in_one_form(
     answers are texts or messages, all of them. `is_whole`: the answers contain the question, so its
     copies in the example are left out."""
     example = dict(example)
-    for key in CONVERSATIONS:
+    for key in CONVERSATION_KEYS:
         if key in example and is_whole:  # a copy of the conversation, as in UltraFeedback
             del example[key]
         elif key in example and "prompt" not in example:
@@ -196,7 +198,7 @@ def without_blank_questions(example: dict[str, Any]) -> dict[str, Any]:
     asks."""
     example = {key: value for key, value in example.items() if value is not None}
     full = {key for key, value in example.items() if not is_empty(value)}
-    may_go = {*ANSWERS, *CONVERSATIONS} if full & {*ANSWERS, *CONVERSATIONS} else set()
+    may_go = {*ANSWERS, *CONVERSATION_KEYS} if full & {*ANSWERS, *CONVERSATION_KEYS} else set()
     if "input" in full:  # a blank instruction must stay, because it determines the format
         may_go |= {"prompt"}
     return {key: value for key, value in example.items() if key in full or key not in may_go}

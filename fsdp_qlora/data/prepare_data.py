@@ -99,19 +99,19 @@ def log_data(rows: Rows, line: str, config: Config, has_template: bool) -> None:
             f" template makes; {how or 'serve with this chat template; it needs no variables'}")
     if config.dataset and (n_repeated := rows.n_repeated()):
         log(f"note: {n_repeated:,} duplicate rows (identical tokens)")
-    if config.model and has_template and rows.n_plain:
+    if config.model and has_template and rows.n_plain_completions:
         n = rows.documents_per_row
         way = "--columns completion=response" if n == 1 else "write them as messages"
-        log(f"note: {rows.n_plain // n:,} prompts and completions are trained as plain text,"
-            f" without the chat template. To use it: {way}")
+        log(f"note: {rows.n_plain_completions // n:,} prompts and completions are trained as plain"
+            f" text, without the chat template. To use it: {way}")
 
 
 def log_eval_data(eval_rows: Rows, line: str, rows: Rows) -> None:
     """Log PreparedRows of --eval_dataset, with a warning if they are among the `rows` to train on.
     """
     log(f"eval data: {line}")
-    is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.documents_per_row)
-    if n_trained := int(is_trained.any(1).sum()):
+    is_trained = torch.isin(eval_rows.document_hashes, rows.document_hashes)
+    if n_trained := int(is_trained.view(-1, rows.documents_per_row).any(1).sum()):
         log(f"warning: {n_trained:,} of the {len(eval_rows):,} evaluation rows are also"
             " trained on (identical tokens): their loss says nothing about new rows")
 
@@ -263,7 +263,7 @@ def cache_key(
 
 def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     """Return the Rows of the documents in read_table()'s result that are kept."""
-    kept, is_first, lengths, prompt_lengths, n_loss_tokens, desirable, digests = (
+    kept, is_first, lengths, prompt_lengths, n_loss_tokens, desirable, document_hashes = (
         torch.from_numpy(table[name].to_numpy().copy())
         for name in ("kept", "is_first", "length", *NUMBER_COLUMNS))
     input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
@@ -273,9 +273,9 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     documents = Rows(
         loss="sft", input_ids=input_ids, labels=labels, bounds=bounds, starts=starts,
         lengths=lengths, prompt_lengths=prompt_lengths, n_loss_tokens=n_loss_tokens,
-        desirable=desirable, digests=digests, example_ids=example_ids)
+        desirable=desirable, document_hashes=document_hashes, example_ids=example_ids)
     return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
-                               n_plain=int(table["plain"].to_numpy().sum()),
+                               n_plain_completions=int(table["plain"].to_numpy().sum()),
                                template_kwargs=count_template_kwargs(table))
 
 

@@ -42,9 +42,10 @@ class Rows:
     prompt_lengths: torch.Tensor  # [documents], tokens before the first one in the loss
     n_loss_tokens: torch.Tensor  # [documents], tokens in the loss
     desirable: torch.Tensor  # bool [documents]: a good answer, or the better one of a pair?
-    digests: torch.Tensor  # int64 [documents], hash of tokens, labels and `desirable`
+    document_hashes: torch.Tensor  # int64 [documents], hash of tokens, labels and `desirable`
     example_ids: torch.Tensor  # int64 [documents], number of the example that each was made from
-    n_plain: int = 0  # documents of the data set that are a plain-text prompt and completion
+    # documents of the data set that are a plain-text prompt and completion
+    n_plain_completions: int = 0
     # {JSON of chat template variables: number of the data set's answers that are rendered with
     # them}, "{}": no variables. To get such an answer, a prompt must set the same variables.
     template_kwargs: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -137,12 +138,12 @@ class Rows:
 
     def n_repeated(self) -> int:
         """Return the number of rows that repeat an earlier row, token for token."""
-        return len(self) - len(self.digests.view(-1, self.documents_per_row).unique(dim=0))
+        return len(self) - len(self.document_hashes.view(-1, self.documents_per_row).unique(dim=0))
 
     def duplicate_groups(self) -> torch.Tensor:
         """Return int64 [documents], with one number for documents that were made from one example
         or that are equal, token for token."""
-        _, same = self.digests.unique(return_inverse=True)
+        _, same = self.document_hashes.unique(return_inverse=True)
         groups = self.example_ids
         before = None
         while before is None or not torch.equal(groups, before):
@@ -155,7 +156,7 @@ class Rows:
 
     def sha256(self) -> str:
         """Return the hash of all rows in order, by which a resumed run recognizes its data."""
-        return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(self.document_hashes.numpy().tobytes()).hexdigest()
 
 
 def make_rows(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str = "sft") -> Rows:
@@ -166,7 +167,7 @@ def make_rows(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: st
                for i, (ids, labels) in enumerate(documents)]
     input_ids, labels = (np.concatenate([document[name] for document in encoded])
                          for name in ("input_ids", "labels"))
-    lengths, prompt_lengths, n_loss_tokens, desirable, digests = (
+    lengths, prompt_lengths, n_loss_tokens, desirable, document_hashes = (
         torch.tensor([document[name] for document in encoded])
         for name in ("length", *NUMBER_COLUMNS))
     starts = lengths.cumsum(0) - lengths
@@ -174,7 +175,7 @@ def make_rows(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: st
     return Rows(
         loss=loss, input_ids=[input_ids], labels=[labels], bounds=[0], starts=starts,
         lengths=lengths, prompt_lengths=prompt_lengths, n_loss_tokens=n_loss_tokens,
-        desirable=desirable, digests=digests, example_ids=example_ids)
+        desirable=desirable, document_hashes=document_hashes, example_ids=example_ids)
 
 
 def random_rows(vocab_size: int, config: Config) -> Rows:

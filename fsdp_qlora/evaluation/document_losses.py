@@ -38,8 +38,8 @@ def evaluation_micro_batches(
         model: Model, rows: Rows) -> Iterator[tuple[MicroBatch, MicroStep]]:
     """Yield this rank's MicroBatch of each micro-step of a few Rows, and the micro-step. All ranks
     must call this, and exhaust it."""
-    for micro_step in micro_steps_of(rows, model.batch_format):
-        yield make_micro_batch(rows, micro_step, model.batch_format), micro_step
+    for micro_step in micro_steps_of(rows, model.micro_batch_format):
+        yield make_micro_batch(rows, micro_step, model.micro_batch_format), micro_step
 
 
 @torch.no_grad()

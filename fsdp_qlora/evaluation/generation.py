@@ -90,10 +90,10 @@ def generate(model: Model, status: Status, prompts: list[list[int]], stop_ids: s
     # causal, so tokens after an answer's end do not change it
     padded = [prompt + [0] * n_new for prompt, n_new in zip(prompts, max_new_tokens)]
     rows, answers = make_rows([(ids, ids) for ids in padded]), [[] for _ in prompts]
-    batch_format = model.batch_format._replace(context_group=ONLY_PROCESS)
-    micro_steps = micro_steps_of(rows, batch_format)
+    micro_batch_format = model.micro_batch_format._replace(context_group=ONLY_PROCESS)
+    micro_steps = micro_steps_of(rows, micro_batch_format)
     for (documents,) in micro_steps:
-        micro_batch = make_micro_batch(rows, [documents], batch_format)
+        micro_batch = make_micro_batch(rows, [documents], micro_batch_format)
         ends = dict(zip(documents, itertools.accumulate(len(padded[i]) for i in documents)))
         unfinished = documents
         while unfinished:

@@ -37,8 +37,8 @@ class AutogradMixer:
     def forward(self, call: LayerCall, saved: SavedAutogradMixer) -> Tensor:
         function = OTHER_MIXERS[type(self.mixer_spec)]
         projected, saved.projected = saved.projected, None
-        with torch.set_grad_enabled(call.saves_graph):
-            if call.saves_graph:
+        with torch.set_grad_enabled(call.needs_graph):
+            if call.needs_graph:
                 projected = GraphStart.apply(torch.empty(0, requires_grad=True), projected)
                 saved.start = get_gradient_edge(projected)
             saved.mixed = function(call, projected, self.mixer_spec)
@@ -240,8 +240,8 @@ def mamba2(call: LayerCall, projected: Tensor, spec: Mamba2Spec) -> Tensor:
     out = call.inputs.recurrence(b, c, x, decay, dt, call.batch)
     out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
     out, z = (part.reshape(len(x), spec.n_groups, -1) for part in (out, z))
-    weight = tensors["norm.weight"].view(spec.n_groups, -1) if spec.norm else None
-    mixed: Tensor = GatedNorm.apply(out, z, weight, spec.norm_eps, not spec.norm_first)
+    weight = tensors["norm.weight"].view(spec.n_groups, -1) if spec.has_norm else None
+    mixed: Tensor = GatedNorm.apply(out, z, weight, spec.norm_eps, not spec.norm_before_gate)
     return mixed.flatten(1) * spec.out_multiplier
 
 

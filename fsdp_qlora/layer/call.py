@@ -54,7 +54,7 @@ class LayerCall:
         policy = layer.save_policy
         # True if autograd's graph of this forward is needed: by the backward that is running it
         # now, or later, if the layer saves everything
-        self.saves_graph = is_backward or policy.mixer and not is_evaluation
+        self.needs_graph = is_backward or policy.mixer and not is_evaluation
         self.saves_attention = policy.attention and not is_evaluation
         self.reuses_dequantized = (
             is_backward and layer.plan.reuse_dequantized and not policy.mlp)
@@ -86,7 +86,7 @@ class LayerCall:
         return call
 
     def weight(self, fused: FusedLinear) -> Tensor:
-        """Return [W, B] of a FusedLinear, [out, width]."""
+        """Return [W, B] of a FusedLinear, [out, input_width]."""
         weight = self.dequantized.get(fused)
         if weight is None:
             weight = dequantize(self.layer, fused, self.adapter)

@@ -20,14 +20,14 @@ from fsdp_qlora.quant.triton_trial import why_no_triton
 
 
 def dequantize(layer: LayerParameters, fused: FusedLinear, adapter: Tensor) -> Tensor:
-    """Return [W, B] of a FusedLinear, [out, width], in the dtype of `adapter`, the layer's whole
-    adapter.
+    """Return [W, B] of a FusedLinear, [out, input_width], in the dtype of `adapter`, the layer's
+    whole adapter.
 
     W contains the weights of its linears, one below the other, bit for bit as bitsandbytes
     dequantizes NF4 and transformers MXFP4. B of each linear is in its lora_columns, which are 0
     for the other linears. One kernel writes both, so B needs no launch of its own.
     """
-    weight = adapter.new_empty(fused.out_features, fused.width)
+    weight = adapter.new_empty(fused.out_features, fused.input_width)
     blocks: FourBitBlocks = layer.packed_weights
     packed, scales = blocks.packed[fused.blocks], blocks.scales[fused.blocks]
     nested: NestedScales = layer.nested

@@ -14,9 +14,9 @@ from fsdp_qlora.layer.saved import SavedGatedMLP
 def activate(
     call: LayerCall, saved: SavedGatedMLP, down: FusedLinear, activation: PairedActivation
 ) -> Tensor:
-    """Return the inputs of down's matmul, [n, down.width]: glu() of saved.gate_up, with room for
-    LoRA's columns."""
-    inputs = saved.gate_up.new_empty(len(saved.gate_up), down.width)
+    """Return the inputs of down's matmul, [n, down.input_width]: glu() of saved.gate_up, with room
+    for LoRA's columns."""
+    inputs = saved.gate_up.new_empty(len(saved.gate_up), down.input_width)
     glu(inputs[:, : down.in_features], saved.gate_up, activation, call.arch.gated,
         is_evaluation=call.is_evaluation)
     return inputs

@@ -46,7 +46,8 @@ class ExpertChunk:
         self, experts: range, rows: slice, routing: Routing, gate_up: Tensor, down: Tensor
     ) -> None:
         self.experts, self.rows = experts, rows
-        # [experts, out, width]; gate_up: all gates, then all ups, or interleaved, see one_gate_up
+        # [experts, out, input_width]; gate_up: all gates, then all ups, or interleaved, see
+        # one_gate_up
         self.gate_up, self.down = gate_up, down
         self.is_all = rows == slice(0, len(routing.routed_tokens))
         first, stop = rows.start, rows.stop
@@ -113,8 +114,8 @@ def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:
 def fill_expert_lora_hidden(
     call: LayerCall, fused: FusedLinear, inputs: Tensor, chunk: ExpertChunk
 ) -> None:
-    """Write d = s x A.T, with A of each row's expert, into the last columns of inputs [m, width].
-    """
+    """Write d = s x A.T, with A of each row's expert, into the last columns of inputs
+    [m, input_width]."""
     if fused.lora_width:
         lora_hidden = inputs[:, fused.in_features :]
         lora_hidden[:, fused.lora_width :] = 0
@@ -126,8 +127,9 @@ def fill_expert_lora_hidden(
 def split_lora_gradient(
     call: LayerCall, fused: FusedLinear, grad_inputs: Tensor, chunk: ExpertChunk
 ) -> tuple[Tensor, Tensor | None]:
-    """Split the gradient of [x, d] [m, width]. Returns the gradients of x [m, in], which includes
-    the part through d, and of d [m, lora_width]; None for d if the experts have no adapters."""
+    """Split the gradient of [x, d] [m, input_width]. Returns the gradients of x [m, in], which
+    includes the part through d, and of d [m, lora_width]; None for d if the experts have no
+    adapters."""
     if not fused.lora_width:
         return grad_inputs, None
     n_in = fused.in_features

@@ -52,7 +52,7 @@ class ExpertLatent:
         """Return the gradient of the experts' sum, from the gradient of project_out()'s result."""
         inputs, saved.latent_out_inputs = saved.latent_out_inputs, None
         if inputs is None:  # without an adapter they are not read
-            inputs = grad.new_empty(0, self.out_proj.width)
+            inputs = grad.new_empty(0, self.out_proj.input_width)
         summed, lora_hidden = inputs.tensor_split([self.out_proj.in_features], 1)
         return lora_matmul_backward(call, self.out_proj, lora_hidden, grad, summed)
 

@@ -128,7 +128,8 @@ class LayerFunction(torch.autograd.Function):
         else:
             x, *results = saved.take_x()
             call.saved_attention_results = list(zip(results[::2], results[1::2]))
-            del results  # mixer.backward() frees attention's results group by group of heads
+            # mixer.backward() frees attention's results, one group of heads after the other
+            del results
             mid_residual, mixer_saved = mixer.forward(call, x, wants_sum=not parallel)
             call.dequantized.clear()  # room for the MLP's weights
             grad_mid_residual = mlp.backward_in_slices(

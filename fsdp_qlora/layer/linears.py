@@ -83,8 +83,8 @@ class FusedLinear:
         return slice(linear.outputs.start - start, linear.outputs.stop - start)
 
     def subset(self, linears: Sequence[LinearSlices]) -> FusedLinear:
-        """Return a FusedLinear of some of the linears; width, lora_width, lora_a and bias stay
-        those of the whole one."""
+        """Return a FusedLinear of some of the linears; input_width, lora_width, lora_a and bias
+        stay those of the whole one."""
         n_out = sum(linear.out_features for linear in linears)
         return dataclasses.replace(self, linears=tuple(linears), out_features=n_out)
 
@@ -97,7 +97,7 @@ class FusedLinear:
         return tuple(self.subset([linear]) for linear in self.linears)
 
     @property
-    def width(self) -> int:
+    def input_width(self) -> int:
         """Columns of an input and of the weight: in_features plus padded_lora_width."""
         return self.in_features + self.padded_lora_width
 

@@ -2,7 +2,7 @@
 
 y = x W.T + s x A.T B.T is one matmul, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
 columns, not a pass over y. d [n, lora_width] is `lora_hidden` in the code and has the columns of
-all linears side by side; with padding, it is the last columns of the inputs [n, width]. In
+all linears side by side; with padding, it is the last columns of the inputs [n, input_width]. In
 backward, the gradient of y times [W, B] is the gradient of [x, d]. The gradient of d then yields
 the gradient of A, and the part of x's gradient that passes through A.
 """
@@ -25,14 +25,14 @@ MaybeTensor = Tensor | Any
 
 
 def widen(x: Tensor, fused: FusedLinear) -> Tensor:
-    """Return a new tensor [n, fused.width] with x [n, in] in its first columns."""
-    wide = x.new_empty(len(x), fused.width)
+    """Return a new tensor [n, fused.input_width] with x [n, in] in its first columns."""
+    wide = x.new_empty(len(x), fused.input_width)
     wide[:, : fused.in_features] = x
     return wide
 
 
 def fill_lora_hidden(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> None:
-    """Write d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
+    """Write d = s x A.T of all adapted linears into the last columns of inputs [n, input_width]."""
     if not fused.lora_width:
         return
     x, lora_hidden = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
@@ -48,15 +48,15 @@ def lora_matmul(
 ) -> tuple[MaybeTensor, Tensor]:
     """Return the outputs [n, out] of linears with their adapters, None without wants_output; and
     LoRA's hidden values, a copy of d and its padding [n, padded_lora_width], for
-    lora_matmul_backward(). Fills the last columns of inputs [n, width]."""
+    lora_matmul_backward(). Fills the last columns of inputs [n, input_width]."""
     fill_lora_hidden(call, fused, inputs)
     out = filled_matmul(call, fused, inputs) if wants_output else None
     return out, inputs[:, fused.in_features :].clone()
 
 
 def filled_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
-    """Return lora_matmul()'s outputs [n, out], from inputs [n, width] with d in the last columns.
-    """
+    """Return lora_matmul()'s outputs [n, out], from inputs [n, input_width] with d in the last
+    columns."""
     if len(fused.splits) == 1:
         return _matmul_of_split(call, fused, inputs)
     out = inputs.new_empty(len(inputs), fused.out_features)
@@ -130,7 +130,7 @@ def input_gradients(
             outputs = split.relative_outputs(linear)
             grad_b += fp32_matmul(part[:, outputs].t(), lora_hidden[:, linear.lora_columns])
     assert grad_inputs is not None, "there is a split"
-    grad_x, grad_lora_hidden = grad_inputs.split([n_in * wants_grad_x, fused.width - n_in], 1)
+    grad_x, grad_lora_hidden = grad_inputs.split([n_in * wants_grad_x, fused.input_width - n_in], 1)
     grad_lora_hidden = grad_lora_hidden[:, : fused.lora_width]
     if not wants_grad_x or not fused.lora_width:
         return grad_x if wants_grad_x else None, grad_lora_hidden

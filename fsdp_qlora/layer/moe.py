@@ -263,7 +263,7 @@ class MoESublayer:
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs [m, hidden] of the rows of one chunk; and their gate and up."""
         gate_up = self._chunk_gate_up(call, routing, x, chunk)
-        activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
+        activated = gate_up.new_empty(len(gate_up), self.expert_down.input_width)
         glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
             self.arch.gated, is_evaluation=call.is_evaluation)
         fill_expert_lora_hidden(call, self.expert_down, activated, chunk)
@@ -384,5 +384,5 @@ class MoESublayer:
             for start in range(first, stop, most):
                 if weights is None:  # experts without a token are not dequantized
                     weights = [dequantize(call.layer, part, call.adapter).view(
-                        len(experts), -1, part.width) for part in parts]
+                        len(experts), -1, part.input_width) for part in parts]
                 yield ExpertChunk(experts, slice(start, min(start + most, stop)), routing, *weights)

@@ -42,8 +42,8 @@ class ParameterLayout:
         return [linear for fused in self.fused_linears for linear in fused.linears]
 
     @property
-    def n_scales(self) -> int:
-        """Bytes of each block's scales, see FourBitBlocks."""
+    def scales_per_block(self) -> int:
+        """Bytes of scales per block, one per scale, see FourBitBlocks."""
         return 2 if any(linear.mxfp4 for linear in self.linears) else 1
 
     @functools.cached_property
@@ -97,7 +97,7 @@ class LayerParameters(nn.Module):
         dtype = plan.dtype
         # this rank's shard while the model loads; gathered by FSDP2's hooks while the layer runs
         self.packed_weights = parameter(spec.n_blocks, 1, functools.partial(
-            FourBitBlocks.zeros, n_scales=spec.n_scales))
+            FourBitBlocks.zeros, scales_per_block=spec.scales_per_block))
         self.vectors = parameter(
             spec.n_vector_values, 1, functools.partial(torch.empty, dtype=dtype))
         self.adapter = parameter(spec.n_adapter_values, OPTIM_BLOCKSIZE, torch.empty, trained=True)

@@ -50,7 +50,7 @@ class PerLayerGate:
         saved.per_layer_x = x
         saved.per_layer_gates, saved.per_layer_gate_lora_hidden = lora_matmul(
             call, self.gate, inputs)
-        activated = x.new_empty(len(x), self.out_proj.width)
+        activated = x.new_empty(len(x), self.out_proj.input_width)
         self._activate(call, saved, activated[:, : self.out_proj.in_features])
         out, saved.per_layer_branch, saved.per_layer_out_lora_hidden = (
             self.residual_sum.matmul_and_add(call, x, self.out_proj, activated, wants_sum))

@@ -22,10 +22,10 @@ def norm_padded(
     call: LayerCall, name: str | None, x: Tensor, fused: FusedLinear, eps: float | None = None
 ) -> Tensor:
     """Return the norm of x [n, in], or x itself if `name` is None, in the first columns of a new
-    tensor [n, fused.width], with room for LoRA's columns. `eps`: None: arch.norm_eps."""
+    tensor [n, fused.input_width], with room for LoRA's columns. `eps`: None: arch.norm_eps."""
     if name is None:
         return widen(x, fused)
-    inputs = x.new_empty(len(x), fused.width)
+    inputs = x.new_empty(len(x), fused.input_width)
     fused_norm(inputs[:, : fused.in_features], x, call.vector(name), call.vector(name, "bias"),
                call.arch.norm_kind, call.arch.norm_eps if eps is None else eps,
                is_evaluation=call.is_evaluation)

@@ -19,7 +19,7 @@ from fsdp_qlora.pretrained.specs import MoESpec
 
 
 # keys in metrics.jsonl, see add_balance()
-BALANCE_METRICS = "load_balancing_loss", "busiest_expert"
+BALANCE_METRICS = "load_balancing_loss", "busiest_expert_load"
 
 
 class RoutingChoice(NamedTuple):
@@ -64,7 +64,7 @@ def route(
     bias = tensors.get(f"{moe.router}.bias")
     bias = None if bias is None else bias.to(x_of_router.dtype)
     logits = F.linear(x_of_router, weight.to(x_of_router.dtype), bias).float()
-    scores = logits.sigmoid() if moe.scores == "sigmoid" else logits.softmax(-1)
+    scores = logits.sigmoid() if moe.score_func == "sigmoid" else logits.softmax(-1)
     if moe.rounded_scores:
         scores = scores.to(x.dtype).float()
     if choice is None:
@@ -154,7 +154,7 @@ def select_experts(scores: Tensor, moe: MoESpec) -> Tensor:
     """Return the top_k experts of each token, int64 [n, k], by scores [n, experts]."""
     if moe.n_expert_groups > 1:
         groups = scores.unflatten(1, (moe.n_expert_groups, -1))
-        best = groups.topk(moe.group_best, -1)[0].sum(-1).topk(moe.topk_group, -1)[1]
+        best = groups.topk(moe.n_best_per_group, -1)[0].sum(-1).topk(moe.topk_group, -1)[1]
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         scores = groups.masked_fill(is_out[..., None], -math.inf).flatten(1)
     return scores.topk(moe.top_k, -1)[1]
@@ -184,7 +184,7 @@ def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -
     if total is not None:
         grad = (grad - (grad * topk_scores).sum(-1, keepdim=True) / total) / total
     grad = grad * topk_scores
-    if moe.scores == "sigmoid":
+    if moe.score_func == "sigmoid":
         grad = torch.zeros_like(routing.scores).scatter_(1, topk_experts, grad * (1 - topk_scores))
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, topk_experts, grad)

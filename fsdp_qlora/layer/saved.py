@@ -85,8 +85,8 @@ class SavedMLPInput:
     """The input of an MLP or of experts."""
 
     mlp_input: Tensor = None  # [n, hidden], the input of the norm
-    # [n, width], the norm's output, which is cheap: saved only while backward runs, else None, see
-    # saved_or_recomputed_inputs()
+    # [n, input_width], the norm's output, which is cheap: saved only while backward runs, else
+    # None, see saved_or_recomputed_inputs()
     normed_inputs: Tensor = None
 
 

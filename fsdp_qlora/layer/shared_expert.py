@@ -39,7 +39,8 @@ class SharedExpert:
         return limited(self.arch.activation, self.limit)
 
     def forward(self, call: LayerCall, saved: SavedMoE, inputs: Tensor) -> Tensor:
-        """Return the output [n, hidden], from inputs [n, gate_up.width], and set saved.shared."""
+        """Return the output [n, hidden], from inputs [n, gate_up.input_width], and set
+        saved.shared."""
         saved.shared = shared = SavedSharedExpert()
         shared.gate_up, shared.lora_hidden = lora_matmul(call, self.gate_up, inputs)
         activated = activate(call, shared, self.down, self._activation)

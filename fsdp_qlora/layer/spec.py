@@ -33,19 +33,6 @@ from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class LayerSpec(ParameterLayout):
-    """The two sublayers of one layer, on top of the layout of its parameters. LayerCosts
-    (layer_costs/layer.py) is what such a layer costs."""
-
-    mixer_sublayer: MixerSublayer | NoMixerSublayer
-    mlp_sublayer: MLPSublayer
-
-    @property
-    def n_weights(self) -> int:
-        return sum(fused.n_weights for fused in self.fused_linears)
-
-
 class MLPSublayer(Protocol):
     """Interface of the sublayers after the mixer: DenseMLPSublayer, MoESublayer and NoMLPSublayer.
 
@@ -81,6 +68,19 @@ class MLPSublayer(Protocol):
     ) -> Tensor:
         """Return backward()'s result, a slice of tokens at a time, after computing forward() of the
         slice again."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LayerSpec(ParameterLayout):
+    """The two sublayers of one layer, on top of the layout of its parameters. LayerCosts
+    (layer_costs/layer.py) is what such a layer costs."""
+
+    mixer_sublayer: MixerSublayer | NoMixerSublayer
+    mlp_sublayer: MLPSublayer
+
+    @property
+    def n_weights(self) -> int:
+        return sum(fused.n_weights for fused in self.fused_linears)
 
 
 def make_layer_specs(

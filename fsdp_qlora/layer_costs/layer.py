@@ -36,6 +36,38 @@ from fsdp_qlora.plan import Plan, SavePolicy
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
+class MLPSublayerCosts(Protocol):
+    """Interface of the costs of an MLPSublayer."""
+
+    @property
+    def saved_values(self) -> int:
+        """Values saved for backward(), if nothing is recomputed; in fp32 they count twice."""
+
+    @property
+    def choice_values(self) -> int:
+        """Values saved by forward_in_slices(): the chosen experts, int16."""
+
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        """Peak bytes of backward(), besides what is saved; with `recomputed`, of
+        backward_in_slices()."""
+
+    @property
+    def active_weights(self) -> float:
+        """Weights that one token is multiplied by."""
+
+    @property
+    def recomputed_weights(self) -> float:
+        """The part of active_weights that backward_in_slices() multiplies again."""
+
+    @property
+    def matmul_speed(self) -> float:
+        """Speed of its matmuls, relative to large ones."""
+
+    @property
+    def elementwise_values(self) -> int:
+        """Values that elementwise work reads or writes, in forward and backward."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerCosts:
     """The costs of a layer."""
@@ -58,7 +90,7 @@ class LayerCosts:
         return MLP_SUBLAYER_COSTS[type(self.spec.mlp_sublayer)](self.spec.mlp_sublayer)
 
     @property
-    def mla(self) -> MLACosts | None:
+    def mla_costs(self) -> MLACosts | None:
         """The costs of the layer's latent attention, None if it has none."""
         sublayer = self.mixer_sublayer
         mixer = sublayer.mixers[0] if isinstance(sublayer, MixerSublayerCosts) else None
@@ -104,38 +136,6 @@ class LayerCosts:
         wants_sum = policy.recomputes_sum and not self.arch.parallel_residual
         weights = self.mixer_sublayer.recomputed_weights(wants_sum)
         return weights if policy.mlp else weights + self.mlp_sublayer.recomputed_weights
-
-
-class MLPSublayerCosts(Protocol):
-    """Interface of the costs of an MLPSublayer."""
-
-    @property
-    def saved_values(self) -> int:
-        """Values saved for backward(), if nothing is recomputed; in fp32 they count twice."""
-
-    @property
-    def choice_values(self) -> int:
-        """Values saved by forward_in_slices(): the chosen experts, int16."""
-
-    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """Peak bytes of backward(), besides what is saved; with `recomputed`, of
-        backward_in_slices()."""
-
-    @property
-    def active_weights(self) -> float:
-        """Weights that one token is multiplied by."""
-
-    @property
-    def recomputed_weights(self) -> float:
-        """The part of active_weights that backward_in_slices() multiplies again."""
-
-    @property
-    def matmul_speed(self) -> float:
-        """Speed of its matmuls, relative to large ones."""
-
-    @property
-    def elementwise_values(self) -> int:
-        """Values that elementwise work reads or writes, in forward and backward."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

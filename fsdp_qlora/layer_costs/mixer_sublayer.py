@@ -110,14 +110,14 @@ class MixerSublayerCosts:
         n = plan.micro_batch_tokens
         value_bytes = n * itemsize
         # while out_proj's backward runs: a mixer's result and its gradient
-        mixer_bytes = max(2 * out_proj.width * value_bytes + dora_bytes(out_proj, n, itemsize)
+        mixer_bytes = max(2 * out_proj.input_width * value_bytes + dora_bytes(out_proj, n, itemsize)
                           for out_proj, _ in self.sublayer.paths)
         mixer_bytes = max(mixer_bytes, sum(mixer.live_bytes(plan) for mixer in self.mixers))
         mixer_bytes += (self.saved_values - hidden if recomputed else 0) * value_bytes
         # the gradient of in_proj's outputs; its inputs, and their gradient; and its outputs, which
         # a mixer that saves them does not free
         saved_again = in_proj.out_features * (recomputed and self._saves_projected)
-        in_proj_bytes = (in_proj.out_features + 2 * in_proj.width + saved_again) * value_bytes
+        in_proj_bytes = (in_proj.out_features + 2 * in_proj.input_width + saved_again) * value_bytes
         in_proj_bytes += dora_bytes(in_proj, n, itemsize)
         residual_bytes = 2 * hidden * value_bytes  # gradients: of x and of the sum
         return residual_bytes + max(mixer_bytes, in_proj_bytes) + dequantized_bytes

@@ -109,6 +109,7 @@ class MLACosts:
             group += 4 * seen
         # afterwards kv_b's inputs and their gradient, in two dtypes
         itemsize = plan.dtype.itemsize
-        projecting = seen * (4 * self.kv_b.width + dora_bytes(self.kv_b, 1, itemsize) / itemsize)
+        projecting = seen * (
+            4 * self.kv_b.input_width + dora_bytes(self.kv_b, 1, itemsize) / itemsize)
         # the gradient of the queries, and twice that of attention's output: padded, and before
         return 3 * queries + max(group * queries / n_groups, projecting)

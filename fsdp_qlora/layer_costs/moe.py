@@ -97,7 +97,7 @@ class MoECosts:
         if self.expert_latent:
             values += n * (self.expert_latent.live_values
                            + recomputed * self.expert_latent.saved_values)
-            values += max(fused.out_features * fused.width
+            values += max(fused.out_features * fused.input_width
                           for fused in self.expert_latent.projections.fused_linears)
         # the router, in fp32: five values per row, three tensors as large as its scores, and each
         # expert's rows, counted twice
@@ -115,14 +115,14 @@ class MoECosts:
         chunk = rows * row_values
         if gate_up.lora_width:  # A's gradient, also in fp32
             chunk += 3 * self.moe.n_experts * gate_up.lora_width * gate_up.in_features
-        weights = sum(fused.out_features * fused.width for fused in (gate_up, down))
+        weights = sum(fused.out_features * fused.input_width for fused in (gate_up, down))
         values = math.ceil(chunk / plan.n_expert_ranges) + math.ceil(weights / plan.n_expert_ranges)
         has_inputs = recomputed or gate_up.lora_width > 0
         values += n * self.arch.hidden_size * (1 + has_inputs + self._has_branch_gradient)
         if plan.n_expert_ranges > 1:
             # and all rows' outputs in forward, their gradients in backward, when the first range's
             # saved gate and up are gone
-            only_backward = row_values - gate_up.width - down.width
+            only_backward = row_values - gate_up.input_width - down.input_width
             gone = 0 if recomputed else min(self._gate_up_size, only_backward)
             values += max(0, rows * gate_up.in_features - rows * gone // plan.n_expert_ranges)
         return values
@@ -130,7 +130,7 @@ class MoECosts:
     def _row_values(self, recomputed: bool) -> int:
         """Values alive per row of a chunk; plus gate and up, if they are recomputed, and if their
         gradient is a new tensor."""
-        gate_up, down = self.gate_up.width, self.down.width
+        gate_up, down = self.gate_up.input_width, self.down.input_width
         values = gate_up + down
         if self.gate_up.lora_width:  # the rows' gradient, its part from d, their sum
             values = max(3 * gate_up, gate_up + 3 * down)
@@ -193,12 +193,12 @@ class SharedExpertCosts:
     @property
     def recomputed_values(self) -> int:
         """Values that a recomputed forward() adds to those alive in backward."""
-        return self.expert.gate_up.out_features + self.expert.down.width
+        return self.expert.gate_up.out_features + self.expert.down.input_width
 
     @property
     def live_values(self) -> int:
         """Values alive in backward in addition: the gradients of down's inputs and of x."""
-        return self.expert.down.width + self.expert.arch.hidden_size
+        return self.expert.down.input_width + self.expert.arch.hidden_size
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -211,7 +211,7 @@ class ExpertLatentCosts:
     def saved_values(self) -> int:
         """Values saved from forward to backward, if nothing is recomputed."""
         in_proj, out_proj = self.projections.fused_linears
-        out_inputs = out_proj.width if out_proj.lora_width else 0
+        out_inputs = out_proj.input_width if out_proj.lora_width else 0
         return in_proj.out_features + in_proj.padded_lora_width + out_inputs
 
     @property
@@ -219,4 +219,4 @@ class ExpertLatentCosts:
         """Values alive in backward in addition: both inputs, and the gradients of the latent and of
         its sum."""
         in_proj, out_proj = self.projections.fused_linears
-        return in_proj.width + out_proj.width + 2 * in_proj.out_features
+        return in_proj.input_width + out_proj.input_width + 2 * in_proj.out_features

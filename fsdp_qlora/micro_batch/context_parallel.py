@@ -40,7 +40,8 @@ class ContextGroup:
     process_group: dist.ProcessGroup | None = None  # None: all processes
 
 
-# of a process that shares nothing: all ranks that make a micro-batch with it make the same one
+# group 0 on every rank: each makes the same micro-batch, whole. (Without context parallelism a run
+# has make_context_group(1) instead, where each rank makes its own)
 ONLY_PROCESS = ContextGroup()
 
 

@@ -10,7 +10,7 @@ import torch
 from fsdp_qlora.micro_batch.context_parallel import ContextGroup, ContextShard
 
 
-class BatchFormat(NamedTuple):
+class MicroBatchFormat(NamedTuple):
     """What is the same for all micro-batches of a run."""
 
     max_tokens: int  # of a micro-batch, on one rank

@@ -19,7 +19,7 @@ from fsdp_qlora.layer.layer import DecoderLayer
 from fsdp_qlora.layer.offload import make_store
 from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.micro_batch.context_parallel import ONLY_PROCESS, ContextGroup
-from fsdp_qlora.micro_batch.micro_batch import BatchFormat
+from fsdp_qlora.micro_batch.micro_batch import MicroBatchFormat
 from fsdp_qlora.model.token_rows import TokenRows
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -78,10 +78,11 @@ class ModelParameters(nn.Module):
         self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
 
     @property
-    def batch_format(self) -> BatchFormat:
+    def micro_batch_format(self) -> MicroBatchFormat:
         """The format of this run's micro-batches."""
-        return BatchFormat(self.plan.micro_batch_tokens, self.device, self.context_group,
-                           self.plan.uses_cuda_graphs, self.kernels.recurrence is not None)
+        return MicroBatchFormat(
+            self.plan.micro_batch_tokens, self.device, self.context_group,
+            self.plan.uses_cuda_graphs, self.kernels.recurrence is not None)
 
     def set_frequencies(
         self, model_config: transformers.PreTrainedConfig, max_seq_len: int

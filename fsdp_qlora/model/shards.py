@@ -135,4 +135,5 @@ def whole_requests(
     if in_nf4:
         keys = name, *(f"{name}.{part}" for part in NF4_SUFFIXES)
         return [ReadRequest(key, (1,), range(1)) for key in keys]
-    return [ReadRequest(name, shape or (1,), range(*shape[:1] or (1,)), source)]
+    shape = shape or (1,)  # a single number
+    return [ReadRequest(name, shape, range(shape[0]), source)]

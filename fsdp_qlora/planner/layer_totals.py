@@ -39,16 +39,16 @@ class LayerTotals:
     # {SavePolicy: weights that backward multiplies by once more, if all layers save that}; here the
     # weights of slow matmuls do not count more, because TimeConstants were fitted without that
     recomputed_weights: dict[SavePolicy, float]
-    mlp_values: int  # values per token that the MLP of a layer saves, at most
-    attention_values: int  # values per token of a layer's results of attention, at most
+    largest_mlp_values: int  # values per token that the MLP of a layer saves, at most
+    largest_attention_values: int  # values per token of a layer's results of attention, at most
     # values of a token's queries in a layer, mean over the layers; those of wide heads count more
     mean_query_width: float
     elementwise_values: int  # values per token that elementwise work reads or writes
 
     @property
-    def mla(self) -> MLACosts | None:
+    def mla_costs(self) -> MLACosts | None:
         """The costs of latent attention, which all layers have if the first has it; else None."""
-        return next(iter(self.last_index)).mla
+        return next(iter(self.last_index)).mla_costs
 
 
 @functools.lru_cache(8)
@@ -65,7 +65,7 @@ def sum_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         return list(itertools.accumulate(
             (i if x is layer_costs else -1 for i, x in enumerate(costs)), max, initial=-1))
 
-    bytes_each = [spec.n_blocks * (BLOCKSIZE // 2 + spec.n_scales) for spec in specs]
+    bytes_each = [spec.n_blocks * (BLOCKSIZE // 2 + spec.scales_per_block) for spec in specs]
     vectors_each = [spec.n_vector_values for spec in specs]
     return LayerTotals(
         last_index={layer_costs: last_indices(layer_costs) for layer_costs in by_spec.values()},
@@ -81,8 +81,8 @@ def sum_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         recomputed_weights={
             policy: sum(layer.recomputed_weights(policy) for layer in costs)
             for policy in SAVE_POLICIES},
-        mlp_values=max(layer.mlp_sublayer.saved_values for layer in costs),
-        attention_values=max(layer.mixer_sublayer.attention_values for layer in costs),
+        largest_mlp_values=max(layer.mlp_sublayer.saved_values for layer in costs),
+        largest_attention_values=max(layer.mixer_sublayer.attention_values for layer in costs),
         mean_query_width=sum(
             layer.mixer_sublayer.query_width * attention_slowdown(layer.arch.head_dim)
             for layer in costs) / len(costs),
@@ -97,13 +97,6 @@ def attention_slowdown(head_dim: int) -> float:
     return CONSTANTS.wide_head_slowdown if head_dim > 128 else 1
 
 
-def layer_ranges(plan: Plan) -> list[tuple[int, int]]:
-    """Return (start, stop) of the ranges of layers that save the same, see Plan.save_policy()."""
-    first_mlp = plan.n_recomputed - plan.n_mlp_saved
-    bounds = 0, first_mlp - plan.n_attention_saved, first_mlp, plan.n_recomputed, plan.n_layers
-    return [(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop]
-
-
 def saved_bytes(
     plan: Plan, totals: LayerTotals, value_bytes: int, first: int | None = None
 ) -> tuple[int, int]:
@@ -111,10 +104,11 @@ def saved_bytes(
     layers, None for all. `value_bytes`: the bytes of one value for each token of a micro-batch."""
     n_layers = plan.n_layers if first is None else first
     recomputed = others = 0
-    for start, stop in layer_ranges(plan):
-        values = totals.saved_values[plan.save_policy(start)]
-        n_bytes = (values[min(stop, n_layers)] - values[min(start, n_layers)]) * value_bytes
-        if start < plan.n_recomputed:
+    for policy, layers in plan.save_policies():
+        values = totals.saved_values[policy]
+        n_values = values[min(layers.stop, n_layers)] - values[min(layers.start, n_layers)]
+        n_bytes = n_values * value_bytes
+        if layers.start < plan.n_recomputed:
             recomputed += n_bytes
         else:
             others += n_bytes

@@ -71,7 +71,7 @@ def micro_batch_sizes(search: SearchInputs, context_parallel_size: int) -> list[
     if search.config.micro_batch_tokens:
         return [search.config.micro_batch_tokens]
     workload = search.workload
-    longest = workload.least_tokens(context_parallel_size)
+    longest = workload.min_micro_batch_tokens(context_parallel_size)
     # by factors of 2, up to the tokens of a step per process
     sizes = [max(longest, math.ceil(workload.max_step_tokens / workload.world_size))]
     while sizes[-1] > longest:

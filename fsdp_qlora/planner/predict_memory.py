@@ -16,7 +16,7 @@ from fsdp_qlora.layer.spec import LayerSpec
 from fsdp_qlora.layer_costs.layer import LayerCosts
 from fsdp_qlora.model.parameters import CHUNK_BYTES
 from fsdp_qlora.plan import SAVE_MLP, Plan, SavePolicy
-from fsdp_qlora.planner.layer_totals import LayerTotals, layer_ranges, saved_bytes, sum_layers
+from fsdp_qlora.planner.layer_totals import LayerTotals, saved_bytes, sum_layers
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
@@ -64,9 +64,10 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
             if fused.lora_width)}
     if plan.uses_cuda_graphs:  # besides the memory above, which evaluations need
         of_micro_batch = by_recomputed + by_others + live
-        memory["CUDA graphs' own"] = plan.cuda_graph_room * of_micro_batch + live
+        memory["CUDA graphs' own"] = plan.cuda_graph_micro_batches * of_micro_batch + live
     host = looked_up_bytes * plan.embedding_on_host + packed_bytes * plan.offload_params
-    if plan.offload_activations:  # all but the last put(), which stays on the GPU
+    if plan.offload_activations and plan.n_recomputed:
+        # all but the last put(), which stays on the GPU
         offloaded, _ = saved_bytes(plan, totals, value_bytes)
         last = last_put_values(plan.save_policy(plan.n_recomputed - 1), totals, arch.hidden_size)
         host += max(0, offloaded - last * value_bytes)
@@ -98,8 +99,8 @@ def shared_kv_values(arch: Architecture) -> int:
 def last_put_values(policy: SavePolicy, totals: LayerTotals, hidden: int) -> int:
     """Return the values per token of a layer's last put(), see LayerFunction."""
     if policy == SAVE_MLP:
-        return totals.mlp_values
-    return hidden + totals.attention_values * policy.attention
+        return totals.largest_mlp_values
+    return hidden + totals.largest_attention_values * policy.attention
 
 
 def activation_peak(
@@ -110,12 +111,12 @@ def activation_peak(
     what a layer has saved, from the last layer to the first. So of the layers that cost and save
     the same, the last one needs most."""
     peaks = []
-    for start, stop in layer_ranges(plan):
-        policy = plan.save_policy(start)
+    for policy, layers in plan.save_policies():
         for layer_costs, last_index in totals.last_index.items():
-            if last_index[stop] < start:
+            last = last_index[layers.stop]
+            if last < layers.start:
                 continue  # the range has no such layer
-            recomputed, others = saved_bytes(plan, totals, value_bytes, last_index[stop] + 1)
+            recomputed, others = saved_bytes(plan, totals, value_bytes, last + 1)
             on_gpu = recomputed
             if plan.offload_activations:  # the mixer's put, and those that are copied at once
                 put = last_put_values(policy, totals, hidden)
@@ -132,7 +133,7 @@ def exchanged_bytes(
     gradients, beside a layer's own."""
     if plan.context_parallel_size == 1:
         return 0
-    if mla := LayerCosts(specs[0]).mla:
+    if mla := LayerCosts(specs[0]).mla_costs:
         # its live_bytes() counts what else backward needs
         n_saved = max(1, plan.n_layers - plan.n_recomputed)
         return n_saved * mla.context_saved_values(plan) * value_bytes

@@ -22,7 +22,7 @@ def predict_time(
     plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...], machine: Machine,
     mean_document_tokens: float,
 ) -> Plan:
-    """Return the plan with its `token_seconds`, the predicted time of one GPU per token.
+    """Return the plan with its `seconds_per_token`, the predicted time of one GPU per token.
 
     For the rows to which TimeConstants were fitted, those of tests/test_memory.py, the predicted
     tokens/s are 0.94 to 1.18 times the measured ones; for hybrids and Gemma 4 up to 1.43 times, see
@@ -32,7 +32,7 @@ def predict_time(
     layer = layer_seconds(plan, arch, sum_layers(specs), machine, mean_document_tokens)
     seconds = layer.total(plan.uses_cuda_graphs) * arch.n_layers
     seconds += lm_head_seconds(plan, arch, machine)
-    return dataclasses.replace(plan, token_seconds=seconds / plan.micro_batch_tokens)
+    return dataclasses.replace(plan, seconds_per_token=seconds / plan.micro_batch_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,8 @@ def fraction_recomputed(plan: Plan) -> float:
 
 def weights_multiplied_again(plan: Plan, totals: LayerTotals) -> float:
     """Return the number of a mean layer's weights that backward multiplies by once more."""
+    # layer 0 stands for all of these: SAVE_ATTENTION multiplies by the same weights again as
+    # SAVE_INPUT, and no plan has it beside SAVE_MID_RESIDUAL
     of_whole = fraction_recomputed(plan) * totals.recomputed_weights[plan.save_policy(0)]
     of_mixers = plan.n_mlp_saved / plan.n_layers * totals.recomputed_weights[SAVE_MLP]
     return (of_whole + of_mixers) / plan.n_layers
@@ -101,7 +103,7 @@ def compute_seconds(
     n, n_layers = plan.micro_batch_tokens, arch.n_layers
     active_weights = totals.active_weights / n_layers
     flops = 2 * n * (2 * active_weights + weights_multiplied_again(plan, totals))
-    if plan.context_parallel_size > 1 and (mla := totals.mla):
+    if plan.context_parallel_size > 1 and (mla := totals.mla_costs):
         # of keys that are another rank's, or seen by both pieces
         again = fraction_recomputed(plan)
         flops += 2 * n * (plan.visible_keys_per_token - 1) * (2 + again) * mla.kv_b.n_weights
@@ -132,7 +134,7 @@ def moved_bytes(
         fraction_recomputed(plan) * share * (totals.active_weights / n_layers))
     moved = (uses * (0.5 + itemsize) / CONSTANTS.dequantizing_fraction
              + n * totals.elementwise_values / n_layers * itemsize)
-    if plan.context_parallel_size > 1 and (mla := totals.mla):
+    if plan.context_parallel_size > 1 and (mla := totals.mla_costs):
         # made in forward, and twice in backward; and their gradients
         moved += n * plan.visible_keys_per_token * 4 * mla.values_to_make_kv * itemsize
     if plan.attention_is_eager:
@@ -157,7 +159,7 @@ def wait_seconds(
         waits = routed * (1 + again) * CONSTANTS.range_wait_launches * machine.launch_seconds
     # keys and values go to the ranks that need them, again where they are recomputed, and back
     kv_values = max(2 * heads.n_kv * heads.dim for heads in arch.layer_heads)
-    if mla := totals.mla:
+    if mla := totals.mla_costs:
         kv_values = mla.exchanged_values
     exchanged = kv_values * plan.micro_batch_tokens * plan.dtype.itemsize
     times = (2 + again) * (plan.context_parallel_size - 1)

@@ -43,12 +43,13 @@ MIN_FREE, GOOD_FREE = 0.07, 0.1
 # ranks share micro-batches if a step then takes less than this fraction of its time
 MUCH_FASTER = 0.8
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
-HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
+# bytes of host memory that a process may pin for speed alone; pinning takes 0.2 s a GiB
+MAX_PINNED_FOR_SPEED = 48 * 2**30
 
 
 def agree_on_plan(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], sampler: RowSampler,
-    eval_rows: Rows | None, limit: int, device: torch.device, kernels: Kernels,
+    eval_rows: Rows | None, memory_limit: int, device: torch.device, kernels: Kernels,
     optimizer_bytes_per_weight: float = 0.0,
 ) -> Plan:
     """Return the plan of this run, rank 0's on all ranks. All ranks must call this."""
@@ -65,7 +66,7 @@ def agree_on_plan(
         # no trial for short documents, for which can_save_attention() returns False in any case
         can_reuse_attention_results=workload.mean_document_tokens >= LONG_DOCUMENT
         and attention.can_reuse_attention_results(kernels, arch, device))
-    search = SearchInputs(config, arch, specs, workload, limit, machine, device, facts,
+    search = SearchInputs(config, arch, specs, workload, memory_limit, machine, device, facts,
                           optimizer_bytes_per_weight)
     with raise_on_all_ranks():
         plan = choose_plan(search)
@@ -84,7 +85,7 @@ def choose_plan(search: SearchInputs) -> Plan:
         check_host(plan, search.machine)
     # micro-batches have several shapes if the rows do, or if a step's last micro-batches have fewer
     # rows
-    least = workload.least_tokens(plan.context_parallel_size)
+    least = workload.min_micro_batch_tokens(plan.context_parallel_size)
     n_groups = workload.world_size // plan.context_parallel_size
     n_rows = n_groups * (plan.micro_batch_tokens // least)
     uneven_micro_batches = (workload.uneven_lengths or workload.uneven_targets
@@ -100,7 +101,7 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
     if size > 1 and recurrent_mixer_spec(arch):
         raise ValueError(f"--context_parallel_size {size}: a model with recurrent layers needs all"
                          " tokens of a row on one GPU")
-    least = workload.least_tokens(size)
+    least = workload.min_micro_batch_tokens(size)
     if config.micro_batch_tokens and config.micro_batch_tokens < least:
         shared = f", {least} on each of {size} GPUs" if size > 1 else ""
         raise ValueError(f"--micro_batch_tokens {config.micro_batch_tokens}: the longest row has"
@@ -127,7 +128,7 @@ def find_plan(search: SearchInputs) -> Plan:
     has_idle_ranks = workload.max_step_tokens < workload.world_size * workload.max_document_tokens
     for size in range(2, workload.world_size + 1):
         fits = fits_both(best)
-        is_long = workload.least_tokens(size) >= MIN_TOKENS_PER_RANK
+        is_long = workload.min_micro_batch_tokens(size) >= MIN_TOKENS_PER_RANK
         if workload.world_size % size or not is_long or (fits and not has_idle_ranks):
             continue
         plan = best_plan(size)
@@ -157,7 +158,7 @@ def affordable_plans(search: SearchInputs, context_parallel_size: int) -> list[P
     with_margin = [plan for plan in runnable if plan.fits(usable_bytes, MIN_FREE)]
     needed = min(plan.host_bytes for plan in with_margin or runnable or plans)
     # beyond what is needed, host memory is pinned only for speed
-    allowed = min(needed + HOST_SPARE, max(needed, machine.free_host_bytes / 2))
+    allowed = min(needed + MAX_PINNED_FOR_SPEED, max(needed, machine.free_host_bytes / 2))
     return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
@@ -170,8 +171,8 @@ def fastest_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     smallest = min(plans, key=lambda plan: plan.bytes)
     fitting = [p for p in plans if p.fits(search.usable_bytes, MIN_FREE)]
     fitting = [search.with_time(p) for p in fitting or [smallest]]
-    fastest = min(p.token_seconds for p in fitting)
-    near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
+    fastest = min(p.seconds_per_token for p in fitting)
+    near = [p for p in fitting if p.seconds_per_token <= SAME_TIME * fastest]
     with_margin = [p for p in near if p.fits(search.usable_bytes, GOOD_FREE)]
     if with_margin:
         return min(with_margin, key=lambda plan: plan.tie_break)
@@ -190,24 +191,24 @@ class DoesNotFit(ValueError, MemoryError):
 
 def check_plan(plan: Plan, search: SearchInputs) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
-    limit, machine = search.limit, search.machine
+    memory_limit, machine = search.memory_limit, search.machine
     if plan.host_bytes > machine.free_host_bytes:
         raise DoesNotFit(f"does not fit: needs {plan.host_bytes / 2**30:.1f} GiB of host memory per"
                          " process on this machine, but only"
                          f" {machine.free_host_bytes / 2**30:.1f} GiB are available. Offload less")
-    if plan.fits(limit):
+    if plan.fits(memory_limit):
         return
     flags, smaller = suggest_flags(plan, search)
     size = f"{smaller.bytes / 2**30:.1f} GiB per GPU"
-    is_enough = smaller.fits_both(limit, machine.free_host_bytes)
+    is_enough = smaller.fits_both(memory_limit, machine.free_host_bytes)
     if smaller.host_bytes:
         size += f" and {smaller.host_bytes / 2**30:.1f} GiB of host memory per process"
-    advice = f"Add {flags}: {size}, predicted {1 / smaller.token_seconds:,.0f} tok/s/GPU"
+    advice = f"Add {flags}: {size}, predicted {1 / smaller.seconds_per_token:,.0f} tok/s/GPU"
     if not is_enough:
         advice = f"With {flags} it still needs {size}. Use more GPUs as well"
     text = (f"does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB plus"
-            f" {100 * FRAGMENTATION:.0f} % for fragmentation, but only {limit / 2**30:.1f} GiB per"
-            f" GPU are available. {advice}")
+            f" {100 * FRAGMENTATION:.0f} % for fragmentation, but only"
+            f" {memory_limit / 2**30:.1f} GiB per GPU are available. {advice}")
     raise DoesNotFit(text, flags if is_enough else "", smaller)
 
 
@@ -215,7 +216,7 @@ def suggest_flags(plan: Plan, search: SearchInputs) -> tuple[str, Plan]:
     """Return what helps if `plan` does not fit: the fewest flags, in the order in which to try
     them, that the user has not set, and the plan with them; all flags if they do not suffice."""
     config, workload = search.config, search.workload
-    least = workload.least_tokens(1)
+    least = workload.min_micro_batch_tokens(1)
     shorter: dict[str, Any] = {"micro_batch_tokens": least}
     if plan.micro_batch_tokens <= least:  # a micro-batch is the longest row alone: shorten the rows
         shorter = {"micro_batch_tokens": config.micro_batch_tokens and least // 2,
@@ -236,7 +237,7 @@ def suggest_flags(plan: Plan, search: SearchInputs) -> tuple[str, Plan]:
         flags += [f"--{name}" if value is True else f"--{name} {value}"
                   for name, value in change.items()]
         plan = find_plan(dataclasses.replace(search, config=config, workload=workload))
-        if plan.fits_both(search.limit, search.machine.free_host_bytes):
+        if plan.fits_both(search.memory_limit, search.machine.free_host_bytes):
             break
     return " ".join(flags), plan
 
@@ -256,11 +257,11 @@ def with_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: boo
     they are not used.
 
     Graphs never free their memory. If micro-batches have several shapes, that memory has gaps, and
-    micro-batches without a graph need memory of their own: cuda_graph_room is 2 micro-batches. If
-    all micro-batches have one shape, the memory of the runs before the capture is free again.
+    micro-batches without a graph need memory of their own: cuda_graph_micro_batches is 2. If all
+    micro-batches have one shape, the memory of the runs before the capture is free again.
     """
     graphed = dataclasses.replace(
-        plan, uses_cuda_graphs=True, cuda_graph_room=2 if uneven_micro_batches else 0)
+        plan, uses_cuda_graphs=True, cuda_graph_micro_batches=2 if uneven_micro_batches else 0)
     graphed = search.with_time(search.with_memory(graphed))
     why_no_capture = search.kernel_facts.why_no_capture
     reasons = (
@@ -269,7 +270,7 @@ def with_cuda_graphs(plan: Plan, search: SearchInputs, uneven_micro_batches: boo
         (plan.context_parallel_size > 1, "ranks exchange keys and values"),
         (why_no_capture, why_no_capture),
         (plan.n_expert_ranges > 1, "ranges of experts wait for the GPU"),
-        (graphed.token_seconds > 0.95 * plan.token_seconds, "the host is fast enough"),
+        (graphed.seconds_per_token > 0.95 * plan.seconds_per_token, "the host is fast enough"),
         (not graphed.fits(search.usable_bytes), "no memory for them"))
     reason = next((text for is_so, text in reasons if is_so), "")
     return dataclasses.replace(plan, why_no_cuda_graphs=reason) if reason else graphed

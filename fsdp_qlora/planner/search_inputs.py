@@ -39,12 +39,13 @@ class Workload:
     min_document_tokens: int = 0  # of the shortest document that is trained
 
     def is_varlen(self, context_parallel_size: int) -> bool:
-        """Return Plan.is_varlen, as make_micro_batch() decides it."""
+        """Return Plan.is_varlen. make_micro_batch() decides for each micro-batch, by its own
+        documents and padding."""
         if context_parallel_size == 1:
             return self.uneven_lengths
         return not has_long_pieces(self.min_document_tokens, context_parallel_size)
 
-    def least_tokens(self, context_parallel_size: int) -> int:
+    def min_micro_batch_tokens(self, context_parallel_size: int) -> int:
         """Return the fewest tokens that a rank's micro-batch must fit, if so many ranks share a
         micro-batch. A pair may be split between micro-batches, but not if there is only one."""
         n = (self.max_row_tokens if context_parallel_size == self.world_size
@@ -56,7 +57,7 @@ class Workload:
         plan.micro_batch_tokens."""
         n_tokens = plan.micro_batch_tokens
         n_micro_steps = math.ceil(self.max_step_tokens / (self.world_size * n_tokens))
-        return n_micro_steps * n_tokens * plan.token_seconds
+        return n_micro_steps * n_tokens * plan.seconds_per_token
 
 
 class KernelFacts(NamedTuple):
@@ -76,7 +77,7 @@ class SearchInputs:
     arch: Architecture
     specs: tuple[LayerSpec, ...]
     workload: Workload
-    limit: int  # bytes per GPU; 0: no limit, or on a CPU the memory of the host
+    memory_limit: int  # bytes per GPU; 0: no limit, or on a CPU the memory of the host
     machine: Machine
     device: torch.device
     kernel_facts: KernelFacts = KernelFacts()
@@ -85,12 +86,12 @@ class SearchInputs:
     @property
     def only_host_limits(self) -> bool:
         """True if host memory is the only limit."""
-        return self.device.type == "cpu" and not self.limit
+        return self.device.type == "cpu" and not self.memory_limit
 
     @property
     def usable_bytes(self) -> float:
         """Bytes that a plan may need of the memory that it computes in; 0: any number."""
-        return self.machine.free_host_bytes if self.only_host_limits else self.limit
+        return self.machine.free_host_bytes if self.only_host_limits else self.memory_limit
 
     def with_memory(self, plan: Plan) -> Plan:
         return predict_memory(plan, self.arch, self.specs)

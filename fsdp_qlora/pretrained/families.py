@@ -80,7 +80,7 @@ MIXTRAL: dict[str, Any] = dict(
 DEEPSEEK: dict[str, Any] = dict(
     n_experts="config.n_routed_experts", n_first_dense="config.first_k_dense_replace",
     shared_size="config.moe_intermediate_size", n_shared="config.n_shared_experts",
-    shared_prefix="mlp.shared_experts", fp32_router=True, scores="sigmoid",
+    shared_prefix="mlp.shared_experts", fp32_router=True, score_func="sigmoid",
     correction_bias="mlp.gate.e_score_correction_bias", n_expert_groups="config.n_group",
     topk_group="config.topk_group", norm_topk_prob="config.norm_topk_prob",
     sum_eps=1e-20, routed_scaling_factor="config.routed_scaling_factor", rounded_weights=False)
@@ -176,9 +176,10 @@ FAMILIES: dict[str, Family] = {
         attention_in_multiplier="config.attention_in_multiplier",
         attention_out_multiplier="config.attention_out_multiplier",
         mlp_multipliers="config.mlp_multipliers", other_mixers={"hybrid": Mamba2Spec(
-            in_bias=False, out_bias=False, norm="config.mamba_rms_norm",
-            norm_first="config.mamba_norm_before_gate", in_multiplier="config.ssm_in_multiplier",
-            multipliers="config.ssm_multipliers", out_multiplier="config.ssm_out_multiplier")},
+            in_bias=False, out_bias=False, has_norm="config.mamba_rms_norm",
+            norm_before_gate="config.mamba_norm_before_gate",
+            in_multiplier="config.ssm_in_multiplier", multipliers="config.ssm_multipliers",
+            out_multiplier="config.ssm_out_multiplier")},
         unused=("mamba_d_ssm", "mamba_expand", "mamba_chunk_size", "num_logits_to_keep")),
     "hyperclovax": Family(**GRANITE, logits_multiplier="config.logits_scaling",
                           attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
@@ -253,7 +254,7 @@ FAMILIES: dict[str, Family] = {
         adapter_form="parameters")),
     "mixtral": Family(windowed_layers="all", moe=MoESpec(**MIXTRAL, rounded_weights=False)),
     "minimax_m2": Family(qk_norm="full", partial_rotary=True, moe=MoESpec(
-        **MIXTRAL, scores="sigmoid", correction_bias="mlp.e_score_correction_bias",
+        **MIXTRAL, score_func="sigmoid", correction_bias="mlp.e_score_correction_bias",
         rounded_weights=False)),
     "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, moe=MoESpec(
         expert_size="config.intermediate_size", norm_topk_prob="config.norm_topk_prob")),
@@ -267,7 +268,7 @@ FAMILIES: dict[str, Family] = {
             expert_size="config.intermediate_size", shared_size="config.intermediate_size",
             n_shared="config.num_shared_experts", shared_prefix="mlp.shared_experts",
             combination="config.shared_expert_combination_strategy",
-            scores="config.expert_selection_fn", ranks_logits=True, rounded_scores=True,
+            score_func="config.expert_selection_fn", ranks_logits=True, rounded_scores=True,
             softmax_of_chosen=True, norm_topk_prob="config.norm_topk_prob")),
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
                          moe=MoESpec(**GRANITE_EXPERTS)),
@@ -279,7 +280,7 @@ FAMILIES: dict[str, Family] = {
         norm_kind="rms_fp32", qk_norm="head", windowed_layers="layer_types", no_rotary="full",
         sinks=True, renames=(("self_attn.sinks", "self_attn.softmax_offset"),), moe=MoESpec(
             shared_size="config.shared_expert_intermediate_size", fp32_router=True,
-            scores="sigmoid", norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
+            score_func="sigmoid", norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
             adapter_form="parameters")),
     "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoESpec(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
@@ -307,12 +308,12 @@ FAMILIES: dict[str, Family] = {
         renames=(("mlp.post_mlp_layernorm", "post_mlp_layernorm"),),
         moe=MoESpec(**DEEPSEEK, correction_bias_or_zeros=True, adapter_form="parameters")),
     "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoESpec(**DEEPSEEK | dict(
-        scores="softmax", correction_bias=None, norm_topk_prob=False, group_best=1,
+        score_func="softmax", correction_bias=None, norm_topk_prob=False, n_best_per_group=1,
         groups_if="config.topk_method"))),
     "deepseek_v32": Family(**INDEXED, moe=MoESpec(**DEEPSEEK)),
     "glm_moe_dsa": Family(**INDEXED, moe=MoESpec(**DEEPSEEK)),
     "mistral4": Family(**MLA, query_temperature=True, moe=MoESpec(**DEEPSEEK | dict(
-        fp32_router=False, scores="softmax", rounded_scores=True, correction_bias=None,
+        fp32_router=False, score_func="softmax", rounded_scores=True, correction_bias=None,
         rounded_weights=True, adapter_form="stacked"))),
     "dots1": Family(qk_norm="head", windowed_layers="layer_types", moe=MoESpec(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
@@ -326,8 +327,8 @@ FAMILIES: dict[str, Family] = {
                  (".post_self_attn_layernorm.", ".post_attn_norm."),
                  (".post_mlp_layernorm.", ".post_ffn_norm.")), moe=MoESpec(
             shared_size="config.shared_expert_intermediate_size",
-            shared_prefix="mlp.shared_experts",
-            fp32_router=True, scores="sigmoid", correction_bias="mlp.gate.e_score_correction_bias",
+            shared_prefix="mlp.shared_experts", fp32_router=True, score_func="sigmoid",
+            correction_bias="mlp.gate.e_score_correction_bias",
             ranks_logits=True, norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
             adapter_form="parameters")),
     "exaone_moe": Family(
@@ -336,7 +337,7 @@ FAMILIES: dict[str, Family] = {
             renames=(("mlp.gate.e_score", "mlp.e_score"),))),
     "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), moe=MoESpec(
         shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
-        shared_prefix="mlp.shared_experts", fp32_router=True, scores="sigmoid",
+        shared_prefix="mlp.shared_experts", fp32_router=True, score_func="sigmoid",
         correction_bias="mlp.e_score_correction_bias", sum_eps=1e-20,
         routed_scaling_factor="config.router_scaling_factor", rounded_weights=False,
         adapter_form="parameters",
@@ -357,7 +358,7 @@ FAMILIES: dict[str, Family] = {
         moe=MoESpec(**QWEN3_NEXT_EXPERTS, norm_topk_prob="config.norm_topk_prob")),
     "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoESpec(
         n_first_dense="config.num_dense_layers", experts_prefix="feed_forward.experts",
-        router="feed_forward.gate", scores="sigmoid", rounded_scores=True,
+        router="feed_forward.gate", score_func="sigmoid", rounded_scores=True,
         correction_bias="feed_forward.expert_bias",
         norm_topk_prob="config.norm_topk_prob", sum_eps=1e-6,
         routed_scaling_factor="config.routed_scaling_factor",
@@ -401,7 +402,7 @@ FAMILIES: dict[str, Family] = {
             "g_proj", per_head="config.gating", activation="softplus"), moe=MoESpec(
             shared_size="config.shared_expert_intermediate_size",
             shared_prefix="mlp.shared_experts",
-            scores="sigmoid", correction_bias="mlp.gate.e_score_correction_bias",
+            score_func="sigmoid", correction_bias="mlp.gate.e_score_correction_bias",
             routed_scaling_factor="config.moe_routed_scaling_factor", adapter_form="parameters",
             renames=(("mlp.shared_experts.", "mlp.shared_expert."),
                      ("mlp.gate.e_score", "mlp.experts.e_score")))),
@@ -415,7 +416,7 @@ FAMILIES: dict[str, Family] = {
                 "mtp_mlp_layer_types"),
         moe=MoESpec(
             n_experts="config.n_routed_experts", shared_size="config.share_expert_dim",
-            shared_prefix="mlp.shared_experts", scores="sigmoid", rounded_weights=False,
+            shared_prefix="mlp.shared_experts", score_func="sigmoid", rounded_weights=False,
             correction_bias="mlp.gate.e_score_correction_bias", limits="config.swiglu_limits",
             routed_scaling_factor="config.moe_router_scaling_factor", adapter_form="stacked",
             renames=(("mlp.gate.weight", "moe.gate.weight"),
@@ -433,7 +434,7 @@ FAMILIES: dict[str, Family] = {
         moe=MoESpec(
             shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
             shared_prefix="mlp.shared_experts", n_first_dense="config.num_dense_layers",
-            router="mlp.router.gate", scores="sigmoid", correction_bias="mlp.expert_bias",
+            router="mlp.router.gate", score_func="sigmoid", correction_bias="mlp.expert_bias",
             sum_eps=1e-20, routed_scaling_factor="config.route_scale", rounded_weights=False)),
     # use_bias in a config is refused, because it would also give the lm_head a bias
     "ernie4_5_moe": Family(rotary_interleaved=True, moe=MoESpec(

@@ -247,11 +247,11 @@ def make_moe(c: PreTrainedConfig, family: Family, outer_type: str) -> MoESpec | 
         return None
     if moe.groups_if not in (True, "group_limited_greedy"):
         moe = dataclasses.replace(moe, n_expert_groups=1)
-    if moe.softmax_of_chosen and moe.scores == "softmax":
+    if moe.softmax_of_chosen and moe.score_func == "softmax":
         moe = dataclasses.replace(moe, norm_topk_prob=True, rounded_scores=False)
-    if moe.scores not in ("softmax", "sigmoid") or moe.combination not in ("sum", "average"):
-        raise ValueError(f"experts with {moe.scores} scores and the {moe.combination} with shared"
-                         " experts are not supported")
+    if moe.score_func not in ("softmax", "sigmoid") or moe.combination not in ("sum", "average"):
+        raise ValueError(f"experts with {moe.score_func} scores and the {moe.combination} with"
+                         " shared experts are not supported")
     adapter_form = ADAPTER_FORMS_INSIDE.get(outer_type, moe.adapter_form)
     return dataclasses.replace(moe, adapter_form=adapter_form)
 

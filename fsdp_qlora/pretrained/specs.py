@@ -1,5 +1,5 @@
-"""Family, which describes a family, and the specs of its parts: experts, mixers and more;
-LinearShape.
+"""LinearShape; the specs of a family's parts: experts, mixers and more; Family, which describes a
+family.
 
 Family extends ArchitectureFields, as Architecture does (architecture.py). families.py has the table
 of families.
@@ -24,12 +24,23 @@ NoRotary = Literal["no_rope_layers", "layer_rope_theta", "full", "full_if_window
 # layers with a sliding window: all layers, or those with "sliding_attention" in the config's list
 WindowedLayers = Literal["all", "layer_types"]
 # scores of experts: the softmax over all of a token's logits, or the sigmoid of each logit
-RouterScores = Literal["softmax", "sigmoid"]
+ScoreFunc = Literal["softmax", "sigmoid"]
 # the shared expert's output plus the others'; "average": half of that sum
 ExpertSum = Literal["sum", "average"]
 # form of the experts' adapters that PEFT 0.21 loads: "modules", one per expert; "stacked", one for
 # all experts; "parameters", saved like "modules", but declared in its config as "stacked"
 AdapterForm = Literal["modules", "stacked", "parameters"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearShape:
+    """Name and shape of one weight matrix of a layer; not an nn.Linear."""
+
+    name: str  # name in the layer, in transformers and checkpoints
+    out_features: int
+    in_features: int
+    bias: bool
+    mxfp4: bool = False  # it is in MXFP4 in the files, and stays so; else it is quantized to NF4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +86,17 @@ class MoESpec:
     shared_gate: str | None = None  # a linear whose sigmoid multiplies the shared expert's output
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
-    scores: RouterScores | FromConfig = "softmax"
+    score_func: ScoreFunc | FromConfig = "softmax"
     rounded_scores: bool = False  # scores, and their sum, are rounded to the model's dtype
     correction_bias: str | None = None  # a tensor [experts]
     correction_bias_is_row: bool = False  # it is [1, experts]
     ranks_logits: bool = False  # experts are ranked by logits (plus correction_bias), not by scores
     correction_bias_or_zeros: bool = False  # files may lack it; it is then 0
     # a token goes only to experts of its topk_group groups, the ones with the largest sums of their
-    # group_best highest scores
+    # n_best_per_group highest scores
     n_expert_groups: int | FromConfig = 1
     topk_group: int | FromConfig = 1
-    group_best: int = 2
+    n_best_per_group: int = 2
     groups_if: bool | FromConfig = True  # if a config can switch groups off; True or
     #                                      "group_limited_greedy": on
     norm_topk_prob: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
@@ -242,7 +253,7 @@ class Mamba2Spec:
     C go through a convolution of `conv_kernel_size` tokens and SiLU; the heads are divided evenly
     among the groups. dt = softplus(dt + dt_bias), within dt_limits and not below min_dt. A head's
     state S [state_size, head_dim] becomes S exp(-exp(A_log) dt) + B (dt x). out_proj reads norm((C
-    S + D x) SiLU(z)) with the norm by group, or norm(C S + D x) SiLU(z) with norm_first.
+    S + D x) SiLU(z)) with the norm by group, or norm(C S + D x) SiLU(z) with norm_before_gate.
     """
 
     n_heads: int | FromConfig = "config.mamba_n_heads"
@@ -257,8 +268,8 @@ class Mamba2Spec:
     min_dt: float | FromConfig = 0.0
     norm_eps: float | FromConfig = "config.rms_norm_eps"
     prefix: str = "mamba"  # its name in a layer
-    norm: bool | FromConfig = True  # False: no norm
-    norm_first: bool | FromConfig = False
+    has_norm: bool | FromConfig = True
+    norm_before_gate: bool | FromConfig = False
     # factors of in_proj's input; of its outputs z, x, B, C and dt; and of out_proj's output
     in_multiplier: float | FromConfig = 1.0
     multipliers: FromConfig = 1.0  # one for all, or a list
@@ -288,7 +299,7 @@ class Mamba2Spec:
         shapes: dict[str, tuple[int, ...]] = {
             "conv1d.weight": (n_channels, 1, self.conv_kernel_size), "A_log": (self.n_heads,),
             "dt_bias": (self.n_heads,), "D": (self.n_heads,)}
-        shapes |= {"norm.weight": (self.widths["x"],)} if self.norm else {}
+        shapes |= {"norm.weight": (self.widths["x"],)} if self.has_norm else {}
         shapes |= {"conv1d.bias": (n_channels,)} if self.conv_bias else {}
         return {f"{self.prefix}.{name}": shape for name, shape in shapes.items()}
 
@@ -486,14 +497,3 @@ class Family(ArchitectureFields):
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()  # fields of the config that change nothing here
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearShape:
-    """Name and shape of one weight matrix of a layer; not an nn.Linear."""
-
-    name: str  # name in the layer, in transformers and checkpoints
-    out_features: int
-    in_features: int
-    bias: bool
-    mxfp4: bool = False  # it is in MXFP4 in the files, and stays so; else it is quantized to NF4

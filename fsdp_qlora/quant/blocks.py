@@ -49,10 +49,10 @@ class FourBitBlocks(torch.Tensor):
 
     @classmethod
     def zeros(
-        cls, n_blocks: int, device: torch.device | str, n_scales: int = 1,
+        cls, n_blocks: int, device: torch.device | str, scales_per_block: int = 1,
     ) -> FourBitBlocks:
         packed = torch.zeros(n_blocks, BLOCKSIZE // 2, dtype=torch.uint8, device=device)
-        scales = torch.zeros(n_blocks, n_scales, dtype=torch.uint8, device=device)
+        scales = torch.zeros(n_blocks, scales_per_block, dtype=torch.uint8, device=device)
         return cls(packed, scales)
 
     def zeros_on(self, device: torch.device) -> FourBitBlocks:
@@ -105,16 +105,18 @@ class FourBitBlocks(torch.Tensor):
     vars(fsdp_pre_all_gather)["__signature__"] = inspect.signature(fsdp_pre_all_gather)
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[torch.Tensor, ...], n_scales: int, param_dtype: torch.dtype, *,
+        self, outputs: tuple[torch.Tensor, ...], scales_per_block: int, param_dtype: torch.dtype, *,
         out: FourBitBlocks | None = None,
     ) -> tuple[FourBitBlocks, tuple[torch.Tensor, ...]] | None:
         """Hook that FSDP2 calls with the gathered tensors. Returns (the whole FourBitBlocks, the
         tensors that FSDP2 frees with it); None if `out` already contains them."""
         n_bytes = BLOCKSIZE // 2  # of a block's codes
         packed, scales = outputs if len(outputs) == 2 else outputs[0].split(
-            [outputs[0].numel() // (n_bytes + n_scales) * n for n in (n_bytes, n_scales)])
+            [outputs[0].numel() // (n_bytes + scales_per_block) * n
+             for n in (n_bytes, scales_per_block)])
         if out is None:
-            return FourBitBlocks(packed.view(-1, n_bytes), scales.view(-1, n_scales)), outputs
+            blocks = FourBitBlocks(packed.view(-1, n_bytes), scales.view(-1, scales_per_block))
+            return blocks, outputs
         assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
         return None
 

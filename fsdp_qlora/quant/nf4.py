@@ -80,7 +80,7 @@ def launch_dequantize(
         packed, scales, nested_absmax, offsets, scale_codebooks, codebook, adapter, table, out,
         len(packed), n_tiles, n_rows, n_in, padded_lora_width, rank,
         LINEARS=n_linears, BLOCKS_PER_LINEAR=blocks_per_linear, MXFP4=in_mxfp4,
-        N_SCALES=scales.shape[1],
+        SCALES_PER_BLOCK=scales.shape[1],
         BLOCKS=TILE_BLOCKS, BLOCK=BLOCKSIZE, NESTED_BLOCK=NESTED_BLOCKSIZE, ROWS=TILE_ROWS,
         COLUMNS=LORA_ALIGNMENT, num_warps=4,
         enable_fp_fusion=False)  # bitsandbytes rounds between multiplying a scale and adding offset
@@ -96,7 +96,7 @@ if triton:
     def dequantize_kernel(
         packed, scales, nested_absmax, offsets, scale_codebooks, codebook, adapter, table, out,
         n_blocks, n_tiles, n_rows, n_in, padded_lora_width, rank, LINEARS: tl.constexpr,
-        BLOCKS_PER_LINEAR: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr,
+        BLOCKS_PER_LINEAR: tl.constexpr, MXFP4: tl.constexpr, SCALES_PER_BLOCK: tl.constexpr,
         BLOCKS: tl.constexpr,
         BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):
@@ -121,13 +121,14 @@ if triton:
             byte = block[:, None] * (BLOCK // 2) + byte_of
             codes = tl.load(packed + byte, inside[:, None], 0).to(tl.int32)
             if MXFP4:
-                scale_of = block[:, None] * N_SCALES + byte_of // (BLOCK // 2 // N_SCALES)
+                scale_of = (block[:, None] * SCALES_PER_BLOCK
+                            + byte_of // (BLOCK // 2 // SCALES_PER_BLOCK))
                 scale = tl.load(scales + scale_of, inside[:, None], 0).to(tl.int32)
                 factor = tl.load(scale_codebooks + scale)
             else:
                 nested = tl.load(fields + FIRST_NESTED) + block_of // NESTED_BLOCK
                 index = tl.load(fields + INDEX)
-                scale = tl.load(scales + block * N_SCALES, inside, 0).to(tl.int32)
+                scale = tl.load(scales + block * SCALES_PER_BLOCK, inside, 0).to(tl.int32)
                 absmax = tl.load(scale_codebooks + index * SCALE_CODES + scale)
                 absmax = absmax * tl.load(nested_absmax + nested, inside, 0.0)
                 factor = (absmax + tl.load(offsets + index))[:, None]

@@ -164,8 +164,10 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
         log(f"changed on resume: {', '.join(changed)} (from step {run.saved_step})")
         kept["earlier_versions"] = [*kept.get("earlier_versions", []),
                                     {"until_step": run.saved_step, **before}]
-    # state_bytes: the name in the files of earlier runs
-    plan = {"state_bytes" if name == "optimizer_bytes_per_weight" else name: value
+    earlier_names = {  # in the files of earlier runs
+        "optimizer_bytes_per_weight": "state_bytes", "seconds_per_token": "token_seconds",
+        "cuda_graph_micro_batches": "cuda_graph_room"}
+    plan = {earlier_names.get(name, name): value
             for name, value in dataclasses.asdict(run.plan).items()}
     train_config = {
         "flags": flags_of(user_config),

@@ -63,6 +63,9 @@ not needed, because all cores encode the data set once, into a cache
 not supported; use a smaller file, or --max_steps
     max_samples max_train_samples dataset_samples
 
+not supported; use a smaller --eval_dataset: a file, or a fraction of the examples such as 0.02
+    max_eval_samples
+
 not needed, because every epoch is shuffled anew, by --seed
     shuffle shuffle_dataset shuffle_merged_datasets data_seed random_state full_determinism
 

@@ -64,10 +64,10 @@ class MergeCheck:
         state_of_row, rows = {}, self.rows
         with torch.compiler.set_stance("force_eager"):
             # each rank computes whole rows, with context parallelism too
-            batch_format = model.batch_format._replace(context_group=ONLY_PROCESS)
-            n_tokens = max(batch_format.max_tokens, int(rows.lengths.max()))
+            micro_batch_format = model.micro_batch_format._replace(context_group=ONLY_PROCESS)
+            n_tokens = max(micro_batch_format.max_tokens, int(rows.lengths.max()))
             for micro_step in pack_rows(rows.lengths.tolist(), 1, n_tokens):
-                micro_batch = make_micro_batch(rows, micro_step, batch_format)
+                micro_batch = make_micro_batch(rows, micro_step, micro_batch_format)
                 hidden_states = model(micro_batch, wants_loss=False).cpu()
                 state_of_row.update(zip(  # padding is after the rows
                     micro_step[0], hidden_states.split(micro_batch.lengths)))

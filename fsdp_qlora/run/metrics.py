@@ -105,9 +105,9 @@ class MetricsWriter:
             speed = f"{record['tokens_per_second_per_gpu']:6,.0f} tok/s/{self.unit}"
             if self.compiles and step == self.first[0]:
                 speed = "(compiling)".rjust(len(speed))
-            log("step {of_all} | loss {loss:7.4f}{metrics} | lr {learning_rate:.1e} | grad_norm"
+            log("step {step_text} | loss {loss:7.4f}{metrics} | lr {learning_rate:.1e} | grad_norm"
                 " {grad_norm:6.3f} | {speed} | {peak_memory_gib:5.2f} GiB{eta}".format(
-                    of_all=of_all_steps(step, max_steps), metrics=describe_metrics(record),
+                    step_text=describe_step(step, max_steps), metrics=describe_metrics(record),
                     speed=speed, eta=eta, **record))
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ def describe_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def of_all_steps(step: int, max_steps: int | None) -> str:
+def describe_step(step: int, max_steps: int | None) -> str:
     """Return 'step/steps', padded to a fixed width: " 15/300", as wide as "300/300"."""
     return f"{step:{len(str(max_steps))}d}/{max_steps}"
 
@@ -164,7 +164,7 @@ def log_evaluation(step: int, max_steps: int | None, metrics: dict[str, float],
                    samples: list[dict[str, str]], is_best: bool) -> None:
     """Print the loss of an evaluation, and its sample answers."""
     best = " | best so far" if is_best else ""
-    log(f"eval {of_all_steps(step, max_steps)} | loss {metrics['eval_loss']:7.4f}"
+    log(f"eval {describe_step(step, max_steps)} | loss {metrics['eval_loss']:7.4f}"
         f"{describe_metrics(metrics, 'eval_')}{best}")
     for sample in samples:
         log_sample(sample)
@@ -203,7 +203,7 @@ def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
     tflops = rate * (4 * weights + 2 * recomputed_weights) / 1e12
     unit = unit_of(run.device)
     log(f"measured: {rate:,.0f} tok/s/{unit}, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB; predicted"
-        f" {1 / plan.token_seconds:,.0f} tok/s/{unit}")
+        f" {1 / plan.seconds_per_token:,.0f} tok/s/{unit}")
 
 
 def earlier_records(path: Path, start_step: int, evaluated: int) -> str:

@@ -64,7 +64,7 @@ def plan_elsewhere(
     names, and the bytes of each GPU. Without `rows` it plans for rows of --max_seq_len tokens.
     Reads only config.json of the model. Raises ValueError."""
     world_size, _, gpu = parse_gpus(config.plan_for or "")
-    limit = int((config.memory_limit_gib or gpu.free_gib) * 2**30)
+    memory_limit = int((config.memory_limit_gib or gpu.free_gib) * 2**30)
     machine = gpu_machine(gpu, config.host_memory_gib or HOST_GIB)
     base = find_model(config.model or "", "config")
     config = dataclasses.replace(config, random_weights=True)
@@ -76,6 +76,6 @@ def plan_elsewhere(
     workload = make_workload(config, sampler, eval_rows, world_size)
     facts = KernelFacts(why_no_capture=why_no_capture(arch, machine),
                         can_reuse_attention_results=expects_attention_reuse(gpu, arch))
-    search = SearchInputs(config, arch, specs, workload, limit, machine, torch.device("cuda"),
-                          facts, optimizer_bytes_per_weight)
-    return config, choose_plan(search), limit
+    search = SearchInputs(config, arch, specs, workload, memory_limit, machine,
+                          torch.device("cuda"), facts, optimizer_bytes_per_weight)
+    return config, choose_plan(search), memory_limit

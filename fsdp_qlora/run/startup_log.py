@@ -35,7 +35,7 @@ SHOWN_TOKENS = {True: 60, False: 30}
 
 def log_startup(
         user_config: Config, config: Config, plan: Plan, kernels: Kernels,
-        limit: int, device: torch.device, versions: dict[str, str]) -> None:
+        memory_limit: int, device: torch.device, versions: dict[str, str]) -> None:
     """Print what this run is, before it begins: what it has chosen for flags that were not given,
     on what it runs, and the plan."""
     world_size = dist.get_world_size()
@@ -46,7 +46,7 @@ def log_startup(
             f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"
             for name, value in defaults.items()))
     hardware = (f"{world_size} x {torch.cuda.get_device_name(device)}, NCCL"
-                if device.type == "cuda" else f"CPU, {count(world_size, 'process')}, gloo")
+                if device.type == "cuda" else f"CPU, {pluralize(world_size, 'process')}, gloo")
     log(f"hardware: {hardware}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items()))
     if config.learning_rate > HIGH_RATE:
@@ -69,30 +69,30 @@ def log_startup(
         log(f"memory: {outside / 2**30:.2f} GiB of this GPU already in use (CUDA context, NCCL,"
             " other programs)")
     resident = host_memory().now if device.type == "cpu" else 0
-    log_plan(user_config, plan, limit, world_size, unit_of(device),
+    log_plan(user_config, plan, memory_limit, world_size, unit_of(device),
              resident if resident < math.inf else 0)
 
 
-def log_plan_elsewhere(user_config: Config, config: Config, plan: Plan, limit: int) -> None:
+def log_plan_elsewhere(user_config: Config, config: Config, plan: Plan, memory_limit: int) -> None:
     """Print the answer to --plan_for, if the plan fits."""
     world_size, gpu, _ = parse_gpus(config.plan_for or "")
     lengths = "" if config.dataset else f" of {config.max_seq_len:,} tokens"
     log(f"plan for {world_size} x {gpu} (from data sheets, not measured): {config.batch_size:,}"
         f" {row_word(config)}{lengths} per step, {config.host_memory_gib or HOST_GIB:g} GiB of host"
         " memory per GPU")
-    log_plan(user_config, plan, limit, world_size)
+    log_plan(user_config, plan, memory_limit, world_size)
     pinned = f" and {plan.host_bytes / 2**30:.1f} GiB of host memory" if plan.host_bytes else ""
-    log(f"fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB{pinned} per GPU, predicted"
-        f" {1 / plan.token_seconds:,.0f} tok/s/GPU")
+    log(f"fits: {plan.bytes / 2**30:.1f} of {memory_limit / 2**30:.1f} GiB{pinned} per GPU,"
+        f" predicted {1 / plan.seconds_per_token:,.0f} tok/s/GPU")
 
 
 def log_plan(
-    user_config: Config, plan: Plan, limit: int, world_size: int, unit: str = "GPU",
+    user_config: Config, plan: Plan, memory_limit: int, world_size: int, unit: str = "GPU",
     resident: float = 0,
 ) -> None:
     """Print the plan: the memory that it is predicted to take, and how the work is laid out.
     `resident`: bytes that the process has already, on a CPU, where they count."""
-    speed = f"predicted {1 / plan.token_seconds:,.0f} tok/s/{unit}"
+    speed = f"predicted {1 / plan.seconds_per_token:,.0f} tok/s/{unit}"
     shared_by = plan.context_parallel_size
     recomputed = f"activation checkpointing in {plan.n_recomputed} of {plan.n_layers} layers"
     if not plan.n_recomputed:
@@ -121,7 +121,7 @@ def log_plan(
     memory = {"the process so far": resident, **plan.memory}
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items()
                       if size > 2**30 / 200)
-    of_limit = f" of {limit / 2**30:.2f} GiB" if limit else ""
+    of_limit = f" of {memory_limit / 2**30:.2f} GiB" if memory_limit else ""
     pinned = f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
     log_on_gpu = log if unit == "GPU" else log_debug
     log_on_gpu(f"memory: predicted peak {sum(memory.values()) / 2**30:.2f} GiB{of_limit} per"
@@ -134,12 +134,12 @@ def describe_weight_layout(plan: Plan, n: int, unit: str) -> str:
     if n == 1:
         return f"weights on one {unit}"
     if n_shards == 1:
-        return f"weights replicated on {count(n, unit)}"
+        return f"weights replicated on {pluralize(n, unit)}"
     copies = f", {n // n_shards} copies" if n_shards < n else ""
-    return f"weights sharded over {count(n_shards, unit)}{copies}"
+    return f"weights sharded over {pluralize(n_shards, unit)}{copies}"
 
 
-def count(n: int, noun: str) -> str:
+def pluralize(n: int, noun: str) -> str:
     """Return a number of things with their noun: 1 process, 2 processes, 2 GPUs."""
     return f"{n} {noun}{('es' if noun.endswith('s') else 's') * (n > 1)}"
 
