@@ -40,10 +40,11 @@ from fsdp_qlora.planner import search as planner, search_inputs
 from fsdp_qlora.planner.search import DoesNotFit, check_host, fastest_plan, with_cuda_graphs
 from fsdp_qlora.planner.search_inputs import SearchInputs, Workload
 from fsdp_qlora.pretrained.model_directory import base_digest
-from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged, why_worse
+from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged
 from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
 from fsdp_qlora.run.run import Progress
+from fsdp_qlora.run.saved_run import why_worse
 from fsdp_qlora.run.startup_log import log_startup
 
 NAN = math.nan

@@ -78,6 +78,16 @@ def test_no_module_imports_what_stands_above_the_package(name):
     assert not above, f"{name} imports {above}; None is a relative import"
 
 
+def test_merge_imports_nothing_of_training():
+    """So that it can be read, and copied, without it."""
+    code = "import sys, merge_adapters; print(*sorted(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    of_training = ("fsdp_qlora.layer.", "fsdp_qlora.kernels.", "fsdp_qlora.planner.",
+                   "fsdp_qlora.run.run")  # fmt: skip
+    assert "fsdp_qlora.pretrained.stored_weights" in run.stdout
+    assert [name for name in run.stdout.split() if name.startswith(of_training)] == []
+
+
 def test_a_folder_of_modules_holds_no_code_of_its_own():
     """One file leaves __init__.py out."""
     folders = {path.parent for path in MODULES.values()}

@@ -340,7 +340,6 @@ def test_memory_flags_change_no_bit(nproc, name, runs, read_metrics):
     first, other = (runs(nproc, "lora", run) for run in (next(iter(MEMORY)), name))
     plan = json.loads((other / "train_config.json").read_text())["plan"]
     assert plan["reshard_after_forward"] == (name not in GATHERED)
-    assert "state_bytes" in plan  # the name in the files of earlier runs
     for row, same in zip(read_metrics(first), read_metrics(other), strict=True):
         for key in "loss", "grad_norm":  # on GPUs attention's backward adds in any order
             bar = 0 if DEVICE == "cpu" else 1e-5

@@ -5,12 +5,10 @@ The adapter has random values; weights go through load.py, so that loading is ch
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from fsdp_qlora.adapter_settings import AdapterSettings
+from fsdp_qlora.checks.without_kernels import without_kernels
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
 from fsdp_qlora.errors import errors_about
@@ -27,8 +26,9 @@ from fsdp_qlora.kernels.recurrence import RECURRENCES, recurrent_mixer_spec
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.spec import make_layer_specs
 from fsdp_qlora.model.fsdp import set_local
-from fsdp_qlora.model.lm_head import eager_losses, logits_of_hidden, scaled_logits
+from fsdp_qlora.model.lm_head import eager_losses, logits_of_hidden
 from fsdp_qlora.model.load import fill_model
+from fsdp_qlora.model.logits import scaled_logits
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -38,7 +38,6 @@ from fsdp_qlora.pretrained.shrunk_config import shrunk_config
 from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 
-KERNEL_PACKAGES = "fla", "causal_conv1d"
 # tokens of the two documents in one micro-batch; with longrope one is long and one is short
 LENGTHS = 24, 18
 CHECK_RANK, CHECK_ALPHA = 4, 8  # LoRA rank and alpha
@@ -120,22 +119,6 @@ def text_model(model_config: PreTrainedConfig, **settings: Any) -> nn.Module:
             return AutoModelForCausalLM.from_config(
                 model_config, trust_remote_code=False, **settings)
         return TextModel(model_config, **settings)
-
-
-@contextlib.contextmanager
-def without_kernels() -> Iterator[None]:
-    """Let transformers' modeling code be imported without optional kernels in the `with` body. That
-    code uses the kernels that are installed when it is imported, and they do not work on a CPU."""
-    before = {name: sys.modules.get(name) for name in KERNEL_PACKAGES}
-    absent: dict[str, Any] = dict.fromkeys(KERNEL_PACKAGES)  # None: import raises ImportError
-    sys.modules.update(absent)
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            del sys.modules[name]
-            if module is not None:
-                sys.modules[name] = module
 
 
 def text_class(model_config: PreTrainedConfig) -> Any:

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from fsdp_qlora.checks.compare_with_transformers import without_kernels
+from fsdp_qlora.checks.without_kernels import without_kernels
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.merge.base_for_merge import BaseForMerge
 from fsdp_qlora.merge.merged_layout import replace_rows
-from fsdp_qlora.model.lm_head import scaled_logits
+from fsdp_qlora.model.logits import scaled_logits
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import read_header, read_tensor
 

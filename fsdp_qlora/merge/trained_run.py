@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.files import ADAPTER_FILES, digest, json_digest, read_json
-from fsdp_qlora.run.directory import DIGESTED_FILES, MERGE_CHECK_FILE, QUANTIZATION
-from fsdp_qlora.run.metrics import read_losses
+from fsdp_qlora.run.saved_run import (
+    DIGESTED_FILES, MERGE_CHECK_FILE, QUANTIZATION, read_losses)
 
 
 def find_train_config(directory: Path) -> Path:

@@ -18,13 +18,8 @@ from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.norms import fused_norm, fused_norm_backward
 from fsdp_qlora.layer.lora_matmul import fp32_matmul
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
+from fsdp_qlora.model.logits import scaled_logits
 from fsdp_qlora.model.parameters import CHUNK_BYTES, ModelParameters
-
-
-def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tensor:
-    """Return the model's logits, fp32: scaled and, if `cap` is not None, capped."""
-    logits = logits.float() * multiplier
-    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def logits_of_hidden(model: ModelParameters, hidden_states: Tensor) -> Tensor:

@@ -23,19 +23,11 @@ from fsdp_qlora.files import (
     json_digest, write_atomic)
 from fsdp_qlora.log import log
 from fsdp_qlora.model.load import LoadResult
-from fsdp_qlora.quant.blocks import BLOCKSIZE, NESTED_BLOCKSIZE
 from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import BaseModelInfo
 from fsdp_qlora.run.run import Run
+from fsdp_qlora.run.saved_run import DIGESTED_FILES, QUANTIZATION
 from fsdp_qlora.run.status import Status
-
-
-MERGE_CHECK_FILE = "probe.safetensors"  # inputs of the lm_head for a few rows, see MergeCheck
-# {name of the SHA-256 in train_config.json: a file that a run writes when it ends}
-DIGESTED_FILES = {"adapter_sha256": ADAPTER_WEIGHTS, "probe_sha256": MERGE_CHECK_FILE}
-# how training quantizes, in train_config.json
-QUANTIZATION = {"quant_type": "nf4", "blocksize": BLOCKSIZE, "double_quant": True,
-                "nested_blocksize": NESTED_BLOCKSIZE}
 
 
 @contextlib.contextmanager
@@ -164,16 +156,11 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
         log(f"changed on resume: {', '.join(changed)} (from step {run.saved_step})")
         kept["earlier_versions"] = [*kept.get("earlier_versions", []),
                                     {"until_step": run.saved_step, **before}]
-    earlier_names = {  # in the files of earlier runs
-        "optimizer_bytes_per_weight": "state_bytes", "seconds_per_token": "token_seconds",
-        "cuda_graph_micro_batches": "cuda_graph_room"}
-    plan = {earlier_names.get(name, name): value
-            for name, value in dataclasses.asdict(run.plan).items()}
     train_config = {
         "flags": flags_of(user_config),
         "config": dataclasses.asdict(config),
         **job.digests,
-        "plan": plan,
+        "plan": dataclasses.asdict(run.plan),
         "base_model": (str(job.weights_dir.resolve())
                        if Path(config.model or job.weights_dir).is_dir() else config.model),
         "quantization": {

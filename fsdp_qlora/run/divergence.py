@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fsdp_qlora.config import warmup_steps
 from fsdp_qlora.exit_codes import EXIT_DIVERGED
@@ -12,9 +12,6 @@ from fsdp_qlora.run.run import Progress, Run
 
 PATIENCE = 50  # steps after the warm-up in which the loss must fall below the first step's loss
 MAX_ADAPTER_WEIGHT = 1000  # if the loss has not, an adapter with a larger weight has diverged
-LAST_FRACTION = 0.1  # fraction of a run's steps that why_worse() looks at, at least three steps
-# the last losses may exceed the first by chance: by this fraction of it, or by this much
-MARGIN, SLIGHT = 0.1, 0.05
 
 
 def why_diverged(step: int, loss: float, norm: float, n_warmup: int, progress: Progress,
@@ -53,22 +50,3 @@ def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
     if step == 1:
         advice = "nothing was trained yet. Try --compute_dtype float32, or is the model damaged?"
     raise RunEnd(f"step {step}: {why}; {advice}", EXIT_DIVERGED)
-
-
-def why_worse(losses: Sequence[float]) -> str:
-    """Return one line if a run's losses, one for each step, ended above where they began; else "".
-
-    The first step's loss is that of the model before training. Because each step has other rows,
-    the mean of the last losses must exceed it by a margin, which is wider in a short run, and nine
-    of ten of them must exceed it.
-    """
-    n = len(losses)
-    if n < 2:
-        return ""
-    first, last = losses[0], losses[-min(n - 1, max(3, round(LAST_FRACTION * n))):]
-    mean = sum(last) / len(last)
-    margin = max(SLIGHT, abs(first) * max(MARGIN, 1 / n))
-    n_above = sum(loss > first for loss in last)
-    if mean <= first + margin or n_above < 0.9 * len(last):
-        return ""
-    return f"the loss ended at {mean:.4g}, above the initial {first:.4g}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import threading
 import time
@@ -215,15 +214,6 @@ def earlier_records(path: Path, start_step: int, evaluated: int) -> str:
         if record["step"] <= (evaluated if is_evaluation else start_step):
             lines[record["step"], is_evaluation] = json.dumps(record) + "\n"
     return "".join(lines.values())
-
-
-def read_losses(directory: Path, last_step: float = math.inf) -> list[float]:
-    """Return the losses of the steps until `last_step` from a run's metrics.jsonl; [] if it cannot
-    be read."""
-    with contextlib.suppress(OSError):
-        return [record["loss"] for record in read_records(directory / "metrics.jsonl")
-                if isinstance(record.get("loss"), float) and record["step"] <= last_step]
-    return []
 
 
 def tensorboard(
