@@ -27,6 +27,8 @@ docs/internals.md is its map. Where to look:
     loss                         compute_loss(); the loss of each token: LinearCrossEntropy in
                                  fsdp_qlora/model/lm_head.py
     the loop, a step             train(), train_step()
+    evaluation                   evaluate(), evaluate_and_save()
+    what `job`, `run` hold       Job, Run in fsdp_qlora/run/run.py
     resume                       find_start(), start_adapter(); step_to_resume() in
                                  fsdp_qlora/run/resume.py
     checkpoint files             fsdp_qlora/run/checkpoints.py
@@ -211,11 +213,11 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         adapter = make_adapter(model, job)
         run = make_run(job, plan, status, directory, sampler, model, adapter, start_step)
         start_adapter(run)
+        verify_model(model)
+        log_parameters(adapter.n_trainable, loaded.n_parameters)
         status.enter("saving")
         on_rank_0(write_train_config, run, user_config, loaded, VERSIONS)
         on_rank_0(save_tokenizer, directory, job.weights_dir, base)
-        verify_model(model)
-        log_parameters(adapter.n_trainable, loaded.n_parameters)
 
         # 7. Loop, save, and say what to do next
         status.enter("training")
