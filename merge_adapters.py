@@ -15,10 +15,10 @@ The adapter was trained on NF4 weights, so it must be merged into those. A weigh
 
 What the base has in NF4 or MXFP4 is only dequantized; FP8 and INT4 are multiplied by their scales,
 then rounded to NF4. With DoRA each row of the sum is rescaled to its magnitude. A linear without an
-adapter becomes W, if it was in 4 bits in training; all other tensors are the base's, rounded to
-bf16 (a few small ones stay in fp32, int64 as it is), but for the rows of --trainable_tokens.
-Tensors of the text model that training does not know, such as DeepSeek's layers for multi-token
-prediction (MTP), are left out of a run's merge; the line "base model .." counts them.
+adapter becomes W too, if training had it in 4 bits. All other tensors stay the base's, in bf16 (a
+few small ones in fp32, int64 as it is). With --trainable_tokens the embedding and the lm_head get
+the trained rows. A run's merge leaves out tensors of the text model that training does not know,
+such as DeepSeek's layers for multi-token prediction (MTP); the line "base model .." counts them.
 
 The merged model is compared with the trained one, by the logits of the first 64 tokens of four
 training rows. The last line says how large the difference is, as a fraction of the adapter's own
@@ -33,11 +33,12 @@ effect on the logits:
                   a hidden directory, which the error names, and which the next merge into
                   --output_dir empties
 
-The last command is for adapters without train_config.json: those of minimal_fsdp_qlora.py and of
-PEFT. It assumes, and cannot check, that they were trained on this base, quantized from bf16 to NF4
-with double quantization; transformers' defaults are FP4, without it. All linears that load_in_4bit
-quantizes become W (in a multimodal model those outside the text model only if one of them has an
-adapter), all other tensors are rounded to bf16, and nothing is compared.
+With --base_model, as in the third command, it merges adapters without train_config.json: those of
+minimal_fsdp_qlora.py and of PEFT. It assumes, and cannot check, that they were trained on this
+base, quantized from bf16 to NF4 with double quantization; transformers' defaults are FP4, without
+it. All linears that load_in_4bit quantizes become W (in a multimodal model those outside the text
+model only if one of them has an adapter), all other tensors are rounded to bf16, and nothing is
+compared.
 
     merge
         open_run                the run, its base model and its adapter, which belong together
@@ -46,12 +47,12 @@ adapter), all other tensors are rounded to bf16, and nothing is compared.
             write_tensor            file by file, each tensor as soon as it is made
                 merged_tensor           for each tensor of the merged model, one of three:
                     merged_linears          its linears: one, or several (experts; q, k and v):
-                        base.weight             read it, in any format
+                        base.values             read it, in any format
                         frozen_weight           W: round it to NF4
                         adapter.tensors         read A and B, if the linear has an adapter
                         add_adapter             W + scaling * B @ A, in fp32; then round to bf16
                     merged_table            embedding or lm_head: put in the trained rows of tokens
-                    base.weight             any other, as it is
+                    base.values             any other, in bf16
         check_merge             compare its logits with the trained model's
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.
@@ -157,8 +158,8 @@ def merge(args: argparse.Namespace) -> None:
 
 
 def file_version(path: Path) -> tuple[int, int, int] | None:
-    """Return what differs once a file was replaced or written again; None: there is no file. Not
-    the inode alone, which the second of two replacements may get from the first file."""
+    """Return a file's inode, size and time of change, to tell whether it was replaced or written
+    again; None: there is no file. The inode alone may be the same after two replacements."""
     if not path.is_file():
         return None
     stat = path.stat()
@@ -223,7 +224,7 @@ def merged_tensor(name: str, base: BaseForMerge, adapters: dict[str, StoredAdapt
     elif name in adapters:  # the embedding or the lm_head, with trained rows
         merged = merged_table(name, base, adapters[name], device)
     else:  # as the base has it, but for the dtype
-        merged = base.weight(name, device)
+        merged = base.values(name, device)
     shape, dtype = base.merged_layout.shapes[name]
     assert merged.shape == shape, f"{name} is {merged.shape}"
     path = base.merged_layout.paths[name]
@@ -237,7 +238,7 @@ def merged_linears(name: str, base: BaseForMerge, adapters: dict[str, StoredAdap
     shape, dtype = base.merged_layout.shapes[name]
     merged = torch.empty(shape, dtype=dtype)
     for linear, place in base.merged_layout.linears_in[name].items():
-        weight = frozen_weight(base.weight(linear, device), linear, base)  # [out, in]
+        weight = frozen_weight(base.values(linear, device), linear, base)  # [out, in]
         if adapter := adapters.get(linear):  # read A, B and, with DoRA, the magnitudes
             weight = add_adapter(weight, adapter.scaling, *adapter.tensors(device))
         # into the linear's part of `merged`, a view [out, in]
@@ -272,7 +273,7 @@ def merged_table(
     """Return the embedding or the lm_head with the trained rows of base.token_ids."""
     (n_rows, _), _ = base.merged_layout.shapes[name]
     (rows,) = adapter.tensors(device)
-    return replace_rows(base.weight(name, device), n_rows, base.token_ids, rows)
+    return replace_rows(base.values(name, device), n_rows, base.token_ids, rows)
 
 
 # ------------------------------------------------------------------------------------------------

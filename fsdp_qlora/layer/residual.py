@@ -32,12 +32,11 @@ def norm_padded(
     return inputs
 
 
-def apply_norm(call: LayerCall, name: str, x: Tensor) -> Tensor:
-    """Return the norm of x [n, hidden]."""
-    arch = call.arch
+def apply_norm(call: LayerCall, name: str, x: Tensor, eps: float | None = None) -> Tensor:
+    """Return the norm of x [n, hidden]. `eps`: None: arch.norm_eps."""
     out = torch.empty_like(x)
-    fused_norm(out, x, call.vector(name), call.vector(name, "bias"), arch.norm_kind, arch.norm_eps,
-               is_evaluation=call.is_evaluation)
+    fused_norm(out, x, call.vector(name), call.vector(name, "bias"), call.arch.norm_kind,
+               call.arch.norm_eps if eps is None else eps, is_evaluation=call.is_evaluation)
     return out
 
 
@@ -93,10 +92,7 @@ class ResidualSum(NamedTuple):
             return None, branch
         assert x is not None, "the sum needs it"
         if self.post_norm:
-            added = torch.empty_like(branch)
-            fused_norm(added, branch, call.vector(self.post_norm),
-                       call.vector(self.post_norm, "bias"), arch.norm_kind, arch.post_norm_eps,
-                       is_evaluation=call.is_evaluation)
+            added = apply_norm(call, self.post_norm, branch, arch.post_norm_eps)
         out = torch.add(x, added, alpha=arch.residual_multiplier)
         return out, branch if self.post_norm else None
 

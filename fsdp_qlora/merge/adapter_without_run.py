@@ -21,7 +21,7 @@ from fsdp_qlora.files import ADAPTER_FILES, read_json
 from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
 from fsdp_qlora.lora.peft_names import AdapterSlice, linear_adapter_shapes
 from fsdp_qlora.merge.base_for_merge import BaseForMerge, auto_class
-from fsdp_qlora.merge.merged_layout import MergedLayout, find_linears, in_order, merged_dtype
+from fsdp_qlora.merge.merged_layout import MergedLayout, find_linears, in_file_order, merged_dtype
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.model_directory import find_model
@@ -77,7 +77,7 @@ def base_in_16_bits(
                  for name in linears})
     # other dtypes are left out, and counted as not used
     shapes = {name: (tensor.shape, merged_dtype(tensor))
-              for name, tensor in in_order(stored) if tensor.dtype in (*FLOATS, "I64")}
+              for name, tensor in in_file_order(stored) if tensor.dtype in (*FLOATS, "I64")}
     paths = {name: stored[name].path for name in shapes}
     return BaseForMerge(
         directory=directory, stored=stored, names=names,
@@ -129,10 +129,10 @@ def linears_in_4bit(
     directory: Path, config: transformers.PreTrainedConfig, model_class: Any,
     stored: dict[str, StoredTensor],
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return {bare_name() of a linear: its tensor's name in the files} for the linears that
-    transformers quantizes with load_in_4bit, in the text model and outside of it, where the name is
-    "" if it is not found. Raises ValueError for an MoE model, because its linears in NF4 depend on
-    the version of transformers."""
+    """Return two dicts of the linears that transformers quantizes with load_in_4bit, {bare_name():
+    its tensor's name in the files}: those of the text model, and those outside of it. Only the
+    second has "", for a linear that the files call otherwise. Raises ValueError for an MoE model,
+    because its linears in NF4 depend on the version of transformers."""
     with errors_about(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, dtype=torch.bfloat16)

@@ -79,9 +79,9 @@ class BaseForMerge:
             raise ValueError(f"{stored.path}: the values of {name} {OTHER_BASE}")
         return tensor
 
-    def weight(self, name: str, device: str) -> torch.Tensor:
-        """Return the values of a tensor, whatever its format, see StoredWeights.values(); a linear
-        as [out, in]. Raises ValueError as read() does."""
+    def values(self, name: str, device: str) -> torch.Tensor:
+        """Return the values of a tensor, whatever its format, a linear as [out, in]: those of
+        StoredWeights, which calls read(). Raises ValueError as read() does."""
         read = functools.partial(self.read, device=device)
         files = StoredWeights(read, self.names, self.nf4_states, self.training_dtype)
         return files.values(name)

@@ -35,8 +35,9 @@ class Verdict(NamedTuple):
 def compare_logits(base: BaseForMerge, merge_check_file: Path, rows: list[list[int]],
                    merged_dir: Path, device: str) -> Verdict:
     """Print how far the merged model's logits are from the trained model's, as a fraction of the
-    adapter's effect on them, and return the Verdict. MergeCheck's file has the inputs that the
-    trained model's lm_head got for `rows`. Raises ValueError above FAILED_ERROR."""
+    adapter's effect on them, and return the Verdict. Raises ValueError above FAILED_ERROR. `rows`:
+    token ids; `merge_check_file`: the inputs that the trained model's lm_head got for them, see
+    MergeCheck."""
     arch = base.arch
     assert arch, "the base of a run has one"
     settings = {"dtype": base.training_dtype, "trust_remote_code": False, "use_safetensors": True,
@@ -63,7 +64,7 @@ def compare_logits(base: BaseForMerge, merge_check_file: Path, rows: list[list[i
     why = ("the adapter's effect is small beside the rounding of weights to bf16"
            if effect < SMALL_EFFECT else
            "the base, the device or a version may differ from those in training")
-    if not arch.moe:  # transformers 5 does not load experts in 4 bits, so PEFT cannot use those
+    if not arch.moe:  # transformers 5 loads no experts in 4 bits, so PEFT has no base for an MoE's
         why += "; to use the adapter without merging it, see docs/serving.md"
     if not error <= FAILED_ERROR:  # or NaN
         raise ValueError("the merged model does not match the trained one, it differs by"
@@ -80,8 +81,8 @@ def read_lm_head(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the lm_head's weight and its bias, if any."""
     names, dtype = base.names, base.training_dtype
-    bias = base.weight(names.lm_head_bias, device).to(dtype) if names.lm_head_bias else None
-    head = base.weight(names.embedding if arch.tied else names.lm_head, device)
+    bias = base.values(names.lm_head_bias, device).to(dtype) if names.lm_head_bias else None
+    head = base.values(names.embedding if arch.tied else names.lm_head, device)
     return head.to(dtype), bias
 
 

@@ -67,7 +67,7 @@ def make_merged_layout(
     shapes, paths = {}, {}
     # files may have a tied lm_head, which is not in `shapes`; scales are multiplied into weights
     used = {*names.shapes, names.lm_head} - {*names.scaled.values()}
-    for name, tensor in in_order(stored):
+    for name, tensor in in_file_order(stored):
         if name not in used:
             continue
         shape = names.shapes.get(name, tensor.shape)  # not the stored one, which in NF4 is bytes
@@ -83,9 +83,9 @@ def make_merged_layout(
                 name = name.removesuffix("_blocks")
         # training used these in fp32, so they stay in fp32; transformers also keeps some of them in
         # fp32, such as a router's correction, and rounds the others itself
-        is_exact = (name in names.small_tensors and name not in nf4_states
+        stays_fp32 = (name in names.small_tensors and name not in nf4_states
                     and tensor.dtype == "F32")
-        shapes[name] = shape, torch.float32 if is_exact else merged_dtype(tensor)
+        shapes[name] = shape, torch.float32 if stays_fp32 else merged_dtype(tensor)
         paths[name] = tensor.path
     return MergedLayout(shapes, paths, find_linears(names))
 
@@ -116,7 +116,7 @@ def merged_dtype(tensor: StoredTensor) -> torch.dtype:
     return torch.int64 if tensor.dtype == "I64" else torch.bfloat16
 
 
-def in_order(stored: dict[str, StoredTensor]) -> list[tuple[str, StoredTensor]]:
+def in_file_order(stored: dict[str, StoredTensor]) -> list[tuple[str, StoredTensor]]:
     """Return all (name, StoredTensor), file by file, in the order in which they are stored."""
     return sorted(stored.items(), key=lambda item: (item[1].path, item[1].start))
 
@@ -126,7 +126,7 @@ def replace_rows(
 ) -> torch.Tensor:
     """Return a copy of `table` with `rows` as those of the tokens `ids`. If it has fewer than
     `vocab_size` rows, rows are added first, each the mean of the table's own rows, as in training,
-    see fill_added_rows()."""
+    see fill_added_rows() in lora/initial_token_rows.py."""
     mean = torch.stack([part.double().sum(0) for part in table.split(2**14)]).sum(0) / len(table)
     added = mean.to(table.dtype).expand(vocab_size - len(table), -1)
     table = torch.cat([table, added])

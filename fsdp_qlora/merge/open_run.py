@@ -37,7 +37,8 @@ def open_run(
     if base_model and not find_train_config(adapter_dir).is_file():
         return open_adapter_without_run(adapter_dir, base_model)
     run = read_run(adapter_dir)
-    # checksums of the tensors in training; each is compared when the tensor is read
+    # of the tensors in training; each is compared when the tensor is read. What training read in
+    # parts and a merge copies whole, Sarvam's bias of q, k and v, has only base_digest()'s samples
     checksums = {} if allow_other_base else run.quantization["tensor_sums"]
     base = read_base(base_model or run.base_model, run.quantization, checksums, run.token_ids)
     check_base(base, run, allow_other_base)
@@ -50,14 +51,14 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
     `checksums`: those that its tensors must have; `token_ids`: the tokens whose rows were trained;
     see BaseForMerge."""
     directory = find_model(name, "weights", "--base_model")
-    in_4bit, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
+    in_nf4, dtype = quantization["prequantized"], quantization["quantized_from_dtype"]
     with errors_about(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch = make_architecture(model_config)
         stored = stored_tensors(directory)
         names = tensor_names(arch, stored)
         nf4_states = check_files(stored, names, model_config, dtype)
-        if in_4bit != bool(nf4_states):
+        if in_nf4 != bool(nf4_states):
             raise ValueError(f"is {'' if nf4_states else 'not '}in NF4, unlike the one in training."
                              " Name that one with --base_model")
         if is_multimodal(model_config):

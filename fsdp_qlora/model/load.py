@@ -53,7 +53,7 @@ class LoadResult:
 
     # {name in files: tensor_checksum() as hex}, to tell one base from another
     checksums: dict[str, str]
-    prequantized: bool  # True if the files are in 4 bits
+    prequantized: bool  # True if the files have weights in NF4; False for MXFP4 and INT4
     n_parameters: int
 
 

@@ -155,8 +155,8 @@ def affordable_plans(search: SearchInputs, context_parallel_size: int) -> list[P
         plans = [search.with_memory(dataclasses.replace(plan, embedding_on_host=True))
                  for plan in plans]
     runnable = [plan for plan in plans if plan.fits_both(usable_bytes, machine.free_host_bytes)]
-    with_margin = [plan for plan in runnable if plan.fits(usable_bytes, MIN_FREE)]
-    needed = min(plan.host_bytes for plan in with_margin or runnable or plans)
+    with_min_free = [plan for plan in runnable if plan.fits(usable_bytes, MIN_FREE)]
+    needed = min(plan.host_bytes for plan in with_min_free or runnable or plans)
     # beyond what is needed, host memory is pinned only for speed
     allowed = min(needed + MAX_PINNED_FOR_SPEED, max(needed, machine.free_host_bytes / 2))
     return [plan for plan in plans if plan.host_bytes <= allowed]
@@ -173,9 +173,9 @@ def fastest_plan(plans: list[Plan], search: SearchInputs) -> Plan:
     fitting = [search.with_time(p) for p in fitting or [smallest]]
     fastest = min(p.seconds_per_token for p in fitting)
     near = [p for p in fitting if p.seconds_per_token <= SAME_TIME * fastest]
-    with_margin = [p for p in near if p.fits(search.usable_bytes, GOOD_FREE)]
-    if with_margin:
-        return min(with_margin, key=lambda plan: plan.tie_break)
+    with_good_free = [p for p in near if p.fits(search.usable_bytes, GOOD_FREE)]
+    if with_good_free:
+        return min(with_good_free, key=lambda plan: plan.tie_break)
     return min(near, key=lambda plan: plan.bytes)
 
 

@@ -27,11 +27,12 @@ class StoredWeights:
 
     def values(self, name: str, first_row: int = 0) -> torch.Tensor:
         """Return the values of a tensor: NF4 as `dtype`, MXFP4 as fp32, FP8 and INT4 multiplied by
-        their scales, all others as they are stored. When loading, read() returns this rank's rows
-        alone, flat: the first of them is `first_row`, and what was not quantized stays flat.
+        their scales, all others as read() returns them.
 
-        Loading does not ask for linears of layers that are in NF4 or MXFP4: copy_nf4() and
-        copy_mxfp4() keep their bytes. Nor does it for tables and norms, which are never quantized.
+        A merge reads whole tensors. Loading reads this rank's rows, flat, from row `first_row` on;
+        FP8 and INT4 then become [rows, in]. It does not call this for what it keeps as bytes, the
+        layers' linears in NF4 and MXFP4 (copy_nf4() and copy_mxfp4() in model/load.py), nor for
+        tables and norms, which are never quantized.
         """
         names = self.names
         linear = names.linears.get(name)
