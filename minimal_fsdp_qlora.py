@@ -8,15 +8,15 @@ loop. The model comes from transformers, the 4-bit linears from bitsandbytes, th
     pip install "torch>=2.11" "transformers>=5.20,<6" "peft>=0.21" "bitsandbytes>=0.50" accelerate
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model Qwen/Qwen3-8B \
         --dataset data.jsonl --output_dir adapter
-    # a 70B on two 24 GB GPUs: 15 GiB on each, 64 GB of host memory in all (measured on H200s
-    # limited to 22.5 GiB)
+    # a 70B on two 24 GB GPUs: 15 GiB on each (measured on H200s limited to 22.5 GiB), and about
+    # 64 GB of host memory in all (estimated)
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.3-70B-Instruct \
         --dataset data.jsonl --output_dir adapter --offload --micro_batch_size 2
 
 It trains dense text models of transformers (Llama, Qwen3, Gemma 3, ...), but no MoE models.
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
-or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU;
-with --offload, a GPU of 24 GB is enough for a 70B. Without a GPU the file runs on the CPU.
+or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU:
+24 GB are enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
 
     to change                                     edit
     flags                                         parse_args(), check_args()
@@ -132,7 +132,8 @@ def main() -> None:
     device = init_distributed()
     check_args(args)
     model_dir = find_model(args)
-    # not AutoTokenizer: this class reads tokenizer.json, whatever class the model names
+    # not AutoTokenizer: for some models it makes another tokenizer, by the rules of the class that
+    # the model names, and spaces can be lost. This class takes tokenizer.json as it is
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
     model = build_model(args, model_dir, device)  # before the data, because it may refuse the model
     n_needed = args.max_steps * args.batch_size if args.max_steps else math.inf
@@ -418,6 +419,9 @@ def load_module(
         stored = handles.get(bare_name(f"{name}.{key}"))
         if stored is None:
             continue  # LoRA's, or a tied lm_head: open_weights() has refused any other
+        if stored.get_shape() != list(param.shape):  # some would be broadcast, without an error
+            fail(f"{name}.{key}: has the shape {stored.get_shape()} in the files, and"
+                 f" {list(param.shape)} in the model that config.json describes")
         value = stored[...].to(device, DTYPE)
         if isinstance(module, bnb.nn.Linear4bit) and key == "weight":
             # to() quantizes, and leaves the scales in module.quant_state, where forward finds them
@@ -718,7 +722,7 @@ def log_step(
 ) -> None:
     """Print a step's metrics. `speed`: tokens per second per rank.
 
-    For wandb: in main(), after init_distributed(),
+    For wandb: import wandb; in main(), after init_distributed(),
 
         if dist.get_rank() == 0:
             wandb.init()
@@ -845,8 +849,8 @@ def read_rows(
     if not rows:
         fail(f"{path}: no token to train on")
     log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines (columns:"
-        f" {', '.join(sorted(columns))}); truncated to --max_seq_len: {n_truncated:,}; left out,"
-        f" because empty, or no token within --max_seq_len is in the loss: {n_dropped:,}")
+        f" {', '.join(sorted(columns))}); {n_truncated:,} truncated to --max_seq_len, {n_dropped:,}"
+        " left out (empty, or nothing in the loss within --max_seq_len)")
     in_loss = rows[0].labels[rows[0].labels != IGNORE_INDEX]
     log(f"first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
         f" {tokenizer.decode(in_loss)[:500]!r}")

@@ -144,6 +144,11 @@ def base(tmp_path_factory, demo_directory, wanted):
     shutil.copytree(directory / "llama", directory / "lacking")
     index = directory / "lacking" / "model.safetensors.index.json"
     (index.parent / json.loads(index.read_text())["weight_map"]["model.norm.weight"]).unlink()
+    shutil.copytree(directory / "qwen3", directory / "cut")  # a norm, which would be broadcast
+    weights = load_file(directory / "cut" / "model.safetensors")
+    name = next(name for name in weights if name.endswith("q_norm.weight"))
+    weights[name] = weights[name][:1].clone()
+    save_file(weights, directory / "cut" / "model.safetensors", {"format": "pt"})
     shutil.copytree(directory / "qwen3", directory / "twice")
     shutil.copy(directory / "twice/model.safetensors", directory / "twice/model-2.safetensors")
     shutil.copytree(directory / "qwen3", directory / "quantized")
@@ -274,6 +279,7 @@ RUNS = {  # name: (processes, what the job has)
     "lacking": (2, {"argv": flags("lacking", "x")}),
     "quantized": (2, {"argv": flags("quantized", "x")}),
     "twice": (2, {"argv": flags("twice", "x")}),
+    "cut": (2, {"argv": flags("cut", "x")}),
     "odd rows": (2, {"argv": flags("llama", "x", rows="odd.jsonl")}),
     "no batch": (2, {"argv": flags("llama", "x", "--batch_size", 0)}),
     "no rate": (2, {"argv": flags("llama", "x", "--learning_rate", "nan")}),
@@ -569,6 +575,7 @@ def test_check_loaded_finds(run, words, runs):
     ("lacking", "lacking: no model*.safetensors has layers.0.mlp.down_proj."),
     ("quantized", "--model quantized: is already quantized; pass the original model"),
     ("twice", "twice: its files have two tensors "),
+    ("cut", "q_norm.weight: has the shape [1] in the files, and [64] in the model that config"),
     ("too long", "--max_seq_len 1000000: the model is made for "),
     ("no model", "--model none: no such directory, and the download failed: "),
     ("a GGUF", "--model gguf: has no config.json; expected a model as on the Hub: config.json,"),
@@ -702,7 +709,7 @@ def test_rows_without_an_answer_are_counted(run, runs):
     needs_ranks(2)
     text, _ = runs(run)
     assert "unanswered.jsonl: 24 rows from 26 of 26 lines (columns: messages, text);" in text
-    assert "because empty, or no token within --max_seq_len is in the loss: 2\n" in text
+    assert ", 2 left out (empty, or nothing in the loss within --max_seq_len)\n" in text
     assert len(losses(text)) == 1
 
 
