@@ -88,7 +88,7 @@ from fsdp_qlora.merge.open_run import open_run
 from fsdp_qlora.merge.other_files import copy_other_files
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip
-from fsdp_qlora.run.saved_run import why_worse
+from fsdp_qlora.run.run_results import why_worse
 
 
 def main(argv: Sequence[str] | None = None) -> None:

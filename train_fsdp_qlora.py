@@ -247,7 +247,7 @@ def find_start(job: Job, directory: Path, status: Status, is_dry_run: bool) -> i
     config = job.config
     status.enter("checkpoint")
     if is_dry_run:
-        on_rank_0(check_resumable, config, directory, job.digests, job.saved_run)
+        on_rank_0(check_resumable, config, directory, job.digests, job.train_config)
         return 0
     start_step = on_rank_0(step_to_resume, config, directory, job.digests)
     on_rank_0(set_aside_newer, directory, start_step)
@@ -314,7 +314,7 @@ def start_adapter(run: Run) -> None:
     with raise_on_all_ranks():
         run.progress = checkpoints.load_checkpoint(path, run.adapter, run.optimizer)
     log(f"resumed from {path} at step {step} of {config.max_steps}")
-    before = run.job.saved_run["config"]["max_steps"]
+    before = run.job.train_config["config"]["max_steps"]
     if step == before < config.max_steps:  # the run was complete
         last_rate = learning_rate(step, dataclasses.replace(config, max_steps=before))
         log_extension(config, step, last_rate, learning_rate(step + 1, config))

@@ -44,7 +44,7 @@ from fsdp_qlora.run.divergence import stop_if_diverged, why_diverged
 from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.resume import MAY_CHANGE, MUST_MATCH, refuse_other_run, step_to_resume
 from fsdp_qlora.run.run import Progress
-from fsdp_qlora.run.saved_run import why_worse
+from fsdp_qlora.run.run_results import why_worse
 from fsdp_qlora.run.startup_log import log_startup
 
 NAN = math.nan

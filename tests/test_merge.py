@@ -50,7 +50,7 @@ from fsdp_qlora.merge.adapter_without_run import bare_name, slices_by_linear
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.model_directory import base_digest, copy_small_files
 from fsdp_qlora.pretrained.weight_formats import NF4_STATE
-from fsdp_qlora.run.saved_run import DIGESTED_FILES
+from fsdp_qlora.run.run_results import DIGESTED_FILES
 
 STEPS = 15
 ROWS = [

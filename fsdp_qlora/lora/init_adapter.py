@@ -49,15 +49,15 @@ def check_init_adapter_base(config: Config, base_sha256: str,
     """Raise ValueError if the run that --init_adapter comes from had another base model than
     `base_sha256` ("": not known); log a line if it had another chat template. Rank 0 only."""
     directory = Path(str(config.init_adapter))
-    saved_run = next((found for place in (directory, directory.resolve().parent)
-                      if (found := read_json(place / "train_config.json", {}))), {})
-    theirs = saved_run.get("base_sha256")
+    train_config = next((found for place in (directory, directory.resolve().parent)
+                         if (found := read_json(place / "train_config.json", {}))), {})
+    theirs = train_config.get("base_sha256")
     if theirs and base_sha256 and theirs != base_sha256 and not config.random_weights:
         raise ValueError(f"--init_adapter {directory}: was trained on another base model,"
-                         f" {saved_run.get('base_model')}. Use that one as --model; or merge the"
+                         f" {train_config.get('base_model')}. Use that one as --model; or merge the"
                          " adapter, and use the merged model without --init_adapter")
     named = read_json(directory / ADAPTER_CONFIG, {}).get("base_model_name_or_path")
-    if not saved_run and named and Path(named).name != Path(str(config.model)).name:
+    if not train_config and named and Path(named).name != Path(str(config.model)).name:
         log(f"note: --init_adapter {directory}: names {named} as its base model, this run trains on"
             f" {config.model}: are they the same?")
     for place in directory, directory.resolve().parent:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.files import ADAPTER_FILES, digest, json_digest, read_json
-from fsdp_qlora.run.saved_run import (
+from fsdp_qlora.run.run_results import (
     DIGESTED_FILES, MERGE_CHECK_FILE, QUANTIZATION, read_losses)
 
 
@@ -64,22 +64,22 @@ def read_run(directory: Path) -> TrainedRun:
                             "a run directory of train_fsdp_qlora.py or a checkpoint in it; a"
                             " LoRA adapter that PEFT has saved is merged, unchecked, with"
                             " --base_model"))
-    saved_run = read_json(path)
-    check_digests(directory, path, saved_run)
-    refuse_unmergeable(saved_run, path)
+    train_config = read_json(path)
+    check_digests(directory, path, train_config)
+    refuse_unmergeable(train_config, path)
 
     def found(*names: str) -> list[Path]:
         return [file for name in names if (file := path.with_name(name)).is_file()]
 
-    has_own_template = bool(saved_run["config"].get("chat_template"))
-    token_ids = saved_run.get("trainable_token_ids", [])
+    has_own_template = bool(train_config["config"].get("chat_template"))
+    token_ids = train_config.get("trainable_token_ids", [])
     tokenizer = found("tokenizer.json", "tokenizer_config.json")
     return TrainedRun(
-        base_model=saved_run["base_model"], config=saved_run["config"],
-        quantization=saved_run["quantization"], base_sha256=saved_run["base_sha256"],
+        base_model=train_config["base_model"], config=train_config["config"],
+        quantization=train_config["quantization"], base_sha256=train_config["base_sha256"],
         template_kwargs={json.dumps(entry["chat_template_kwargs"]): entry["answers"]
-                         for entry in saved_run.get("asked", [])},
-        token_ids=token_ids, merge_check_ids=saved_run["probe_input_ids"],
+                         for entry in train_config.get("asked", [])},
+        token_ids=token_ids, merge_check_ids=train_config["probe_input_ids"],
         merge_check_file=directory / MERGE_CHECK_FILE, tokenizer_files=tokenizer,
         # with --trainable_tokens the tokenizer may have more tokens than the base's
         replacing_files=[*found("generation_config.json"), *(tokenizer if token_ids else [])],
@@ -87,14 +87,14 @@ def read_run(directory: Path) -> TrainedRun:
         losses=read_losses(path.parent, saved_step(directory)))
 
 
-def check_digests(directory: Path, path: Path, saved_run: dict[str, Any]) -> None:
-    """Raise ValueError if `saved_run`, read from train_config.json at `path`, or a file of the
+def check_digests(directory: Path, path: Path, train_config: dict[str, Any]) -> None:
+    """Raise ValueError if `train_config`, read from train_config.json at `path`, or a file of the
     adapter in `directory` has another SHA-256 than when it was written."""
     changed = "has another SHA-256 than when it was written"
-    saved_run = {**saved_run}
+    train_config = {**train_config}
     # removed before the digest: they were added after it, when the run ended
-    files = {directory / name: saved_run.pop(key, None) for key, name in DIGESTED_FILES.items()}
-    if saved_run.pop("sha256", None) != json_digest(saved_run):
+    files = {directory / name: train_config.pop(key, None) for key, name in DIGESTED_FILES.items()}
+    if train_config.pop("sha256", None) != json_digest(train_config):
         raise ValueError(f"{path}: {changed}")
     if (checkpoint := directory / "checkpoint.json").exists():
         state = read_json(checkpoint)
@@ -113,10 +113,10 @@ def saved_step(directory: Path) -> float:
     return read_json(checkpoint)["step"] if checkpoint.exists() else math.inf
 
 
-def refuse_unmergeable(saved_run: dict[str, Any], path: Path) -> None:
-    """Raise ValueError if `saved_run`, read from train_config.json at `path`, was trained on
+def refuse_unmergeable(train_config: dict[str, Any], path: Path) -> None:
+    """Raise ValueError if `train_config`, read from train_config.json at `path`, was trained on
     weights that a merge cannot make: random ones, or ones that were quantized in another way."""
-    config, quantization = saved_run["config"], saved_run["quantization"]
+    config, quantization = train_config["config"], train_config["quantization"]
     facts = [("config.random_weights", config["random_weights"], False)]
     facts += [(f"quantization.{key}", quantization.get(key), value)
               for key, value in QUANTIZATION.items()]

@@ -31,7 +31,7 @@ from fsdp_qlora.lora.adapter import (
 from fsdp_qlora.lora.peft_files import write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
 from fsdp_qlora.run.run import Progress, Run
-from fsdp_qlora.run.saved_run import DIGESTED_FILES, MERGE_CHECK_FILE
+from fsdp_qlora.run.run_results import DIGESTED_FILES, MERGE_CHECK_FILE
 
 
 # errors of a disk that is full, damaged, gone or another run's by now; any other error is a bug

@@ -26,7 +26,7 @@ from fsdp_qlora.model.load import LoadResult
 from fsdp_qlora.ranks import RunEnd, is_rank_0, on_rank_0, raise_on_all_ranks
 from fsdp_qlora.run.base_model import BaseModelInfo
 from fsdp_qlora.run.run import Run
-from fsdp_qlora.run.saved_run import DIGESTED_FILES, QUANTIZATION
+from fsdp_qlora.run.run_results import DIGESTED_FILES, QUANTIZATION
 from fsdp_qlora.run.status import Status
 
 
@@ -41,9 +41,9 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
     directory = Path(config.output_dir or "")
 
     def claim_and_judge() -> tuple[str, list[str], bool, bool]:
-        saved_run = read_json(directory / "train_config.json", {})
-        holder, made = claim_directory(config, directory, saved_run, status)
-        is_complete, may_write = judge_run(config, user_config, directory, saved_run)
+        train_config = read_json(directory / "train_config.json", {})
+        holder, made = claim_directory(config, directory, train_config, status)
+        is_complete, may_write = judge_run(config, user_config, directory, train_config)
         if not is_complete:
             remove_torn_files(directory)
         return holder, made, is_complete, may_write
@@ -70,12 +70,12 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
         raise
 
 
-def claim_directory(config: Config, directory: Path, saved_run: dict[str, Any],
+def claim_directory(config: Config, directory: Path, train_config: dict[str, Any],
                     status: Status) -> tuple[str, list[str]]:
-    """Make and lock the directory. `saved_run`: its train_config.json, or {}. Returns the lock's
+    """Make and lock the directory. `train_config`: its train_config.json, or {}. Returns the lock's
     holder, as in .lock, and the directories that were made. Raises ValueError. Rank 0 only."""
     made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
-    if not saved_run:
+    if not train_config:
         refuse_inputs(config, directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -86,20 +86,20 @@ def claim_directory(config: Config, directory: Path, saved_run: dict[str, Any],
 
 
 def judge_run(config: Config, user_config: Config, directory: Path,
-              saved_run: dict[str, Any]) -> tuple[bool, bool]:
-    """Return whether the run that `saved_run` describes is this one and complete; and whether
+              train_config: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether the run that `train_config` describes is this one and complete; and whether
     status.json may be written, because it is not another run's. Raises ValueError if the directory
     cannot be used. Rank 0 only."""
     used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
-    if used and not saved_run or saved_run and config.resume == "never":
-        way_out = ("--resume must to resume it" if saved_run else "start from its adapter with"
+    if used and not train_config or train_config and config.resume == "never":
+        way_out = ("--resume must to resume it" if train_config else "start from its adapter with"
                    " --init_adapter: its train_config.json is damaged or missing")
         raise ValueError(f"--output_dir {directory} already contains a run. Use another directory,"
                          f" or {way_out}")
-    is_own = saved_run.get("flags") == as_json(flags_of(user_config))
+    is_own = train_config.get("flags") == as_json(flags_of(user_config))
     state = read_json(directory / "status.json", {}).get("state")
-    is_complete = is_own and state == "complete" and has_adapter(directory, saved_run)
-    return is_complete, not is_complete and (is_own or not saved_run)
+    is_complete = is_own and state == "complete" and has_adapter(directory, train_config)
+    return is_complete, not is_complete and (is_own or not train_config)
 
 
 def remove_torn_files(directory: Path) -> None:
@@ -120,13 +120,13 @@ def refuse_inputs(config: Config, directory: Path) -> None:
                                  " would overwrite that. Use another directory")
 
 
-def has_adapter(directory: Path, saved_run: dict[str, Any]) -> bool:
+def has_adapter(directory: Path, train_config: dict[str, Any]) -> bool:
     """Return True if a run's adapter exists and has the SHA-256 that its train_config.json,
-    `saved_run`, records. Logs a line if it has another one."""
+    `train_config`, records. Logs a line if it has another one."""
     adapter = directory / ADAPTER_WEIGHTS
     if not all((directory / name).is_file() for name in ADAPTER_FILES):
         return False
-    if saved_run.get("adapter_sha256") == digest(adapter):
+    if train_config.get("adapter_sha256") == digest(adapter):
         return True
     log(f"warning: {adapter} has another SHA-256 than when it was written; it is saved again from"
         " the last checkpoint")
@@ -148,9 +148,9 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
     """
     run.status.check_lock()
     job, config, path = run.job, run.config, run.directory / "train_config.json"
-    saved_run = read_json(path, {}) if run.saved_step else {}
-    kept = {key: saved_run[key] for key in ("earlier_versions",) if key in saved_run}
-    if (before := saved_run.get("versions", versions)) != versions:
+    old_train_config = read_json(path, {}) if run.saved_step else {}
+    kept = {key: old_train_config[key] for key in ("earlier_versions",) if key in old_train_config}
+    if (before := old_train_config.get("versions", versions)) != versions:
         changed = [f"{library} {before.get(library)} -> {version}"
                    for library, version in versions.items() if version != before.get(library)]
         log(f"changed on resume: {', '.join(changed)} (from step {run.saved_step})")
@@ -180,7 +180,8 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
         **kept,
         "probe_input_ids": run.merge_check.input_ids}
     train_config["sha256"] = json_digest(train_config)
-    train_config |= {key: saved_run[key] for key in DIGESTED_FILES if key in saved_run}
+    train_config |= {
+        key: old_train_config[key] for key in DIGESTED_FILES if key in old_train_config}
     write_atomic(path, json.dumps(train_config, indent=2))
 
 

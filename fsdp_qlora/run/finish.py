@@ -16,7 +16,7 @@ from fsdp_qlora.memory import log_debug_memory
 from fsdp_qlora.ranks import RunEnd, all_gather_objects, on_rank_0
 from fsdp_qlora.run.checkpoints import DISK_ERRORS, checkpoint_path, write_final_adapter
 from fsdp_qlora.run.run import Run
-from fsdp_qlora.run.saved_run import read_losses, why_worse
+from fsdp_qlora.run.run_results import read_losses, why_worse
 from fsdp_qlora.run.status import LOST_LOCK
 
 

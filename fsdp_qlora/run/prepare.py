@@ -38,9 +38,9 @@ def prepare(config: Config, directory: Path, status: Status, is_dry_run: bool) -
 
     # the rows
     status.enter("data")
-    saved_run = on_rank_0(read_json, directory / "train_config.json", {})
-    is_new = not saved_run  # otherwise this run resumes
-    template_date = saved_run.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
+    train_config = on_rank_0(read_json, directory / "train_config.json", {})
+    is_new = not train_config  # otherwise this run resumes
+    template_date = train_config.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
     rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
     log_rows(rows, tokenizer, N_DRY_RUN_ROWS if is_dry_run else 1)
     config = resolve_steps(config, len(rows))  # fills in --max_steps and --eval_every
@@ -61,4 +61,4 @@ def prepare(config: Config, directory: Path, status: Status, is_dry_run: bool) -
     return Job(
         config=config, base=base, weights_dir=weights_dir, rows=rows, eval_rows=eval_rows,
         template_date=template_date, lora_config=lora_config, specs=specs, digests=digests,
-        saved_run=saved_run)
+        train_config=train_config)

@@ -33,16 +33,16 @@ def step_to_resume(config: Config, directory: Path, digests: dict[str, str | Non
     model. Rank 0 only."""
     flag = "--resume must:" if config.resume == "must" else "--output_dir"
     path, state = latest_checkpoint(directory, flag)
-    # checkpoint.json has the keys of train_config.json that are compared
-    saved_run = state or read_json(directory / "train_config.json", {})
+    # or a checkpoint's state, which has the keys of train_config.json that are compared
+    train_config = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
         raise ValueError(f"{flag} {directory} has no complete checkpoint")
     if not path and (directory / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"--output_dir {directory} already contains a trained adapter, but no"
                          " checkpoint to resume from. Use another directory; --init_adapter can"
                          " start from it")
-    if saved_run:
-        refuse_other_run(config, directory, digests, saved_run)
+    if train_config:
+        refuse_other_run(config, directory, digests, train_config)
     if not path or not state:
         return 0
     before, now = compared_flags(config, state)
@@ -62,20 +62,20 @@ def step_to_resume(config: Config, directory: Path, digests: dict[str, str | Non
 
 
 def compared_flags(
-        config: Config, saved_run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the flags of the run that `saved_run` describes, and of this run, both as JSON
+        config: Config, train_config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the flags of the run that `train_config` describes, and of this run, both as JSON
     values."""
-    before, now = saved_run.get("config", {}), as_json(dataclasses.asdict(config))
+    before, now = train_config.get("config", {}), as_json(dataclasses.asdict(config))
     before, now = ({**flags, "target_modules": sorted(flags.get("target_modules", ()))}
                    for flags in (before, now))
     return before, now
 
 
 def refuse_other_run(config: Config, directory: Path, digests: dict[str, str | None],
-                     saved_run: dict[str, Any]) -> None:
-    """Raise ValueError if the run that `saved_run` describes cannot continue as this one,
+                     train_config: dict[str, Any]) -> None:
+    """Raise ValueError if the run that `train_config` describes cannot continue as this one,
     because it has other flags, data or base model."""
-    before, now = compared_flags(config, saved_run)
+    before, now = compared_flags(config, train_config)
     changed = [f"--{name} {before.get(name)} (now {now[name]})" for name in MUST_MATCH
                if before.get(name) != now[name]]
     if changed:
@@ -86,17 +86,17 @@ def refuse_other_run(config: Config, directory: Path, digests: dict[str, str | N
                                       " the tokenizer has changed"),
                       ("base_sha256", "another base model: its files or config.json have changed"),
                       ("eval_sha256", "other evaluation rows: --eval_dataset has changed")):
-        if saved_run.get(key) != digests[key]:
+        if train_config.get(key) != digests[key]:
             raise ValueError(f"--output_dir {directory} already contains a run with {what}")
 
 
 def check_resumable(config: Config, directory: Path, digests: dict[str, str | None],
-                    saved_run: dict[str, Any]) -> None:
-    """Raise ValueError if the run in --output_dir, which `saved_run` describes, could not
+                    train_config: dict[str, Any]) -> None:
+    """Raise ValueError if the run in --output_dir, which `train_config` describes, could not
     continue as this one. For a dry run. Rank 0 only."""
-    if saved_run:
-        base = digests["base_sha256"] or saved_run.get("base_sha256")
-        refuse_other_run(config, directory, {**digests, "base_sha256": base}, saved_run)
+    if train_config:
+        base = digests["base_sha256"] or train_config.get("base_sha256")
+        refuse_other_run(config, directory, {**digests, "base_sha256": base}, train_config)
 
 
 def set_aside_newer(directory: Path, step: int) -> None:

@@ -40,7 +40,7 @@ class Job:
     specs: tuple[LayerSpec, ...]
     # SHA-256 of rows and base model by their keys in train_config.json, see agree_on_digests()
     digests: dict[str, str | None]
-    saved_run: dict[str, Any]  # train_config.json of the run in the directory; {}: a new run
+    train_config: dict[str, Any]  # train_config.json of the run in the directory; {}: a new run
 
     @property
     def n_adapter_weights(self) -> int:
