@@ -204,7 +204,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         # 5. The model, built on meta, sharded by FSDP2; each rank loads its shard in NF4
         mesh = make_mesh(plan.shard_group_size, device)
         context_group = make_context_group(plan.context_parallel_size)
-        model = Model(base.arch, job.specs, plan, kernels, device, mesh.get_group("shard"),
+        model = Model(base.arch, job.layer_specs, plan, kernels, device, mesh.get_group("shard"),
                       context_group)
         shard_model(model, mesh, plan)
         loaded = load_model(model, job.weights_dir, base.model_config, config)
@@ -266,8 +266,8 @@ def make_plan(job: Job, sampler: RowSampler, memory_limit: int,
     with raise_on_all_ranks():
         kernels = choose_attention(config, arch, device)._replace(
             recurrence=choose_recurrence(arch, config.compute_dtype, device))
-    plan = agree_on_plan(config, arch, job.specs, sampler, job.eval_rows, memory_limit, device,
-                         kernels, optimizer_bytes_per_weight(make_optimizer, config))
+    plan = agree_on_plan(config, arch, job.layer_specs, sampler, job.eval_rows, memory_limit,
+                         device, kernels, optimizer_bytes_per_weight(make_optimizer, config))
     if plan.context_parallel_size > 1:
         # `recurrence` stays None: no plan shares the micro-batches of a recurrent model
         with raise_on_all_ranks():

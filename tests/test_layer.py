@@ -58,11 +58,11 @@ from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.predict_memory import predict_memory
 from fsdp_qlora.pretrained import families, from_config
 from fsdp_qlora.pretrained.architecture import Heads
+from fsdp_qlora.pretrained.family_specs import AttentionGateSpec, GatedDeltaNetSpec, Mamba2Spec
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.rope import rope_frequencies
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
-from fsdp_qlora.pretrained.specs import AttentionGateSpec, GatedDeltaNetSpec, Mamba2Spec
 from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.ranks import RunEnd

@@ -30,7 +30,7 @@ from fsdp_qlora.data.example_formats import (
 from fsdp_qlora.data.preferences import LABEL_KEYS, PAIR_KEYS
 from fsdp_qlora.layer.router import BALANCE_METRICS
 from fsdp_qlora.model.preference_loss import LOSSES, METRICS
-from fsdp_qlora.pretrained import specs
+from fsdp_qlora.pretrained import family_specs
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.pretrained.from_config import check_model
 from fsdp_qlora.run.resolve import resolve_config
@@ -443,7 +443,7 @@ def test_types_of_models_are_those_of_transformers():
 def test_specs_of_a_family_have_the_fields_shown():
     """In the table of how to add one: `Spec`: `field`, of Family."""
     (table,) = tables("| the family has | dataclass, and the field of `Family` that holds it |")
-    fields = {f.name: str(f.type) for spec in (specs.Family, specs.MoESpec)
+    fields = {f.name: str(f.type) for spec in (family_specs.Family, family_specs.MoESpec)
               for f in dataclasses.fields(spec)}  # fmt: skip
     seen = 0
     for row in table.splitlines()[2:]:
@@ -453,7 +453,7 @@ def test_specs_of_a_family_have_the_fields_shown():
             for spec in re.findall(r"\w+", named[0]):
                 mixers = "ShortConvSpec | GatedDeltaNetSpec | Mamba2Spec]"
                 annotation = fields[field].replace("OtherMixer]", mixers)
-                assert hasattr(specs, spec) and spec in annotation, row
+                assert hasattr(family_specs, spec) and spec in annotation, row
                 seen += 1
     assert seen >= 7
 

@@ -34,9 +34,9 @@ from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.residual import ResidualSum
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.model.preference_loss import sum_documents
+from fsdp_qlora.pretrained.family_specs import GatedDeltaNetSpec, Mamba2Spec
 from fsdp_qlora.pretrained.from_config import make_architecture
 from fsdp_qlora.pretrained.shrunk_config import shrunk_config
-from fsdp_qlora.pretrained.specs import GatedDeltaNetSpec, Mamba2Spec
 
 N, WIDTH, HEADS = 96, 128, 4
 
@@ -434,7 +434,7 @@ def bf16_call(name, **settings):
 def test_adapters_gradients_are_summed_in_fp32():
     """Of several parts of a batch."""
     for fused, call in bf16_call("llama"):
-        want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), call.spec.scaling
+        want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), call.layer_spec.scaling
         for seed in range(3):
             x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
             hidden = draw(N, fused.padded_lora_width, seed=seed)
@@ -462,7 +462,8 @@ def test_doras_norms_and_magnitudes_are_fp32():
         a, weight = call.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
         for linear in fused.adapted:
             b, rows = call.adapter[linear.lora_b].view(-1, fused.lora_rank).double(), linear.outputs
-            of_rows = (weight[rows] + call.spec.scaling * b @ a[linear.lora_columns]).norm(dim=1)
+            of_rows = weight[rows] + call.layer_spec.scaling * b @ a[linear.lora_columns]
+            of_rows = of_rows.norm(dim=1)
             sums = (grad[:, rows].double() * weight[rows].t()).sum(0) / of_rows
             check_rounding(norm[rows], of_rows, "norms")
             check_rounding(factor[rows], call.layer.adapter[linear.magnitude] / of_rows, "factors")

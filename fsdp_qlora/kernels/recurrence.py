@@ -23,7 +23,7 @@ from fsdp_qlora.kernels.attention import MAX_ERROR, recomputed
 from fsdp_qlora.log import log
 from fsdp_qlora.micro_batch.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.specs import GatedDeltaNetSpec, Mamba2Spec
+from fsdp_qlora.pretrained.family_specs import GatedDeltaNetSpec, Mamba2Spec
 from fsdp_qlora.ranks import n_cores
 
 

@@ -1,7 +1,7 @@
 """Token mixers whose backward is autograd's: short convolution (LFM2), Gated DeltaNet, Mamba-2.
 
 No mixer sees across the bounds of documents. pretrained/families.py says which layers have one,
-pretrained/specs.py what the letters of a mixer mean.
+pretrained/family_specs.py what the letters of a mixer mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.saved import SavedAutogradMixer
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.specs import (
+from fsdp_qlora.pretrained.family_specs import (
     GatedDeltaNetSpec, Mamba2Spec, OtherMixer, ShortConvSpec)
 
 

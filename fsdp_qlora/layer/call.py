@@ -45,7 +45,7 @@ class LayerCall:
         is_backward: bool = False, is_evaluation: bool = False
     ) -> None:
         # what the call reads
-        self.layer, self.arch, self.spec = layer, layer.arch, layer.spec
+        self.layer, self.arch, self.layer_spec = layer, layer.arch, layer.spec
         self.inputs, self.batch = inputs, inputs.batch
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         self.kv_in = kv_in  # keys and values of the kv_source
@@ -79,7 +79,7 @@ class LayerCall:
         parallelism and dropout a copy that has their dropout seeds and adds to the same gradient,
         otherwise this call. All ranks must call this."""
         shard = self.batch.context_shard
-        if not (shard and self.spec.dropout):
+        if not (shard and self.layer_spec.dropout):
             return self
         call = copy.copy(self)
         call.dropout_seeds = shard.key_dropout_seeds
@@ -97,9 +97,9 @@ class LayerCall:
     def vector(self, name: str | None, part: str = "weight") -> Tensor | None:
         """Return a norm's weight or bias by its name in the layer; None if the layer has none or
         `name` is None."""
-        if name is None or f"{name}.{part}" not in self.spec.vectors:
+        if name is None or f"{name}.{part}" not in self.layer_spec.vectors:
             return None
-        where, shape = self.spec.vectors[f"{name}.{part}"]
+        where, shape = self.layer_spec.vectors[f"{name}.{part}"]
         return self.layer.vectors[where].view(shape)
 
     @property

@@ -30,7 +30,7 @@ def down_backward(
     saved.gate_up."""
     gated = call.arch.gated
     activated = None
-    if call.spec.dora and down.lora_width:
+    if call.layer_spec.dora and down.lora_width:
         activated = grad.new_empty(len(grad), down.in_features)
         glu(activated, saved.gate_up, activation, gated)
     grad_activated, grad_lora_hidden = input_gradients(

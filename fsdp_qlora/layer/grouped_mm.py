@@ -121,7 +121,7 @@ def fill_expert_lora_hidden(
         lora_hidden[:, fused.lora_width :] = 0
         a = expert_a(call, fused, chunk)
         x_a = grouped_matmul(inputs[:, : fused.in_features], a.transpose(1, 2), chunk)
-        lora_hidden[:, : fused.lora_width] = x_a * call.spec.scaling
+        lora_hidden[:, : fused.lora_width] = x_a * call.layer_spec.scaling
 
 
 def split_lora_gradient(
@@ -136,7 +136,7 @@ def split_lora_gradient(
     grad_x, grad_lora_hidden = grad_inputs[:, :n_in], grad_inputs[:, n_in : n_in + fused.lora_width]
     grad_lora_hidden = grad_lora_hidden.contiguous()
     from_lora = grouped_matmul(grad_lora_hidden, expert_a(call, fused, chunk), chunk)
-    return torch.add(grad_x, from_lora, alpha=call.spec.scaling), grad_lora_hidden
+    return torch.add(grad_x, from_lora, alpha=call.layer_spec.scaling), grad_lora_hidden
 
 
 def add_expert_gradients(
@@ -148,7 +148,7 @@ def add_expert_gradients(
     multiplied a row's routing weight into x or into both gradients."""
     chunk_experts = slice(chunk.experts.start, chunk.experts.stop)
     n = fused.n_experts
-    scaling = call.spec.scaling
+    scaling = call.layer_spec.scaling
     lora_width = fused.lora_width
     grad_a = call.grad_adapter[fused.lora_a].view(n, lora_width, fused.in_features)[chunk_experts]
     grad_a.add_(grouped_outer(grad_lora_hidden, x, chunk), alpha=scaling)

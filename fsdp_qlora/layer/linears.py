@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from fsdp_qlora.adapter_settings import AdapterSettings
-from fsdp_qlora.pretrained.specs import LinearShape
+from fsdp_qlora.pretrained.family_specs import LinearShape
 from fsdp_qlora.quant.blocks import BLOCKSIZE, NESTED_BLOCKSIZE
 from fsdp_qlora.quant.nf4 import LORA_ALIGNMENT
 

@@ -37,9 +37,9 @@ def fill_lora_hidden(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Non
         return
     x, lora_hidden = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
     a = call.adapter[fused.lora_a].view(-1, fused.in_features)
-    dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
+    dropped = call.drop(x, call.layer_spec.dropout, fused.dropout_site)
     lora_hidden.zero_()  # torch 2.13 on a CPU reads `out` even with beta=0, and 0 * NaN is NaN
-    torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=call.spec.scaling,
+    torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=call.layer_spec.scaling,
                 out=lora_hidden[:, : fused.lora_width])
 
 
@@ -61,7 +61,7 @@ def filled_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor
         return _matmul_of_split(call, fused, inputs)
     out = inputs.new_empty(len(inputs), fused.out_features)
     for split in fused.splits:
-        if inputs.is_cuda and split.bias is None and not call.spec.dora:
+        if inputs.is_cuda and split.bias is None and not call.layer_spec.dora:
             torch.mm(inputs, call.weight(split).t(), out=out[:, split.outputs])  # without a copy
         else:
             out[:, split.outputs] = _matmul_of_split(call, split, inputs)
@@ -71,7 +71,7 @@ def filled_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor
 def _matmul_of_split(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
     bias = None if fused.bias is None else call.layer.vectors[fused.bias][fused.outputs]
     weight = call.weight(fused)
-    if not call.spec.dora or not fused.adapted:
+    if not call.layer_spec.dora or not fused.adapted:
         return F.linear(inputs, weight, bias)
     factor, _ = dora_factors(call, fused, weight)
     return scale_columns(inputs @ weight.t(), factor, bias, is_evaluation=call.is_evaluation)
@@ -104,7 +104,7 @@ def input_gradients(
     reads x here. Returns the gradients of x and of d [n, lora_width], and adds those of B and of
     DoRA's magnitudes to call.grad_adapter; the second half is add_a_gradient()."""
     n_in = fused.in_features
-    spec = call.spec
+    spec = call.layer_spec
     grad_inputs = None
     for split in fused.splits:
         weight = call.weight(split)
@@ -147,9 +147,9 @@ def add_a_gradient(
     """Add the gradient of all A to call.grad_adapter, from x [n, in] and the gradient of d [n,
     lora_width]."""
     if fused.lora_width:
-        dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
+        dropped = call.drop(x, call.layer_spec.dropout, fused.dropout_site)
         grad_a = call.grad_adapter[fused.lora_a].view(-1, fused.in_features)
-        grad_a.add_(fp32_matmul(grad_lora_hidden.t(), dropped), alpha=call.spec.scaling)
+        grad_a.add_(fp32_matmul(grad_lora_hidden.t(), dropped), alpha=call.layer_spec.scaling)
 
 
 def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[T
     """
     a = call.adapter[fused.lora_a].view(-1, fused.in_features)
     w_a = fp32_matmul(weight[:, : fused.in_features], a.t())
-    scaling = call.spec.scaling
+    scaling = call.layer_spec.scaling
     a = a.float()
     norm = torch.ones(fused.out_features, device=weight.device)
     factor = norm.clone()

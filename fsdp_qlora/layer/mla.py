@@ -35,7 +35,7 @@ from fsdp_qlora.layer.mla_heads import latent_heads, latent_heads_backward
 from fsdp_qlora.layer.residual import norm_padded
 from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.specs import MLASpec
+from fsdp_qlora.pretrained.family_specs import MLASpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from fsdp_qlora.layer.saved import HeadGroup
 from fsdp_qlora.micro_batch.context_parallel import ContextShard
 from fsdp_qlora.micro_batch.segments import Segments
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.specs import MLASpec
+from fsdp_qlora.pretrained.family_specs import MLASpec
 
 rotated_queries, rotated_queries_backward = map(fused_kernel, (query_heads, query_heads_backward))
 

@@ -49,7 +49,7 @@ from fsdp_qlora.layer.router import (
 from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.specs import ExpertNormsSpec, MoESpec
+from fsdp_qlora.pretrained.family_specs import ExpertNormsSpec, MoESpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.kernels.norms import norm_of, norm_of_backward
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
-from fsdp_qlora.pretrained.specs import MoESpec
+from fsdp_qlora.pretrained.family_specs import MoESpec
 
 
 # keys in metrics.jsonl, see add_balance()

@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_qlora.kernels.recurrence import RECURRENCES, RECURRENCE_CHUNK
 from fsdp_qlora.layer.autograd_mixers import AutogradMixer
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.pretrained.specs import GatedDeltaNetSpec, Mamba2Spec, ShortConvSpec
+from fsdp_qlora.pretrained.family_specs import GatedDeltaNetSpec, Mamba2Spec, ShortConvSpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from fsdp_qlora.layer_costs.attention_mixer import kernel_values
 from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.specs import MLASpec
+from fsdp_qlora.pretrained.family_specs import MLASpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

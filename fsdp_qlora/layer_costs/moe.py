@@ -14,7 +14,7 @@ from fsdp_qlora.layer.shared_expert import SharedExpert
 from fsdp_qlora.layer_costs.lora_matmul import dora_bytes
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.specs import MoESpec
+from fsdp_qlora.pretrained.family_specs import MoESpec
 
 
 GROUPED_SPEED = 0.66  # speed of grouped matmuls relative to large matmuls, on an H200

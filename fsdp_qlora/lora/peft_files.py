@@ -22,8 +22,8 @@ from fsdp_qlora.lora.peft_names import (
     AdapterSlice, AdapterSlices, adapter_shapes, expert_slices, make_lora_config, token_row_names,
     token_row_settings)
 from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.family_specs import AdapterForm
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, read_tensor
-from fsdp_qlora.pretrained.specs import AdapterForm
 
 IGNORED = set("""lora_dropout target_modules exclude_modules peft_version task_type revision
     base_model_name_or_path inference_mode auto_mapping layers_pattern megatron_core

@@ -23,10 +23,10 @@ from fsdp_qlora.lora.peft_names import AdapterSlice, linear_adapter_shapes
 from fsdp_qlora.merge.base_for_merge import BaseForMerge, auto_class
 from fsdp_qlora.merge.merged_layout import MergedLayout, find_linears, in_file_order, merged_dtype
 from fsdp_qlora.merge.trained_run import TrainedRun
+from fsdp_qlora.pretrained.family_specs import LinearShape
 from fsdp_qlora.pretrained.from_config import stored_format
 from fsdp_qlora.pretrained.model_directory import find_model
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, stored_tensors
-from fsdp_qlora.pretrained.specs import LinearShape
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 

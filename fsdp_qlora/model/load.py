@@ -34,7 +34,7 @@ from fsdp_qlora.model.shards import LocalBlocks, local_blocks, weight_requests
 from fsdp_qlora.pretrained.check_files import check_files
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
-from fsdp_qlora.pretrained.specs import LinearShape
+from fsdp_qlora.pretrained.family_specs import LinearShape
 from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip, swap_nibbles

@@ -22,7 +22,7 @@ from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.predict_memory import predict_memory
 from fsdp_qlora.planner.predict_time import predict_time
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.specs import Mamba2Spec
+from fsdp_qlora.pretrained.family_specs import Mamba2Spec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Architecture: all that determines what the layers of one model compute; LayerKind.
 
-specs.py has the dataclasses that it extends and holds, from_config.py makes one of a config.json,
-layer/linears.py says where a layer's values are.
+family_specs.py has the dataclasses that it extends and holds, from_config.py makes one of a
+config.json, layer/linears.py says where a layer's values are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
-from fsdp_qlora.pretrained.specs import ArchitectureFields, LinearShape
+from fsdp_qlora.pretrained.family_specs import ArchitectureFields, LinearShape
 
 XIELU = "mlp.act_fn"  # prefix of a layer's xIELU scalars
 XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}

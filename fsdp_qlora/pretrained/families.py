@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fsdp_qlora.pretrained.specs import (
+from fsdp_qlora.pretrained.family_specs import (
     AdapterForm, AttentionGateSpec, ExpertNormsSpec, Family, GatedDeltaNetSpec, Mamba2Spec,
     MLASpec, MoESpec, PerLayerInputsSpec, ShortConvSpec)
 

@@ -23,10 +23,10 @@ from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.families import ADAPTER_FORMS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
-from fsdp_qlora.pretrained.layer_kinds import Rope, kv_sources, make_layer_kinds, routed_layers
-from fsdp_qlora.pretrained.specs import (
+from fsdp_qlora.pretrained.family_specs import (
     ACTIVATIONS, LAYER_TYPES, ArchitectureFields, Family, LinearShape, MoESpec,
     PerLayerInputsSpec)
+from fsdp_qlora.pretrained.layer_kinds import Rope, kv_sources, make_layer_kinds, routed_layers
 from fsdp_qlora.quant.blocks import BLOCKSIZE
 
 # Fields of config classes that make_architecture() reads for every family, or that change no

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import ActivationLimits, Heads, LayerKind, rotary_dim
-from fsdp_qlora.pretrained.specs import LAYER_TYPES, Family
+from fsdp_qlora.pretrained.family_specs import LAYER_TYPES, Family
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 # mrope's keys are allowed: with text only, its three positions are equal, as in ordinary rotary

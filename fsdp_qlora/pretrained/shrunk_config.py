@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import Architecture, Heads, rotary_dim
 from fsdp_qlora.pretrained.families import FAMILIES
+from fsdp_qlora.pretrained.family_specs import Family, Mamba2Spec
 from fsdp_qlora.pretrained.from_config import make_architecture, text_config
-from fsdp_qlora.pretrained.specs import Family, Mamba2Spec
 
 
 # {config field with limits by layer: limit in the small layers of the check}. These limits clamp

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.family_specs import LinearShape
 from fsdp_qlora.pretrained.reader import StackedSlice, StoredTensor
-from fsdp_qlora.pretrained.specs import LinearShape
 from fsdp_qlora.pretrained.weight_formats import (
     FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, PER_INT32)
 from fsdp_qlora.quant.blocks import MXFP4_BLOCKSIZE

@@ -51,7 +51,7 @@ def prepare(config: Config, directory: Path, status: Status, is_dry_run: bool) -
     with raise_on_all_ranks():
         lora_config, adapted = resolve_adapter(
             arch, config, config.model or str(base.directory), token_ids)
-        specs = make_layer_specs(arch, adapted, config.adapter_settings)
+        layer_specs = make_layer_specs(arch, adapted, config.adapter_settings)
         if config.init_adapter and is_new:
             read_adapter(config, arch, token_ids)  # only to see that it fits
         weights_dir, base_sha256 = fetch_weights(config, base.directory, model_name, is_dry_run)
@@ -60,5 +60,5 @@ def prepare(config: Config, directory: Path, status: Status, is_dry_run: bool) -
         on_rank_0(check_init_adapter_base, config, base_sha256, tokenizer)
     return Job(
         config=config, base=base, weights_dir=weights_dir, rows=rows, eval_rows=eval_rows,
-        template_date=template_date, lora_config=lora_config, specs=specs, digests=digests,
-        train_config=train_config)
+        template_date=template_date, lora_config=lora_config, layer_specs=layer_specs,
+        digests=digests, train_config=train_config)

@@ -37,7 +37,7 @@ class Job:
     eval_rows: Rows | None  # None: no evaluation
     template_date: str  # the date for chat templates that have one; a resumed run keeps it
     lora_config: LoraConfig
-    specs: tuple[LayerSpec, ...]
+    layer_specs: tuple[LayerSpec, ...]
     # SHA-256 of rows and base model by their keys in train_config.json, see agree_on_digests()
     digests: dict[str, str | None]
     train_config: dict[str, Any]  # train_config.json of the run in the directory; {}: a new run
@@ -48,7 +48,8 @@ class Job:
         arch = self.base.arch
         n_token_row_weights = arch.n_tables * len(self.base.trainable_ids) * arch.hidden_size
         return n_token_row_weights + sum(
-            math.prod(shape) for spec in self.specs for _, shape in spec.adapter_slices().values())
+            math.prod(shape) for spec in self.layer_specs
+            for _, shape in spec.adapter_slices().values())
 
 
 @dataclasses.dataclass
