@@ -68,7 +68,7 @@ def route(
     if moe.rounded_scores:
         scores = scores.to(x.dtype).float()
     if choice is None:
-        ranked = logits if moe.ranks_logits else scores
+        ranked = logits if moe.topk_by_logits else scores
         if moe.correction_bias:
             ranked = ranked + tensors[moe.correction_bias].view(-1)
         topk_experts, bounds = select_experts(ranked, moe), None

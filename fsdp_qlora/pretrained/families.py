@@ -268,7 +268,7 @@ FAMILIES: dict[str, Family] = {
             expert_size="config.intermediate_size", shared_size="config.intermediate_size",
             n_shared="config.num_shared_experts", shared_prefix="mlp.shared_experts",
             combination="config.shared_expert_combination_strategy",
-            score_func="config.expert_selection_fn", ranks_logits=True, rounded_scores=True,
+            score_func="config.expert_selection_fn", topk_by_logits=True, rounded_scores=True,
             softmax_of_chosen=True, norm_topk_prob="config.norm_topk_prob")),
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
                          moe=MoESpec(**GRANITE_EXPERTS)),
@@ -329,7 +329,7 @@ FAMILIES: dict[str, Family] = {
             shared_size="config.shared_expert_intermediate_size",
             shared_prefix="mlp.shared_experts", fp32_router=True, score_func="sigmoid",
             correction_bias="mlp.gate.e_score_correction_bias",
-            ranks_logits=True, norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
+            topk_by_logits=True, norm_topk_prob="config.norm_topk_prob", rounded_weights=False,
             adapter_form="parameters")),
     "exaone_moe": Family(
         qk_norm="head", windowed_layers="layer_types", no_rotary="full_if_window", moe=MoESpec(

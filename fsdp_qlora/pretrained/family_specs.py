@@ -90,7 +90,7 @@ class MoESpec:
     rounded_scores: bool = False  # scores, and their sum, are rounded to the model's dtype
     correction_bias: str | None = None  # a tensor [experts]
     correction_bias_is_row: bool = False  # it is [1, experts]
-    ranks_logits: bool = False  # experts are ranked by logits (plus correction_bias), not by scores
+    topk_by_logits: bool = False  # experts are chosen by logits (plus correction_bias), not scores
     correction_bias_or_zeros: bool = False  # files may lack it; it is then 0
     # a token goes only to experts of its topk_group groups, the ones with the largest sums of their
     # n_best_per_group highest scores
