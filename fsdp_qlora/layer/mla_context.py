@@ -106,7 +106,7 @@ class VisibleKV:
 
     def __init__(self, mla: MLASpec, value_width: int, segments: Segments) -> None:
         self.mla, self.value_width, self.segments = mla, value_width, segments
-        # of the last group's key and value: (which tensor it is, how to make it)
+        # of the last group's key and value: (its storage_key(), how to make it)
         self.made: list[tuple[tuple, Callable[[], Tensor]]] = []
 
     def make_kv(self, key_value: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor, Segments]:
@@ -116,12 +116,12 @@ class VisibleKV:
         makers = (functools.partial(key_heads, k_nope.detach(), k_pe.detach()),
                   functools.partial(padded, value.detach(), self.value_width))
         key, value = key_heads(k_nope, k_pe), padded(value, self.value_width)
-        self.made = [(identity(x), make) for x, make in zip((key, value), makers)]
+        self.made = [(storage_key(x), make) for x, make in zip((key, value), makers)]
         return key, value, self.segments
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that returns the tensor."""
-        makers = [make for made, make in self.made if made == identity(tensor)]
+        makers = [make for made, make in self.made if made == storage_key(tensor)]
         tensor = tensor.detach()  # a kernel's output would keep its own graph alive
         return makers[0] if makers else lambda: tensor
 
@@ -135,6 +135,6 @@ def padded(value: Tensor, width: int) -> Tensor:
     return F.pad(value, (0, padding)) if padding else value.contiguous()
 
 
-def identity(tensor: Tensor) -> tuple:
+def storage_key(tensor: Tensor) -> tuple:
     """Return what two tensors have in common if one is the other or a view of all of it."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()
