@@ -185,8 +185,8 @@ def test_kernel_that_computes_something_else_is_found_out(kind, attention_type):
             q, k, v, sinks, segments, dataclasses.replace(arch, attention_softcap=None), *rest
         )
 
-    def without_window(q, k, v, sinks, segments, arch, window, index):
-        return plain(q, k, v, sinks, segments, arch, None, index)
+    def without_window(q, k, v, sinks, segments, arch, window, layer_index):
+        return plain(q, k, v, sinks, segments, arch, None, layer_index)
 
     def without_sinks(q, k, v, sinks, *rest):
         return plain(q, k, v, None, *rest)

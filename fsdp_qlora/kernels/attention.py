@@ -76,20 +76,20 @@ class AttentionFunction(Protocol):
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
-        arch: Architecture, window: int | None, index: int
+        arch: Architecture, window: int | None, layer_index: int
     ) -> Tensor:
         """Return [n, heads, head_dim], from query [n, heads, head_dim], and key and value [n_keys,
         heads, head_dim], which may have fewer heads.
 
         `sinks` [heads] or None; a kernel that does not support them is not chosen, see
         kernel_matches(). `segments`: which keys each query sees. `window`: number of keys that a
-        query sees; None: all. `index`: the layer's, for dropout.
+        query sees; None: all. `layer_index`: for dropout.
         """
 
 
 def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
-    arch: Architecture, window: int | None, index: int
+    arch: Architecture, window: int | None, layer_index: int
 ) -> Tensor:
     """Attention of documents of one length by torch's SDPA, which on Hopper calls cuDNN's kernel.
     """
@@ -106,7 +106,7 @@ def sdpa_attention(
 
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
-    arch: Architecture, window: int | None, index: int
+    arch: Architecture, window: int | None, layer_index: int
 ) -> Tensor:
     """Attention of documents of any lengths by Flash Attention 2."""
     if sinks is not None:
@@ -120,7 +120,7 @@ def flash_attention(
 
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
-    arch: Architecture, window: int | None, index: int
+    arch: Architecture, window: int | None, layer_index: int
 ) -> Tensor:
     """Attention of documents of any lengths by torch's own kernel."""
     if sinks is not None:
@@ -133,13 +133,13 @@ def varlen_attention(
 
 def eager_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
-    arch: Architecture, window: int | None, index: int
+    arch: Architecture, window: int | None, layer_index: int
 ) -> Tensor:
     """Attention of each document by itself in plain torch: on a CPU, in fp32, with dropout on
     weights, and where no other kernel works. Only the inputs are saved for backward."""
     outs = []
     start = 0
-    site = index * N_SITES + ATTENTION_WEIGHTS_SITE
+    site = layer_index * N_SITES + ATTENTION_WEIGHTS_SITE
     of_segments = (query.split(segments.lengths_q), key.split(segments.lengths_k),
                    value.split(segments.lengths_k))
     for q, k, v in zip(*of_segments):
@@ -259,7 +259,7 @@ def can_reuse_attention_results(kernels: Kernels, arch: Architecture, device: to
 
     def with_reused_lse(
         query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
-        arch: Architecture, window: int | None, index: int
+        arch: Architecture, window: int | None, layer_index: int
     ) -> Tensor:
         inputs = query, key, value, segments, arch.attention_scale
         with torch.no_grad():

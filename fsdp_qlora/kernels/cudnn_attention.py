@@ -22,7 +22,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 def cudnn_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
-    arch: Architecture, window: int | None, index: int
+    arch: Architecture, window: int | None, layer_index: int
 ) -> Tensor:
     """Attention of a few long segments, one after the other, without windows and sinks."""
     return attention_with_lse(query, key, value, segments, arch.attention_scale)[0]

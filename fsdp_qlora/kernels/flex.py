@@ -37,7 +37,7 @@ WIDE_HEADS: Any = {
 
 def flex_document_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments,
-    arch: Architecture, window: int | None, index: int
+    arch: Architecture, window: int | None, layer_index: int
 ) -> Tensor:
     """Attention of documents of any lengths by torch's flex_attention, see attention.py."""
     if window not in segments.masks:

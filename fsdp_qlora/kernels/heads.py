@@ -18,27 +18,28 @@ from fsdp_qlora.pretrained.architecture import Architecture
 
 def rope_tables(
     arch: Architecture, frequencies: list[tuple[Tensor, float]], batch: MicroBatch,
-    index: int | None
+    rope_index: int | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (cos, sin, temperature) for the tokens of a micro-batch.
 
-    cos and sin are fp32 [tokens, rotary_dim / 2] by frequencies[index], see rope_frequencies();
-    None if index is None. temperature is Ministral 3's factor on queries [tokens], or None.
+    cos and sin are fp32 [tokens, rotary_dim / 2] by frequencies[rope_index], see
+    rope_frequencies(); None if rope_index is None. temperature is Ministral 3's factor on queries
+    [tokens], or None.
     """
     temperature = None
     position_ids = batch.position_ids
     if arch.query_temperature:
         beta, original = arch.query_temperature
         temperature = 1 + beta * torch.log1p((position_ids // original).float())
-    if index is None:
+    if rope_index is None:
         return None, None, temperature
-    inverse, factor = frequencies[index]
+    inverse, factor = frequencies[rope_index]
     if inverse.dim() == 2:  # longrope: depends on the length of the document, as in transformers
         bounds = batch.cu_seqlens
         tokens = torch.arange(len(position_ids), device=inverse.device)
         if batch.context_shard:
             tokens = batch.context_shard.tokens
-        is_long = bounds.diff() > arch.ropes[index]["original_max_position_embeddings"]
+        is_long = bounds.diff() > arch.ropes[rope_index]["original_max_position_embeddings"]
         inverse = inverse[is_long.long()[torch.bucketize(tokens, bounds[1:], right=True)]]
     angles = position_ids[:, None].float() * (-inverse if arch.rotary_backwards else inverse)
     return angles.cos() * factor, angles.sin() * factor, temperature

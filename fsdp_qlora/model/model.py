@@ -56,8 +56,8 @@ class Model(ModelParameters):
                 self.kernels.varlen if batch.is_varlen else self.kernels.fixed_len),
             recurrence=self.kernels.recurrence,
             store=self.store if torch.is_grad_enabled() else DeviceActivations(),
-            rope_tables={index: rope_tables(self.arch, self.frequencies, batch, index)
-                         for index in (None, *range(len(self.arch.ropes)))},
+            rope_tables={rope_index: rope_tables(self.arch, self.frequencies, batch, rope_index)
+                         for rope_index in (None, *range(len(self.arch.ropes)))},
             segments=None if batch.context_shard else document_segments(
                 batch.cu_seqlens, batch.lengths, batch.max_seqlen, batch.dropout_seeds),
             per_layer_inputs=(per_layer_inputs(self, batch.input_ids, embedded)
