@@ -19,8 +19,9 @@ GELU_TANH = (functools.partial(F.gelu, approximate="tanh"),
              functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 RELU2 = lambda x: F.relu(x).square(), lambda grad, x: grad * 2 * F.relu(x)
 # {one of ACTIVATIONS: (the function, its gradient)}
-ACTIVATION_PAIRS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
-                    "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "relu2": RELU2}
+ACTIVATIONS_AND_GRADIENTS = {
+    "silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+    "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "relu2": RELU2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,23 +61,23 @@ class ClampedGLU(NamedTuple):
     alpha: float
 
 
-PairedActivation = str | XIELUActivation | ScaledActivation | LimitedActivation
-Activation = PairedActivation | ClampedGLU
+ElementwiseActivation = str | XIELUActivation | ScaledActivation | LimitedActivation
+Activation = ElementwiseActivation | ClampedGLU
 
 
-def activation_pair(activation: PairedActivation) -> tuple[Callable[..., Tensor], ...]:
+def activation_and_gradient(activation: ElementwiseActivation) -> tuple[Callable[..., Tensor], ...]:
     """Return an activation and its gradient, functions of fp32 x and of (grad, x)."""
     if isinstance(activation, str):
-        named: tuple[Callable[..., Tensor], ...] = ACTIVATION_PAIRS[activation]
+        named: tuple[Callable[..., Tensor], ...] = ACTIVATIONS_AND_GRADIENTS[activation]
         return named
     if isinstance(activation, ScaledActivation):
         inner, outer = activation.inner, activation.outer
-        function, slope = ACTIVATION_PAIRS[activation.activation]
+        function, slope = ACTIVATIONS_AND_GRADIENTS[activation.activation]
         return (lambda x: outer * function(inner * x),
                 lambda grad, x: slope(inner * outer * grad, inner * x))
     if isinstance(activation, LimitedActivation):
         limit = activation.limit
-        function, slope = ACTIVATION_PAIRS[activation.activation]
+        function, slope = ACTIVATIONS_AND_GRADIENTS[activation.activation]
         return (lambda x: function(x).clamp(max=limit),
                 lambda grad, x: slope(grad * (function(x) <= limit), x))
     alpha_p, alpha_n, beta, eps = activation.scalars.float()
@@ -109,7 +110,7 @@ def glu_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor:
         gates, ups, sigmoid, _ = clamped_parts(gate_up, activation.limit, activation.alpha)
         return (ups + 1) * gates * sigmoid
     parts = gate_up.float().chunk(1 + gated, -1)
-    activated = activation_pair(activation)[0](parts[0])
+    activated = activation_and_gradient(activation)[0](parts[0])
     return activated * limited_ups(parts[1], activation)[0] if gated else activated
 
 
@@ -121,12 +122,12 @@ def glu(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> No
 
 @fused_kernel
 def glu_backward_(
-    grad: Tensor, activation: PairedActivation, weights: Tensor | None, *parts: Tensor
+    grad: Tensor, activation: ElementwiseActivation, weights: Tensor | None, *parts: Tensor
 ) -> None:
     """Replace `parts` by their gradients, and `grad`, the gradient of glu()'s result, by that
     result, which was not saved. `parts` are gates and ups or, if not gated, ups alone, each [n,
     inner]. `weights` [n], if not None, multiply the gradients, not the result."""
-    forward, backward = activation_pair(activation)
+    forward, backward = activation_and_gradient(activation)
     grad32, first32 = grad.float(), parts[0].float()
     activated = forward(first32)
     if weights is not None:

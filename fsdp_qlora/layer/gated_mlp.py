@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fsdp_qlora.kernels.activations import PairedActivation, gate_up_gradient_, glu
+from fsdp_qlora.kernels.activations import ElementwiseActivation, gate_up_gradient_, glu
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, input_gradients
@@ -12,7 +12,7 @@ from fsdp_qlora.layer.saved import SavedGatedMLP
 
 
 def activate(
-    call: LayerCall, saved: SavedGatedMLP, down: FusedLinear, activation: PairedActivation
+    call: LayerCall, saved: SavedGatedMLP, down: FusedLinear, activation: ElementwiseActivation
 ) -> Tensor:
     """Return the inputs of down's matmul, [n, down.input_width]: glu() of saved.gate_up, with room
     for LoRA's columns."""
@@ -23,7 +23,7 @@ def activate(
 
 
 def down_backward(
-    call: LayerCall, saved: SavedGatedMLP, down: FusedLinear, activation: PairedActivation,
+    call: LayerCall, saved: SavedGatedMLP, down: FusedLinear, activation: ElementwiseActivation,
     grad: Tensor
 ) -> Tensor:
     """Return the gradient of saved.gate_up, from `grad`, the gradient of down's outputs. Overwrites

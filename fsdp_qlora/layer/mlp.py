@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.kernels.activations import (
-    PairedActivation, ScaledActivation, XIELUActivation, limited)
+    ElementwiseActivation, ScaledActivation, XIELUActivation, limited)
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.gated_mlp import activate, down_backward
 from fsdp_qlora.layer.linears import FusedLinear
@@ -97,7 +97,7 @@ class DenseMLPSublayer:
         call.dequantized.clear()
         return joined(grads)
 
-    def activation(self, call: LayerCall) -> PairedActivation:
+    def activation(self, call: LayerCall) -> ElementwiseActivation:
         """Return the activation for activate() and down_backward()."""
         if self.arch.mlp_multipliers != 1.0:
             both = self.arch.mlp_multipliers

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import Tensor
 
-from fsdp_qlora.kernels.activations import activation_pair
+from fsdp_qlora.kernels.activations import activation_and_gradient
 from fsdp_qlora.kernels.compiled import fused_kernel
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
@@ -19,13 +19,13 @@ from fsdp_qlora.pretrained.architecture import Architecture
 @fused_kernel
 def gate_inputs(out: Tensor, gates: Tensor, inputs: Tensor, activation: str) -> None:
     """Write activation(gates) * inputs into `out`, all [n, size]."""
-    out.copy_(activation_pair(activation)[0](gates.float()) * inputs.float())
+    out.copy_(activation_and_gradient(activation)[0](gates.float()) * inputs.float())
 
 
 @fused_kernel
 def gate_inputs_backward(grad: Tensor, gates: Tensor, inputs: Tensor, activation: str) -> Tensor:
     """Return the gradient of gates, from the gradient of gate_inputs()'s result."""
-    slope = activation_pair(activation)[1]
+    slope = activation_and_gradient(activation)[1]
     return slope(grad.float() * inputs.float(), gates.float()).to(grad.dtype)
 
 
