@@ -32,9 +32,9 @@ from fsdp_qlora.model.fsdp import local_part, set_local
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import LocalBlocks, local_blocks, weight_requests
 from fsdp_qlora.pretrained.check_files import check_files
-from fsdp_qlora.pretrained.reader import (
-    RandomWeights, WeightReader, all_finite, rows_before, stored_tensors)
 from fsdp_qlora.pretrained.family_specs import LinearShape
+from fsdp_qlora.pretrained.reader import (
+    RandomWeights, WeightReader, all_finite, rows_of_earlier_ranks, stored_tensors)
 from fsdp_qlora.pretrained.stored_weights import StoredWeights
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.pretrained.weight_formats import nf4_round_trip, swap_nibbles
@@ -74,7 +74,7 @@ def load_model(model: Model, weights_dir: Path, model_config: transformers.PreTr
             names = tensor_names(arch, stored)
             nf4_states = check_files(stored, names, model_config, config.compute_dtype)
     requests = weight_requests(model, names, nf4_states)
-    n_before = rows_before(requests)
+    n_before = rows_of_earlier_ranks(requests)
     shares = {r.name: (r.rows, n_before[r.name]) for r in requests}
     resident_before, started = host_memory().now, time.monotonic()
     reader = CheckedReader(

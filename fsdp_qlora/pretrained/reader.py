@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from fsdp_qlora.files import read_json
 from fsdp_qlora.ranks import all_gather_objects
 
-READERS = 8  # threads per rank that read weights; each copies about 5 GB/s from the page cache
+N_READ_THREADS = 8  # per rank, that read weights; each copies about 5 GB/s from the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
 READ_AHEAD = 2**29  # bytes read but not yet quantized, so that reading and quantizing overlap
 RANDOM_STD = 0.02  # standard deviation of --random_weights
@@ -149,7 +149,7 @@ def all_finite(values: torch.Tensor, name: str) -> torch.Tensor:
     return values.new_ones((), dtype=torch.bool)
 
 
-def rows_before(requests: Sequence[ReadRequest]) -> dict[str, int]:
+def rows_of_earlier_ranks(requests: Sequence[ReadRequest]) -> dict[str, int]:
     """Return {tensor's name: number of its first rows that are read by ranks before this one};
     several ranks may read the same row. All ranks must call this."""
     stops = all_gather_objects({request.name: request.rows.stop for request in requests})
@@ -196,7 +196,7 @@ class WeightReader:
         self.ahead: dict[str, tuple[torch.Tensor, list[Future[None]], ReadRequest]] = {}
         self.staging = threading.local()
         self.errors: list[BaseException] = []
-        self.pool = ThreadPoolExecutor(READERS, initializer=self._prepare_thread)
+        self.pool = ThreadPoolExecutor(N_READ_THREADS, initializer=self._prepare_thread)
 
     def _prepare_thread(self) -> None:
         if self.device.type == "cuda":
