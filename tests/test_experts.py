@@ -39,7 +39,7 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.checks import compare_with_transformers as check
 from fsdp_qlora.checks.compare_with_transformers import (
-    CheckPlan, cpu_model, random_adapter, random_hf_model, dequantized_weights)
+    ShortSlicesPlan, cpu_model, random_adapter, random_hf_model, dequantized_weights)
 from fsdp_qlora.config import Config
 from fsdp_qlora.data.collate import make_micro_batch
 from fsdp_qlora.data.rows import make_rows
@@ -74,7 +74,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     """The largest relative difference of logits, loss and gradients to transformers'. `edit`
     changes the reference's tensors before both get them; `tokens`: of the two documents."""
     monkeypatch.setattr(check, "LENGTHS", tokens or check.LENGTHS)
-    monkeypatch.setattr(check, "CheckPlan", functools.partial(changed_plan, ranges))
+    monkeypatch.setattr(check, "ShortSlicesPlan", functools.partial(changed_plan, ranges))
     if torch_grouped:
         for module in moe, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
@@ -100,7 +100,7 @@ def make_layers(model_config, arch, tensors, config):
 
 
 def changed_plan(ranges, **settings):
-    return CheckPlan(**settings | {"n_expert_ranges": ranges})
+    return ShortSlicesPlan(**settings | {"n_expert_ranges": ranges})
 
 
 @pytest.mark.parametrize("torch_grouped", [False, True])
@@ -348,7 +348,7 @@ def test_backward_repeats_forwards_choice(ranges, monkeypatch):
 def sliced_results(layer, slice_tokens, monkeypatch):
     """{result: tensor} of the recomputed MoE sublayer of a layer for 61 tokens, the last 29 of them
     padding, computed so many tokens at a time."""
-    monkeypatch.setattr(CheckPlan, "expert_slice_tokens", slice_tokens)
+    monkeypatch.setattr(ShortSlicesPlan, "expert_slice_tokens", slice_tokens)
     sublayer = layer.spec.mlp_sublayer
     x, mlp_input, grad = (
         torch.randn(61, layer.arch.hidden_size, generator=seed(n)) for n in range(3))
@@ -383,7 +383,7 @@ OFTEN_SLICED = ("gpt_oss", "lora"), ("qwen2_moe", "dora")
 def test_slices_of_tokens_give_what_all_tokens_give(name, kind, grouped, monkeypatch):
     """With dropout, ranges of experts, and slices that are in part or wholly padding."""
     if grouped != A_LOOP:
-        monkeypatch.setattr(check, "CheckPlan", functools.partial(changed_plan, 1))
+        monkeypatch.setattr(check, "ShortSlicesPlan", functools.partial(changed_plan, 1))
         for module in moe, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
@@ -659,7 +659,7 @@ def test_an_experts_bytes_are_bitsandbytes_own(width):
 def test_router_is_as_exact_as_in_the_files(monkeypatch):
     """Its correction is fp32 in them: rounded to bf16 it would send tokens elsewhere."""
     monkeypatch.setattr(
-        check, "CheckPlan", lambda **s: CheckPlan(**s | {"compute_dtype": "bfloat16"}))
+        check, "ShortSlicesPlan", lambda **s: ShortSlicesPlan(**s | {"compute_dtype": "bfloat16"}))
     small = shrunk_config(TINY["glm4_moe"](320))
     arch, tensors = make_architecture(small), random_hf_model(small, seed()).state_dict()
     model = cpu_model(small, arch, tensors, 24)

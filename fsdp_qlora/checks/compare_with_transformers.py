@@ -41,13 +41,13 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 # tokens of the two documents in one micro-batch; with longrope one is long and one is short
 LENGTHS = 24, 18
 CHECK_RANK, CHECK_ALPHA = 4, 8  # LoRA rank and alpha
-CHECKED = ("lora", False), ("dora", True)  # (adapter_type, True if layers are recomputed)
+CHECKED_VARIANTS = ("lora", False), ("dora", True)  # (adapter_type, True if layers are recomputed)
 CHECK_LIMIT = 1e-4  # relative difference; another order of fp32 sums causes 1e-6
 # relative difference between weights and their NF4; it is 0.1, and 1.4 with wrong weights
 NF4_ROUNDING = 0.2
 
 
-class CheckPlan(Plan):
+class ShortSlicesPlan(Plan):
     """A Plan with slices so short that the tokens of both documents are two of them."""
 
     mlp_slice_tokens = expert_slice_tokens = 25
@@ -65,7 +65,7 @@ def compare_with_transformers(model_config: PreTrainedConfig, name: str) -> None
         ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
         tensors = dict(reference.state_dict())
         names = tensor_names(arch, tensors)
-        for adapter_type, recompute in CHECKED:
+        for adapter_type, recompute in CHECKED_VARIANTS:
             model = cpu_model(small, arch, tensors, max(LENGTHS), adapter_type, recompute)
             weights = dequantized_weights(model, names)
             random_adapter(model, generator)
@@ -160,7 +160,7 @@ def cpu_model(
     layers, in slices of tokens, as if memory were short.
     """
     settings = AdapterSettings(CHECK_RANK, CHECK_ALPHA, adapter_type or "lora")
-    plan = CheckPlan(
+    plan = ShortSlicesPlan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
         reshard_after_forward=True, micro_batch_tokens=64, n_recomputed=arch.n_layers * recompute,
         save_mid_residual=False, reuse_dequantized=recompute, offload_activations=False,
