@@ -22,7 +22,7 @@ class SavePolicy(NamedTuple):
     attention: bool = False  # attention's results
 
     @property
-    def recomputes_sum(self) -> bool:
+    def recomputes_mid_residual(self) -> bool:
         """True if backward computes the sum after the mixer again, to run the MLP."""
         return not (self.mlp or self.mid_residual)
 

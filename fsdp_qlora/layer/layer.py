@@ -115,7 +115,7 @@ class LayerFunction(torch.autograd.Function):
         if policy.mixer:
             mixer_saved = saved.mixer_sublayer
             grad_mid_residual = mlp.backward(call, saved.mlp_sublayer, grad)
-        elif not policy.recomputes_sum:
+        elif not policy.recomputes_mid_residual:
             if policy.mlp:
                 grad_mid_residual = mlp.backward(call, saved.take_mlp(), grad)
             else:

@@ -112,7 +112,7 @@ class LayerCosts:
         itemsize = plan.dtype.itemsize
         mixer = self.mixer_sublayer.live_bytes(plan, recomputed=not policy.mixer)
         mlp = self.mlp_sublayer.live_bytes(plan, recomputed=not policy.mlp)
-        if policy.recomputes_sum:
+        if policy.recomputes_mid_residual:
             # mid_residual is recomputed first, and with it what the mixer needs
             mlp += n * self.mixer_sublayer.saved_values * itemsize
         live = max(mixer, mlp)
@@ -133,7 +133,7 @@ class LayerCosts:
         """Weights of the matmuls that a layer's backward computes again."""
         if policy.mixer:
             return 0
-        wants_sum = policy.recomputes_sum and not self.arch.parallel_residual
+        wants_sum = policy.recomputes_mid_residual and not self.arch.parallel_residual
         weights = self.mixer_sublayer.recomputed_weights(wants_sum)
         return weights if policy.mlp else weights + self.mlp_sublayer.recomputed_weights
 
