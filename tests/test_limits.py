@@ -431,7 +431,7 @@ def test_warm_up_ends_for_the_loss_where_it_ends_for_the_rate():
     config = Config(max_steps=10, warmup_fraction=0.03, learning_rate=1e-3)
     progress = Progress()
     run = types.SimpleNamespace(config=config, progress=progress,
-                                adapter=types.SimpleNamespace(largest=None))  # fmt: skip
+                                adapter=types.SimpleNamespace(largest_weight=None))  # fmt: skip
     for step, lowest in (1, None), (2, 3.0), (3, 2.0):
         stop_if_diverged(run, step, [1.0, 3.0, 2.0][step - 1], 1.0)
         assert progress.lowest_loss == lowest

@@ -47,8 +47,8 @@ from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.run.resolve import resolve_max_seq_len
 
 GIB = 2**30
-H200 = Machine(flops_per_second=7e14, bandwidth=4e12, link_bandwidth=2.5e11, host_bandwidth=5e10,
-               free_host_bytes=64 * GIB)  # fmt: skip
+H200 = Machine(flops_per_second=7e14, memory_bandwidth=4e12, link_bandwidth=2.5e11,
+               host_copy_bandwidth=5e10, free_host_bytes=64 * GIB)  # fmt: skip
 SLOW_BUS = dataclasses.replace(H200, link_bandwidth=1e10)
 GRAPHS = "CUDA graphs"
 
@@ -239,7 +239,7 @@ def test_prediction_is_near_what_was_measured(name, layers, peak, speed, setting
     _, arch, specs = shapes_of(name, layers, **({"lora_rank": 32} if is_long else {}))
     plan = predicted(arch, specs, **settings)
     got = plan.bytes / GIB
-    measured_on = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=bandwidth)
+    measured_on = dataclasses.replace(H200, flops_per_second=8e14, memory_bandwidth=bandwidth)
     document = settings["micro_batch_tokens"] if is_long else 2048
     faster = 1 / predict_time(plan, arch, specs, measured_on, document).seconds_per_token / speed
     print(f"predicted {got:.2f}, measured {peak:.2f}: {got / peak - 1:+.1%}; {faster:.2f} x speed")
@@ -269,7 +269,7 @@ def test_attention_of_wide_heads_is_slower(name, layers, speed, settings):
     _, arch, specs = shapes_of(name, layers)
     plan = predicted(arch, specs, micro_batch_tokens=32_768, offload_activations=True,
                      reuse_dequantized=True, **settings)
-    measured_on = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=4e12)
+    measured_on = dataclasses.replace(H200, flops_per_second=8e14, memory_bandwidth=4e12)
     got = 1 / predict_time(plan, arch, specs, measured_on, 32_768).seconds_per_token
     print(f"{got:.0f} tokens/s, measured {speed}")
     assert got == pytest.approx(speed, rel=0.08)
@@ -589,7 +589,7 @@ def test_layer_with_saved_results_of_attention_is_as_fast_as_it_computes():
 @pytest.mark.slow
 def test_copies_with_small_micro_batches_are_preferred_where_gathers_cost_more():
     """Measured on two H100s: 1,805 tokens/s per GPU, sharded 1,748 with layers recomputed."""
-    machine = dataclasses.replace(H200, flops_per_second=8e14, bandwidth=3e12)
+    machine = dataclasses.replace(H200, flops_per_second=8e14, memory_bandwidth=3e12)
     plan = choose("llama-2-70b", 77.5, machine=machine, rows=8)
     assert (plan.shard_group_size, plan.micro_batch_tokens, plan.n_recomputed) == (1, 2048, 0)
 
@@ -599,7 +599,7 @@ def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits():
     flags = {"offload_activations": True, "micro_batch_tokens": 4096}
 
     def n_kept(host_gib=200, bus=5e10, **more):
-        machine = dataclasses.replace(H200, host_bandwidth=bus)
+        machine = dataclasses.replace(H200, host_copy_bandwidth=bus)
         flags_of_all = {**flags, **more}
         plan = choose("llama-2-70b", 22.5, machine=machine, host_gib=host_gib, **flags_of_all)
         return plan.n_mlp_saved
@@ -892,7 +892,7 @@ def test_offloaded_weights_take_their_time_on_the_bus():
     """All of them twice a micro-batch, where the bus is what a step waits for."""
     _, arch, specs = shapes_of("llama-2-70b")
     plan, bus = predicted(arch, specs, offload_params=True), 1e9
-    slow = predict_time(plan, arch, specs, dataclasses.replace(H200, host_bandwidth=bus), 2048)
+    slow = predict_time(plan, arch, specs, dataclasses.replace(H200, host_copy_bandwidth=bus), 2048)
     assert 1 < slow.seconds_per_token * 4096 / (2 * plan.host_bytes / bus) < 1.1
 
 
@@ -1008,7 +1008,7 @@ def test_latents_are_planned_as_what_ranks_exchange():
         return predict_time(plan, arch, specs, machine, 16_384).seconds_per_token
 
     assert 1 < seconds(shared, link_bandwidth=H200.link_bandwidth / 10) / seconds(shared) < 1.05
-    products = {"link_bandwidth": math.inf, "bandwidth": math.inf}  # they alone take time
+    products = {"link_bandwidth": math.inf, "memory_bandwidth": math.inf}  # they alone take time
     kv_b = specs[0].mixer_sublayer.token_mixer.kv_b
     flops = 4 * 3 * 2 * 7.5 * kv_b.n_weights  # layers, passes, a product and a sum, more keys
     assert seconds(shared, **products) - seconds(alone, **products) == pytest.approx(

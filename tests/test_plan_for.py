@@ -160,8 +160,8 @@ def test_card_measures_as_it_did():
     on two H200s."""
     for name, bandwidth in ("H100", 3e12), ("H200", 4e12):
         machine = gpu_machine(GPU_SPECS[name])
-        found = (machine.flops_per_second, machine.bandwidth, machine.link_bandwidth,
-                 machine.host_bandwidth)
+        found = (machine.flops_per_second, machine.memory_bandwidth, machine.link_bandwidth,
+                 machine.host_copy_bandwidth)
         assert found == tuple(map(rounded, (8e14, bandwidth, 2.3e11, 5e10)))
     for figure in (7.4e13, 1e14, 9.6e14, 3.3e9):
         once = rounded(figure)

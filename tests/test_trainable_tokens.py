@@ -182,7 +182,7 @@ def test_rows_begin_as_what_their_text_was_or_as_the_mean(capsys):
     tables = {name: F.pad(table, (0, 0, 0, 4)) for name, table in stored.items()}
     model = types.SimpleNamespace(
         **tables, shard_group_size=1, local_rows=range(10), device=torch.device("cpu"),
-        arch=types.SimpleNamespace(n_tables=2, vocab_size=10, added_rows=4))
+        arch=types.SimpleNamespace(n_token_tables=2, vocab_size=10, added_rows=4))
     tokens = [TrainableToken("known", 1, None), TrainableToken("untrained", 4, None),
               TrainableToken("new", 6, (0, 3, 3)), TrainableToken("of nothing", 7, ())]
     rows = initial_token_rows(model, tokens, {4})

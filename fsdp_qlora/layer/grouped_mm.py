@@ -100,9 +100,9 @@ def grouped_matmul(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
 
 # ---- adapters of experts ----
 
-# They are columns of the grouped matmuls, as in lora_matmul.py: rows [x, d] times an expert's
-# [W, B]. grouped_mm needs rows of whole 16 bytes, 8 values of bf16, so ranks must be multiples of
-# 8.
+# They are columns of the grouped matmuls, as in lora_matmul.py: rows [x, lora_hidden] times an
+# expert's [W, B]. grouped_mm needs rows of whole 16 bytes, 8 values of bf16, so ranks must be
+# multiples of 8.
 
 
 def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:
@@ -114,7 +114,7 @@ def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:
 def fill_expert_lora_hidden(
     call: LayerCall, fused: FusedLinear, inputs: Tensor, chunk: ExpertChunk
 ) -> None:
-    """Write d = s x A.T, with A of each row's expert, into the last columns of inputs
+    """Write lora_hidden = s x A.T, with A of each row's expert, into the last columns of inputs
     [m, input_width]."""
     if fused.lora_width:
         lora_hidden = inputs[:, fused.in_features :]
@@ -127,9 +127,9 @@ def fill_expert_lora_hidden(
 def split_lora_gradient(
     call: LayerCall, fused: FusedLinear, grad_inputs: Tensor, chunk: ExpertChunk
 ) -> tuple[Tensor, Tensor | None]:
-    """Split the gradient of [x, d] [m, input_width]. Returns the gradients of x [m, in], which
-    includes the part through d, and of d [m, lora_width]; None for d if the experts have no
-    adapters."""
+    """Split the gradient of [x, lora_hidden] [m, input_width]. Returns the gradients of x [m, in],
+    which includes the part through lora_hidden, and of lora_hidden [m, lora_width]; None for the
+    latter if the experts have no adapters."""
     if not fused.lora_width:
         return grad_inputs, None
     n_in = fused.in_features
@@ -144,8 +144,8 @@ def add_expert_gradients(
     chunk: ExpertChunk
 ) -> None:
     """Add the gradients of A and B of a chunk's experts to call.grad_adapter, from x [m, in], the
-    gradient of d [m, lora_width] and the gradient of the outputs [m, out]. The caller must have
-    multiplied a row's routing weight into x or into both gradients."""
+    gradient of lora_hidden [m, lora_width] and the gradient of the outputs [m, out]. The caller
+    must have multiplied a row's routing weight into x or into both gradients."""
     chunk_experts = slice(chunk.experts.start, chunk.experts.stop)
     n = fused.n_experts
     scaling = call.layer_spec.scaling

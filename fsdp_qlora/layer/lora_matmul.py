@@ -1,10 +1,10 @@
 """Base weight and LoRA adapter as one matmul, forward and backward; DoRA's scaling.
 
-y = x W.T + s x A.T B.T is one matmul, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
-columns, not a pass over y. d [n, lora_width] is `lora_hidden` in the code and has the columns of
-all linears side by side; with padding, it is the last columns of the inputs [n, input_width]. In
-backward, the gradient of y times [W, B] is the gradient of [x, d]. The gradient of d then yields
-the gradient of A, and the part of x's gradient that passes through A.
+y = x W.T + s x A.T B.T is one matmul, [x, lora_hidden] [W, B].T with lora_hidden = s x A.T: the
+adapter costs a few columns, not a pass over y. lora_hidden [n, lora_width] has the columns of all
+linears side by side; with padding, it is the last columns of the inputs [n, input_width]. In
+backward, the gradient of y times [W, B] is the gradient of [x, lora_hidden]. The gradient of
+lora_hidden then yields the gradient of A, and the part of x's gradient that passes through A.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def widen(x: Tensor, fused: FusedLinear) -> Tensor:
 
 
 def fill_lora_hidden(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> None:
-    """Write d = s x A.T of all adapted linears into the last columns of inputs [n, input_width]."""
+    """Write lora_hidden = s x A.T of all adapted linears into the last columns of inputs [n,
+    input_width]."""
     if not fused.lora_width:
         return
     x, lora_hidden = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
@@ -47,16 +48,16 @@ def lora_matmul(
     call: LayerCall, fused: FusedLinear, inputs: Tensor, wants_output: bool = True
 ) -> tuple[MaybeTensor, Tensor]:
     """Return the outputs [n, out] of linears with their adapters, None without wants_output; and
-    LoRA's hidden values, a copy of d and its padding [n, padded_lora_width], for
-    lora_matmul_backward(). Fills the last columns of inputs [n, input_width]."""
+    a copy of lora_hidden and its padding [n, padded_lora_width], for lora_matmul_backward(). Fills
+    the last columns of inputs [n, input_width]."""
     fill_lora_hidden(call, fused, inputs)
     out = filled_matmul(call, fused, inputs) if wants_output else None
     return out, inputs[:, fused.in_features :].clone()
 
 
 def filled_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
-    """Return lora_matmul()'s outputs [n, out], from inputs [n, input_width] with d in the last
-    columns."""
+    """Return lora_matmul()'s outputs [n, out], from inputs [n, input_width] with lora_hidden in
+    the last columns."""
     if len(fused.splits) == 1:
         return _matmul_of_split(call, fused, inputs)
     out = inputs.new_empty(len(inputs), fused.out_features)
@@ -101,8 +102,8 @@ def input_gradients(
     wants_grad_x: bool = True
 ) -> tuple[MaybeTensor, Tensor]:
     """The first half of lora_matmul_backward(), for an x that is recomputed after it; only DoRA
-    reads x here. Returns the gradients of x and of d [n, lora_width], and adds those of B and of
-    DoRA's magnitudes to call.grad_adapter; the second half is add_a_gradient()."""
+    reads x here. Returns the gradients of x and of lora_hidden [n, lora_width], and adds those of B
+    and of DoRA's magnitudes to call.grad_adapter; the second half is add_a_gradient()."""
     n_in = fused.in_features
     spec = call.layer_spec
     grad_inputs = None
@@ -144,8 +145,8 @@ def input_gradients(
 def add_a_gradient(
     call: LayerCall, fused: FusedLinear, x: Tensor, grad_lora_hidden: Tensor
 ) -> None:
-    """Add the gradient of all A to call.grad_adapter, from x [n, in] and the gradient of d [n,
-    lora_width]."""
+    """Add the gradient of all A to call.grad_adapter, from x [n, in] and the gradient of
+    lora_hidden [n, lora_width]."""
     if fused.lora_width:
         dropped = call.drop(x, call.layer_spec.dropout, fused.dropout_site)
         grad_a = call.grad_adapter[fused.lora_a].view(-1, fused.in_features)

@@ -132,7 +132,7 @@ class MoECosts:
         gradient is a new tensor."""
         gate_up, down = self.gate_up.input_width, self.down.input_width
         values = gate_up + down
-        if self.gate_up.lora_width:  # the rows' gradient, its part from d, their sum
+        if self.gate_up.lora_width:  # the rows' gradient, its part from lora_hidden, their sum
             values = max(3 * gate_up, gate_up + 3 * down)
         return values + self._gate_up_size * (recomputed + bool(self.moe.clamp))
 

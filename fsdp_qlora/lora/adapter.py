@@ -176,7 +176,7 @@ class Adapter:
             if self.n_token_row_weights:
                 self.token_part(vector).copy_(saved[name + TOKEN_ROWS])
 
-    def largest(self) -> float:
+    def largest_weight(self) -> float:
         """Return the largest absolute value of all weights. All ranks must call this."""
         return float(all_gather(self.weights.detach().abs().max()).max())
 

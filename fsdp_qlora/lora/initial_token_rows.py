@@ -26,7 +26,7 @@ def initial_token_rows(model: ModelParameters, tokens: Sequence[TrainableToken],
     if not tokens:
         return torch.empty(0)
     tables = []
-    for table in (model.embedding, model.lm_head)[: model.arch.n_tables]:
+    for table in (model.embedding, model.lm_head)[: model.arch.n_token_tables]:
         mean, rows = fill_added_rows(model, table), []
         for token in tokens:
             ids = (token.id,) if token.old_ids is None else token.old_ids

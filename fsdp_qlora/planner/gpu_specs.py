@@ -66,9 +66,9 @@ def gpu_machine(gpu: GPUSpec, host_gib: float = HOST_GIB) -> Machine:
     free host memory per GPU."""
     return Machine(
         flops_per_second=rounded(FLOPS_FRACTION * 1e12 * gpu.tflops),
-        bandwidth=rounded(BANDWIDTH_FRACTION * 1e9 * gpu.bandwidth_gb_s),
+        memory_bandwidth=rounded(BANDWIDTH_FRACTION * 1e9 * gpu.bandwidth_gb_s),
         link_bandwidth=rounded(LINK_FRACTION * 1e9 * gpu.link_gb_s),
-        host_bandwidth=rounded(HOST_FRACTION * 1e9 * gpu.host_gb_s),
+        host_copy_bandwidth=rounded(HOST_FRACTION * 1e9 * gpu.host_gb_s),
         free_host_bytes=int(host_gib * 2**30),
         why_no_grouped_mm=(
             "" if gpu.has_grouped_mm else "torch multiplies experts one by one on this GPU"))

@@ -21,9 +21,9 @@ class Machine:
     each."""
 
     flops_per_second: float  # FLOP/s of large matmuls in the compute dtype
-    bandwidth: float  # bytes/s of the GPU's memory
+    memory_bandwidth: float  # bytes/s of the GPU's memory
     link_bandwidth: float  # bytes/s that a GPU receives from the others in an all-gather
-    host_bandwidth: float = 2e10  # bytes/s between host memory and GPU, each way
+    host_copy_bandwidth: float = 2e10  # bytes/s between host memory and GPU, each way
     launch_seconds: float = 40e-6  # CPU seconds per kernel, including Python
     free_host_bytes: float = math.inf  # free host memory per process
     why_no_triton: str = ""  # why no kernel can read an embedding in host memory; "" if one can
@@ -41,7 +41,7 @@ def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
              "why_no_triton": why_no_triton(),
              "why_no_grouped_mm": why_no_grouped_mm(dtype, device)}
     if device.type == "cpu":
-        return Machine(flops_per_second=1e11, bandwidth=1e10, link_bandwidth=1e9, **facts)
+        return Machine(flops_per_second=1e11, memory_bandwidth=1e10, link_bandwidth=1e9, **facts)
 
     def seconds(run: Callable[[], object]) -> float:
         times, events = 20, [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -59,10 +59,10 @@ def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
     on_host = torch.empty_like(own, device="cpu", pin_memory=True)
     figures = {
         "flops_per_second": 2 * 4096**3 / seconds(lambda: a @ b),
-        "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
+        "memory_bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
         # one process receives nothing, and no prediction reads it: any positive number
         "link_bandwidth": max(1, parts.nbytes - own.nbytes) / seconds(
             lambda: dist.all_gather_into_tensor(parts, own)),
-        "host_bandwidth": own.nbytes / seconds(lambda: on_host.copy_(own, non_blocking=True))}
+        "host_copy_bandwidth": own.nbytes / seconds(lambda: on_host.copy_(own, non_blocking=True))}
     speeds = {name: rounded(figure) for name, figure in figures.items()}
     return Machine(**all_gather_objects(speeds)[0], **facts)

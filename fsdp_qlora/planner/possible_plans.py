@@ -41,7 +41,7 @@ def possible_plans(search: SearchInputs, context_parallel_size: int) -> Iterator
         fuses_elementwise=search.device.type == "cuda",
         context_parallel_size=context_parallel_size,
         optimizer_bytes_per_weight=search.optimizer_bytes_per_weight,
-        n_token_rows=len(config.trainable_tokens or ()) * arch.n_tables)
+        n_token_rows=len(config.trainable_tokens or ()) * arch.n_token_tables)
     saves_attention = can_save_attention(search) and not is_varlen
     n_experts = arch.moe.n_experts if arch.moe else 1
     ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})

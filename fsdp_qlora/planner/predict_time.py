@@ -76,7 +76,7 @@ def layer_seconds(
     return LayerSeconds(
         compute=compute, forward=forward,
         gathers=gathers * (2 if plan.reshard_after_forward else 1),
-        copies=copies / machine.host_bandwidth,
+        copies=copies / machine.host_copy_bandwidth,
         launches=n_launches(plan, arch, machine) * machine.launch_seconds,
         waits=wait_seconds(plan, arch, totals, machine))
 
@@ -117,7 +117,7 @@ def compute_seconds(
                     CONSTANTS.fixed_len_flops_per_second)
     moved = moved_bytes(plan, arch, totals, attended_tokens)
     return (flops / matmul_speed + attention_flops / min(matmul_speed, kernel_speed)
-            + moved / machine.bandwidth)
+            + moved / machine.memory_bandwidth)
 
 
 def moved_bytes(
@@ -187,4 +187,4 @@ def lm_head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
     logits = plan.micro_batch_tokens * arch.vocab_size
     speed = CONSTANTS.sustained_fraction * machine.flops_per_second
     return (CONSTANTS.lm_head_flops * logits * arch.hidden_size / speed
-            + CONSTANTS.logits_accesses * logits * plan.dtype.itemsize / machine.bandwidth)
+            + CONSTANTS.logits_accesses * logits * plan.dtype.itemsize / machine.memory_bandwidth)

@@ -89,7 +89,7 @@ class Architecture(ArchitectureFields):
             self, vocab_size=vocab_size, added_rows=vocab_size - self.vocab_size)
 
     @property
-    def n_tables(self) -> int:
+    def n_token_tables(self) -> int:
         """Tables with a row for each token: the embedding and, unless it is tied, the lm_head."""
         return 1 if self.tied else 2
 

@@ -41,7 +41,7 @@ def why_diverged(step: int, loss: float, norm: float, n_warmup: int, progress: P
 def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
     """Raise RunEnd if the run has diverged, before the update. All ranks must call this."""
     why = why_diverged(step, loss, norm, warmup_steps(run.config), run.progress,
-                       run.adapter.largest, saturates=run.config.loss != "sft")
+                       run.adapter.largest_weight, saturates=run.config.loss != "sft")
     if not why:
         return
     advice = "the run has diverged, and this step is not saved. Try a lower --learning_rate"

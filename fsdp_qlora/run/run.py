@@ -46,7 +46,7 @@ class Job:
     def n_adapter_weights(self) -> int:
         """The adapter's weights, those of the rows of --trainable_tokens included."""
         arch = self.base.arch
-        n_token_row_weights = arch.n_tables * len(self.base.trainable_ids) * arch.hidden_size
+        n_token_row_weights = arch.n_token_tables * len(self.base.trainable_ids) * arch.hidden_size
         return n_token_row_weights + sum(
             math.prod(shape) for spec in self.layer_specs
             for _, shape in spec.adapter_slices().values())

@@ -19,7 +19,7 @@ QUANTIZATION = {"quant_type": "nf4", "blocksize": BLOCKSIZE, "double_quant": Tru
                 "nested_blocksize": NESTED_BLOCKSIZE}
 LAST_FRACTION = 0.1  # fraction of a run's steps that why_worse() looks at, at least three steps
 # the last losses may exceed the first by chance: by this fraction of it, or by this much
-MARGIN, SLIGHT = 0.1, 0.05
+MARGIN, MIN_MARGIN = 0.1, 0.05
 
 
 def read_losses(directory: Path, last_step: float = math.inf) -> list[float]:
@@ -43,7 +43,7 @@ def why_worse(losses: Sequence[float]) -> str:
         return ""
     first, last = losses[0], losses[-min(n - 1, max(3, round(LAST_FRACTION * n))):]
     mean = sum(last) / len(last)
-    margin = max(SLIGHT, abs(first) * max(MARGIN, 1 / n))
+    margin = max(MIN_MARGIN, abs(first) * max(MARGIN, 1 / n))
     n_above = sum(loss > first for loss in last)
     if mean <= first + margin or n_above < 0.9 * len(last):
         return ""
